@@ -1,0 +1,100 @@
+"""The namespace `twin`: every operation both sides implement, with its schema.
+
+`reference.ops.<name>` registers the CPU implementation of `twin::<name>`, which is its definition;
+`optimized.ops.<name>` registers the CUDA one under the same schema. A layer calls
+`torch.ops.twin.<name>` and the device of the tensors decides which runs.
+
+Three rules, each the answer to a bug found by trial:
+
+* ops run inside an `autograd.Function` only: called where gradients would be recorded, they raise,
+  because a raw library op has no derivative and its result would silently be a constant;
+* a mutated argument (the amax history, the scale) gets its version bumped, which
+  `Library.impl` does not do by itself, so that autograd notices a stale saved tensor;
+* a device that has no implementation is named in a sentence.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("twin", "DEF")
+
+SCHEMAS = {
+    "amax": "(Tensor x, Tensor(a!) amax_history, int column) -> ()",
+    "cast": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
+    " -> (Tensor, Tensor)",
+    "cast_transpose": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    "cast_transpose_dbias": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "dbias": "(Tensor grad) -> Tensor",
+    "gemm": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    "gemm_fp8": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
+    " ScalarType out_dtype, str accumulate) -> Tensor",
+    "scale_update": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, float fp8_max, int margin,"
+    " str algorithm) -> ()",
+}
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Every tensor among `args`, those inside lists included."""
+    found: list[torch.Tensor] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(t for t in arg if isinstance(t, torch.Tensor))
+    return found
+
+
+def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare `twin::<name>` with its schema and register the decorated function as its CPU implementation."""
+    LIBRARY.define(name + SCHEMAS[name])
+    overload = getattr(torch.ops.twin, name).default
+    mutated = [
+        position
+        for position, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def autograd(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args)):
+            raise RuntimeError(
+                f"twin::{name} has no derivative of its own: call it inside an autograd.Function "
+                f"or under torch.no_grad(), or use the layer that wraps it."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            out = overload(*args)
+        for position in mutated:
+            for tensor in _tensors(args[position : position + 1]):
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+        return out
+
+    def missing(*args: Any) -> Any:
+        devices = sorted({str(t.device) for t in _tensors(args)})
+        kinds = {t.device.type for t in _tensors(args)}
+        if kinds == {"cuda"}:
+            raise RuntimeError(
+                f"twin::{name} got tensors on {', '.join(devices)}, and the CUDA kernels are not loaded: "
+                f"`import optimized` first (it needs a Hopper GPU and CuPy), or move the tensors to the CPU."
+            )
+        raise RuntimeError(
+            f"twin::{name} got tensors on {', '.join(devices)}; it runs on one device, "
+            f"'cpu' (reference) or 'cuda' (optimized)."
+        )
+
+    LIBRARY.impl(name, autograd, "Autograd")
+    LIBRARY.impl(name, missing, "CompositeExplicitAutograd")
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        LIBRARY.impl(name, function, "CPU")
+        return function
+
+    return register
+
+
+def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the shape-and-dtype implementation of `twin::<name>`."""
+    return torch.library.register_fake(f"twin::{name}", lib=LIBRARY)
