@@ -1,0 +1,72 @@
+"""`twin::cast`: to FP8, noting the amax.
+
+    q[r, c]   = satfinite_rne(fp32(x[r, c]) · scale[column])    one fp32 rounding, then one to FP8
+    scale_inv = 1 / scale[column]                               IEEE division
+    amax_history[0, column] = max(itself, max |x| over the x that are not NaN), x not scaled
+
+NaN becomes 0x7F, infinities and overflow ±largest (`reference.formats`). `scale_inv` is what turns this q
+back into numbers; it is made here because `scale` has changed by the time of the backward pass.
+"""
+
+import torch
+
+from reference import formats
+from reference.ops.amax import check_column, check_history, check_input, record_amax
+from reference.ops.library import define, fake
+
+
+def check_cast(
+    op: str,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse what the FP8 casts do not take; both sides call it. `op` names the caller in the sentence."""
+    check_input(op, "x", x)
+    if x.shape[1] % 16:
+        raise ValueError(
+            f"{op}: the columns of x must be a multiple of 16, which FP8 tensor cores need; "
+            f"got {x.shape[1]} (shape {tuple(x.shape)})."
+        )
+    if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
+        raise ValueError(f"{op}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
+    if scale.dim() != 1:
+        raise ValueError(f"{op}: scale must be 1-D, [columns]; got shape {tuple(scale.shape)}.")
+    if scale.dtype != torch.float32:
+        raise ValueError(f"{op}: scale must be torch.float32; got {scale.dtype}.")
+    if scale.device != x.device:
+        raise ValueError(f"{op}: scale is on {scale.device}, the data on {x.device}.")
+    check_column(op, "scale", scale.shape[0], column)
+    if amax_history is not None:
+        check_history(op, x, amax_history, column)
+
+
+def cast_rows(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cast itself, arguments already checked: (q `[rows, cols]`, scale_inv fp32 `[1]`)."""
+    factor = scale[column]
+    q = formats.cast(x, formats.format_of(dtype), factor)
+    if amax_history is not None:
+        record_amax(x, amax_history, column)
+    # A division spelled as one: a reciprocal instruction may be an approximation on some machines.
+    return q, torch.ones(1, dtype=torch.float32) / factor
+
+
+@define("cast")
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
+    check_cast("twin::cast", x, scale, amax_history, column, dtype)
+    return cast_rows(x, scale, amax_history, column, dtype)
+
+
+@fake("cast")
+def _(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_cast("twin::cast", x, scale, amax_history, column, dtype)
+    return x.new_empty(x.shape, dtype=dtype), scale.new_empty(1)

@@ -1,0 +1,54 @@
+"""`twin::dbias`: the gradient of a bias, the sum of the rows of the output's gradient.
+
+    dbias[c] = round(Σ_r fp32(grad[r, c]))    fp32 additions in the order below, one rounding to grad.dtype
+
+The order depends on the number of rows alone. Rows are taken in blocks of 64, rows beyond the end being
++0.0; inside a block a halving tree adds, for h in (32, 16, 8, 4, 2, 1), row r + h to row r for r < h; the
+blocks' sums are added in order, starting from that of block 0. No rows give +0.
+"""
+
+import torch
+
+from reference.ops.amax import check_input
+from reference.ops.library import define, fake
+
+BLOCK = 64
+# Elements widened at a time: 16 MiB of fp32, enough to share among threads.
+_CHUNK = 1 << 22
+
+
+def sum_rows(grad: torch.Tensor) -> torch.Tensor:
+    """The sum over the rows of `grad` `[rows, cols]` in the written order: `[cols]` of grad's dtype."""
+    rows, cols = grad.shape
+    total: torch.Tensor | None = None
+    # Whole blocks at a time. Elementwise additions only: torch's .sum() orders by thread and instruction set.
+    at_once = max(1, _CHUNK // (BLOCK * max(cols, 1))) * BLOCK
+    for start in range(0, rows, at_once):
+        part = grad[start : start + at_once]
+        missing = -part.shape[0] % BLOCK
+        if missing:
+            part = torch.cat([part, part.new_zeros(missing, cols)])
+        v = part.view(-1, BLOCK, cols)
+        h = BLOCK // 2
+        v = v[:, :h].float() + v[:, h:].float()
+        while h > 1:
+            h //= 2
+            v = v[:, :h] + v[:, h:]
+        for block in v[:, 0]:
+            total = block if total is None else total + block
+    if total is None:
+        total = torch.zeros(cols, dtype=torch.float32)
+    return total.to(grad.dtype, copy=True)
+
+
+@define("dbias")
+def dbias(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` `[rows, cols]` -> `[cols]`, both of the same dtype: fp32, bf16 or fp16."""
+    check_input("twin::dbias", "grad", grad)
+    return sum_rows(grad)
+
+
+@fake("dbias")
+def _(grad: torch.Tensor) -> torch.Tensor:
+    check_input("twin::dbias", "grad", grad)
+    return grad.new_empty(grad.shape[1])
