@@ -1,0 +1,88 @@
+"""What the fast path needs of a machine, and the sentence for each thing that is missing.
+
+Every check takes the fact it judges as an argument (a name and a capability, a way to find a module), so the
+sentences are tested on a machine without a GPU. `problems()` collects them for `twin info`.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+CAPABILITY = (9, 0)
+INSTALL = 'pip install "twin-engine[gpu]" (in a checkout: pip install -e ".[gpu]")'
+
+
+class MissingDependency(ImportError):
+    """A package of the fast path is not installed; the message says which and how to install it."""
+
+
+class UnsupportedDevice(RuntimeError):
+    """The device cannot run the kernels; the message names it and says what would."""
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """Refuse a GPU that is not Hopper.
+
+    Args:
+        name: the device's name, as the driver gives it.
+        capability: its compute capability (major, minor).
+
+    Raises:
+        UnsupportedDevice: the capability is not 9.0. Binaries for sm_90a run on no other.
+    """
+    if tuple(capability) != CAPABILITY:
+        major, minor = capability
+        raise UnsupportedDevice(
+            f"the GPU {name!r} has compute capability {major}.{minor}; Twin Engine's kernels are built for "
+            f"sm_90a and need 9.0 (Hopper: H100, H200, GH200). On this machine use `reference` on the CPU."
+        )
+
+
+@functools.cache
+def check(index: int) -> None:
+    """Refuse CUDA device `index` unless it is Hopper. Checked once per device."""
+    if not torch.cuda.is_available():
+        raise UnsupportedDevice(
+            "torch sees no CUDA device; Twin Engine's kernels need a Hopper GPU (compute capability 9.0). "
+            "On this machine use `reference` on the CPU."
+        )
+    check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+
+
+def check_module(
+    module: str, package: str, find: Callable[[str], object | None] = importlib.util.find_spec
+) -> None:
+    """Refuse to go on where Python module `module` (of distribution `package`) is not installed."""
+    try:
+        spec = find(module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise MissingDependency(
+            f"{package} is not installed, and Twin Engine's CUDA kernels need it: {INSTALL}."
+        )
+
+
+def check_cupy(find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
+    """Refuse to go on without CuPy, through which kernels are loaded and launched."""
+    check_module("cupy", "CuPy (cupy-cuda13x)", find)
+
+
+def problems() -> list[str]:
+    """Everything that keeps this machine from the fast path, one sentence each; empty where nothing does."""
+    from optimized import compiler
+
+    found = []
+    checks: list[Callable[[], object]] = [check_cupy, compiler.nvrtc_library]
+    if torch.cuda.is_available():
+        checks += [functools.partial(check, index) for index in range(torch.cuda.device_count())]
+    else:
+        checks.append(functools.partial(check, 0))
+    for judge in checks:
+        try:
+            judge()
+        except (MissingDependency, UnsupportedDevice) as error:
+            found.append(str(error))
+    return found
