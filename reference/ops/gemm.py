@@ -1,0 +1,64 @@
+"""twin::gemm, a 16-bit product with a bias.
+
+acc = a * b^T         bf16 or fp16 tensor-core steps in one chain over K, fp32 (reference.tensor_core.gemm)
+out = acc + bias      rounded to fp32, where there is a bias
+out -> out_dtype      rounded to nearest even
+"""
+
+import torch
+
+from reference import tensor_core
+from reference.ops.gemm_fp8 import check_epilogue
+from reference.ops.library import define, fake
+
+
+def check(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Refuse what twin::gemm does not take, on either device, with a sentence."""
+    for name, matrix in (("a", a), ("b", b)):
+        if matrix.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"{name} is {matrix.dtype}; gemm takes bfloat16 or float16.")
+        if matrix.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
+        rows, depth = matrix.shape
+        row_major = matrix.stride(1) == 1 or depth <= 1
+        if matrix.numel() and not row_major and not (matrix.stride(0) == 1 or rows <= 1):
+            raise ValueError(
+                f"{name} has strides {matrix.stride()}; gemm takes a row-major matrix or a transposed view "
+                f"of one (a stride of 1 in either dimension)."
+            )
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; gemm takes two matrices of one dtype.")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
+    check_epilogue(b.shape[0], bias, out_dtype)
+
+
+@define("gemm")
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """a [M, K] and b [N, K], both bfloat16 or both float16, bias [N] or None -> [M, N] of out_dtype."""
+    check(a, b, bias, out_dtype)
+    out = tensor_core.gemm(a, b)
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+@fake("gemm")
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    check(a, b, bias, out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -1,0 +1,95 @@
+"""twin::gemm_fp8, an FP8 product with its scales and bias.
+
+    acc = a * b^T                          tensor-core steps, fp32 (reference.tensor_core.gemm)
+    scale = a_scale_inv * b_scale_inv      rounded to fp32
+    out = acc * scale                      rounded to fp32
+    out = out + bias                       rounded to fp32, where there is a bias
+    out -> out_dtype                       rounded to nearest even
+
+`accumulate` = "fast": acc is one chain over K (fprop). "split": chains of K = 128, added in fp32 in order
+of K (dgrad and wgrad).
+"""
+
+import torch
+
+from reference import tensor_core
+from reference.ops.library import define, fake
+from reference.tensor_core.operands import FP8_DTYPES
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> None:
+    """Refuse what twin::gemm_fp8 does not take, on either device, with a sentence."""
+    for name, matrix in (("a", a), ("b", b)):
+        if matrix.dtype not in FP8_DTYPES:
+            raise TypeError(f"{name} is {matrix.dtype}; gemm_fp8 takes float8_e4m3fn or float8_e5m2.")
+        if matrix.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
+        if not matrix.is_contiguous():
+            raise ValueError(f"{name} has strides {matrix.stride()}; gemm_fp8 takes contiguous rows.")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
+    if a.shape[1] % 16:
+        raise ValueError(f"a has K = {a.shape[1]}; FP8 products need a K that is a multiple of 16.")
+    if b.shape[0] % 16:
+        raise ValueError(f"b has N = {b.shape[0]} rows; FP8 products need an N that is a multiple of 16.")
+    for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; one float32 number is needed.")
+    check_epilogue(b.shape[0], bias, out_dtype)
+    if accumulate not in ("fast", "split"):
+        raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
+
+
+def check_epilogue(columns: int, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    """Refuse an output dtype or a bias that no GEMM of ours takes."""
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; bfloat16, float16 or float32 is accepted.")
+    if bias is None:
+        return
+    if bias.dtype not in OUT_DTYPES:
+        raise TypeError(f"bias is {bias.dtype}; bfloat16, float16 or float32 is accepted.")
+    if tuple(bias.shape) != (columns,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; one number per output column, ({columns},).")
+
+
+@define("gemm_fp8")
+def gemm_fp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """a [M, K] and b [N, K] float8, scales fp32 [1], bias [N] or None -> [M, N] of out_dtype."""
+    check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
+    out = tensor_core.gemm(a, b, accumulate)
+    out = out * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(out_dtype)
+
+
+@fake("gemm_fp8")
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

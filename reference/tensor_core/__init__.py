@@ -1,0 +1,65 @@
+"""What Hopper's tensor core computes, bit for bit, on any CPU.
+
+`step` is one `wgmma` instruction, `gemm` a whole product; `model` is the arithmetic, written to be read.
+"""
+
+import numpy as np
+import torch
+
+from reference.tensor_core import model
+from reference.tensor_core.operands import operands
+
+__all__ = ["SPLIT_K", "gemm", "step"]
+
+SPLIT_K = 128
+"""How many products `accumulate="split"` chains before it adds the partial sum in fp32."""
+
+
+def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+    """One tensor-core instruction: a * b^T + c, fp32 [M, N].
+
+    a [M, K], b [N, K]: float8_e4m3fn / float8_e5m2 in any combination (K <= 32), or both bfloat16, or
+    both float16 (K <= 16); a shorter K stands for zeros in the rest. c: fp32 [M, N], or None for +0.
+    Source: the readable model in `reference.tensor_core.model`.
+    """
+    left = operands(a, b)
+    shape = (a.shape[0], b.shape[0])
+    if a.shape[1] > left.instruction.k:
+        raise ValueError(
+            f"a has K = {a.shape[1]}; one step of {a.dtype} takes at most {left.instruction.k}: use gemm."
+        )
+    if c is None:
+        words = np.zeros(shape, np.uint32)
+    elif c.dtype != torch.float32 or tuple(c.shape) != shape or c.device.type != "cpu":
+        raise ValueError(
+            f"c is {c.dtype} {tuple(c.shape)} on {c.device}; float32 {shape} on the CPU is needed."
+        )
+    else:
+        words = c.detach().view(torch.int32).numpy().view(np.uint32)
+    words = model.step_words(left.a, left.a_format, left.b, left.b_format, words, left.instruction)
+    return torch.from_numpy(words.view(np.float32))
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Tensor:
+    """a * b^T by chained tensor-core steps, fp32 [M, N]; any M, N and K, zero included.
+
+    a [M, K], b [N, K] as for `step`, any strides. K is taken in order; its last step is filled up with
+    zeros. `accumulate`:
+
+    * "fast": one chain over all of K, the accumulator never leaves the tensor core;
+    * "split" (FP8 only): chains of K = 128 from zero, each partial sum added to an fp32 accumulator with
+      an ordinary addition, in order of K.
+
+    A K of 0 gives +0. NaN results are the word 0x7FFFFFFF.
+    """
+    if accumulate not in ("fast", "split"):
+        raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
+    left = operands(a, b)
+    split = accumulate == "split"
+    if split and left.instruction is not model.FP8_STEP:
+        raise ValueError(
+            f"accumulate='split' with {a.dtype}: split accumulation is defined for FP8 operands; "
+            f"16-bit products keep fp32's precision in one chain, use 'fast'."
+        )
+    words = model.gemm_words(*left, split_k=SPLIT_K if split else None)
+    return torch.from_numpy(words.view(np.float32))

@@ -1,0 +1,62 @@
+"""From torch tensors to the tensor core's operands: which formats it multiplies, and their codes."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reference.tensor_core import model
+
+FORMATS = {
+    torch.float8_e4m3fn: model.E4M3,
+    torch.float8_e5m2: model.E5M2,
+    torch.float16: model.FP16,
+    torch.bfloat16: model.BF16,
+}
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Operands(NamedTuple):
+    """a [M, K] and b [N, K] as unsigned codes, their formats, and the instruction that takes them."""
+
+    a: NDArray[np.unsignedinteger]
+    a_format: model.Format
+    b: NDArray[np.unsignedinteger]
+    b_format: model.Format
+    instruction: model.Instruction
+
+
+def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
+    """Check a [M, K] and b [N, K] and view them as codes (strides are kept, nothing is copied)."""
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype not in FORMATS:
+            raise TypeError(
+                f"{name} is {tensor.dtype}; the tensor core takes float8_e4m3fn, float8_e5m2, "
+                f"bfloat16 or float16."
+            )
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; the model of the tensor core runs on the CPU.")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; a matrix [rows, K] is needed.")
+    fp8 = a.dtype in FP8_DTYPES
+    if a.dtype != b.dtype and not (fp8 and b.dtype in FP8_DTYPES):
+        raise TypeError(
+            f"a is {a.dtype} and b is {b.dtype}; both must be FP8 (in any combination), both bfloat16, "
+            f"or both float16."
+        )
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
+    return Operands(
+        _codes(a),
+        FORMATS[a.dtype],
+        _codes(b),
+        FORMATS[b.dtype],
+        model.FP8_STEP if fp8 else model.HALF_STEP,
+    )
+
+
+def _codes(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    if tensor.dtype in FP8_DTYPES:
+        return tensor.detach().view(torch.uint8).numpy()
+    return tensor.detach().view(torch.int16).numpy().view(np.uint16)
