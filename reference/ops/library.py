@@ -22,8 +22,7 @@ LIBRARY = torch.library.Library("twin", "DEF")
 
 SCHEMAS = {
     "amax": "(Tensor x, Tensor(a!) amax_history, int column) -> ()",
-    "cast": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
-    " -> (Tensor, Tensor)",
+    "cast": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor)",
     "cast_transpose": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor)",
     "cast_transpose_dbias": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column,"

@@ -1,0 +1,29 @@
+"""Twin Engine's reference side: what every number of FP8 transformer training is, on any CPU.
+
+import reference as te
+
+layer = te.Linear(768, 3072, params_dtype=torch.bfloat16)
+with te.autocast(recipe=te.DelayedScaling()):
+    y = layer(x)
+y.backward(dy)
+"""
+
+import reference.ops  # noqa: F401  (registers the CPU definitions)
+from reference import formats, philox, recipe, tensor_core
+from reference.autocast import autocast, fp8_autocast
+from reference.nn.linear import Linear
+from reference.recipe import DelayedScaling, Format
+from reference.recompute import checkpoint
+
+__all__ = [
+    "DelayedScaling",
+    "Format",
+    "Linear",
+    "autocast",
+    "checkpoint",
+    "formats",
+    "fp8_autocast",
+    "philox",
+    "recipe",
+    "tensor_core",
+]

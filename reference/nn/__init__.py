@@ -1,0 +1,5 @@
+"""The layers, written once for both sides: they call `torch.ops.twin`, and the device decides."""
+
+from reference.nn.linear import Linear
+
+__all__ = ["Linear"]

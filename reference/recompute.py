@@ -1,0 +1,126 @@
+"""`checkpoint`: recompute a part of the model in backward, in FP8, with the bits of its first run.
+
+The recomputation happens after autocast has ended and after the scales have been updated. So a checkpoint
+remembers the autocast state and each module's scale, brings both back, and its recomputed casts write no amax.
+PyTorch's own `torch.utils.checkpoint` does none of this: an FP8 module recomputed by it refuses.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from reference.autocast import AutocastState, current, restored
+
+__all__ = ["checkpoint"]
+
+
+class _Frame:
+    """One checkpointed call: its autocast state and, per module, the scales in the order of use."""
+
+    def __init__(self) -> None:
+        self.state: AutocastState = current()
+        self.scales: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.used: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The first run."""
+        self.scales.clear()
+        _RECORDING.append(self)
+        try:
+            yield
+        finally:
+            _RECORDING.remove(self)
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """The run in backward; it may stop early and it may be repeated."""
+        self.used = defaultdict(int)
+        _REPLAYING.append(self)
+        try:
+            with restored(self.state):
+                yield
+        finally:
+            _REPLAYING.remove(self)
+
+    def next_scale(self, module: torch.nn.Module) -> torch.Tensor:
+        """The scale that `module` used at this point of the first run."""
+        position = self.used[id(module)]
+        if position >= len(self.scales[id(module)]):
+            raise RuntimeError(
+                f"checkpoint: {type(module).__name__} runs more often when recomputed ({position + 1} times) than in "
+                f"the first run; a function that does the same each time is accepted."
+            )
+        self.used[id(module)] = position + 1
+        return self.scales[id(module)][position]
+
+
+_RECORDING: list[_Frame] = []
+_REPLAYING: list[_Frame] = []
+
+
+def replaying() -> bool:
+    """True while a checkpointed part is being recomputed."""
+    return bool(_REPLAYING)
+
+
+def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
+    """The forward scale `module` has to use now: `scale`, or in a recomputation the one of the first run."""
+    if _REPLAYING:
+        scale = _REPLAYING[-1].next_scale(module)
+    elif _RECORDING:
+        scale = scale.clone()
+    for frame in _RECORDING:
+        frame.scales[id(module)].append(scale)
+    return scale
+
+
+def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
+    """Raise if an FP8 module runs forward inside a backward pass that our `checkpoint` did not arrange."""
+    if fp8 and not _REPLAYING and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
+            f"back neither autocast nor the scales of the first run: use `checkpoint` of this package instead."
+        )
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[..., Any] | None = None,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Run `function(*args, **kwargs)`, keep only its inputs, and recompute the rest in backward.
+
+    The gradients have the bits they have without `checkpoint`, in FP8 too, and no amax is taken twice.
+
+    Args:
+        function: a module or function that does the same each time it runs.
+        use_reentrant: accepted for Transformer Engine's sake; the recomputation is always non-reentrant, with
+            the same bits.
+        distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism; not offered.
+    """
+    for name, value in (
+        ("distribute_saved_activations", distribute_saved_activations),
+        ("get_rng_state_tracker", get_rng_state_tracker),
+        ("tp_group", tp_group),
+    ):
+        if value:
+            raise NotImplementedError(
+                f"checkpoint: {name}={value!r}; tensor parallelism is not offered, leave it at its default."
+            )
+    frame = _Frame()
+    return torch.utils.checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (frame.recording(), frame.replaying()),
+        **kwargs,
+    )

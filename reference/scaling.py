@@ -1,0 +1,120 @@
+"""FP8 state: the scales and amax histories of every module, and when they are updated.
+
+State is plain fp32 tensors that belong to a module but are not its buffers: `.to(torch.float16)` must not
+round a scale and DistributedDataParallel must not broadcast one. The registry holds modules, weakly, and looks
+their tensors up when it updates, so that `.to()` and `copy.deepcopy` leave nothing stale.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from reference.recipe import DelayedScaling
+
+FORWARD_TENSORS = ("input", "weight", "output")
+BACKWARD_TENSORS = ("grad_output", "grad_input")
+KEYS = ("scaling_fwd", "scaling_bwd")
+
+
+class FP8TensorMeta:
+    """Scales of one module in one direction.
+
+    Attributes:
+        scale: fp32 `[n]`, what a value is multiplied by before it is rounded to FP8; starts at 1.
+        amax_history: fp32 `[amax_history_len, n]`; row 0 collects the amaxes of the step under way.
+
+    The n columns are `input, weight, output` of each GEMM forward, and `grad_output, grad_input` backward;
+    output and grad_input are never cast to FP8 by `Linear` and keep scale 1 and amax 0.
+    """
+
+    def __init__(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        self.scale = scale
+        self.amax_history = amax_history
+
+    @staticmethod
+    def fresh(columns: int, history_len: int, device: torch.device) -> "FP8TensorMeta":
+        """Scale 1 and an empty history."""
+        return FP8TensorMeta(
+            torch.ones(columns, dtype=torch.float32, device=device),
+            torch.zeros(history_len, columns, dtype=torch.float32, device=device),
+        )
+
+    def resize(self, history_len: int) -> None:
+        """Keep the first `history_len` rows, or add rows of zeros (Transformer Engine's rule)."""
+        rows, columns = self.amax_history.shape
+        if history_len < rows:
+            self.amax_history = self.amax_history[:history_len].clone()
+        elif history_len > rows:
+            more = self.amax_history.new_zeros(history_len - rows, columns)
+            self.amax_history = torch.cat([self.amax_history, more])
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `nn.Module._apply`'s function to its device; dtypes stay fp32."""
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.scale.device)).device
+        self.scale = self.scale.to(device)
+        self.amax_history = self.amax_history.to(device)
+
+    def __repr__(self) -> str:
+        return f"FP8TensorMeta(scale={self.scale}, amax_history={list(self.amax_history.shape)})"
+
+
+class Membership(NamedTuple):
+    """The recipe and process group a module last ran under, None before its first FP8 forward."""
+
+    recipe: DelayedScaling
+    group: Any
+
+
+_MODULES: "weakref.WeakKeyDictionary[torch.nn.Module, Membership | None]" = weakref.WeakKeyDictionary()
+
+
+def register(module: torch.nn.Module) -> None:
+    """Add a module at its construction (or copy); it is updated from its first FP8 forward on."""
+    _MODULES[module] = None
+
+
+def join(module: torch.nn.Module, recipe: DelayedScaling, group: Any) -> None:
+    """Note what `module` runs under; its next update follows that recipe."""
+    _MODULES[module] = Membership(recipe, group)
+
+
+def _members() -> Iterator[tuple[torch.nn.Module, Membership]]:
+    for module, membership in list(_MODULES.items()):
+        if membership is not None:
+            yield module, membership
+
+
+def _reduce(histories: list[torch.Tensor], group: Any) -> None:
+    """Maximum of every row 0 over the process group, in one collective."""
+    amaxes = torch.cat([history[0] for history in histories])
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
+        history[0].copy_(amax)
+
+
+@torch.no_grad()
+def update(forward: bool) -> None:
+    """Turn the amaxes collected in one direction into the next scales, for every registered module.
+
+    One op call (one kernel launch on a GPU) per recipe, process group and device.
+    """
+    key = KEYS[0] if forward else KEYS[1]
+    buckets: dict[tuple[DelayedScaling, int, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
+    for module, (recipe, group) in _members():
+        meta: FP8TensorMeta = getattr(module, "fp8_meta")[key]  # noqa: B009  (nn.Module types attributes as tensors)
+        bucket = buckets.setdefault((recipe, id(group), meta.scale.device), (group, []))
+        bucket[1].append(meta)
+    for (recipe, _, _), (group, metas) in buckets.items():
+        histories = [meta.amax_history for meta in metas]
+        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            _reduce(histories, group)
+        torch.ops.twin.scale_update(
+            [meta.scale for meta in metas],
+            histories,
+            recipe.fp8_format.fp8_max(forward),
+            recipe.margin,
+            recipe.amax_compute_algo,
+        )

@@ -1,0 +1,67 @@
+"""Shared by every test: the `gpu` mark, `--require-gpu`, and the comparison of bits."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="turn every skip into an error: for the run on a Hopper GPU whose summary is committed",
+    )
+
+
+def has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--require-gpu") or has_hopper():
+        return
+    skip = pytest.mark.skip(reason="needs a Hopper GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.skipped and item.config.getoption("--require-gpu") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under --require-gpu: {report.longrepr}"
+
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing_words(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where two tensors differ in any bit; in 16 and 32 bits NaN equals NaN. Shapes and dtypes must agree."""
+    assert a.dtype == b.dtype, f"dtypes {a.dtype} and {b.dtype}"
+    assert a.shape == b.shape, f"shapes {list(a.shape)} and {list(b.shape)}"
+    a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
+    differ = a.view(WORDS[a.element_size()]) != b.view(WORDS[b.element_size()])
+    if a.element_size() > 1 and a.is_floating_point():
+        differ &= ~(a.isnan() & b.isnan())
+    return differ
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") -> None:
+    """Fail with the number of differing words, the first coordinate and both values."""
+    differ = differing_words(a, b)
+    if bool(differ.any()):
+        where = tuple(int(i) for i in differ.nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.numel()} words differ, first at {where}: "
+            f"{a[where].float().item()!r} and {b[where].float().item()!r}"
+        )
+
+
+@pytest.fixture
+def same_bits():  # type: ignore[no-untyped-def]
+    """`assert_same_bits(a, b, what)`."""
+    return assert_same_bits
