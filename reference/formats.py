@@ -181,7 +181,8 @@ def decode(codes: torch.Tensor, fmt: Format8 | None = None) -> torch.Tensor:
         if fmt is not None and fmt is not own:
             raise ValueError(f"codes are {own.name} ({codes.dtype}), but fmt says {fmt.name}.")
         fmt, codes = own, codes.view(torch.uint8)
-    return decode_table(fmt).to(codes.device)[codes.int()]
+    table = decode_table(fmt).to(codes.device)
+    return table.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
 
 def encode_by_integers(values: torch.Tensor, fmt: Format8) -> torch.Tensor:
