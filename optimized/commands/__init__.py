@@ -1,0 +1,61 @@
+"""The command `twin`: one file per subcommand, each with `SUMMARY`, `add_arguments(parser)` and `run(args, console)`.
+
+Exit codes: 0 all is well; 1 something that must be equal differs; 2 the command was asked for something it
+cannot do, said in one sentence on stderr.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rich.console import Console
+
+SUBCOMMANDS = ("walkthrough", "parity", "bench", "info")
+
+
+class CommandError(Exception):
+    """A request that cannot be met; its text is the sentence the user reads."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its refusals raised so that every one leaves through the same door."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{self.prog}: {message}. `{self.prog} --help` lists what is accepted.")
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of `twin` with all its subcommands."""
+    top = _Parser(prog="twin", description="FP8 training with two engines that compute the same bits.")
+    subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name in SUBCOMMANDS:
+        module = importlib.import_module(f"{__name__}.{name}")
+        sub = subparsers.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `twin` with `argv` (default: the process's arguments) and return its exit code."""
+    try:
+        args = parser().parse_args(argv)
+        code: int = args.run(args, Console())
+        return code
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        return 2

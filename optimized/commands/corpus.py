@@ -1,0 +1,64 @@
+"""Real text without a download: the Python standard library's own sources, as bytes.
+
+The files are taken in the order of their paths and without the parts that differ between builds of one
+Python version (site-packages, tests), so that a Python version gives one text on every machine. Another
+Python version gives another text: `Corpus.digest` names the one that was used.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from reference import philox
+
+SKIPPED = {
+    "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
+    "pydoc_data", "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`data` uint8 [bytes] and the number of files it came from."""
+
+    data: np.ndarray
+    files: int
+
+    @property
+    def digest(self) -> str:
+        """The first 12 hex digits of the SHA-256 of the text."""
+        return hashlib.sha256(self.data.tobytes()).hexdigest()[:12]
+
+    def batch(self, seed: int, step: int, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rows` windows at places drawn by (seed, step): bytes int64 [rows, context], next byte int64 [rows]."""
+        words = philox.element_words(seed, step * rows, rows)[0]
+        places = context + (words % (len(self.data) - context)).astype(np.int64)
+        windows = self.data[places[:, None] + np.arange(-context, 0)]
+        return torch.from_numpy(windows.astype(np.int64)), torch.from_numpy(self.data[places].astype(np.int64))
+
+
+def sources() -> list[Path]:
+    """The standard library's Python files, sorted by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED & set(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    )
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def read(limit: int | None = None, progress: Callable[[int, int], None] | None = None) -> Corpus:
+    """Read the sources, at most `limit` files; `progress(done, all)` is called after each file."""
+    paths = sources()[:limit]
+    chunks = []
+    for done, path in enumerate(paths, start=1):
+        chunks.append(path.read_bytes())
+        if progress is not None:
+            progress(done, len(paths))
+    return Corpus(np.frombuffer(b"".join(chunks), np.uint8), len(paths))

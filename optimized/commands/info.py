@@ -1,0 +1,11 @@
+"""stub."""
+
+SUMMARY = "x"
+
+
+def add_arguments(p):
+    pass
+
+
+def run(a, c):
+    return 0

@@ -1,0 +1,95 @@
+"""One self-contained HTML page: text, tables and pictures, nothing loaded from anywhere.
+
+Pictures are matplotlib figures embedded as SVG data URIs, so that ids of one picture cannot meet ids of another.
+"""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+STYLE_FILE = Path(__file__).with_name("report.css")
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text, the same bytes for the same figure."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def escape(text: object) -> str:
+    """`text` as HTML text."""
+    return html.escape(str(text))
+
+
+@dataclass
+class Report:
+    """A page built from top to bottom: `section`, then `text`, `table`, `picture`, `code`."""
+
+    title: str
+    subtitle: str
+    _body: list[str] = field(default_factory=list)
+    _sections: list[str] = field(default_factory=list)
+
+    def section(self, title: str, verdict: str = "") -> None:
+        """Start a section; `verdict` is a short result shown beside its title."""
+        self._sections.append(title)
+        anchor = f"s{len(self._sections)}"
+        badge = f'<span class="verdict">{escape(verdict)}</span>' if verdict else ""
+        self._body.append(
+            f'<h2 id="{anchor}"><span class="number">{len(self._sections)}</span>{escape(title)}{badge}</h2>'
+        )
+
+    def text(self, *paragraphs: str) -> None:
+        """Paragraphs of HTML (escape what is not yours)."""
+        self._body.extend(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+
+    def code(self, text: str) -> None:
+        """Preformatted text."""
+        self._body.append(f"<pre>{escape(text)}</pre>")
+
+    def columns(self, *blocks: tuple[str, str]) -> None:
+        """Preformatted texts side by side, each with a heading."""
+        cells = "".join(f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in blocks)
+        self._body.append(f'<div class="columns">{cells}</div>')
+
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
+        """A table; cells that start with a digit, a sign or a dot are set as numbers."""
+        lines = [f"<th>{escape(cell)}</th>" for cell in head]
+        body = []
+        for row in rows:
+            cells = []
+            for cell in row:
+                text = str(cell)
+                kind = ' class="n"' if text[:1] in set("0123456789+-−.±") else ""
+                cells.append(f"<td{kind}>{escape(text)}</td>")
+            body.append(f"<tr>{''.join(cells)}</tr>")
+        note = f"<figcaption>{caption}</figcaption>" if caption else ""
+        self._body.append(
+            f'<figure class="table"><table><thead><tr>{"".join(lines)}</tr></thead>'
+            f"<tbody>{''.join(body)}</tbody></table>{note}</figure>"
+        )
+
+    def picture(self, figure: Figure, caption: str, alternative: str) -> None:
+        """A figure with a caption (HTML) that says what to see and a text for those who cannot."""
+        data = base64.b64encode(svg(figure).encode()).decode()
+        self._body.append(
+            f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alternative)}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+
+    def html(self) -> str:
+        """The whole page."""
+        links = "".join(f'<li><a href="#s{i}">{escape(s)}</a></li>' for i, s in enumerate(self._sections, 1))
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(self.title)}</title>'
+            f"<style>{STYLE_FILE.read_text()}</style></head><body><header><h1>{escape(self.title)}</h1>"
+            f"<p>{self.subtitle}</p></header><nav><ol>{links}</ol></nav><main>{''.join(self._body)}</main>"
+            f"</body></html>\n"
+        )

@@ -1,0 +1,119 @@
+"""Step 1, the FP8 number line: which numbers 8 bits can say, and how far a number moves when it is cast."""
+
+import matplotlib.ticker
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from optimized.commands.report import Report
+from optimized.commands.steps import Outcome
+from optimized.commands.steps.style import COLOURS, figure
+from reference import formats
+
+FIELD_COLOURS = {"sign": "#c9d0d8", "exponent": "#9fc3ea", "mantissa": "#f3c39d"}
+
+
+def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
+    """Draw the eight bits of one code, fields in colours, with its value."""
+    kinds = ["sign"] + ["exponent"] * fmt.exponent_bits + ["mantissa"] * fmt.mantissa_bits
+    for place, kind in enumerate(kinds):
+        axes.add_patch(Rectangle((place, y), 0.94, 0.8, facecolor=FIELD_COLOURS[kind], edgecolor="white", linewidth=1))
+        axes.text(place + 0.47, y + 0.4, str(code >> (7 - place) & 1), ha="center", va="center", size=11)
+    fields = fmt.fields(code)
+    scale = 1 << fmt.mantissa_bits
+    axes.text(-0.3, y + 0.4, fmt.name, ha="right", va="center", size=11, color=COLOURS[fmt.name], weight="bold")
+    axes.text(
+        8.3,
+        y + 0.4,
+        f"(1 + {fields.mantissa}/{scale}) · 2^({fields.exponent} − {fmt.bias}) = {fields.value:g}",
+        va="center",
+        size=11,
+    )
+
+
+def bits_picture(value: float = 0.35) -> Figure:
+    """The code of `value` in both formats, bit by bit."""
+    fig = figure(9, 1.7)
+    axes = fig.add_subplot()
+    for row, fmt in enumerate(formats.FORMATS):
+        code = int(formats.cast(torch.tensor([value]), fmt).view(torch.uint8)[0])
+        _bits(axes, fmt, code, -1.15 * row)
+    for place, kind in ((0.47, "sign"), (2.9, "exponent"), (6.4, "mantissa")):
+        axes.text(place, 1.0, kind, ha="center", size=9, color="#5b6876")
+    axes.set(xlim=(-1.6, 15), ylim=(-1.3, 1.35))
+    axes.axis("off")
+    return fig
+
+
+def line_picture() -> Figure:
+    """Every positive value of both formats: near zero on an even scale, and all of them by powers of two."""
+    fig = figure(9, 3.6)
+    near, far = fig.subplots(2, 1)
+    for row, fmt in enumerate(formats.FORMATS):
+        values = [v for v in fmt.values() if v > 0]
+        colour = COLOURS[fmt.name]
+        near.vlines([0.0, *(v for v in values if v <= 2)], row - 0.32, row + 0.32, color=colour, linewidth=0.9)
+        far.vlines(values, row - 0.32, row + 0.32, color=colour, linewidth=0.9)
+        far.text(values[-1] * 1.5, row, f"{values[-1]:,.0f}", va="center", color=colour, size=9)
+    near.set(xlim=(-0.01, 2.02), title="from 0 to 2")
+    far.set_xscale("log", base=2)
+    far.set(xlim=(2.0**-17, 2.0**19), title="all positive values, by powers of two")
+    for axes in (near, far):
+        axes.set_yticks([0, 1], [fmt.name for fmt in formats.FORMATS])
+        axes.set_ylim(1.6, -0.6)
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    return fig
+
+
+def error_picture() -> Figure:
+    """Relative error of the cast over the magnitude of what is cast, scale 1."""
+    x = torch.logspace(-18, 18, 6000, base=2.0, dtype=torch.float32)
+    fig = figure(9, 3.6)
+    panels = fig.subplots(2, 1, sharex=True)
+    for axes, fmt in zip(panels, formats.FORMATS, strict=True):
+        error = (formats.decode(formats.cast(x, fmt)) - x).abs() / x
+        colour = COLOURS[fmt.name]
+        axes.fill_between(x.numpy(), 100 * error.numpy(), color=colour, alpha=0.25, linewidth=0)
+        axes.plot(x.numpy(), 100 * error.numpy(), color=colour, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set(ylim=(0, 104), xlim=(2.0**-18, 2.0**18), title=fmt.name)
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(decimals=0))
+    for at, text in ((2.0**-14.4, "too small: becomes 0"), (2.0**13.2, "too large: saturates")):
+        panels[0].text(at, 108, text, size=9, color="#5b6876", ha="center", va="bottom")
+    panels[1].set_xlabel("x")
+    fig.supylabel("error / x", size=10)
+    return fig
+
+
+def run(report: Report) -> Outcome:
+    """Write the section."""
+    report.section("The FP8 number line")
+    report.text(
+        "FP8 training keeps the operands of its matrix products in eight bits. Two formats share the work: "
+        "<b>E4M3</b> has more mantissa and holds activations and weights, <b>E5M2</b> has more exponent "
+        "and holds gradients, whose magnitudes spread further."
+    )
+    report.picture(
+        bits_picture(),
+        "<b>The number 0.35 in both formats.</b> Neither can say 0.35. E4M3 takes the nearest of its 8 values from "
+        "0.25 up to 0.5, E5M2 the nearest of its 4.",
+        "The bits of 0.35 in E4M3 and E5M2",
+    )
+    report.picture(
+        line_picture(),
+        "<b>Every positive value there is.</b> Above: values crowd towards zero, because each power of two is cut "
+        "into the same number of steps. Below: by powers of two the ticks are evenly spread. E4M3 ends at 448; "
+        "E5M2 reaches 57,344 but has half as many values in each power of two.",
+        "The positive values of E4M3 and E5M2 as ticks on a line",
+    )
+    report.picture(
+        error_picture(),
+        "<b>What a cast costs.</b> Inside its range a format has a flat error: at most 1/17 for E4M3 and 1/9 for "
+        "E5M2. Outside it the error goes to 100 %. So before a cast every tensor is multiplied by a "
+        "<code>scale</code> that moves it into the flat part; where that scale comes from is the subject of step 4.",
+        "Relative error of casts to E4M3 and E5M2 over magnitude",
+    )
+    count = " and ".join(f"{len(fmt.values())} ({fmt.name})" for fmt in formats.FORMATS)
+    return Outcome("FP8 number line", f"finite values: {count}")

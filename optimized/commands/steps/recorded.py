@@ -1,0 +1,122 @@
+"""Step 3, prediction: this CPU computes the words that cuBLASLt gave on an H200."""
+
+from collections.abc import Callable
+
+import torch
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from optimized.commands import CommandError, recordings
+from optimized.commands.recordings import Product
+from optimized.commands.report import Report, escape
+from optimized.commands.sides import Tally, differing
+from optimized.commands.steps import Outcome
+from optimized.commands.steps.style import COLOURS, figure
+from reference import formats, tensor_core
+
+SHOWN = ("e4m3.e4m3", 512, 512, 4096)
+WORDS_SHOWN = 8
+
+
+def _fp32(product: Product) -> torch.Tensor:
+    """An ordinary fp32 product of the same operands."""
+    return formats.decode(product.a) @ formats.decode(product.b).t()
+
+
+def _exact(product: Product) -> torch.Tensor:
+    """The exact product, rounded once to fp32 (every term and sum is exact in float64 for these operands)."""
+    return (formats.decode(product.a).double() @ formats.decode(product.b).double().t()).float()
+
+
+def _model(product: Product) -> torch.Tensor:
+    """The project's model of the tensor core."""
+    return tensor_core.gemm(product.a, product.b, product.accumulate)
+
+
+WAYS: dict[str, Callable[[Product], torch.Tensor]] = {
+    "this project's model of the tensor core": _model,
+    "an ordinary fp32 product": _fp32,
+    "the exact sum, rounded to fp32": _exact,
+}
+
+
+def hexadecimal(tensor: torch.Tensor) -> list[str]:
+    """The words of a fp32 tensor."""
+    return [f"{word & 0xFFFFFFFF:08X}" for word in tensor.flatten().view(torch.int32).tolist()]
+
+
+def word_rows(product: Product, count: int = WORDS_SHOWN) -> list[list[str]]:
+    """The first words of a product: what the H200 gave, and what each way of computing gives."""
+    table = [["recorded on the H200", *hexadecimal(product.out[0, :count])]]
+    table.extend([name, *hexadecimal(way(product)[0, :count])] for name, way in WAYS.items())
+    return table
+
+
+def picture(product: Product) -> Figure:
+    """One square per recorded word: green where the way of computing gives the same 32 bits."""
+    fig = figure(9, 3.0)
+    panels = fig.subplots(1, len(WAYS))
+    for axes, (name, way) in zip(panels, WAYS.items(), strict=True):
+        same = way(product).view(torch.int32) == product.out.view(torch.int32)
+        axes.imshow(same.t().numpy(), cmap=ListedColormap(["#f0c9b3", COLOURS["good"]]), vmin=0, vmax=1)
+        axes.set_title(f"{name}\n{int(same.sum())} of {same.numel()} equal", size=9.5)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    return fig
+
+
+def shown(products: list[Product]) -> Product:
+    """The product of the report's picture."""
+    for product in products:
+        if (product.formats, product.m, product.n, product.k, product.accumulate) == (*SHOWN, "fast"):
+            return product
+    return products[0]
+
+
+def _write(report: Report, products: list[Product], tallies: list[Tally], tally: Tally) -> None:
+    machine = recordings.provenance("tensor_core_h200")
+    report.text(
+        f"The words below were computed by cuBLASLt, NVIDIA's matrix library, on an {escape(machine['gpu'])} "
+        f"(torch {escape(machine['torch'])}, CUDA {escape(machine['cuda'])}, {escape(machine['date'])}) and stored. "
+        "Now this CPU computes them again, from the same FP8 operands.",
+        "Where the bits come from: a tensor core does not add like IEEE arithmetic. One Hopper instruction aligns 32 products "
+        "and the running sum to the largest exponent among them, cuts every term off 13 bits below it, adds, and cuts "
+        "again. <code>reference/tensor_core/model.py</code> is that sentence as code.",
+    )
+    example = shown(products)
+    report.table(
+        ["", *(f"word {n}" for n in range(WORDS_SHOWN))],
+        word_rows(example),
+        f"The first words of {escape(example.title)}, in hexadecimal. The last ten bits of an H200's word are zero "
+        "(13 fraction bits), which no ordinary sum gives.",
+    )
+    report.picture(
+        picture(example),
+        f"<b>Each square is one recorded word</b> of {escape(example.title)}; green: equal in all 32 bits. An fp32 sum is "
+        "closer to the exact result than the tensor core's, and still a wrong prediction of what the GPU computes.",
+        "Grids of equal and different words for three ways of computing",
+    )
+    rows = [[p.title, f"{t.compared:,}", f"{t.different:,}"] for p, t in zip(products, tallies, strict=True)]
+    report.table(["product by cuBLASLt", "words compared", "words different"], rows, f"All recordings: {tally}.")
+
+
+def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
+    """Compute every recorded product and write the section."""
+    try:
+        products = list(recordings.products())
+    except CommandError as missing:
+        report.section("The CPU predicts an H200")
+        report.text(escape(missing))
+        return Outcome("CPU predicts H200", str(missing))
+    tick = progress("predicting recorded words", len(products))
+    tallies = []
+    total = Tally()
+    for product in products:
+        tallies.append(Tally(product.out.numel(), differing(_model(product), product.out)))
+        total.merge(tallies[-1])
+        tick()
+    report.section("The CPU predicts an H200", f"{total.compared:,} words, {total.different:,} different")
+    _write(report, products, tallies, total)
+    return Outcome("CPU predicts H200", f"{len(products)} products of cuBLASLt: {total}", total.equal)

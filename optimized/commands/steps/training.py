@@ -1,0 +1,195 @@
+"""Step 4, training: a byte-level language model of the standard library's sources, in bf16 and in FP8."""
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from optimized.commands.corpus import Corpus
+from optimized.commands.language_model import TENSORS, Run, Settings, train, write
+from optimized.commands.report import Report, escape
+from optimized.commands.sides import Tally, hopper
+from optimized.commands.steps import Outcome
+from optimized.commands.steps.style import COLOURS, figure
+from reference import formats
+
+PROMPT = b"def __init__(self, "
+TITLES = {"input": "input (E4M3)", "weight": "weight (E4M3)", "grad_output": "gradient (E5M2)"}
+
+
+def bits(run: Run) -> np.ndarray:
+    """The loss of each step in bits per byte."""
+    return np.array(run.losses) / math.log(2)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the last `window` values at each place (of fewer at the start)."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def final(run: Run) -> float:
+    """The mean of the last tenth of the steps, in bits per byte."""
+    values = bits(run)
+    return float(values[-max(1, len(values) // 10) :].mean())
+
+
+def loss_picture(runs: list[Run]) -> Figure:
+    """Loss curves of all runs, and how far FP8 is from bf16."""
+    fig = figure(9, 4.4)
+    curve, gap = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    window = max(1, len(runs[0].losses) // 20)
+    for run in runs:
+        colour = COLOURS[run.precision.lower()]
+        curve.plot(bits(run), color=colour, alpha=0.22, linewidth=0.7)
+        curve.plot(smooth(bits(run), window), color=colour, linewidth=1.8, label=run.precision)
+    difference = bits(runs[1]) - bits(runs[0])
+    gap.axhline(0, color="#9aa5b1", linewidth=0.7)
+    gap.plot(difference, color=COLOURS["fp8"], alpha=0.3, linewidth=0.7)
+    gap.plot(smooth(difference, window), color=COLOURS["fp8"], linewidth=1.5)
+    curve.set(ylabel="bits per byte")
+    curve.legend(loc="upper right")
+    gap.set(xlabel="step", ylabel="FP8 − bf16")
+    return fig
+
+
+def scale_picture(run: Run, layers: int) -> Figure:
+    """amax and scale of every tensor over the steps."""
+    fig = figure(9, 6.2)
+    grid = fig.subplots(3, 2, sharex=True)
+    for row, name in enumerate(TENSORS):
+        for layer in range(layers):
+            shade = 0.35 + 0.65 * layer / max(1, layers - 1)
+            for axes, values in zip(grid[row], (run.amax, run.scale), strict=True):
+                steps = range(len(values[layer, name]))
+                axes.step(steps, values[layer, name], color=COLOURS[name], alpha=shade, linewidth=1.2)
+                axes.set_yscale("log", base=2)
+        grid[row][0].set_title(f"{TITLES[name]}: amax")
+        grid[row][1].set_title("scale")
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    return fig
+
+
+def _code_panel(axes: Axes, counts: torch.Tensor, fmt: formats.Format8, colour: str) -> None:
+    """Share of elements on each code, signs together; zero is written, not drawn."""
+    magnitudes = (counts[:128] + counts[128:]).double()
+    share = 100 * magnitudes / magnitudes.sum()
+    axes.bar(range(1, fmt.largest_code + 1), share[1 : fmt.largest_code + 1], 1.0, color=colour)
+    wanted = [-12, -8, -4, 0, 4, 8, 12] if fmt is formats.E5M2 else [-8, -5, -2, 1, 4, 7]
+    ticks = [(e + fmt.bias) << fmt.mantissa_bits for e in wanted if e + fmt.bias >= 1]
+    axes.set_xticks(ticks, [f"$2^{{{e}}}$" for e in wanted if e + fmt.bias >= 1])
+    used = int((magnitudes[: fmt.largest_code + 1] > 0).sum())
+    axes.text(
+        0.02,
+        0.97,
+        f"zero: {share[0]:.0f} %\nlargest: {share[fmt.largest_code]:.2g} %\n{used} magnitudes used",
+        transform=axes.transAxes,
+        va="top",
+        size=8.5,
+    )
+    axes.set_xlim(0, 128)
+    axes.set_ylim(0, 1.45 * float(share[1 : fmt.largest_code + 1].max()) + 1e-9)
+
+
+def codes_picture(run: Run) -> Figure:
+    """The FP8 codes in use, first step and last."""
+    fig = figure(9, 4.4)
+    grid = fig.subplots(2, 3)
+    for row, moment in enumerate(("first step", "last step")):
+        for column, name in enumerate(TENSORS):
+            fmt = formats.E5M2 if name == "grad_output" else formats.E4M3
+            _code_panel(grid[row][column], run.codes[moment, name], fmt, COLOURS[name])
+            if row == 0:
+                grid[row][column].set_title(TITLES[name])
+        grid[row][0].set_ylabel(f"{moment}\n% of elements")
+    return fig
+
+
+def zeros(run: Run, moment: str, name: str) -> float:
+    """The percentage of elements that a cast made (or left) zero."""
+    counts = run.codes[moment, name].double()
+    return float(100 * (counts[0] + counts[128]) / counts.sum())
+
+
+def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
+    sizes = [settings.context * settings.code] + [settings.width] * (settings.layers - 1) + [256]
+    report.text(
+        f"The text is the standard library's own source code: {corpus.files:,} files, {len(corpus.data):,} bytes "
+        f"(<code>{corpus.digest}</code>), already on this machine. A model of {settings.layers} <code>Linear</code> "
+        f"layers ({' → '.join(map(str, sizes))}, ReLU between them) guesses each byte from the {settings.context} "
+        f"before it, over {settings.steps} steps of {settings.rows} guesses. It is trained twice from the same start on "
+        "the same bytes: once in bf16, once in FP8 with delayed scaling (HYBRID)."
+    )
+
+
+def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
+    fp8 = runs[1]
+    report.picture(
+        loss_picture(runs),
+        "<b>FP8 learns as bf16 does.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
+        f"strong: the mean over recent steps. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per byte. "
+        "The lower panel is the difference, step by step on the same bytes.",
+        "Loss curves of bf16 and FP8 training",
+    )
+    report.picture(
+        scale_picture(fp8, settings.layers),
+        "<b>Scales follow amaxes.</b> Left: the largest magnitude of each tensor at each step (light to dark: first "
+        "to last layer). Right: the scale its cast used, 1 in the first step, then the format's largest value over "
+        f"the largest amax of the {settings.amax_history_len} steps before: it steps down at once when an amax "
+        "grows, and up again when the large one has left the history. Gradients shrink as the model learns, "
+        "so their scale climbs.",
+        "amax and scale of each tensor over the training steps",
+    )
+    report.picture(
+        codes_picture(fp8),
+        "<b>Which codes are used</b> (middle layer; bars are magnitudes in order, signs together). In the first step "
+        f"the scale is 1, and {zeros(fp8, 'first step', 'grad_output'):.0f} % of the gradient is zero in FP8. At the end "
+        f"the scale has moved it up into the range, and {zeros(fp8, 'last step', 'grad_output'):.0f} % is zero: "
+        "what ReLU blocked, and what is small beside the largest gradient. The right edge of each panel is the largest value; "
+        "the share of elements on it shows that hardly anything saturates.",
+        "Histograms of FP8 codes in the first and last step",
+    )
+
+
+def _verdict(tally: Tally, settings: Settings) -> str:
+    return (
+        f"This machine has a Hopper GPU, so both trainings ran on both sides at once, CPU and GPU from the same start. "
+        f"After each of the {settings.steps} steps logits, gradients, parameters and FP8 state were compared: <b>{tally}</b>."
+    )
+
+
+def run(
+    report: Report, corpus: Corpus, settings: Settings, progress: Callable[[str, int], Callable[[], None]]
+) -> Outcome:
+    """Train, write the section; `progress(name, steps)` gives a function to call after each."""
+    gpu, tally = hopper(), Tally()
+    runs, seconds = [], []
+    for name, fp8 in (("bf16", False), ("FP8", True)):
+        begun = time.perf_counter()
+        runs.append(train(corpus, settings, fp8, gpu, progress(f"training in {name}", settings.steps)))
+        seconds.append(time.perf_counter() - begun)
+        tally.merge(runs[-1].tally)
+    report.section("Training in bf16 and in FP8", "GPU = CPU in every word" if tally.equal else "")
+    _introduce(report, corpus, settings)
+    if gpu is not None:
+        report.text(_verdict(tally, settings))
+    _pictures(report, runs, settings)
+    length = 240 if settings.steps > 100 else 40
+    tick = progress("writing a sample of text", 2 * length)
+    texts = [write(one, settings, PROMPT, length, tick) for one in runs]
+    report.text("What the two models write after <code>" + escape(PROMPT.decode()) + "</code>:")
+    report.columns(*((one.precision, text) for one, text in zip(runs, texts, strict=True)))
+    result = "; ".join(
+        f"{one.precision} {bits(one)[0]:.2f} → {final(one):.2f} bits/byte in {elapsed:.0f} s"
+        for one, elapsed in zip(runs, seconds, strict=True)
+    )
+    if gpu is not None:
+        return Outcome("Training", f"{result}; GPU: {tally}", tally.equal)
+    return Outcome("Training", result)

@@ -1,0 +1,142 @@
+"""Walk from the FP8 number line to a trained model, and write an HTML report of it.
+
+The steps: the FP8 number line; one Linear in plain PyTorch, in 16 bits and in FP8; the CPU predicting words that
+an H200 recorded; a small language model of the standard library's sources, trained in bf16 and in FP8. On a
+machine with a Hopper GPU every step runs on both sides, and any word that differs makes the exit code 1.
+"""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from optimized.commands import CommandError, corpus, positive
+from optimized.commands.language_model import Settings
+from optimized.commands.report import Report
+from optimized.commands.sides import hopper
+from optimized.commands.steps import Outcome, linear, number_line, recorded, training
+from optimized.commands.steps.style import styled
+
+SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
+QUICK = {"steps": 12, "rows": 64, "width": 64}
+QUICK_FILES = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `twin walkthrough`."""
+    parser.add_argument(
+        "--output", type=Path, default=Path("twin_report.html"), help="the report (default: ./twin_report.html)"
+    )
+    parser.add_argument("--steps", type=positive, default=None, help=f"training steps (default: {Settings().steps})")
+    parser.add_argument("--quick", action="store_true", help="a tiny model for a few steps, to see that it all runs")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    settings = replace(Settings(), **QUICK) if args.quick else Settings()
+    return settings if args.steps is None else replace(settings, steps=args.steps)
+
+
+def _refuse_output(output: Path) -> None:
+    """Refuse before the work, not after it, where the report cannot be written."""
+    if output.is_dir():
+        raise CommandError(f"--output is {str(output)!r}, a folder; the path of an HTML file to write is accepted.")
+    parent = output.resolve().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise CommandError(f"--output is {str(output)!r}, and {parent} is not a folder that can be written to.")
+
+
+class _Bars:
+    """Progress bars, one for each task, in the order they start."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def __call__(self, name: str, total: int) -> Callable[[], None]:
+        """Add a bar; the function returned moves it by one."""
+        task = self.progress.add_task(name, total=total)
+        return lambda: self.progress.advance(task)
+
+
+def _machine() -> str:
+    gpu = hopper()
+    device = torch.cuda.get_device_name(gpu) if gpu is not None else "no Hopper GPU: everything ran on the CPU"
+    return (
+        f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · Python {platform.python_version()} · "
+        f"torch {torch.__version__} · {torch.get_num_threads()} threads"
+    )
+
+
+def _steps(report: Report, settings: Settings, files: int | None, bars: _Bars) -> list[tuple[Outcome, float]]:
+    """Run the steps in order; each with the seconds it took."""
+
+    def linear_step() -> Outcome:
+        tick = bars("one Linear, four ways", 1)
+        outcome = linear.run(report)
+        tick()
+        return outcome
+
+    def training_step() -> Outcome:
+        text = corpus.read(files)
+        return training.run(report, text, settings, bars)
+
+    found = []
+    for step in (
+        lambda: number_line.run(report),
+        linear_step,
+        lambda: recorded.run(report, bars),
+        training_step,
+    ):
+        begun = time.perf_counter()
+        outcome = step()
+        found.append((outcome, time.perf_counter() - begun))
+    return found
+
+
+def _table(found: list[tuple[Outcome, float]]) -> Table:
+    table = Table(title="Twin Engine walkthrough", title_justify="left")
+    table.add_column("step", no_wrap=True)
+    table.add_column("seconds", justify="right")
+    table.add_column("result", overflow="fold")
+    table.add_column("bits")
+    marks = {True: "[green]equal[/]", False: "[red]DIFFERENT[/]", None: ""}
+    for outcome, seconds in found:
+        table.add_row(outcome.step, f"{seconds:.1f}", escape(outcome.result), marks[outcome.equal])
+    return table
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run `twin walkthrough`."""
+    _refuse_output(args.output)
+    report = Report(
+        "FP8 training, bit by bit",
+        "A walk from the FP8 number line to a model trained in FP8, in which a CPU computes exactly the bits "
+        f"that a Hopper GPU computes.<br><small>{_machine()}</small>",
+    )
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress, styled():
+        found = _steps(report, _settings(args), QUICK_FILES if args.quick else None, _Bars(progress))
+    report.section("What this run found")
+    verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
+    report.table(
+        ["step", "seconds", "result", "bits"],
+        [[o.step, f"{seconds:.1f}", o.result, verdicts[o.equal]] for o, seconds in found],
+    )
+    args.output.write_text(report.html(), encoding="utf-8")
+    console.print(_table(found))
+    console.print(f"Report: {args.output.resolve()}")
+    return 1 if any(outcome.equal is False for outcome, _ in found) else 0
