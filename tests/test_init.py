@@ -1,0 +1,57 @@
+"""Parameter initialisers: the distribution, the rounding, the seed."""
+
+import pytest
+import torch
+
+from reference import philox
+from reference.nn import init
+
+
+def test_normal_is_the_philox_normal_with_transformer_engines_defaults(same_bits):
+    torch.manual_seed(3)
+    weight = init.normal_(torch.nn.Parameter(torch.empty(96, 64)))
+    torch.manual_seed(3)
+    same_bits(weight.detach(), philox.normal((96, 64), 0.0, 0.023))
+    assert abs(weight.std().item() - 0.023) < 0.001
+    assert abs(weight.mean().item()) < 0.002
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_values_are_the_fp32_ones_rounded_once(dtype, same_bits):
+    for fill in (init.normal_, init.uniform_):
+        torch.manual_seed(4)
+        single = fill(torch.empty(50, 48))
+        torch.manual_seed(4)
+        same_bits(fill(torch.empty(50, 48, dtype=dtype)), single.to(dtype))
+
+
+def test_views_are_filled_in_row_major_order_and_nothing_beside_them():
+    torch.manual_seed(5)
+    plain = init.uniform_(torch.empty(8, 4), -1.0, 1.0)
+    torch.manual_seed(5)
+    storage = torch.zeros(4, 16)
+    view = init.uniform_(storage[:, :8].t(), -1.0, 1.0)
+    assert torch.equal(view, plain)
+    assert not storage[:, 8:].any()
+
+
+def test_constant_draws_no_seed():
+    torch.manual_seed(6)
+    expected = philox.draw_seed()
+    torch.manual_seed(6)
+    bias = init.constant_(torch.nn.Parameter(torch.empty(5)), 1.5)
+    assert bias.tolist() == [1.5] * 5
+    assert philox.draw_seed() == expected
+
+
+def test_gradients_do_not_flow_through_initialisation():
+    weight = torch.nn.Parameter(torch.empty(4, 4))
+    assert init.normal_(weight) is weight
+    assert weight.is_leaf
+    assert weight.grad_fn is None
+
+
+def test_refusals():
+    for fill in (init.normal_, init.uniform_, lambda tensor: init.constant_(tensor, 0)):
+        with pytest.raises(ValueError, match=r"tensor must be torch.float32.*got torch.float8_e4m3fn"):
+            fill(torch.empty(16, dtype=torch.float8_e4m3fn))
