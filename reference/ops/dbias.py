@@ -28,7 +28,7 @@ def sum_rows(grad: torch.Tensor) -> torch.Tensor:
         missing = -part.shape[0] % BLOCK
         if missing:
             part = torch.cat([part, part.new_zeros(missing, cols)])
-        v = part.view(-1, BLOCK, cols)
+        v = part.view(part.shape[0] // BLOCK, BLOCK, cols)
         h = BLOCK // 2
         v = v[:, :h].float() + v[:, h:].float()
         while h > 1:

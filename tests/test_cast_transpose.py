@@ -1,0 +1,112 @@
+"""`twin::cast_transpose` and `twin::cast_transpose_dbias` on the CPU: the cast, its transpose, the bias gradient."""
+
+import re
+
+import pytest
+import torch
+from conftest import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference.ops.cast_transpose
+from reference import formats
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+twin = torch.ops.twin
+
+
+def test_ceil16():
+    ceil16 = reference.ops.cast_transpose.ceil16
+    assert [ceil16(rows) for rows in (0, 1, 15, 16, 17, 4096)] == [0, 16, 16, 16, 32, 4096]
+
+
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(0, 150),
+    cols=st.integers(0, 9).map(lambda n: 16 * n),
+    column=st.integers(0, 1),
+    seed=st.integers(0, 1000),
+)
+def test_the_parts_are_those_of_the_plain_ops(dtype, out, rows, cols, column, seed):
+    x = (torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 30).to(dtype)
+    scale = torch.tensor([0.7, 91.0])
+    histories = [torch.full((3, 2), 0.25) for _ in range(3)]
+    q, scale_inv = twin.cast(x, scale, histories[0], column, out)
+    pair = twin.cast_transpose(x, scale, histories[1], column, out)
+    triple = twin.cast_transpose_dbias(x, scale, histories[2], column, out)
+    padded = (rows + 15) // 16 * 16
+    for q_there, q_t, scale_inv_there in (pair, triple[:3]):
+        assert_same_bits(q_there, q, "q")
+        assert_same_bits(scale_inv_there, scale_inv, "scale_inv")
+        assert (q_t.shape, q_t.dtype) == ((cols, padded), out)
+        assert q_t.is_contiguous()
+        codes = q_t.view(torch.uint8)
+        assert torch.equal(codes[:, :rows], q.view(torch.uint8).t())
+        assert not codes[:, rows:].any()
+    assert_same_bits(triple[3], twin.dbias(x), "dbias")
+    assert_same_bits(histories[1], histories[0])
+    assert_same_bits(histories[2], histories[0])
+
+
+def test_padding_is_positive_zero_even_where_a_stale_allocation_was():
+    # Fill memory of the size that the output will take with other bytes first.
+    for _ in range(8):
+        torch.full((64, 48), 0xFF, dtype=torch.uint8)
+        _, q_t, _ = twin.cast_transpose(torch.ones(33, 64), torch.ones(1), None, 0, E4M3)
+        assert (q_t.view(torch.uint8)[:, 33:] == 0).all()
+
+
+def test_negative_zeros_and_nan_are_transposed_as_codes():
+    x = torch.zeros(3, 16)
+    x[1, 2], x[2, 5] = -0.0, -float("nan")
+    for out in (E4M3, E5M2):
+        _, q_t, _ = twin.cast_transpose(x, torch.ones(1), None, 0, out)
+        codes = q_t.view(torch.uint8)
+        assert codes[2, 1] == 0x80
+        assert codes[5, 2] == 0x7F
+        assert codes.count_nonzero() == 2
+
+
+def test_dbias_is_of_x_itself_neither_scaled_nor_cast():
+    x = torch.full((2, 16), 1.0 + 2.0**-20)
+    *_, dbias = twin.cast_transpose_dbias(x, torch.tensor([1000.0]), None, 0, E4M3)
+    assert (dbias == 2.0 + 2.0**-19).all()
+
+
+def test_the_outputs_share_no_memory():
+    x = torch.ones(16, 16)
+    outputs = twin.cast_transpose_dbias(x, torch.ones(1), None, 0, E4M3)
+    pointers = [x.data_ptr(), *(t.untyped_storage().data_ptr() for t in outputs)]
+    assert len(set(pointers)) == 5
+
+
+def test_opcheck():
+    history = torch.zeros(3, 2)
+    for rows in (0, 7, 32):
+        for op in (twin.cast_transpose.default, twin.cast_transpose_dbias.default):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.randn(rows, 32).to(dtype)
+                torch.library.opcheck(op, (x, torch.ones(2), history, 1, E4M3))
+    torch.library.opcheck(twin.cast_transpose.default, (torch.randn(5, 16), torch.ones(2), None, 0, E5M2))
+
+
+@pytest.mark.parametrize("op", ["cast_transpose", "cast_transpose_dbias"])
+def test_refusals(op):
+    call = getattr(twin, op)
+    good = [torch.zeros(4, 32), torch.ones(3), torch.zeros(5, 3), 1, E4M3]
+    for position, wrong, sentence in (
+        (0, torch.zeros(2, 4, 32), "x must be 2-D, [rows, cols]; got shape (2, 4, 32)."),
+        (0, torch.zeros(4, 40), "the columns of x must be a multiple of 16"),
+        (0, torch.zeros(4, 64)[:, ::2], "x must be contiguous (row-major); got strides (64, 2)"),
+        (1, torch.ones(3, 1), "scale must be 1-D, [columns]; got shape (3, 1)."),
+        (2, torch.zeros(3), "amax_history must be 2-D, [length, columns]"),
+        (3, 5, "column must be from 0 to 2, the columns of scale; got 5."),
+        (4, torch.float32, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.float32."),
+    ):
+        arguments = [*good[:position], wrong, *good[position + 1 :]]
+        with pytest.raises(ValueError, match=re.escape(f"twin::{op}: {sentence}")):
+            call(*arguments)
+    with pytest.raises(RuntimeError, match=rf"twin::{op} has no derivative of its own"):
+        call(torch.zeros(4, 32, requires_grad=True), *good[1:])
