@@ -1,0 +1,168 @@
+"""Record, on an H200, six training steps of an FP8 `Linear` made of PyTorch and cuBLASLt alone.
+
+    python tests/golden/record_linear.py OUT_FOLDER
+
+Nothing of Twin Engine is imported: the casts are torch's float8 conversions after a clamp, the products are
+`torch._scaled_mm` (cuBLASLt; fast accumulation forward, split accumulation backward), the scale update is
+Transformer Engine's rule in torch ops. tests/test_golden_linear.py then asks `reference.Linear` for the same bits.
+The inputs are not stored: `words` regenerates them from PCG64's raw stream, which NumPy keeps fixed.
+"""
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+STEPS = 6
+LEARNING_RATE = 0.125
+
+
+class Case(NamedTuple):
+    """One recorded training run."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+    dtype: str
+    hybrid: bool
+    algorithm: str
+    history: int
+    bias: bool
+
+
+CASES = {
+    "bf16_hybrid_max": Case(48, 64, 96, "bfloat16", True, "max", 4, True),
+    "bf16_hybrid_recent": Case(16, 208, 48, "bfloat16", True, "most_recent", 16, False),
+    "fp16_e4m3_max": Case(80, 48, 64, "float16", False, "max", 3, True),
+    "fp32_hybrid_max": Case(32, 96, 32, "float32", True, "max", 1024, False),
+    "bf16_long_k": Case(16, 640, 16, "bfloat16", True, "max", 8, True),
+}
+
+
+def words(seed: int, shape: tuple[int, ...], scale: float) -> torch.Tensor:
+    """fp32 numbers, bell-shaped, exactly reproducible: (sum of the word's 8 bytes − 1020) / 256 · scale."""
+    count = int(np.prod(shape))
+    raw = np.random.PCG64(seed).random_raw(count)
+    total = sum(((raw >> np.uint64(8 * i)) & np.uint64(255)).astype(np.int64) for i in range(8))
+    values = (total - 1020).astype(np.float32) * np.float32(scale / 256)
+    return torch.from_numpy(values.reshape(shape))
+
+
+def inputs(name: str, case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and g of one step; their size changes from step to step so that the scales have to follow."""
+    dtype = getattr(torch, case.dtype)
+    seed = 1000 * list(CASES).index(name) + 10 * step
+    growth = (1.0, 3.0, 0.5, 40.0, 0.125, 1.0)[step]
+    x = words(seed + 1, (case.tokens, case.in_features), 1.0 * growth)
+    g = words(seed + 2, (case.tokens, case.out_features), 1e-3 * growth)
+    return x.to(dtype), g.to(dtype)
+
+
+def parameters(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias before the first step, in the activation dtype."""
+    dtype = getattr(torch, case.dtype)
+    seed = 1000 * list(CASES).index(name)
+    weight = words(seed + 900, (case.out_features, case.in_features), 0.05)
+    return weight.to(dtype), words(seed + 901, (case.out_features,), 0.1).to(dtype)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The saturating cast (no NaN occurs here)."""
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, a_inv: torch.Tensor, b_inv: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype, fast: bool,
+) -> torch.Tensor:  # fmt: skip
+    """a · bᵀ by cuBLASLt."""
+    return torch._scaled_mm(
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=a_inv,
+        scale_b=b_inv,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+class State:
+    """Scale and amax history of one direction."""
+
+    def __init__(self, columns: int, case: Case) -> None:
+        self.scale = torch.ones(columns, device="cuda")
+        self.history = torch.zeros(case.history, columns, device="cuda")
+        self.algorithm = case.algorithm
+
+    def take(self, column: int, x: torch.Tensor) -> torch.Tensor:
+        """Note x's amax and return its scale."""
+        self.history[0, column] = torch.maximum(self.history[0, column], x.float().abs().max())
+        return self.scale[column].clone()
+
+    def update(self, limit: float) -> None:
+        last = self.history[0].clone()
+        rolled = torch.cat([self.history[1:], last[None]])
+        amax = rolled.amax(0) if self.algorithm == "max" else last
+        scale = torch.where(amax > 0, torch.tensor(limit, device="cuda") / amax, self.scale)
+        rolled[0] = 0
+        self.scale = torch.where(last != 0, scale, self.scale)
+        self.history = torch.where(last != 0, rolled, self.history)
+
+
+def record(name: str, case: Case) -> dict[str, np.ndarray]:
+    """Six steps; every result as raw words."""
+    dtype = getattr(torch, case.dtype)
+    e4m3, backward_format = torch.float8_e4m3fn, torch.float8_e5m2 if case.hybrid else torch.float8_e4m3fn
+    forward, backward = State(3, case), State(2, case)
+    weight, bias = (t.cuda() for t in parameters(name, case))
+    results: dict[str, np.ndarray] = {}
+    for step in range(STEPS):
+        x, g = (t.cuda() for t in inputs(name, case, step))
+        sx, sw = forward.take(0, x), forward.take(1, weight)
+        xq, wq, x_inv, w_inv = cast(x, sx, e4m3), cast(weight, sw, e4m3), 1 / sx, 1 / sw
+        out = product(xq, wq, x_inv, w_inv, bias if case.bias else None, dtype, True)
+        forward.update(448.0)
+        sg = backward.take(0, g)
+        gq, g_inv = cast(g, sg, backward_format), 1 / sg
+        dx = product(gq, wq.t(), g_inv, w_inv, None, dtype, False)
+        dw = product(gq.t(), xq.t(), g_inv, x_inv, None, dtype, False)
+        backward.update(57344.0 if case.hybrid else 448.0)
+        weight = (weight.float() - (dw.float() * LEARNING_RATE)).to(dtype)
+        for key, value in (
+            ("out", out), ("dx", dx), ("dw", dw), ("db", g.double().sum(0).to(dtype)), ("fwd_scale", forward.scale),
+            ("fwd_history", forward.history), ("bwd_scale", backward.scale), ("bwd_history", backward.history),
+        ):  # fmt: skip
+            value = value.cpu().contiguous().clone()
+            integer = torch.int16 if value.element_size() == 2 else torch.int32
+            results[f"{name}.{step}.{key}"] = value.view(integer).numpy()
+    return results
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    results: dict[str, np.ndarray] = {}
+    for name, case in CASES.items():
+        results |= record(name, case)
+    np.savez_compressed(out / "linear_h200.npz", **results)
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    provenance = {
+        "what": "six training steps of an FP8 Linear by torch._scaled_mm (cuBLASLt); recorded by record_linear.py",
+        "gpu, driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cases": {name: case._asdict() for name, case in CASES.items()},
+    }
+    (out / "linear_h200.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    print({key.split(".")[0]: 1 for key in results}, sum(v.size for v in results.values()), "words")
+
+
+if __name__ == "__main__":
+    main()

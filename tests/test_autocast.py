@@ -1,0 +1,197 @@
+"""When FP8 is on, and when scales are updated."""
+
+import pytest
+import torch
+
+import reference as te
+
+RECIPE = te.DelayedScaling(amax_history_len=4)
+
+
+def layer() -> te.Linear:
+    return te.Linear(32, 16, params_dtype=torch.bfloat16)
+
+
+def data(size: float = 1.0) -> torch.Tensor:
+    return (torch.arange(8 * 32).reshape(8, 32).remainder(7) - 3).to(torch.bfloat16) * size
+
+
+def scales(module: te.Linear) -> list[float]:
+    return module.fp8_meta["scaling_fwd"].scale.tolist()
+
+
+def staged(module: te.Linear) -> list[float]:
+    return module.fp8_meta["scaling_fwd"].amax_history[0].tolist()
+
+
+def test_step_t_uses_the_scales_of_step_t_minus_1() -> None:
+    module, x = layer(), data()
+    with te.autocast(recipe=RECIPE):
+        module(x)
+        assert scales(module) == [1, 1, 1]
+        assert staged(module)[0] == 3
+    assert scales(module)[0] == pytest.approx(448 / 3)
+    assert scales(module)[2] == 1
+    assert staged(module) == [0, 0, 0]
+    assert module.fp8_meta["scaling_fwd"].amax_history[-1, 0] == 3
+
+
+def test_nothing_is_updated_inside_an_outer_context() -> None:
+    module = layer()
+    with te.autocast(recipe=RECIPE):
+        with te.autocast(recipe=RECIPE):
+            module(data())
+        assert scales(module) == [1, 1, 1]
+    assert scales(module)[0] != 1
+
+
+def test_disabled_inside_enabled_runs_in_16_bits() -> None:
+    module, x = layer(), data()
+    with te.autocast(recipe=RECIPE), te.autocast(enabled=False):
+        y = module(x)
+        assert not module.fp8
+    assert module.fp8_meta == {}
+    assert torch.equal(y, module(x))
+
+
+def test_enabled_inside_disabled_never_updates() -> None:
+    module = layer()
+    with te.autocast(enabled=False):
+        with te.autocast(recipe=RECIPE):
+            module(data())
+            assert module.fp8
+        module(data())
+        assert not module.fp8
+    assert scales(module) == [1, 1, 1]
+    assert staged(module)[0] == 3
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_grad_collects_but_does_not_update(grad: bool) -> None:
+    module = layer()
+    with torch.set_grad_enabled(grad), te.autocast(recipe=RECIPE):
+        module(data())
+    assert (scales(module)[0] == 1) is not grad
+    assert (staged(module)[0] == 3) is not grad
+
+
+def test_eval_mode_updates_like_training() -> None:
+    """Grad mode decides, not `train()`: as in Transformer Engine."""
+    module = layer().eval()
+    with te.autocast(recipe=RECIPE):
+        module(data())
+    assert scales(module)[0] != 1
+
+
+def test_every_registered_module_is_updated_run_or_not() -> None:
+    ran, idle = layer(), layer()
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        ran(data())
+        idle(data(2.0))
+    with te.autocast(recipe=RECIPE):
+        ran(data())
+    assert scales(idle)[0] == pytest.approx(448 / 6)
+    before = [h.clone() for h in (idle.fp8_meta["scaling_fwd"].amax_history,)]
+    with te.autocast(recipe=RECIPE):
+        ran(data())
+    assert torch.equal(before[0], idle.fp8_meta["scaling_fwd"].amax_history), "nothing staged: nothing rolls"
+
+
+def test_calibrating_collects_amaxes_and_leaves_the_output_alone() -> None:
+    module, x = layer(), data()
+    plain = module(x)
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        y = module(x)
+    assert torch.equal(plain, y)
+    assert staged(module)[0] == 3
+    assert staged(module)[1] == pytest.approx(module.weight.abs().max().item())
+    with te.autocast(recipe=RECIPE):
+        module(torch.zeros_like(x))
+    assert scales(module)[0] == pytest.approx(448 / 3)
+
+
+def test_several_recipes_in_one_context() -> None:
+    a, b = layer(), layer()
+    other = te.DelayedScaling(margin=2, fp8_format=te.Format.E4M3, amax_history_len=2, amax_compute_algo="most_recent")
+    with te.autocast(enabled=False), te.autocast(recipe=RECIPE):
+        a(data())
+    with te.autocast(recipe=RECIPE):
+        a(data())
+        with te.autocast(recipe=other):
+            y = b(data().requires_grad_())
+    y.sum().backward()
+    assert scales(a)[0] == pytest.approx(448 / 3)
+    assert scales(b)[0] == pytest.approx(448 / 3 / 4)
+    assert b.fp8_meta["scaling_fwd"].amax_history.shape == (2, 3)
+    assert a.fp8_meta["scaling_fwd"].amax_history.shape == (4, 3)
+
+
+def test_a_new_history_length_keeps_what_fits() -> None:
+    module = layer()
+    for size in (1.0, 2.0, 3.0):
+        with te.autocast(recipe=RECIPE):
+            module(data(size))
+    full = module.fp8_meta["scaling_fwd"].amax_history.clone()
+    with torch.no_grad(), te.autocast(recipe=te.DelayedScaling(amax_history_len=6)):
+        module(torch.zeros_like(data()))
+    longer = module.fp8_meta["scaling_fwd"].amax_history
+    assert longer.shape == (6, 3)
+    assert torch.equal(longer[1:4], full[1:])
+    with torch.no_grad(), te.autocast(recipe=te.DelayedScaling(amax_history_len=2)):
+        module(torch.zeros_like(data()))
+    assert torch.equal(module.fp8_meta["scaling_fwd"].amax_history[1], full[1])
+
+
+def test_gradient_scales_follow_the_first_module_backward() -> None:
+    first, second = te.Linear(32, 32, params_dtype=torch.bfloat16), layer()
+    with te.autocast(recipe=RECIPE):
+        y = second(first(data().requires_grad_()))
+    y.backward(torch.full_like(y, 4.0))
+    assert second.fp8_meta["scaling_bwd"].scale[0] == 57344 / 4
+    assert first.fp8_meta["scaling_bwd"].scale[0] != 1
+    assert first.fp8_meta["scaling_bwd"].amax_history[0, 0] == 0
+
+
+def test_the_gradient_update_waits_for_the_first_module() -> None:
+    """Modules that run backward before it still find the old scales: their amaxes are only staged."""
+    first, second = te.Linear(32, 32, params_dtype=torch.bfloat16), layer()
+    seen = []
+    with te.autocast(recipe=RECIPE):
+        hidden = first(data().requires_grad_())
+        hidden.register_hook(lambda g: seen.append(second.fp8_meta["scaling_bwd"].scale[0].item()))
+        y = second(hidden)
+    y.sum().backward()
+    assert seen == [1.0]
+    assert second.fp8_meta["scaling_bwd"].scale[0] != 1
+
+
+def test_fp8_autocast_is_the_same_context_under_older_names() -> None:
+    a, b = layer(), layer()
+    b.load_state_dict(a.state_dict())
+    with te.autocast(True, False, RECIPE):
+        ya = a(data())
+    with te.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=RECIPE, fp8_group=None):
+        yb = b(data())
+    assert torch.equal(ya, yb)
+    assert scales(a) == scales(b)
+
+
+def test_autocast_decorates_and_restores_after_an_error() -> None:
+    module = layer()
+
+    @te.autocast(recipe=RECIPE)
+    def run() -> torch.Tensor:
+        return module(data())
+
+    run()
+    run()
+    assert module.fp8
+    with pytest.raises(ZeroDivisionError), te.autocast(recipe=RECIPE):
+        _ = 1 / 0
+    module(data())
+    assert not module.fp8
+
+
+def test_recipe_must_be_a_recipe() -> None:
+    with pytest.raises(TypeError, match=r"recipe='hybrid'; a recipe.DelayedScaling or None"):
+        te.autocast(recipe="hybrid")  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""`checkpoint`: the bits of a run without it, and one amax per tensor."""
+
+import copy
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import reference as te
+
+RECIPE = te.DelayedScaling(amax_history_len=4)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = te.Linear(32, 64, params_dtype=torch.bfloat16)
+        self.b = te.Linear(64, 32, params_dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def data(i: int) -> torch.Tensor:
+    return ((torch.arange(8 * 32).reshape(8, 32) * (7 + i)).remainder(13) - 5).to(torch.bfloat16) * 0.25
+
+
+def train(model: Block, run, steps: int = 4, fp8: bool = True) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    results = []
+    for i in range(steps):
+        x = data(i).requires_grad_()
+        model.zero_grad()
+        with te.autocast(enabled=fp8, recipe=RECIPE):
+            y = run(model, x)
+        y.backward(data(i + 3)[: y.shape[0]] * 1e-3)
+        results += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+    for layer in (model.a, model.b):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if fp8:
+                results += [layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history]
+    return results
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_no_bit_changes(fp8: bool, use_reentrant: bool, same_bits) -> None:
+    model = Block()
+    other = copy.deepcopy(model)
+    plain = train(model, lambda m, x: m(x), fp8=fp8)
+    recomputed = train(other, lambda m, x: te.checkpoint(m, x, use_reentrant=use_reentrant), fp8=fp8)
+    for i, (a, b) in enumerate(zip(plain, recomputed, strict=True)):
+        same_bits(a, b, f"result {i}")
+
+
+def test_one_checkpoint_per_layer_and_nested(same_bits) -> None:
+    model = Block()
+    layers, nested = copy.deepcopy(model), copy.deepcopy(model)
+    plain = train(model, lambda m, x: m(x))
+    per_layer = train(layers, lambda m, x: te.checkpoint(m.b, torch.relu(te.checkpoint(m.a, x))))
+
+    def inner(m: Block, x: torch.Tensor) -> torch.Tensor:
+        return m.b(te.checkpoint(lambda t: torch.relu(m.a(t)), x))
+
+    deep = train(nested, lambda m, x: te.checkpoint(inner, m, x))
+    for a, b, c in zip(plain, per_layer, deep, strict=True):
+        same_bits(a, b)
+        same_bits(a, c)
+
+
+def test_a_module_used_twice_replays_both_runs(same_bits) -> None:
+    layer = te.Linear(32, 32, params_dtype=torch.bfloat16)
+    other = copy.deepcopy(layer)
+    grads = []
+    for module, run in ((layer, lambda f, x: f(x)), (other, te.checkpoint)):
+        for i in range(3):
+            x = data(i).requires_grad_()
+            with te.autocast(recipe=RECIPE):
+                y = run(lambda t, m=module: m(m(t)), x)
+            y.backward(torch.ones_like(y))
+        grads.append(module.weight.grad)
+    same_bits(*grads)
+
+
+def test_autocast_inside_the_checkpointed_function_updates_once(same_bits) -> None:
+    model = Block()
+    other = copy.deepcopy(model)
+
+    def inside(m: Block, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPE):
+            return m(x)
+
+    plain = train(model, lambda m, x: m(x))
+    results = []
+    for i in range(4):
+        x = data(i).requires_grad_()
+        other.zero_grad()
+        y = te.checkpoint(inside, other, x)
+        y.backward(data(i + 3) * 1e-3)
+        results += [y.detach(), x.grad, *(p.grad.clone() for p in other.parameters())]
+    for layer in (other.a, other.b):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            results += [layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history]
+    for a, b in zip(plain, results, strict=True):
+        same_bits(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_pytorchs_checkpoint_is_refused_for_fp8(use_reentrant: bool) -> None:
+    model = Block()
+    x = data(0).requires_grad_()
+    with te.autocast(recipe=RECIPE):
+        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+    with pytest.raises(RuntimeError, match=r"being recomputed by torch.utils.checkpoint"):
+        y.sum().backward()
+
+
+def test_pytorchs_checkpoint_is_fine_in_16_bits(same_bits) -> None:
+    model = Block()
+    other = copy.deepcopy(model)
+    a = train(model, lambda m, x: m(x), fp8=False)
+    b = train(other, lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False), fp8=False)
+    for first, second in zip(a, b, strict=True):
+        same_bits(first, second)
+
+
+def test_memory_is_really_given_back() -> None:
+    """Nothing but the input is saved by the first run."""
+    model, x = Block(), data(0).requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), te.autocast(recipe=RECIPE):
+        model(x)
+        plain = len(saved)
+        saved.clear()
+        te.checkpoint(model, x)
+    assert len(saved) < plain
+
+
+def test_tensor_parallel_arguments_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True; tensor parallelism"):
+        te.checkpoint(torch.relu, torch.ones(1), distribute_saved_activations=True)

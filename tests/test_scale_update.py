@@ -1,0 +1,113 @@
+"""`twin::scale_update` against a scalar loop of the written rule."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import reference  # noqa: F401
+
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+def scalar_rule(
+    scale: np.float32, column: list[np.float32], limit: float, margin: int, algorithm: str
+) -> tuple[np.float32, list[np.float32]]:
+    """NUMERICS in plain words, one column at a time, IEEE fp32 throughout."""
+    last = column[0]
+    if last == 0:
+        return scale, column
+    rolled = [*column[1:], last]
+    amax = last
+    if algorithm == "max":
+        amax = np.float32(0)
+        for a in rolled:
+            if not np.isnan(a) and a > amax:
+                amax = a
+    if np.isfinite(amax) and amax > 0:
+        with np.errstate(over="ignore"):
+            scale = np.float32(limit * 2.0**-margin) / amax
+        scale = np.float32(FLT_MAX) if np.isinf(scale) else scale
+    return scale, [np.float32(0), *rolled[1:]]
+
+
+def test_the_golden_vector() -> None:
+    """The first vector of the contract: L = 5, max, E4M3."""
+    scale, history = torch.ones(1), torch.zeros(5, 1)
+    seen = []
+    for amax in (8, 1, 1, 1, 1, 1, 1, 0, 2):
+        history[0, 0] = max(float(history[0, 0]), amax)
+        torch.ops.twin.scale_update([scale], [history], 448.0, 0, "max")
+        seen.append(scale.item())
+    assert seen == [56, 56, 56, 56, 56, 448, 448, 448, 224]
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(
+    ("length", "margin", "limit"), [(1, 0, 448.0), (2, 3, 57344.0), (7, 1, 448.0), (300, 0, 448.0)]
+)
+def test_random_histories(algorithm: str, length: int, margin: int, limit: float, same_bits) -> None:
+    rng = np.random.default_rng(length)
+    special = np.array([0, np.inf, np.nan, 1e-45, 1e-38, 3e38, 1.0, 0.3], dtype=np.float32)
+    scales, histories = [], []
+    for columns in (1, 3, 2):
+        scales.append(rng.random(columns, dtype=np.float32) + 0.5)
+        history = rng.random((length, columns), dtype=np.float32) * 10
+        spots = rng.random((length, columns)) < 0.3
+        history[spots] = rng.choice(special, size=int(spots.sum()))
+        histories.append(history)
+    got_scales = [torch.from_numpy(s.copy()) for s in scales]
+    got_histories = [torch.from_numpy(h.copy()) for h in histories]
+    for _ in range(3):
+        torch.ops.twin.scale_update(got_scales, got_histories, limit, margin, algorithm)
+        for scale, history in zip(scales, histories, strict=True):
+            for j in range(len(scale)):
+                scale[j], column = scalar_rule(scale[j], list(history[:, j]), limit, margin, algorithm)
+                history[:, j] = column
+        for got, want in zip(got_scales + got_histories, scales + histories, strict=True):
+            same_bits(got, torch.from_numpy(want.copy()))
+        for got, want in zip(got_histories, histories, strict=True):
+            row = rng.random(got.shape[1], dtype=np.float32)
+            want[0] = row
+            got[0] = torch.from_numpy(row)
+
+
+@pytest.mark.parametrize("amax", [math.inf, math.nan])
+def test_a_useless_amax_leaves_the_scale(amax: float) -> None:
+    scale, history = torch.tensor([3.0]), torch.tensor([[amax], [0.0]])
+    torch.ops.twin.scale_update([scale], [history], 448.0, 0, "most_recent")
+    assert scale.item() == 3.0
+    assert history[0, 0] == 0
+
+
+def test_a_tiny_amax_gives_the_largest_float() -> None:
+    scale, history = torch.ones(1), torch.tensor([[1e-44]])
+    torch.ops.twin.scale_update([scale], [history], 448.0, 0, "max")
+    assert scale.item() == FLT_MAX
+
+
+def test_versions_are_bumped() -> None:
+    """Autograd has to notice a scale that changed after it was saved."""
+    scale, history = torch.ones(1), torch.ones(2, 1)
+    before = scale._version, history._version
+    torch.ops.twin.scale_update([scale], [history], 448.0, 0, "max")
+    assert scale._version > before[0]
+    assert history._version > before[1]
+
+
+@pytest.mark.parametrize(
+    ("scale", "history", "algorithm", "error", "sentence"),
+    [
+        (torch.ones(2), torch.ones(3, 1), "max", ValueError, r"shape \[2\] and amax_histories\[0\] \[3, 1\]"),
+        (torch.ones(1), torch.ones(0, 1), "max", ValueError, r"L >= 1"),
+        (torch.ones(1).double(), torch.ones(3, 1), "max", TypeError, r"float32 is accepted"),
+        (torch.ones(2), torch.ones(2, 3).t(), "max", ValueError, r"shape|strided"),
+        (torch.ones(1), torch.ones(3, 1), "mean", ValueError, r"algorithm='mean'"),
+    ],
+)
+def test_refusals(
+    scale: torch.Tensor, history: torch.Tensor, algorithm: str, error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        torch.ops.twin.scale_update([scale], [history], 448.0, 0, algorithm)
