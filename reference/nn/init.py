@@ -39,8 +39,7 @@ def constant_(tensor: torch.Tensor, value: float) -> torch.Tensor:
 def _check(tensor: torch.Tensor) -> None:
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(
-            f"tensor must be torch.float32, torch.bfloat16, torch.float16 or torch.float64; "
-            f"got {tensor.dtype}."
+            f"tensor must be torch.float32, torch.bfloat16, torch.float16 or torch.float64; got {tensor.dtype}."
         )
 
 

@@ -25,65 +25,24 @@ from torch.autograd.function import once_differentiable
 from reference import recompute, scaling
 from reference.autocast import AutocastState, take_first_module
 from reference.nn import init
+from reference.nn.gemms import (
+    Quantized,
+    dgrad16,
+    fp8_dgrad,
+    fp8_forward,
+    fp8_wgrad,
+    linear16_forward,
+    quantize,
+    rows_of,
+    weight_gradient,
+    wgrad16,
+)
 from reference.nn.module import TransformerEngineBaseModule
 
 twin = torch.ops.twin
 
 INPUT, WEIGHT = 0, 1  # columns of scaling_fwd
 GRAD_OUTPUT = 0  # column of scaling_bwd
-
-
-class Quantized(NamedTuple):
-    """An FP8 tensor: codes, their transposed copy (or None), and 1/scale."""
-
-    q: torch.Tensor
-    q_t: torch.Tensor | None
-    scale_inv: torch.Tensor
-
-
-def quantize(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-    transpose: bool,
-) -> Quantized:
-    """Cast `x [rows, cols]` to FP8 by `scale[column]`, with the transposed copy where a backward will read it."""
-    if transpose:
-        return Quantized(*twin.cast_transpose(x, scale, amax_history, column, dtype))
-    q, scale_inv = twin.cast(x, scale, amax_history, column, dtype)
-    return Quantized(q, None, scale_inv)
-
-
-# --- the layer as pure functions -------------------------------------------------------------------------
-
-
-def fp8_forward(x: Quantized, w: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """y `[tokens, out]` of the quantized operands."""
-    return twin.gemm_fp8(x.q, w.q, x.scale_inv, w.scale_inv, bias, out_dtype, "fast")
-
-
-def fp8_dgrad(g: Quantized, w_t: torch.Tensor, w_inv: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """dx `[tokens, in]`; `w_t [in, out]` is the weight's transposed copy."""
-    return twin.gemm_fp8(g.q, w_t, g.scale_inv, w_inv, None, out_dtype, "split")
-
-
-def fp8_wgrad(g: Quantized, x_t: torch.Tensor, x_inv: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """dw `[out, in]` of the transposed copies `[out, tokens]` and `[in, tokens]` (tokens padded with zeros)."""
-    return twin.gemm_fp8(g.q_t, x_t, g.scale_inv, x_inv, None, out_dtype, "split")
-
-
-def _weight_gradient(
-    product: Callable[[torch.dtype], torch.Tensor],
-    out_dtype: torch.dtype,
-    main_grad: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """dw in `out_dtype`; or, with `main_grad`, None after adding: main_grad = round(fp32(main_grad) + fp32 dw)."""
-    if main_grad is None:
-        return product(out_dtype)
-    main_grad.copy_(main_grad.float() + product(torch.float32))
-    return None
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -117,7 +76,7 @@ class _FP8Linear(torch.autograd.Function):
         layer: Linear = ctx.layer
         meta = layer.fp8_meta["scaling_bwd"]
         arguments = (
-            _rows(grad),
+            rows_of(grad),
             meta.scale,
             meta.amax_history,
             GRAD_OUTPUT,
@@ -132,7 +91,7 @@ class _FP8Linear(torch.autograd.Function):
         if needs_dx:
             dx = fp8_dgrad(g, w_t, w_inv, call.activation_dtype).view(ctx.inp_shape)
         if needs_dw:
-            dw = _weight_gradient(
+            dw = weight_gradient(
                 lambda dtype: fp8_wgrad(g, x_t, x_inv, dtype), call.activation_dtype, layer._main_grad(ctx)
             )
         if ctx.updates:
@@ -152,7 +111,7 @@ class _Linear16(torch.autograd.Function):
         layer: "Linear",
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        x, w = _rows(inp).to(dtype), weight.to(dtype)
+        x, w = rows_of(inp).to(dtype), weight.to(dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
         ctx.layer, ctx.main_grad_owner, ctx.inp_shape, ctx.dtype = layer, weight, inp.shape, dtype
         return linear16_forward(x, w, bias, dtype).view(*inp.shape[:-1], weight.shape[0])
@@ -161,27 +120,15 @@ class _Linear16(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        g = _rows(grad).to(ctx.dtype)
+        g = rows_of(grad).to(ctx.dtype)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = twin.gemm(g, w.t(), None, ctx.dtype).view(ctx.inp_shape)
+            dx = dgrad16(g, w).view(ctx.inp_shape)
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(
-                lambda dtype: twin.gemm(g.t(), x.t(), None, dtype), ctx.dtype, ctx.layer._main_grad(ctx)
-            )
+            dw = weight_gradient(lambda dtype: wgrad16(g, x, dtype), ctx.dtype, ctx.layer._main_grad(ctx))
         if ctx.needs_input_grad[2]:
             db = twin.dbias(g)
         return dx, dw, db, None, None
-
-
-def linear16_forward(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """y `[tokens, out]` of 16-bit operands."""
-    return twin.gemm(x, w, None if bias is None else bias.to(dtype), dtype)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[..., features]` as contiguous `[tokens, features]`."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class _FP8Call(NamedTuple):
@@ -354,7 +301,7 @@ class Linear(TransformerEngineBaseModule):
             return torch.nn.functional.linear(inp, weight.float(), None if bias is None else bias.float())
         if torch.is_grad_enabled():
             return _Linear16.apply(inp, weight, bias, self, dtype)
-        out = linear16_forward(_rows(inp).to(dtype), weight.to(dtype), bias, dtype)
+        out = linear16_forward(rows_of(inp).to(dtype), weight.to(dtype), bias, dtype)
         return out.view(*inp.shape[:-1], self.out_features)
 
     def _check_fp8_sizes(self) -> None:
@@ -368,7 +315,7 @@ class Linear(TransformerEngineBaseModule):
     def _calibrate(self, inp: torch.Tensor, weight: torch.Tensor) -> None:
         history = self.fp8_meta["scaling_fwd"].amax_history
         with torch.no_grad():
-            twin.amax(_rows(inp.detach()), history, INPUT)
+            twin.amax(rows_of(inp.detach()), history, INPUT)
             twin.amax(weight.detach().contiguous(), history, WEIGHT)
 
     def _fp8_run(
@@ -385,7 +332,7 @@ class Linear(TransformerEngineBaseModule):
         scale = recompute.scale_for(self, meta.scale)
         history = None if recompute.replaying() else meta.amax_history
         dtype = call.recipe.fp8_format.dtype(True)
-        x = quantize(_rows(inp), scale, history, INPUT, dtype, transpose=needs_dw)
+        x = quantize(rows_of(inp), scale, history, INPUT, dtype, transpose=needs_dw)
         w = self._fp8_weight(weight, scale, history, dtype, needs_dx, call.is_first_microbatch)
         if bias is not None:
             bias = bias.to(torch.bfloat16 if call.activation_dtype == torch.float32 else call.activation_dtype)
