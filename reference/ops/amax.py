@@ -16,9 +16,7 @@ def check_input(op: str, name: str, x: torch.Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} must be 2-D, [rows, cols]; got shape {tuple(x.shape)}.")
     if x.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(
-            f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}."
-        )
+        raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
     if not x.is_contiguous():
         raise ValueError(
             f"{op}: {name} must be contiguous (row-major); got strides {tuple(x.stride())} for shape "
@@ -43,16 +41,14 @@ def check_history(op: str, x: torch.Tensor, amax_history: torch.Tensor, column: 
 def check_column(op: str, name: str, columns: int, column: int) -> None:
     """Refuse a column that `name` does not have."""
     if not 0 <= column < columns:
-        raise ValueError(
-            f"{op}: column must be from 0 to {columns - 1}, the columns of {name}; got {column}."
-        )
+        raise ValueError(f"{op}: column must be from 0 to {columns - 1}, the columns of {name}; got {column}.")
 
 
 def record_amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
     """Max x's amax into the staging row of the history, in place.
 
-    The comparison is one of fp32 words as integers, as the kernel's atomic is: the same for the
-    non-negative numbers that a history holds, and blind to denormals being flushed.
+    The comparison is one of fp32 words as integers, as the kernel's atomic is: for the non-negative numbers
+    that a history holds, the same as one of fp32.
     """
     slot = amax_history[0, column].view(torch.int32)
     slot.copy_(torch.maximum(slot, formats.amax(x).view(torch.int32)))
