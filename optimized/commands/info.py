@@ -1,11 +1,96 @@
-"""stub."""
+"""What this machine has, and what is missing for the fast path."""
 
-SUMMARY = "x"
+import argparse
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from optimized import device
+from optimized.commands import recordings
+
+SUMMARY = "what this machine has, and what is missing for the fast path"
+VECTOR_UNITS = ("avx512f", "avx2", "fma", "asimd")
 
 
-def add_arguments(p):
-    pass
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`twin info` takes none."""
 
 
-def run(a, c):
+def _version(*distributions: str) -> str:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _cpu() -> str:
+    """The CPU's name, cores, and vector units, as far as the system tells."""
+    name, units = platform.processor() or platform.machine(), ""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+        fields = {key.strip(): value.strip() for key, value in lines.items()}
+        name = fields.get("model name", name)
+        flags = set(fields.get("flags", fields.get("Features", "")).split())
+        units = ", ".join(unit for unit in VECTOR_UNITS if unit in flags)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores" + (f" ({units})" if units else "")
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return ["none that torch can use"]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        memory = properties.total_memory / 2**30
+        found.append(f"{properties.name}, compute capability {capability}, {memory:.0f} GiB")
+    return found
+
+
+def _recordings() -> str:
+    files = sorted(recordings.GOLDEN.glob("*.npz")) if recordings.GOLDEN.is_dir() else []
+    return f"{len(files)} files in {recordings.GOLDEN}" if files else "none (they come with a clone of the repository)"
+
+
+def facts() -> list[tuple[str, str]]:
+    """What this machine has, as (name, value)."""
+    return [
+        ("CPU", _cpu()),
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"),
+        ("threads", str(torch.get_num_threads())),
+        ("NumPy, numba", f"{_version('numpy')}, {_version('numba')}"),
+        *[("GPU", gpu) for gpu in _gpus()],
+        ("CuPy", _version("cupy-cuda13x", "cupy")),
+        ("NVRTC", _version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13")),
+        ("recordings of an H200", _recordings()),
+    ]
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run `twin info`."""
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts():
+        table.add_row(name, escape(value))
+    console.print(table)
+    missing = device.problems()
+    if missing:
+        console.print("\nThe reference side runs here: every op and layer on the CPU. The fast path does not, because:")
+        for sentence in missing:
+            console.print(f"  • {sentence}", markup=False, highlight=False)
+    else:
+        console.print("\nBoth sides run here: the reference on the CPU, and the kernels on the GPU.")
     return 0

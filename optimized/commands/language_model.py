@@ -16,9 +16,11 @@ devices must agree in every bit:
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -54,6 +56,8 @@ class Settings:
 class ByteModel(torch.nn.Module):
     """The model of the module's docstring, parameters fp32, drawn from `settings.seed`."""
 
+    signs: torch.Tensor
+
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         bits = philox.element_words(settings.seed, 0, VOCABULARY * settings.code)[0] & 1
@@ -63,13 +67,12 @@ class ByteModel(torch.nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.layers = torch.nn.ModuleList(
-                te.Linear(a, b, params_dtype=torch.float32, device="cpu")
-                for a, b in zip(sizes, sizes[1:], strict=False)
+                te.Linear(a, b, params_dtype=torch.float32, device="cpu") for a, b in itertools.pairwise(sizes)
             )
         # Transformer Engine's normal(0, 0.023) suits wide layers; before a ReLU of 256 inputs it is 4 times too small.
         with torch.no_grad():
-            for layer in self.layers[:-1]:
-                layer.weight.mul_(4)
+            for parameter in self.layers[:-1].parameters():
+                parameter.mul_(4)  # the biases are 0
 
     def forward(self, windows: torch.Tensor) -> torch.Tensor:
         """Bytes int64 [rows, context] to logits bf16 [rows, 256]."""
@@ -142,7 +145,8 @@ def _watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     seen: dict[str, torch.Tensor] = {}
 
     def hook(module: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
-        seen["input"], seen["weight"] = args[0].detach(), module.weight.detach().clone()
+        weight = module.get_parameter("weight")
+        seen["input"], seen["weight"] = args[0].detach(), weight.detach().clone()
         out.register_hook(lambda gradient: seen.update(grad_output=gradient.detach()))
 
     handle = layer.register_forward_hook(hook)
@@ -155,7 +159,8 @@ def _watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def scales(model: ByteModel) -> dict[tuple[int, str], tuple[float, float]]:
     """(scale, newest amax) of each layer's input, weight and output gradient, after an FP8 step."""
     found = {}
-    for index, layer in enumerate(model.layers):
+    layers: Any = model.layers
+    for index, layer in enumerate(layers):
         for name, key, column in (
             ("input", "scaling_fwd", 0),
             ("weight", "scaling_fwd", 1),
@@ -180,14 +185,16 @@ def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.T
     """Compare logits, gradients, parameters and FP8 state of the two sides word for word."""
     run.tally.add(*logits)
     for one, other in zip(cpu.model.parameters(), gpu.model.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
+        assert one.grad is not None
+        assert other.grad is not None
         run.tally.add(one.grad, other.grad)
         run.tally.add(one, other)
     if cpu.fp8:
-        for one, other in zip(cpu.model.layers, gpu.model.layers, strict=True):
+        layers: Any = zip(cpu.model.layers, gpu.model.layers, strict=True)
+        for here, there in layers:
             for key in ("scaling_fwd", "scaling_bwd"):
-                run.tally.add(one.fp8_meta[key].scale, other.fp8_meta[key].scale)
-                run.tally.add(one.fp8_meta[key].amax_history, other.fp8_meta[key].amax_history)
+                run.tally.add(here.fp8_meta[key].scale, there.fp8_meta[key].scale)
+                run.tally.add(here.fp8_meta[key].amax_history, there.fp8_meta[key].amax_history)
 
 
 def train(

@@ -1,11 +1,152 @@
-"""stub."""
+"""Compare the two sides op by op: how many words were compared, and how many of them differ.
 
-SUMMARY = "x"
+On a machine with a Hopper GPU both sides run (live). Elsewhere the CPU is compared with what an H200 recorded:
+outputs of this project's kernels, of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt.
+The exit code is 1 if any word differs.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from optimized.commands import CommandError, parity_cases, recorded_linear, recordings
+from optimized.commands.parity_cases import Case
+from optimized.commands.sides import INTEGERS, Tally, differing, hopper
+from reference import tensor_core
+
+SUMMARY = "op by op: words compared and words different, against a GPU or an H200's recordings"
+RECORDING = "parity_h200"
+Results = dict[str, Tally]
 
 
-def add_arguments(p):
-    pass
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `twin parity`."""
+    parser.add_argument("--op", help="only the ops whose name contains this text")
+    parser.add_argument("--replay", action="store_true", help="replay recordings even where there is a Hopper GPU")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help=f"write {RECORDING}.npz with the GPU's outputs (needs a Hopper GPU)",
+    )
 
 
-def run(a, c):
+def live(case: Case, gpu: torch.device) -> Tally:
+    """Run a case on both sides."""
+    tally = Tally()
+    here, there = case.run(torch.device("cpu")), case.run(gpu)
+    for name, tensor in here.items():
+        tally.add(tensor, there[name])
+    return tally
+
+
+def replay(case: Case, words: dict[str, np.ndarray]) -> Tally:
+    """Run a case on the CPU and compare with its recording."""
+    tally = Tally()
+    for name, tensor in case.run(torch.device("cpu")).items():
+        if case.key(name) not in words:
+            raise CommandError(
+                f"the recording {RECORDING}.npz has no {case.key(name)!r}: it is older than this case; record it anew "
+                f"on a Hopper machine with `twin parity --record tests/golden`."
+            )
+        tally.add(tensor, torch.from_numpy(words[case.key(name)]).view(tensor.dtype).view(tensor.shape))
+    return tally
+
+
+def _product(product: recordings.Product) -> Tally:
+    out = tensor_core.gemm(product.a, product.b, product.accumulate)
+    return Tally(out.numel(), differing(out, product.out))
+
+
+def _jobs(gpu: torch.device | None, cases: list[Case]) -> Iterator[tuple[str, Callable[[], Tally]]]:
+    """(op, comparison) for everything that this machine can compare."""
+    if gpu is not None:
+        for case in cases:
+            yield case.op, partial(live, case, gpu)
+        return
+    words = recordings.arrays(RECORDING)
+    for case in cases:
+        if not case.live:
+            yield case.op, partial(replay, case, words)
+    for product in recordings.products():
+        yield f"cuBLASLt product ({product.accumulate})", partial(_product, product)
+    for name in recorded_linear.names():
+        yield "Linear by cuBLASLt, 6 steps", partial(recorded_linear.compare, name)
+
+
+def compare(gpu: torch.device | None, wanted: str | None, console: Console) -> Results:
+    """Run every comparison whose op contains `wanted`."""
+    jobs = [job for job in _jobs(gpu, list(parity_cases.cases())) if wanted is None or wanted in job[0]]
+    if not jobs:
+        raise CommandError(f"--op is {wanted!r}, and no op's name contains it; `twin parity` lists the ops.")
+    results: Results = {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("comparing", total=len(jobs))
+        for op, job in jobs:
+            progress.update(task, description=op)
+            results.setdefault(op, Tally()).merge(job())
+            progress.advance(task)
+    return results
+
+
+def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
+    """Write the GPU's outputs of every case that is small enough."""
+    if gpu is None:
+        raise CommandError("--record needs a Hopper GPU; `twin info` says what this machine lacks.")
+    if not folder.is_dir():
+        raise CommandError(f"--record is {str(folder)!r}, which is not a folder.")
+    words: dict[str, np.ndarray] = {}
+    for case in parity_cases.cases():
+        if not case.live:
+            for name, tensor in case.run(gpu).items():
+                integer = INTEGERS[tensor.element_size()]
+                words[case.key(name)] = tensor.detach().cpu().contiguous().view(integer).numpy()
+    about = {
+        "what": "outputs of this project's CUDA kernels; recorded by `twin parity --record`",
+        "gpu": torch.cuda.get_device_name(gpu),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    path = folder / f"{RECORDING}.npz"
+    np.savez_compressed(path, about=np.array(json.dumps({"provenance": about})), **words)  # type: ignore[arg-type]
+    console.print(f"{len(words)} outputs of {torch.cuda.get_device_name(gpu)} written to {path}")
     return 0
+
+
+def _mode(gpu: torch.device | None) -> str:
+    if gpu is not None:
+        return f"live: the CPU against {torch.cuda.get_device_name(gpu)} in this machine"
+    machine = recordings.provenance("tensor_core_h200")
+    return f"replay: the CPU against recordings of an {machine['gpu']} (this machine has no Hopper GPU to run live)"
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run `twin parity`."""
+    gpu = None if args.replay else hopper()
+    if args.record is not None:
+        return record(args.record, gpu, console)
+    mode = _mode(gpu)
+    console.print(mode)
+    results = compare(gpu, args.op, console)
+    table = Table(caption=mode, caption_justify="left")
+    for column in ("op", "words compared", "words different"):
+        table.add_column(column, justify="left" if column == "op" else "right")
+    total = Tally()
+    for op, tally in results.items():
+        total.merge(tally)
+        colour = "green" if tally.equal else "red"
+        table.add_row(op, f"{tally.compared:,}", f"[{colour}]{tally.different:,}[/]")
+    table.add_section()
+    table.add_row("all", f"{total.compared:,}", f"{total.different:,}")
+    console.print(table)
+    return 0 if total.equal else 1

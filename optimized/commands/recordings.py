@@ -42,7 +42,8 @@ def folder() -> Path:
 def script(name: str) -> ModuleType:
     """The module tests/golden/<name>.py, which makes the inputs of a recording."""
     spec = importlib.util.spec_from_file_location(f"twin_golden_{name}", folder() / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
     spec.loader.exec_module(module)

@@ -1,7 +1,9 @@
 """Step 2, one `Linear` four times: plain PyTorch, 16 bits, FP8 before its scales are known, FP8 after."""
 
 import copy
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -47,19 +49,20 @@ def _data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _collect(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    assert x.grad is not None and weight.grad is not None
+    assert x.grad is not None
+    assert weight.grad is not None
     return {"output": out.detach(), "dgrad": x.grad.clone(), "wgrad": weight.grad.clone()}
 
 
-def _module(weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Module:
-    module = te.Linear(IN_FEATURES, OUT_FEATURES, params_dtype=torch.bfloat16)
+def _module(weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    module: Any = te.Linear(IN_FEATURES, OUT_FEATURES, params_dtype=torch.bfloat16)
     with torch.no_grad():
         module.weight.copy_(weight)
         module.bias.copy_(bias)
     return module
 
 
-def _step(module: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor, fp8: bool) -> dict[str, torch.Tensor]:
+def _step(module: Any, x: torch.Tensor, gradient: torch.Tensor, fp8: bool) -> dict[str, torch.Tensor]:
     """One forward and backward on the module's device; the results as they are there."""
     where = module.weight.device
     inp = x.bfloat16().to(where).requires_grad_()
@@ -103,7 +106,7 @@ def _errors(exact: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
 def rows(found: list[Variant]) -> list[list[str]]:
     """The table: each variant against the one before, and against fp32."""
     table = []
-    for before, now in zip(found, found[1:], strict=False):
+    for before, now in itertools.pairwise(found):
         for key in NAMES:
             largest, relative = _errors(before.results[key], now.results[key])
             table.append(

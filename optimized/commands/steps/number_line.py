@@ -69,7 +69,7 @@ def line_picture() -> Figure:
 
 def error_picture() -> Figure:
     """Relative error of the cast over the magnitude of what is cast, scale 1."""
-    x = torch.logspace(-18, 18, 6000, base=2.0, dtype=torch.float32)
+    x = torch.logspace(-18, 18, 1801, base=2.0, dtype=torch.float32)
     fig = figure(9, 3.6)
     panels = fig.subplots(2, 1, sharex=True)
     for axes, fmt in zip(panels, formats.FORMATS, strict=True):
@@ -79,9 +79,10 @@ def error_picture() -> Figure:
         axes.plot(x.numpy(), 100 * error.numpy(), color=colour, linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set(ylim=(0, 104), xlim=(2.0**-18, 2.0**18), title=fmt.name)
+        axes.title.set_color(colour)
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(decimals=0))
-    for at, text in ((2.0**-14.4, "too small: becomes 0"), (2.0**13.2, "too large: saturates")):
-        panels[0].text(at, 108, text, size=9, color="#5b6876", ha="center", va="bottom")
+    for at, text in ((2.0**-14.2, "too small: becomes 0"), (2.0**14.2, "too large: saturates")):
+        panels[0].text(at, 82, text, size=9, color="#5b6876", ha="center", va="top")
     panels[1].set_xlabel("x")
     fig.supylabel("error / x", size=10)
     return fig

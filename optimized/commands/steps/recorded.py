@@ -1,12 +1,13 @@
 """Step 3, prediction: this CPU computes the words that cuBLASLt gave on an H200."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from optimized.commands import CommandError, recordings
+from optimized.commands import CommandError, recorded_linear, recordings
 from optimized.commands.recordings import Product
 from optimized.commands.report import Report, escape
 from optimized.commands.sides import Tally, differing
@@ -75,48 +76,61 @@ def shown(products: list[Product]) -> Product:
     return products[0]
 
 
-def _write(report: Report, products: list[Product], tallies: list[Tally], tally: Tally) -> None:
+def _introduce(report: Report) -> None:
     machine = recordings.provenance("tensor_core_h200")
     report.text(
         f"The words below were computed by cuBLASLt, NVIDIA's matrix library, on an {escape(machine['gpu'])} "
         f"(torch {escape(machine['torch'])}, CUDA {escape(machine['cuda'])}, {escape(machine['date'])}) and stored. "
         "Now this CPU computes them again, from the same FP8 operands.",
-        "Where the bits come from: a tensor core does not add like IEEE arithmetic. One Hopper instruction aligns 32 products "
-        "and the running sum to the largest exponent among them, cuts every term off 13 bits below it, adds, and cuts "
-        "again. <code>reference/tensor_core/model.py</code> is that sentence as code.",
+        "Where the bits come from: a tensor core does not add like IEEE arithmetic. One Hopper instruction aligns 32 "
+        "products and the running sum to the largest exponent among them, cuts every term off 13 bits below it, adds, "
+        "and cuts again. <code>reference/tensor_core/model.py</code> is that sentence as code.",
     )
-    example = shown(products)
+
+
+def _example(report: Report, product: Product) -> None:
+    title = escape(product.title)
     report.table(
         ["", *(f"word {n}" for n in range(WORDS_SHOWN))],
-        word_rows(example),
-        f"The first words of {escape(example.title)}, in hexadecimal. The last ten bits of an H200's word are zero "
-        "(13 fraction bits), which no ordinary sum gives.",
+        word_rows(product),
+        f"The first words of {title}, in hexadecimal. The last ten bits of an H200's word are zero (13 fraction bits), "
+        "which no ordinary sum gives.",
     )
     report.picture(
-        picture(example),
-        f"<b>Each square is one recorded word</b> of {escape(example.title)}; green: equal in all 32 bits. An fp32 sum is "
-        "closer to the exact result than the tensor core's, and still a wrong prediction of what the GPU computes.",
+        picture(product),
+        f"<b>Each square is one recorded word</b> of {title}; green: equal in all 32 bits. An fp32 sum is closer to "
+        "the exact result than the tensor core's, and still a wrong prediction of what the GPU computes.",
         "Grids of equal and different words for three ways of computing",
     )
-    rows = [[p.title, f"{t.compared:,}", f"{t.different:,}"] for p, t in zip(products, tallies, strict=True)]
-    report.table(["product by cuBLASLt", "words compared", "words different"], rows, f"All recordings: {tally}.")
+
+
+def _compare(product: Product) -> Tally:
+    return Tally(product.out.numel(), differing(_model(product), product.out))
 
 
 def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
-    """Compute every recorded product and write the section."""
+    """Compute every recorded product and training again, and write the section."""
     try:
-        products = list(recordings.products())
+        products, trainings = list(recordings.products()), recorded_linear.names()
     except CommandError as missing:
         report.section("The CPU predicts an H200")
         report.text(escape(missing))
         return Outcome("CPU predicts H200", str(missing))
-    tick = progress("predicting recorded words", len(products))
-    tallies = []
-    total = Tally()
-    for product in products:
-        tallies.append(Tally(product.out.numel(), differing(_model(product), product.out)))
-        total.merge(tallies[-1])
+    tick = progress("predicting recorded words", len(products) + len(trainings))
+    jobs = [(p.title, functools.partial(_compare, p)) for p in products]
+    jobs += [(f"Linear, 6 steps: {name}", functools.partial(recorded_linear.compare, name)) for name in trainings]
+    rows, total = [], Tally()
+    for title, job in jobs:
+        tally = job()
+        total.merge(tally)
+        rows.append([title, f"{tally.compared:,}", f"{tally.different:,}"])
         tick()
     report.section("The CPU predicts an H200", f"{total.compared:,} words, {total.different:,} different")
-    _write(report, products, tallies, total)
-    return Outcome("CPU predicts H200", f"{len(products)} products of cuBLASLt: {total}", total.equal)
+    _introduce(report)
+    _example(report, shown(products))
+    report.text(
+        "Six training steps of an FP8 <code>Linear</code>, made of cuBLASLt's products on the H200, were recorded too: "
+        "output, both gradients, scales and amax histories, in several dtypes and recipes."
+    )
+    report.table(["by cuBLASLt on the H200", "words compared", "words different"], rows, f"All recordings: {total}.")
+    return Outcome("CPU predicts H200", f"{len(products)} products, {len(trainings)} trainings: {total}", total.equal)

@@ -3,6 +3,9 @@
 Figures are made without pyplot: no window, no global state, nothing to close.
 """
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -18,7 +21,7 @@ COLOURS = {
     "good": "#1a7f4b",
 }
 
-RC = {
+RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.spines.top": False,
@@ -40,6 +43,6 @@ def figure(width: float = 9.0, height: float = 3.2) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def styled() -> rc_context:
+def styled() -> AbstractContextManager[None]:
     """The context that pictures are drawn and written in."""
     return rc_context(RC)

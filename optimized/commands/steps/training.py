@@ -124,8 +124,8 @@ def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
         f"The text is the standard library's own source code: {corpus.files:,} files, {len(corpus.data):,} bytes "
         f"(<code>{corpus.digest}</code>), already on this machine. A model of {settings.layers} <code>Linear</code> "
         f"layers ({' → '.join(map(str, sizes))}, ReLU between them) guesses each byte from the {settings.context} "
-        f"before it, over {settings.steps} steps of {settings.rows} guesses. It is trained twice from the same start on "
-        "the same bytes: once in bf16, once in FP8 with delayed scaling (HYBRID)."
+        f"before it, over {settings.steps} steps of {settings.rows} guesses. It is trained twice from the same start "
+        "on the same bytes: once in bf16, once in FP8 with delayed scaling (HYBRID)."
     )
 
 
@@ -134,8 +134,8 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
     report.picture(
         loss_picture(runs),
         "<b>FP8 learns as bf16 does.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
-        f"strong: the mean over recent steps. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per byte. "
-        "The lower panel is the difference, step by step on the same bytes.",
+        f"strong: the mean over recent steps. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per "
+        "byte. The lower panel is the difference, step by step on the same bytes.",
         "Loss curves of bf16 and FP8 training",
     )
     report.picture(
@@ -147,21 +147,22 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
         "so their scale climbs.",
         "amax and scale of each tensor over the training steps",
     )
+    first, last = (zeros(fp8, moment, "grad_output") for moment in ("first step", "last step"))
     report.picture(
         codes_picture(fp8),
         "<b>Which codes are used</b> (middle layer; bars are magnitudes in order, signs together). In the first step "
-        f"the scale is 1, and {zeros(fp8, 'first step', 'grad_output'):.0f} % of the gradient is zero in FP8. At the end "
-        f"the scale has moved it up into the range, and {zeros(fp8, 'last step', 'grad_output'):.0f} % is zero: "
-        "what ReLU blocked, and what is small beside the largest gradient. The right edge of each panel is the largest value; "
-        "the share of elements on it shows that hardly anything saturates.",
+        f"the scale is 1, and {first:.0f} % of the gradient is zero in FP8. At the end the scale has moved it up into "
+        f"the range, and {last:.0f} % is zero: what ReLU blocked, and what is small beside the largest gradient. The "
+        "right edge of each panel is the format's largest value; hardly anything saturates.",
         "Histograms of FP8 codes in the first and last step",
     )
 
 
 def _verdict(tally: Tally, settings: Settings) -> str:
     return (
-        f"This machine has a Hopper GPU, so both trainings ran on both sides at once, CPU and GPU from the same start. "
-        f"After each of the {settings.steps} steps logits, gradients, parameters and FP8 state were compared: <b>{tally}</b>."
+        "This machine has a Hopper GPU, so both trainings ran on both sides at once, CPU and GPU from the same start. "
+        f"After each of the {settings.steps} steps logits, gradients, parameters and FP8 state were compared: "
+        f"<b>{tally}</b>."
     )
 
 

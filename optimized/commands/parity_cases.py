@@ -1,0 +1,241 @@
+"""The cases of `twin parity`: each runs one operation on one device and returns its outputs.
+
+Inputs come from Philox, so a case is the same on every machine, and a recording holds outputs only. Cases marked
+`live` are too large to be recorded: they run where there is a GPU to compare with.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+import reference as te
+from reference import philox
+
+twin = torch.ops.twin
+Outputs = dict[str, torch.Tensor]
+WIDE = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(device)` gives the outputs of `op` on that device."""
+
+    op: str
+    name: str
+    run: Callable[[torch.device], Outputs]
+    live: bool = False
+
+    def key(self, output: str) -> str:
+        """The name of an output in a recording."""
+        return f"{self.op}/{self.name}/{output}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype as kernels name it: bf16, fp16, fp32, e4m3, e5m2."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    return names[str(dtype).removeprefix("torch.")]
+
+
+def every_word(dtype: torch.dtype) -> torch.Tensor:
+    """[256, 256]: all words of a 16-bit dtype; for fp32, 65,536 random ones, NaN and infinities among them."""
+    if dtype == torch.float32:
+        words = philox.element_words(11, 0, 1 << 16)[0].astype("uint32").view("int32")
+        words[:8] = [0x7F800000, -0x800000, 0x7FC00000, -0x400000, 0, -0x80000000, 1, 0x7F7FFFFF]
+        return torch.from_numpy(words).view(torch.float32).view(256, 256)
+    return torch.arange(1 << 16).to(torch.int16).view(dtype).view(256, 256)
+
+
+def numbers(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Normal numbers whose rows differ in magnitude, from 2⁻⁸ to 2⁷."""
+    x = philox.normal(shape, seed=seed)
+    powers = torch.arange(shape[0]) % 16 - 8
+    return (x * torch.exp2(powers.float())[:, None]).to(dtype)
+
+
+def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """FP8 numbers from a bell curve that fills most of the format."""
+    return te.formats.cast(philox.normal(shape, seed=seed), te.formats.format_of(dtype), 24.0)
+
+
+def _cast(op: str, make: Callable[[], torch.Tensor], dtype: torch.dtype, scale: float, device: torch.device) -> Outputs:
+    names = {
+        "cast": ("q", "scale_inv"),
+        "cast_transpose": ("q", "q_t", "scale_inv"),
+        "cast_transpose_dbias": ("q", "q_t", "scale_inv", "dbias"),
+    }[op]
+    scales = torch.tensor([1.0, scale, 1.0], device=device)
+    history = torch.zeros(4, 3, device=device)
+    history[0, 1] = 0.5
+    results = getattr(twin, op)(make().to(device), scales, history, 1, dtype)
+    return {**dict(zip(names, results, strict=True)), "amax_history": history}
+
+
+def casts() -> Iterator[Case]:
+    """The three casts and the two reductions that they contain."""
+    for wide, dtype in product(WIDE, FP8):
+        label = f"{short(wide)} to {short(dtype)}"
+        for scale in (1.0, 37.5):
+            yield Case(
+                "cast",
+                f"{label}, 65,536 words, scale {scale}",
+                partial(_cast, "cast", partial(every_word, wide), dtype, scale),
+            )
+        for op, rows in product(("cast_transpose", "cast_transpose_dbias"), (1, 7, 130, 2048)):
+            yield Case(
+                op,
+                f"{label}, [{rows}, 80]",
+                partial(_cast, op, partial(numbers, (rows, 80), wide, 21), dtype, 3.0),
+                live=rows > 1000,
+            )
+    for wide, rows in product(WIDE, (1, 63, 64, 65, 1000)):
+        yield Case(
+            "dbias",
+            f"{short(wide)} [{rows}, 48]",
+            partial(_dbias, (rows, 48), wide),
+        )
+        yield Case("amax", f"{short(wide)} [{rows}, 48]", partial(_amax, (rows, 48), wide))
+
+
+def _dbias(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
+    return {"dbias": twin.dbias(numbers(shape, dtype, 31).to(device))}
+
+
+def _amax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
+    history = torch.zeros(2, 3, device=device)
+    twin.amax(numbers(shape, dtype, 41).to(device), history, 0)
+    return {"amax_history": history}
+
+
+def _scale_update(algorithm: str, margin: int, device: torch.device) -> Outputs:
+    """Nine updates of three modules at once; amaxes of 0, infinity and NaN among them."""
+    scales = [torch.ones(n, device=device) for n in (3, 3, 2)]
+    histories = [torch.zeros(rows, n, device=device) for rows, n in ((5, 3), (1, 3), (16, 2))]
+    amaxes = numbers((9, 8), torch.float32, 51).abs()
+    amaxes[3] = 0.0
+    amaxes[4, :3] = torch.tensor([float("inf"), float("nan"), 1e-45])
+    for step in range(9):
+        parts = amaxes[step].split([3, 3, 2])
+        for history, part in zip(histories, parts, strict=True):
+            history[0] = part.to(device)
+        twin.scale_update(scales, histories, 448.0, margin, algorithm)
+    return {
+        **{f"scale{i}": scale for i, scale in enumerate(scales)},
+        **{f"history{i}": history for i, history in enumerate(histories)},
+    }
+
+
+def updates() -> Iterator[Case]:
+    """The scale update."""
+    for algorithm, margin in product(("max", "most_recent"), (0, 2)):
+        yield Case(
+            "scale_update",
+            f"{algorithm}, margin {margin}",
+            partial(_scale_update, algorithm, margin),
+        )
+
+
+def _gemm_fp8(
+    shape: tuple[int, int, int], types: tuple[torch.dtype, ...], bias: bool, accumulate: str, device: torch.device
+) -> Outputs:
+    m, n, k = shape
+    a, b = codes((m, k), types[0], 61).to(device), codes((n, k), types[1], 62).to(device)
+    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    vector = philox.normal((n,), seed=63).to(device, torch.bfloat16) if bias else None
+    return {"out": twin.gemm_fp8(a, b, *inverses, vector, types[2], accumulate)}
+
+
+def _gemm(
+    shape: tuple[int, int, int], types: tuple[torch.dtype, torch.dtype], layout: str, device: torch.device
+) -> Outputs:
+    m, n, k = shape
+    a, b = philox.normal((m, k), seed=71), philox.normal((n, k), seed=72)
+    a, b = (
+        (t.t().contiguous().to(types[0]).to(device).t() if transposed == "T" else t.to(types[0]).to(device))
+        for t, transposed in zip((a, b), layout, strict=True)
+    )
+    return {"out": twin.gemm(a, b, None, types[1])}
+
+
+def products() -> Iterator[Case]:
+    """The matrix products."""
+    for a, b, accumulate in product(FP8, FP8, ("fast", "split")):
+        for (m, n, k), out, bias in (
+            ((40, 48, 272), torch.float32, False),
+            ((1, 32, 128), torch.bfloat16, True),
+            ((7, 64, 16), torch.float16, False),
+            ((520, 272, 1040), torch.bfloat16, True),
+        ):
+            yield Case(
+                f"gemm_fp8 ({accumulate})",
+                f"{short(a)}·{short(b)} {m}x{n}x{k} to {short(out)}{', bias' * bias}",
+                partial(_gemm_fp8, (m, n, k), (a, b, out), bias, accumulate),
+                live=m > 500,
+            )
+    for half, layout in product((torch.bfloat16, torch.float16), ("NN", "NT", "TN", "TT")):
+        for (m, n, k), out in (((33, 47, 70), torch.float32), ((64, 32, 128), half), ((300, 200, 520), half)):
+            yield Case(
+                "gemm",
+                f"{short(half)} {m}x{n}x{k} {layout} to {short(out)}",
+                partial(_gemm, (m, n, k), (half, out), layout),
+                live=m >= 300,
+            )
+
+
+def _linear(
+    dtype: torch.dtype, recipe: te.DelayedScaling | None, shape: tuple[int, int, int], device: torch.device
+) -> Outputs:
+    """Three training steps; every result and the FP8 state after the last."""
+    tokens, inputs, outputs = shape
+    layer: Any = te.Linear(inputs, outputs, params_dtype=dtype, device="cpu")
+    with torch.no_grad():
+        layer.weight.copy_(philox.normal((outputs, inputs), std=0.05, seed=81))
+    layer = layer.to(device)
+    results: Outputs = {}
+    for step in range(3):
+        x = (philox.normal((tokens, inputs), std=3.0**step, seed=82 + step)).to(device, dtype).requires_grad_()
+        gradient = philox.normal((tokens, outputs), std=1e-4, seed=92 + step).to(device, dtype)
+        layer.zero_grad(set_to_none=True)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = layer(x)
+        out.backward(gradient)
+        for name, tensor in (("out", out), ("dx", x.grad), ("dw", layer.weight.grad), ("db", layer.bias.grad)):
+            assert tensor is not None
+            results[f"{name}{step}"] = tensor.detach().clone()
+    for key, meta in layer.fp8_meta.items() if recipe is not None else ():
+        if key.startswith("scaling_"):
+            results[f"{key}.scale"], results[f"{key}.amax_history"] = meta.scale, meta.amax_history
+    return results
+
+
+def layers() -> Iterator[Case]:
+    """`Linear` over training steps."""
+    for shape, live in (((7, 48, 32), False), ((200, 272, 144), True)):
+        size = "x".join(map(str, shape))
+        for dtype in (torch.bfloat16, torch.float16):
+            yield Case(
+                "Linear (16 bits)",
+                f"{short(dtype)} {size}",
+                partial(_linear, dtype, None, shape),
+                live,
+            )
+        for dtype, fmt, algorithm in product(WIDE, (te.Format.HYBRID, te.Format.E4M3), ("max", "most_recent")):
+            recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
+            yield Case(
+                "Linear (FP8)",
+                f"{short(dtype)} {fmt.name} {algorithm} {size}",
+                partial(_linear, dtype, recipe, shape),
+                live,
+            )
+
+
+def cases() -> Iterator[Case]:
+    """Every case, op by op."""
+    yield from casts()
+    yield from updates()
+    yield from products()
+    yield from layers()
