@@ -155,6 +155,22 @@ def _chain(kind: str, depth: int, tiles: int, seed: str) -> Case:
     return Case(f"{kind}.chain{depth}", a, b, np.zeros((tiles, ROWS, COLUMNS), np.uint32))
 
 
+def _low_edge(tiles: int, seed: str) -> Case:
+    """bf16: a power of two among fp32's subnormals and a far smaller product of the other sign, C = 0.
+
+    Whether the small one borrows from the large one shows where terms stop being kept.
+    """
+    kind = "bf16.bf16"
+    bits = Bits(f"{kind}.low_edge.{seed}")
+    a = np.zeros((tiles, ROWS, 16), np.uint16)
+    b = np.zeros((tiles, COLUMNS, 16), np.uint16)
+    a[:, :, 0] = bits.codes(model.BF16, a.shape[:2], (52, 67)) & 0x7F80
+    b[:, :, 0] = bits.codes(model.BF16, b.shape[:2], (53, 62)) & 0x7F80
+    a[:, :, 1] = bits.codes(model.BF16, a.shape[:2], (42, 54)) | 0x8000
+    b[:, :, 1] = bits.codes(model.BF16, b.shape[:2], (42, 54)) & 0x7FFF
+    return Case(f"{kind}.low_edge", a, b, np.zeros((tiles, ROWS, COLUMNS), np.uint32))
+
+
 def cases(tiles: int = 3, seed: str = "committed") -> Iterator[Case]:
     """Every case of every kind, each with `tiles` tiles."""
     for kind, (a_format, b_format, instruction) in KINDS.items():
@@ -167,6 +183,7 @@ def cases(tiles: int = 3, seed: str = "committed") -> Iterator[Case]:
             bits = Bits(f"{kind}.chain_extreme.{seed}")
             a = bits.codes(a_format, (tiles, ROWS, 64), (0, 254), 40)
             b = bits.codes(b_format, (tiles, COLUMNS, 64), (0, 254), 40)
+            yield _low_edge(2 * tiles, seed)
             yield Case(f"{kind}.chain_extreme", a, b, np.zeros((tiles, ROWS, COLUMNS), np.uint32))
     yield _chain("e4m3.e4m3", 65536, 1, seed)
 
