@@ -21,9 +21,13 @@ def in_the_written_order(column: np.ndarray) -> np.float32:
     for start in range(0, len(column), 64):
         block = [np.float32(0)] * 64
         block[: len(column[start : start + 64])] = list(column[start : start + 64])
-        for h in (32, 16, 8, 4, 2, 1):
-            for r in range(h):
-                block[r] = np.float32(block[r] + block[r + h])
+        for run in (0, 16, 32, 48):
+            for h in (8, 4, 2, 1):
+                for r in range(run, run + h):
+                    block[r] = np.float32(block[r] + block[r + h])
+        for h in (32, 16):
+            for run in range(0, h, 16):
+                block[run] = np.float32(block[run] + block[run + h])
         total = block[0] if total is None else np.float32(total + block[0])
     return np.float32(0) if total is None else total
 
