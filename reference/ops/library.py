@@ -31,6 +31,13 @@ SCHEMAS = {
     "gemm": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "gemm_fp8": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
     " ScalarType out_dtype, str accumulate) -> Tensor",
+    "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind, ScalarType out_dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    "norm_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centered, str kind,"
+    " Tensor? residual_grad) -> (Tensor, Tensor, Tensor)",
+    "norm_cast_transpose": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind,"
+    " Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "scale_update": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, float fp8_max, int margin,"
     " str algorithm) -> ()",
 }
