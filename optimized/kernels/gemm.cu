@@ -1,0 +1,180 @@
+// 16-bit GEMM.   out[M, N] = round(fp32(acc + bias)),   acc = A[M, K] B[N, K]^T
+//
+// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view): the tensor core
+// reads either from shared memory, so a transposed view costs no copy. M, N, K any. out bf16, fp16 or fp32.
+// acc is one chain over K in steps of k = 16 from +0, in order (docs/numerics.md); K beyond the end arrives as
+// zeros, and a step of zero products leaves its C as it is. No tile shape changes a bit of the result.
+//
+// One persistent block per multiprocessor, as in gemm_fp8.cu. An MN-major operand lies in shared memory as chunks
+// of 64 rows of M (or N): [64 k][64 m], 8 KB, swizzled by 128 bytes.
+//
+// wgmma gives lane q = lane % 4 columns 8 j + 2 q + e. For 16-bit output the four lanes of a quad transpose four
+// such blocks among themselves (8 shuffles for 16 words), so that each owns 8 consecutive columns: 16 bytes.
+//
+// Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major),
+// WARPGROUPS (1 | 2), BLOCK_N, STAGES.
+#include "gemm_mainloop.cuh"
+
+namespace twin {
+
+constexpr int kBlockM = 64 * WARPGROUPS;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kBlockK = 64;
+constexpr int kStages = STAGES;
+constexpr int kAcc = kBlockN / 2;
+constexpr int kChunkBytes = 64 * kStageRowBytes;  // 64 rows of a K-major operand, or a chunk of an MN-major one
+constexpr bool kFP32 = same_type<OUT, FP32>;
+using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
+using Position = Stage<kStages>;
+
+// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`.
+template <bool kTransposed>
+__device__ __forceinline__ void load_operand(unsigned destination, const CUtensorMap* map, unsigned full, int row,
+                                             int k, int rows) {
+    if constexpr (kTransposed) {
+        for (int c = 0; c < rows / 64; c++) tma_load_2d(destination + c * kChunkBytes, map, full, row + 64 * c, k);
+    } else {
+        tma_load_2d(destination, map, full, k, row);
+    }
+}
+
+__device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
+                                        int tiles_m, int tiles_n, int k_blocks) {
+    Position stage;
+    for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
+        const Tile tile = tile_at(index, tiles_m, tiles_n, kBlockM, kBlockN);
+        for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
+            const unsigned full = shared + Map::kFull + 8 * stage.index;
+            mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
+            load_operand<TRANSPOSE_A>(shared + Map::kA + stage.index * Map::kABytes, a_map, full, tile.row,
+                                      kb * kBlockK, kBlockM);
+            load_operand<TRANSPOSE_B>(shared + Map::kB + stage.index * Map::kBBytes, b_map, full, tile.column,
+                                      kb * kBlockK, kBlockN);
+        }
+    }
+}
+
+// The four wgmma of a k-block. Sixteen k are 32 bytes of a K-major row, or 16 rows of 128 bytes of a chunk.
+struct Issue {
+    unsigned a_base, b_base;  // this warpgroup's rows of A, and B, in stage 0
+
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int stage, bool first) const {
+        const auto a = wgmma_descriptor(a_base + stage * Map::kABytes, kChunkBytes, 1024);
+        const auto b = wgmma_descriptor(b_base + stage * Map::kBBytes, kChunkBytes, 1024);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma_k16<FORMAT, TRANSPOSE_A, TRANSPOSE_B>(acc, a + (TRANSPOSE_A ? 128 : 2) * k,
+                                                        b + (TRANSPOSE_B ? 128 : 2) * k, !first || k > 0);
+    }
+};
+
+__device__ __forceinline__ float bias_at(const void* bias, int type, int column) {
+    if (type == kBiasFP32) return __ldg(static_cast<const float*>(bias) + column);
+    return widen_bias(__ldg(static_cast<const unsigned short*>(bias) + column), type);
+}
+
+// acc -> fp32(acc + bias). `column` is that of the thread's first accumulator.
+__device__ __forceinline__ void add_bias(float (&acc)[kAcc], const void* bias, int type, int column, int n) {
+    if (type == kNoBias) return;
+#pragma unroll
+    for (int j = 0; j < kAcc / 4; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            if (column + 8 * j + e >= n) continue;
+            const float value = bias_at(bias, type, column + 8 * j + e);
+            acc[4 * j + e] = __fadd_rn(acc[4 * j + e], value);
+            acc[4 * j + 2 + e] = __fadd_rn(acc[4 * j + 2 + e], value);
+        }
+}
+
+// Transpose the 4 x 4 words that the lanes of a quad hold: lane q's word s becomes lane s's word q.
+__device__ __forceinline__ void quad_transpose(unsigned& w0, unsigned& w1, unsigned& w2, unsigned& w3) {
+    const auto exchange = [](unsigned& low, unsigned& high, int mask) {
+        const bool upper = threadIdx.x & mask;
+        const unsigned received = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, mask);
+        (upper ? low : high) = received;
+    };
+    exchange(w0, w1, 1), exchange(w2, w3, 1);
+    exchange(w0, w2, 2), exchange(w1, w3, 2);
+}
+
+// The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q.
+__device__ __forceinline__ void pack_transposed(unsigned (&words)[kAcc / 2], const float (&acc)[kAcc]) {
+#pragma unroll
+    for (int g = 0; g < kAcc / 16; g++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned* w = words + 8 * g + 4 * h;
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[j] = pack<OUT>(acc[16 * g + 4 * j + 2 * h], acc[16 * g + 4 * j + 2 * h + 1]);
+            quad_transpose(w[0], w[1], w[2], w[3]);
+        }
+}
+
+// A packed tile whose rows are no multiple of 16 bytes: value by value.
+__device__ __forceinline__ void store_ragged(const unsigned (&words)[kAcc / 2], const Destination& to) {
+#pragma unroll
+    for (int i = 0; i < kAcc; i++) {
+        const int g = i / 16, h = i / 8 % 2, c = 32 * g + i % 8;
+        if (to.valid[h] && c < to.columns_left)
+            reinterpret_cast<unsigned short*>(to.pointer[h])[c] =
+                static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16));
+    }
+}
+
+__device__ __forceinline__ void store_fp32_pairs(const float (&acc)[kAcc], const Destination& to) {
+#pragma unroll
+    for (int i = 0; i < kAcc; i++) {
+        const int h = i / 2 % 2, c = i / 4 * 8 + i % 2;
+        if (to.valid[h] && c < to.columns_left) reinterpret_cast<float*>(to.pointer[h])[c] = acc[i];
+    }
+}
+
+}  // namespace twin
+
+using namespace twin;
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
+    gemm(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
+         const void* bias, int bias_type, int m, int n, int k) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const unsigned shared = shared_address(memory);
+    const int tiles_m = (m + kBlockM - 1) / kBlockM, tiles_n = (n + kBlockN - 1) / kBlockN;
+    const int k_blocks = (k + kBlockK - 1) / kBlockK;
+    init_barriers<Map, kStages, 4 * WARPGROUPS>(shared);
+
+    if (threadIdx.x >= 128 * WARPGROUPS) {  // the producer is the last warpgroup
+        if constexpr (WARPGROUPS == 2) setmaxnreg_dec<40>();
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            prefetch_tensor_map(&a_map);
+            prefetch_tensor_map(&b_map);
+            produce(&a_map, &b_map, shared, tiles_m, tiles_n, k_blocks);
+        }
+    } else {
+        if constexpr (WARPGROUPS == 2) setmaxnreg_inc<232>();
+        const int lane = threadIdx.x % 32, quad = lane % 4;
+        const int row = threadIdx.x / 32 * 16 + lane / 4;
+        const Issue issue{shared + Map::kA + warpgroup_index() * kChunkBytes, shared + Map::kB};
+        Position stage;
+        Destination to;
+        unsigned words[kAcc / 2];
+        bool pending = false;
+        for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
+            const Tile tile = tile_at(index, tiles_m, tiles_n, kBlockM, kBlockN);
+            float acc[kAcc];
+            chain_tile<Map, !kFP32, 8>(acc, shared, stage, k_blocks, pending, words, to, issue);
+            add_bias(acc, bias, bias_type, tile.column + 2 * quad, n);
+            if constexpr (kFP32) {
+                to = destination<4>(out, tile.row + row, tile.column + 2 * quad, m, n);
+                store_fp32_pairs(acc, to);
+            } else {
+                pack_transposed(words, acc);
+                to = destination<2>(out, tile.row + row, tile.column + 8 * quad, m, n);
+                pending = n % 8 == 0;
+                if (!pending) store_ragged(words, to);
+            }
+        }
+        if (pending) store_packed_tile<8>(words, to);
+    }
+}

@@ -1,0 +1,59 @@
+// The main loop of a GEMM whose accumulators are one chain over K, with the epilogue's stores hidden behind it.
+//
+// `issue(acc, stage, first)` issues the four wgmma of one k-block from stage `stage` of shared memory; in the
+// first k-block of a tile the first of them starts from zero.
+//
+// While the tensor cores work on a k-block, the stage of the k-block before is handed back to the producer. A
+// finished 16-bit tile stays in registers, packed, and goes to memory a few vectors after each of the first
+// k-blocks of the next tile ("deferred"), so that the tensor cores do not wait for stores.
+#pragma once
+
+#include "gemm_epilogue.cuh"
+#include "gemm_tile.cuh"
+
+namespace twin {
+
+template <class Map, int kStages, int kAcc, class Issue>
+__device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int& previous,
+                                            bool first, const Issue& issue) {
+    mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+    wgmma_fence();
+    issue(acc, stage.index, first);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (!first && threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * previous);
+    previous = stage.index;
+    stage.advance();
+}
+
+// All k-blocks of a tile. If `pending`, `words` (the tile before) is stored to `to` on the way.
+template <class Map, bool kDeferred, int kRun, int kStages, int kAcc, class Issue>
+__device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
+                                           bool pending, const unsigned (&words)[kAcc / 2], const Destination& to,
+                                           const Issue& issue) {
+    constexpr int kGroups = kAcc / (2 * kRun);          // runs a thread owns in each of its two rows
+    constexpr int kSteps = kGroups < 8 ? kGroups : 8;   // k-blocks behind which a tile is stored
+    int kb = 0, previous = 0;
+    if constexpr (kDeferred) {
+        if (pending && k_blocks >= kSteps) {
+#pragma unroll
+            for (; kb < kSteps; kb++) {
+                chain_block<Map>(acc, shared, stage, previous, kb == 0, issue);
+#pragma unroll
+                for (int g = kb * kGroups / kSteps; g < (kb + 1) * kGroups / kSteps; g++)
+                    store_packed<kRun>(words, g, to);
+            }
+        } else if (pending) {
+            store_packed_tile<kRun>(words, to);
+        }
+    }
+    for (; kb < k_blocks; kb++) chain_block<Map>(acc, shared, stage, previous, kb == 0, issue);
+    wgmma_wait<0>();
+    wgmma_hold(acc);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * previous);
+}
+
+// The index of this thread's warpgroup, in a form of which the compiler knows that it is the same in a warp.
+__device__ __forceinline__ int warpgroup_index() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); }
+
+}  // namespace twin

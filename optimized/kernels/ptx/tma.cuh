@@ -1,0 +1,35 @@
+// The bulk tensor copy engine (TMA): a box of a tensor in global memory, into shared memory, completing on an
+// mbarrier. Elements outside the tensor arrive as zeros and count towards the bytes. Coordinates are in
+// elements, innermost dimension first.
+#pragma once
+
+// <cuda.h> does not compile under NVRTC; the map is opaque here and is encoded on the host.
+struct alignas(64) CUtensorMap {
+    unsigned long long opaque[16];
+};
+
+namespace twin {
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void tma_load_2d(unsigned destination, const CUtensorMap* map, unsigned barrier, int x,
+                                            int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(x), "r"(y)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d(unsigned destination, const CUtensorMap* map, unsigned barrier, int x0,
+                                            int x1, int x2, int x3, int x4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+        : "memory");
+}
+
+}  // namespace twin

@@ -1,0 +1,134 @@
+"""twin::gemm on Hopper: the host side of kernels/gemm.cu.
+
+The definition, with its rounding points, is reference/ops/gemm.py. Every tile gives the same bits.
+"""
+
+import functools
+import logging
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.gemm_fp8 import BIAS_TYPES, OUTPUTS
+from optimized.ops.gemm_tile import Tile, select_tile
+from optimized.tensor_map import TensorMap, encode
+from reference.ops.gemm import check
+from reference.ops.library import LIBRARY
+
+FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+_logger = logging.getLogger(__name__)
+
+
+def defines(
+    dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile
+) -> dict[str, int | str]:
+    """The macros of one configuration of kernels/gemm.cu."""
+    return {
+        "FORMAT": FORMATS[dtype],
+        "OUT": OUTPUTS[out],
+        "TRANSPOSE_A": int(transpose_a),
+        "TRANSPOSE_B": int(transpose_b),
+        "WARPGROUPS": tile.warpgroups,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.stages,
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile) -> launch.Kernel:
+    return launch.function("gemm", "gemm", defines(dtype, out, transpose_a, transpose_b, tile), tile.shared_bytes)
+
+
+def _transposed(x: torch.Tensor) -> bool:
+    """Whether `x` `[rows, K]` is a transposed view: rows are what is contiguous in memory."""
+    rows, depth = x.shape
+    return not (x.stride(1) == 1 or depth == 1) and (x.stride(0) == 1 or rows == 1)
+
+
+@functools.cache
+def _tell_once() -> None:
+    _logger.warning(
+        "twin::gemm got a matrix whose rows do not start at multiples of 16 bytes, which the copy engine needs; "
+        "it is copied into padded memory first (a fallback: features that are a multiple of 8 avoid it)."
+    )
+
+
+def _loadable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`x`, or a copy in padded memory, and the elements from one contiguous line of it to the next."""
+    lines, line = (x.shape[1], x.shape[0]) if _transposed(x) else (x.shape[0], x.shape[1])
+    padded = -(-line // 8) * 8
+    # The stride of a dimension of one element means nothing, and torch may report any number.
+    stride = padded if lines == 1 else x.stride(1 if _transposed(x) else 0)
+    if x.data_ptr() % 16 == 0 and stride % 8 == 0 and stride > 0:
+        return x, stride
+    _tell_once()
+    memory = x.new_empty((lines, padded))[:, :line]
+    copy = memory.t() if _transposed(x) else memory
+    return copy.copy_(x), padded
+
+
+def _map(x: torch.Tensor, stride: int, transposed: bool, box_rows: int) -> TensorMap:
+    rows, depth = x.shape
+    if transposed:
+        return encode(x.data_ptr(), x.dtype, (rows, depth), (2 * stride,), (64, 64), 128, 256)
+    return encode(x.data_ptr(), x.dtype, (depth, rows), (2 * stride,), (64, box_rows), 128, 256)
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """a `[M, K]` and b `[N, K]`, both bf16 or both fp16, bias `[N]` or None -> `[M, N]` of out_dtype.
+
+    Each of a and b may be row-major or a transposed view; neither is copied unless its rows are not aligned.
+    """
+    check(a, b, bias, out_dtype)
+    for name, other in (("b", b), ("bias", bias)):
+        if other is not None and other.device != a.device:
+            raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm runs on one device.")
+    tile = select_tile(a.shape[0], b.shape[0], 2 * a.shape[1], launch.processors(a.device.index))
+    return gemm_tiled(a, b, bias, out_dtype, tile)
+
+
+def gemm_tiled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gemm` with a given tile, for tests and tuning; arguments are those that `check` accepts.
+
+    Args:
+        tile: one of `gemm_tile.TILES`, or any that fits.
+        out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if m == 0 or n == 0:
+        return out
+    if k == 0:
+        return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
+    if bias is not None:
+        bias = bias.contiguous()
+    a, a_stride = _loadable(a)
+    b, b_stride = _loadable(b)
+    transpose_a, transpose_b = _transposed(a), _transposed(b)
+    index = a.device.index
+    args = (
+        _map(a, a_stride, transpose_a, tile.block_m).argument,
+        _map(b, b_stride, transpose_b, tile.block_n).argument,
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        BIAS_TYPES[None if bias is None else bias.dtype],
+        np.int32(m),
+        np.int32(n),
+        np.int32(k),
+    )
+    kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile)
+    blocks = min(tile.count(m, n), launch.processors(index))
+    launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
+    return out
+
+
+LIBRARY.impl("gemm", gemm, "CUDA")
