@@ -51,18 +51,14 @@ def check(index: int) -> None:
     check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
 
 
-def check_module(
-    module: str, package: str, find: Callable[[str], object | None] = importlib.util.find_spec
-) -> None:
+def check_module(module: str, package: str, find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
     """Refuse to go on where Python module `module` (of distribution `package`) is not installed."""
     try:
         spec = find(module)
     except ModuleNotFoundError:
         spec = None
     if spec is None:
-        raise MissingDependency(
-            f"{package} is not installed, and Twin Engine's CUDA kernels need it: {INSTALL}."
-        )
+        raise MissingDependency(f"{package} is not installed, and Twin Engine's CUDA kernels need it: {INSTALL}.")
 
 
 def check_cupy(find: Callable[[str], object | None] = importlib.util.find_spec) -> None:

@@ -8,10 +8,12 @@ into a CUDA graph after its first call.
     launch.launch(kernel, (blocks,), (256,), [x.data_ptr(), np.int32(rows)], device=x.device.index)
 """
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from optimized import compiler
@@ -81,12 +83,29 @@ def _allow_shared_memory(function: Any, size: int) -> None:
     driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
 
 
+@functools.cache
+def _by_value_type() -> Any:
+    from cupy.cuda.function import CPointer
+
+    class ByValue(CPointer):  # type: ignore[misc]
+        """A pointer to the argument's bytes that keeps them alive."""
+
+        def __init__(self, storage: np.ndarray) -> None:
+            super().__init__(storage.ctypes.data)
+            self.storage = storage
+
+    return ByValue
+
+
+def by_value(storage: np.ndarray) -> Any:
+    """A kernel argument that is a struct: the bytes of `storage`, read at each launch (40 ns, make it once)."""
+    return _by_value_type()(storage)
+
+
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
-def function(
-    kernel: str, name: str, defines: compiler.Defines | None = None, max_dynamic_smem: int = 0
-) -> Kernel:
+def function(kernel: str, name: str, defines: compiler.Defines | None = None, max_dynamic_smem: int = 0) -> Kernel:
     """The function `name` of `kernels/<kernel>.cu` compiled with `defines`; one object per configuration.
 
     Nothing is compiled or loaded before the first launch, so this works at import, without CuPy or a GPU.
@@ -115,8 +134,8 @@ def launch(
         grid: blocks in x, y, z (one to three numbers).
         block: threads in x, y, z (one to three numbers).
         args: in the kernel's order: `tensor.data_ptr()` and other 64-bit integers as int, everything else as
-            NumPy scalars of the exact type (`np.int32(rows)`, `np.float32(x)`), structs by value as
-            `TensorMap.argument` or a NumPy array of one element.
+            NumPy scalars of the exact type (`np.int32(rows)`, `np.float32(x)`), structs through `by_value`
+            (a tensor map: its `.argument`).
         smem: bytes of dynamic shared memory.
         device: index of the CUDA device on which the tensors are (`tensor.device.index`).
     """

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from optimized import launch
+
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h (CUDA 13.0).
 _TYPES = {
     torch.uint8: (0, 1),
@@ -41,20 +43,6 @@ class TensorMap:
         start = -self._storage.ctypes.data % 64
         self.words = self._storage[start : start + 128]
         self.argument: Any = None
-
-
-@functools.cache
-def _argument_type() -> Any:
-    from cupy.cuda.function import CPointer
-
-    class Argument(CPointer):  # type: ignore[misc]
-        """A pointer to the map's 128 bytes that keeps them alive when the cache drops the map."""
-
-        def __init__(self, tensor_map: TensorMap) -> None:
-            super().__init__(tensor_map.words.ctypes.data)
-            self.storage = tensor_map.words
-
-    return Argument
 
 
 @functools.cache
@@ -98,9 +86,7 @@ def check(
             f"many, and one stride fewer (the innermost is contiguous)."
         )
     if swizzle not in _SWIZZLES or l2 not in _L2_PROMOTIONS:
-        raise ValueError(
-            f"swizzle={swizzle}, l2={l2}: accepted are 0, 32, 64, 128 and 0, 64, 128, 256 bytes."
-        )
+        raise ValueError(f"swizzle={swizzle}, l2={l2}: accepted are 0, 32, 64, 128 and 0, 64, 128, 256 bytes.")
     if pointer % 16:
         raise ValueError(f"pointer={pointer:#x} is not a multiple of 16 bytes, which a tensor map needs.")
     if any(extent < 1 or extent > 2**32 for extent in shape):
@@ -163,7 +149,7 @@ def encode(
             f"cuTensorMapEncodeTiled returned CUresult {status} for pointer={pointer:#x}, dtype={dtype}, "
             f"shape={shape}, strides={strides}, box={box}, swizzle={swizzle}."
         )
-    result.argument = _argument_type()(result)
+    result.argument = launch.by_value(result.words)
     return result
 
 

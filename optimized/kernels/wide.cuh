@@ -1,0 +1,70 @@
+// Reading activations and gradients: 16 bytes at a time, widened to fp32 exactly.
+//
+// WIDE selects the element type: 0 fp32, 1 bf16, 2 fp16. A vector is 16 bytes, LANES elements.
+#pragma once
+#include "ptx/cvt.cuh"
+
+#if WIDE == 0
+typedef float wide_t;
+#elif WIDE == 1 || WIDE == 2
+typedef unsigned short wide_t;
+#else
+#error "WIDE is 0 (fp32), 1 (bf16) or 2 (fp16)"
+#endif
+
+constexpr int LANES = 16 / sizeof(wide_t);
+
+// N neighbouring elements of a row, as loaded.
+template <int N>
+struct Vector {
+    unsigned words[N * sizeof(wide_t) / 4];
+};
+
+// Element i (a constant after unrolling) of a vector.
+template <int N>
+__device__ __forceinline__ float widen(const Vector<N>& vector, int i) {
+#if WIDE == 0
+    return __uint_as_float(vector.words[i]);
+#elif WIDE == 1
+    return __uint_as_float(i & 1 ? vector.words[i / 2] & 0xFFFF0000u : vector.words[i / 2] << 16);
+#else
+    return cvt_f32_f16(static_cast<unsigned short>(i & 1 ? vector.words[i / 2] >> 16 : vector.words[i / 2] & 0xFFFFu));
+#endif
+}
+
+// One element in memory, widened.
+__device__ __forceinline__ float widen(wide_t element) {
+#if WIDE == 0
+    return element;
+#elif WIDE == 1
+    return __uint_as_float(static_cast<unsigned>(element) << 16);
+#else
+    return cvt_f32_f16(element);
+#endif
+}
+
+// The one rounding back: nearest even.
+__device__ __forceinline__ wide_t narrow(float value) {
+#if WIDE == 0
+    return value;
+#elif WIDE == 1
+    return cvt_bf16_f32(value);
+#else
+    return cvt_f16_f32(value);
+#endif
+}
+
+// A vector that nobody reads again: past L1. 8 or 16 bytes, aligned to its size.
+template <int N>
+__device__ __forceinline__ Vector<N> load_once(const wide_t* address) {
+    Vector<N> v;
+    if constexpr (sizeof(v) == 16)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                     : "l"(address));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(v.words[0]), "=r"(v.words[1])
+                     : "l"(address));
+    return v;
+}

@@ -1,0 +1,50 @@
+"""`twin::cast` on the GPU: kernels/cast.cu. Semantics: `reference.ops.cast`."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE, aligned, amax_pointer, streaming_grid
+from reference.ops.cast import check_cast
+from reference.ops.library import LIBRARY
+
+# The macro FP8 of kernels/quantize.cuh.
+FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("cast", {"WIDE": wide, "FP8": fp8}) for wide, fp8 in itertools.product(WIDE.values(), FP8.values())
+]
+
+_THREADS = 256
+_kernels = {
+    (x, q): launch.function("cast", "cast", {"WIDE": WIDE[x], "FP8": FP8[q]}) for x, q in itertools.product(WIDE, FP8)
+}
+
+
+def scale_pointer(scale: torch.Tensor, column: int) -> int:
+    """Address of `scale[column]`."""
+    return scale.data_ptr() + 4 * column * scale.stride(0)
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
+    check_cast("twin::cast", x, scale, amax_history, column, dtype)
+    x = aligned(x)
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    args = [
+        x.data_ptr(),
+        scale_pointer(scale, column),
+        amax_pointer(amax_history, column),
+        q.data_ptr(),
+        scale_inv.data_ptr(),
+        np.int64(x.numel()),
+    ]
+    launch.launch(_kernels[x.dtype, dtype], streaming_grid(x), (_THREADS,), args, device=x.device.index)
+    return q, scale_inv
+
+
+LIBRARY.impl("cast", cast, "CUDA")

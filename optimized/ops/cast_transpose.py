@@ -1,0 +1,98 @@
+"""`twin::cast_transpose` and `twin::cast_transpose_dbias` on the GPU: kernels/cast_transpose.cu, and the kernel
+`total` of kernels/dbias.cu. Semantics: `reference.ops.cast_transpose`.
+"""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE, aligned, amax_pointer
+from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.dbias import add_blocks, new_partial
+from reference.ops.cast import check_cast
+from reference.ops.cast_transpose import ceil16
+from reference.ops.library import LIBRARY
+
+_THREADS = 128
+_TILE_ROWS = 128
+_COLUMNS = 4  # a thread's columns
+
+
+def defines(
+    x: torch.dtype, q: torch.dtype, dbias: bool, columns: int = _COLUMNS, blocks: int = 4, group: int = 1
+) -> dict[str, int | str]:
+    """The macros of one configuration; `columns`, `blocks` and `group` are what tuning varied."""
+    return {
+        "WIDE": WIDE[x],
+        "FP8": FP8[q],
+        "DBIAS": int(dbias),
+        "COLUMNS": columns,
+        "BLOCKS": blocks,
+        "GROUP": group,
+    }
+
+
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("cast_transpose", defines(x, q, dbias)) for x, q, dbias in itertools.product(WIDE, FP8, (False, True))
+]
+_kernels = {
+    (x, q, dbias): launch.function("cast_transpose", "cast_transpose", defines(x, q, dbias))
+    for x, q, dbias in itertools.product(WIDE, FP8, (False, True))
+}
+
+
+def run(
+    kernel: launch.Kernel,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+    partial: torch.Tensor | None,
+    columns: int = _COLUMNS,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch one configuration on checked arguments: (q, q_t, scale_inv)."""
+    x = aligned(x)
+    rows, cols = x.shape
+    q = torch.empty((rows, cols), dtype=dtype, device=x.device)
+    q_t = torch.empty((cols, ceil16(rows)), dtype=dtype, device=x.device)
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    args = [
+        x.data_ptr(),
+        scale_pointer(scale, column),
+        amax_pointer(amax_history, column),
+        q.data_ptr(),
+        q_t.data_ptr(),
+        scale_inv.data_ptr(),
+        0 if partial is None else partial.data_ptr(),
+        np.int32(rows),
+        np.int32(cols),
+    ]
+    # At least one block: it writes scale_inv.
+    tiles = max(1, -(-rows // _TILE_ROWS) * -(-cols // (16 * columns)))
+    launch.launch(kernel, (tiles,), (_THREADS,), args, device=x.device.index)
+    return q, q_t, scale_inv
+
+
+def cast_transpose(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` `[rows, cols]` -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`)."""
+    check_cast("twin::cast_transpose", x, scale, amax_history, column, dtype)
+    return run(_kernels[x.dtype, dtype, False], x, scale, amax_history, column, dtype, None)
+
+
+def cast_transpose_dbias(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` `[rows, cols]` -> (q, q_t, scale_inv as in `cast_transpose`, dbias `[cols]` of x's dtype)."""
+    check_cast("twin::cast_transpose_dbias", x, scale, amax_history, column, dtype)
+    partial = new_partial(x)
+    out = run(_kernels[x.dtype, dtype, True], x, scale, amax_history, column, dtype, partial)
+    return (*out, add_blocks(partial, x.dtype))
+
+
+LIBRARY.impl("cast_transpose", cast_transpose, "CUDA")
+LIBRARY.impl("cast_transpose_dbias", cast_transpose_dbias, "CUDA")

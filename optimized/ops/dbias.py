@@ -1,0 +1,58 @@
+"""`twin::dbias` on the GPU: kernels/dbias.cu. Semantics: `reference.ops.dbias`."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE
+from reference.ops.amax import check_input
+from reference.ops.library import LIBRARY
+
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("dbias", {"WIDE": wide, "VECTOR": vector}) for wide, vector in itertools.product(WIDE.values(), (0, 1))
+]
+
+BLOCK_ROWS = 64
+_BLOCK_THREADS = 128
+_TOTAL_THREADS = 256
+_TOTAL_COLS = 32
+_blocks = {
+    (x, vector): launch.function("dbias", "blocks", {"WIDE": WIDE[x], "VECTOR": vector})
+    for x, vector in itertools.product(WIDE, (0, 1))
+}
+_total = {x: launch.function("dbias", "total", {"WIDE": WIDE[x], "VECTOR": 1}) for x in WIDE}
+
+
+def new_partial(x: torch.Tensor) -> torch.Tensor:
+    """Room for the sums over blocks of 64 rows of `x`: fp32 `[ceil(rows / 64), cols]`."""
+    rows, cols = x.shape
+    return torch.empty((-(-rows // BLOCK_ROWS), cols), dtype=torch.float32, device=x.device)
+
+
+def add_blocks(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add the sums over blocks in order, and round: `[cols]` of `dtype`."""
+    blocks, cols = partial.shape
+    out = torch.empty(cols, dtype=dtype, device=partial.device)
+    args = [partial.data_ptr(), out.data_ptr(), np.int32(blocks), np.int32(cols)]
+    grid = (max(1, -(-cols // _TOTAL_COLS)),)
+    launch.launch(_total[dtype], grid, (_TOTAL_THREADS,), args, device=partial.device.index)
+    return out
+
+
+def dbias(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` `[rows, cols]` -> `[cols]`, both of the same dtype: fp32, bf16 or fp16."""
+    check_input("twin::dbias", "grad", grad)
+    rows, cols = grad.shape
+    partial = new_partial(grad)
+    if partial.numel():
+        vector = int(grad.data_ptr() % 16 == 0 and cols * grad.element_size() % 16 == 0)
+        tile_cols = 32 * (16 // grad.element_size() if vector else 1)
+        args = [grad.data_ptr(), partial.data_ptr(), np.int32(rows), np.int32(cols)]
+        grid = (partial.shape[0] * -(-cols // tile_cols),)
+        launch.launch(_blocks[grad.dtype, vector], grid, (_BLOCK_THREADS,), args, device=grad.device.index)
+    return add_blocks(partial, grad.dtype)
+
+
+LIBRARY.impl("dbias", dbias, "CUDA")
