@@ -7,11 +7,14 @@ rest exactly. Everything here is an integer, so nothing here rounds unless it sa
 
     1. A term's exponent is the sum of the two exponent *fields* (subnormals have the smallest one), and
        its significand, in [0, 4), is not renormalised. C's is its own, with a significand in [0, 2).
-    2. emax = the largest exponent among the nonzero terms, C included.
+    2. emax = the largest exponent among the nonzero terms, C included, and never below -133. (Only bf16
+       has products so small: 2^-158 is the finest bit that is ever kept.)
     3. Each term is truncated toward zero (in magnitude) to F fraction bits below 2^emax.
     4. The truncated terms are added exactly; the order inside a step does not matter.
     5. The sum is truncated toward zero: to F = 13 fraction bits for FP8 (an E8M13 number in an fp32
-       word, its low 10 bits zero), to fp32 for f16 and bf16 (F = 25). A zero sum is +0.
+       word, its low 10 bits zero), to fp32 for f16 and bf16 (F = 25). A zero sum is +0. Results below
+       2^-126 keep their place on the grid of fp32's subnormals; nothing is flushed. Only bf16 can leave
+       the range: a sum of 2^128 or more becomes infinity, but terms far beyond it that cancel do no harm.
     6. A NaN operand, inf * 0 and inf - inf give 0x7FFFFFFF; otherwise an infinity wins.
 
 Source: recorded on H200s, see tests/golden/README.md; every recorded word is reproduced.
@@ -25,6 +28,7 @@ from numpy.typing import NDArray
 
 NAN_WORD = 0x7FFFFFFF
 INF_WORD = 0x7F800000
+LOWEST_EXPONENT = -133
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,9 @@ def step_words(
     exponent = left.exponent + right.exponent
     negative = left.negative ^ right.negative
 
-    # 2. The largest exponent among nonzero terms (`nothing` lies below every exponent there is).
-    nothing = -100_000
-    emax = np.where(significand != 0, exponent, nothing).max(axis=2, initial=nothing)
-    emax = np.maximum(emax, np.where(old.significand != 0, old.exponent, nothing))
+    # 2. The largest exponent among nonzero terms.
+    emax = np.where(significand != 0, exponent, LOWEST_EXPONENT).max(axis=2, initial=LOWEST_EXPONENT)
+    emax = np.maximum(emax, np.where(old.significand != 0, old.exponent, LOWEST_EXPONENT))
 
     # 3. and 4. Terms in units of 2^(emax - F), truncated toward zero, then added exactly.
     unit = emax - kept_bits

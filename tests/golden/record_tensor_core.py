@@ -76,6 +76,7 @@ def provenance() -> dict[str, object]:
         "nvrtc": compiler.nvrtc_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        # "HEAD" where the checkout came without its history: put the hash in by hand afterwards.
         "commit": commit.stdout.strip(),
         "kernel_sha256": compiler.source_hash("wgmma_step", HERE),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
