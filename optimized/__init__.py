@@ -10,9 +10,22 @@ The names are those of `reference`; only the default device differs. Importing r
 implementations and needs neither CuPy nor a GPU: what is missing is said, in a sentence, by the first kernel.
 """
 
+import torch
+
 import optimized.ops  # noqa: F401  (registers the CUDA implementations)
 import reference
-from reference import DelayedScaling, Format, autocast, checkpoint, formats, fp8_autocast, philox, recipe
+from optimized import device as _device
+from reference import (
+    DelayedScaling,
+    Format,
+    autocast,
+    checkpoint,
+    formats,
+    fp8_autocast,
+    philox,
+    recipe,
+    tensor_core,
+)
 
 __all__ = [
     "DelayedScaling",
@@ -24,10 +37,24 @@ __all__ = [
     "fp8_autocast",
     "philox",
     "recipe",
+    "tensor_core",
 ]
 
 
-class Linear(reference.Linear):
-    """`reference.Linear` with "cuda" as its default device."""
+class _OnHopper:
+    """A layer whose parameters go to "cuda" unless told otherwise, after a look at the GPU."""
 
     default_device = "cuda"
+
+    @classmethod
+    def resolve_device(cls, device: torch.device | str | None) -> torch.device:
+        """The device, refused with a sentence where it is a GPU that cannot run the kernels."""
+        resolved = torch.device(cls.default_device if device is None else device)
+        if resolved.type == "cuda":
+            current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+            _device.check(current if resolved.index is None else resolved.index)
+        return resolved
+
+
+class Linear(_OnHopper, reference.Linear):
+    """`reference.Linear` with "cuda" as its default device."""

@@ -218,7 +218,7 @@ class Linear(TransformerEngineBaseModule):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"Linear: params_dtype={dtype}; float32, bfloat16 and float16 are accepted.")
-        device = self.default_device if device is None else device
+        device = self.resolve_device(device)
         sizes = _split_sizes(split, self.out_features)
         self.weight_names = [f"{part}weight" for part in sizes]
         self.bias_names = [f"{part}bias" for part in sizes]
@@ -236,7 +236,7 @@ class Linear(TransformerEngineBaseModule):
     def reset_parameters(self) -> None:
         """Draw the weights anew and zero the biases; parameters on the meta device move to the default one first."""
         if self._parameter_device().type == "meta":
-            self.to_empty(device=self.default_device)
+            self.to_empty(device=self.resolve_device(None))
         for name in self.weight_names:
             with self._fork_rng():
                 (self._init_method or init.normal_)(getattr(self, name))

@@ -45,6 +45,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         names = FORWARD_TENSORS if key == "scaling_fwd" else BACKWARD_TENSORS
         return self.num_gemms * len(names)
 
+    @classmethod
+    def resolve_device(cls, device: torch.device | str | None) -> torch.device:
+        """Where parameters are created: `device`, or the package's own where it is None."""
+        return torch.device(cls.default_device if device is None else device)
+
     def _parameter_device(self) -> torch.device:
         return next(self.parameters()).device
 

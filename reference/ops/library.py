@@ -54,6 +54,17 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
+def no_implementation(name: str, devices: set[torch.device]) -> str:
+    """The sentence for tensors on devices on which `twin::<name>` does not run."""
+    where = ", ".join(sorted(map(str, devices)))
+    if {device.type for device in devices} == {"cuda"}:
+        return (
+            f"twin::{name} got tensors on {where}, and the CUDA kernels are not loaded: "
+            f"`import optimized` first (it needs a Hopper GPU and CuPy), or move the tensors to the CPU."
+        )
+    return f"twin::{name} got tensors on {where}; it runs on one device, 'cpu' (reference) or 'cuda' (optimized)."
+
+
 def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare `twin::<name>` with its schema and register the decorated function as its CPU implementation."""
     LIBRARY.define(name + SCHEMAS[name])
@@ -79,17 +90,7 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return out
 
     def missing(*args: Any) -> Any:
-        devices = sorted({str(t.device) for t in _tensors(args)})
-        kinds = {t.device.type for t in _tensors(args)}
-        if kinds == {"cuda"}:
-            raise RuntimeError(
-                f"twin::{name} got tensors on {', '.join(devices)}, and the CUDA kernels are not loaded: "
-                f"`import optimized` first (it needs a Hopper GPU and CuPy), or move the tensors to the CPU."
-            )
-        raise RuntimeError(
-            f"twin::{name} got tensors on {', '.join(devices)}; it runs on one device, "
-            f"'cpu' (reference) or 'cuda' (optimized)."
-        )
+        raise RuntimeError(no_implementation(name, {t.device for t in _tensors(args)}))
 
     LIBRARY.impl(name, autograd, "Autograd")
     LIBRARY.impl(name, missing, "CompositeExplicitAutograd")

@@ -1,0 +1,98 @@
+"""The rules every op of namespace `twin` keeps: where it runs, no gradients, versions of what it mutates."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import reference
+from reference.ops import library
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_schema_has_a_definition_or_says_so() -> None:
+    defined = [name for name in library.SCHEMAS if hasattr(torch.ops.twin, name)]
+    for name in defined:
+        kernels = torch._C._dispatch_dump(f"twin::{name}")
+        assert "CPU" in kernels, name
+        assert "Autograd" in kernels, name
+    assert {"amax", "cast", "cast_transpose", "dbias", "gemm", "gemm_fp8", "scale_update"} <= set(defined)
+
+
+def test_a_cuda_tensor_without_optimized_is_explained() -> None:
+    sentence = library.no_implementation("cast", {torch.device("cuda:0")})
+    assert sentence == (
+        "twin::cast got tensors on cuda:0, and the CUDA kernels are not loaded: `import optimized` first "
+        "(it needs a Hopper GPU and CuPy), or move the tensors to the CPU."
+    )
+
+
+def test_mixed_devices_are_explained() -> None:
+    sentence = library.no_implementation("cast", {torch.device("cpu"), torch.device("cuda:1")})
+    assert sentence.startswith("twin::cast got tensors on cpu, cuda:1; it runs on one device")
+
+
+@pytest.mark.gpu
+def test_a_cuda_tensor_without_optimized_is_refused_live() -> None:
+    """In a process of its own: this one may have loaded the kernels."""
+    program = (
+        "import torch, reference as te\n"
+        "layer = te.Linear(32, 16, device='cuda')\n"
+        "with te.autocast():\n"
+        "    layer(torch.ones(2, 32, device='cuda'))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "the CUDA kernels are not loaded: `import optimized` first" in run.stderr
+
+
+def test_the_amax_history_gets_a_new_version() -> None:
+    history = torch.zeros(2, 3)
+    before = history._version
+    torch.ops.twin.cast(torch.ones(2, 16), torch.ones(3), history, 1, torch.float8_e4m3fn)
+    assert history._version > before
+    assert history[0].tolist() == [0, 1, 0]
+
+
+def test_gradients_are_refused_only_where_they_would_be_recorded() -> None:
+    x = torch.ones(2, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="twin::dbias has no derivative of its own: call it inside"):
+        torch.ops.twin.dbias(x)
+    with torch.no_grad():
+        assert torch.ops.twin.dbias(x).tolist() == [2.0] * 16
+    with torch.inference_mode():
+        torch.ops.twin.amax(torch.ones(2, 16), torch.zeros(2, 3), 0)
+
+
+def test_importing_either_side_needs_no_cupy_and_no_gpu() -> None:
+    """As on a machine where CuPy is not installed."""
+    program = (
+        "import sys\n"
+        "sys.modules['cupy'] = None\n"
+        "import reference, optimized\n"
+        "assert 'cupy_backends' not in sys.modules\n"
+        "print(optimized.Linear(16, 16, device='cpu'))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "in_features=16" in run.stdout
+
+
+def test_optimized_offers_every_name_of_reference() -> None:
+    import optimized
+
+    assert set(optimized.__all__) == set(reference.__all__)
+    assert optimized.Linear.default_device == "cuda"
+    assert issubclass(optimized.Linear, reference.Linear)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is what this is about")
+def test_optimized_without_a_gpu_is_a_sentence() -> None:
+    import optimized
+
+    with pytest.raises(RuntimeError, match="torch sees no CUDA device; Twin Engine's kernels need a Hopper GPU"):
+        optimized.Linear(16, 16)
+    assert optimized.Linear(16, 16, device="cpu").weight.device.type == "cpu"
