@@ -368,7 +368,8 @@ def test_expected_codes_is_the_oracle():
 @pytest.mark.slow
 @BOTH
 def test_cast_of_all_2_to_the_32_fp32_words(fmt, capsys):
-    chunk, begun, compared = 1 << 24, time.perf_counter(), 0
+    # 8 MiB of fp32 at a time: larger arrays cost more in fresh pages than in arithmetic.
+    chunk, begun, compared = 1 << 21, time.perf_counter(), 0
     for first in range(0, 1 << 32, chunk):
         word = torch.arange(first, first + chunk, dtype=torch.int64).to(torch.int32)
         x = word.view(torch.float32)
@@ -377,6 +378,8 @@ def test_cast_of_all_2_to_the_32_fp32_words(fmt, capsys):
         by_integers = formats.encode_by_integers(x, fmt).numpy()
         assert np.array_equal(by_integers, expected), f"integers, words from 0x{first:08X}"
         compared += chunk
+        if compared % (1 << 26):
+            continue
         with capsys.disabled():
             elapsed = time.perf_counter() - begun
             print(f"\r{fmt.name}: {compared / 2**32:6.1%} of 2^32 words, {elapsed:.0f} s", end="", flush=True)
