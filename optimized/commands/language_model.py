@@ -214,7 +214,7 @@ def train(
     used: dict[tuple[int, str], float] = {}  # the scales a step's casts use; 1 before the first update
     for step in range(settings.steps):
         windows, targets = corpus.batch(settings.seed, step, settings.rows, settings.context)
-        moment = {0: "first step", settings.steps - 1: "last step"}.get(step)
+        moments = [name for name, at in (("first step", 0), ("last step", settings.steps - 1)) if at == step]
         with _watched(model.layers[middle]) as seen:
             outs = [side.forward(windows) for side in sides]
             loss, gradient = cross_entropy(outs[0], targets)
@@ -222,7 +222,7 @@ def train(
                 side.backward(out, gradient)
                 side.update(settings.rate(step))
         if fp8:
-            if moment is not None:
+            for moment in moments:
                 _count_codes(run, moment, seen, middle, used)
             for key, (scale, amax) in scales(model).items():
                 run.amax.setdefault(key, []).append(amax)

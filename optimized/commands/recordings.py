@@ -26,6 +26,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+# Few tiles meet a long K: cuBLASLt splits K over several blocks (tests/golden/README.md).
+K_SPLIT_BY_CUBLASLT = {(256, 256, 16384), (64, 64, 65536)}
 
 
 def folder() -> Path:
@@ -48,6 +50,11 @@ def script(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
     spec.loader.exec_module(module)
     return module
+
+
+def exists(name: str) -> bool:
+    """Whether tests/golden/<name>.npz is here."""
+    return (folder() / f"{name}.npz").is_file()
 
 
 @cache
@@ -84,10 +91,49 @@ class Product:
     out: torch.Tensor
 
     @property
+    def k_was_split(self) -> bool:
+        """cuBLASLt divided K among several blocks here, so its order of additions is not the contract's."""
+        return (self.m, self.n, self.k) in K_SPLIT_BY_CUBLASLT
+
+    @property
     def title(self) -> str:
         """Formats and shape, as a reader would say them."""
         a, b = self.formats.upper().split(".")
         return f"{a} × {b}, {self.m}×{self.n}×{self.k}, {self.accumulate}"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Recorded tiles of `wgmma`: d = a·bᵀ + c; a [T, 64, K], b [T, 8, K], c and d fp32 words int32 [T, 64, 8]."""
+
+    formats: str
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    d: torch.Tensor
+
+
+def steps() -> Iterator[Steps]:
+    """Every case of raw `wgmma` instructions, one step or a chain of them."""
+
+    def typed(array: np.ndarray, name: str) -> torch.Tensor:
+        dtype = DTYPES[name]
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).view(dtype)
+
+    def words(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
+
+    older = arrays("wgmma_h200")
+    for case in sorted({name.rsplit(".", 1)[0] for name in older}):
+        left, right = ("fp16" if name == "f16" else name for name in case.split(".")[:2])
+        a, b, c, d = (older[f"{case}.{letter}"] for letter in "ABCD")
+        yield Steps(f"{left}.{right}", typed(a, left), typed(b, right), words(c), words(d))
+    newer = arrays("tensor_core_h200")
+    for made in script("tensor_core_cases").cases():
+        left, right = made.name.split(".")[:2]
+        yield Steps(
+            f"{left}.{right}", typed(made.a, left), typed(made.b, right), words(made.c), words(newer[made.name])
+        )
 
 
 def products() -> Iterator[Product]:

@@ -79,7 +79,7 @@ def scale_picture(run: Run, layers: int) -> Figure:
 
 def _code_panel(axes: Axes, counts: torch.Tensor, fmt: formats.Format8, colour: str) -> None:
     """Share of elements on each code, signs together; zero is written, not drawn."""
-    magnitudes = (counts[:128] + counts[128:]).double()
+    magnitudes = (counts[:128] + counts[128:]).double().numpy()
     share = 100 * magnitudes / magnitudes.sum()
     axes.bar(range(1, fmt.largest_code + 1), share[1 : fmt.largest_code + 1], 1.0, color=colour)
     wanted = [-12, -8, -4, 0, 4, 8, 12] if fmt is formats.E5M2 else [-8, -5, -2, 1, 4, 7]

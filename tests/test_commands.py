@@ -1,0 +1,238 @@
+"""The command `twin`: what it prints, what it writes, and its exit codes."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from optimized import device
+from optimized.commands import corpus, language_model, main, parity, parity_cases, recordings
+from optimized.commands.language_model import Settings
+from optimized.commands.report import Report
+from optimized.commands.sides import Tally, differing
+from optimized.commands.steps import training
+from reference import tensor_core
+
+TINY = replace(Settings(), steps=3, rows=16, width=32, context=4)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, wherever the tests run."""
+    monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
+
+
+def test_info_says_what_is_missing(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    for word in ("CPU", "torch", "CuPy", "NVRTC", "torch sees no CUDA device."):
+        assert word in out
+
+
+def test_info_on_a_complete_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(device, "problems", list)
+    assert main(["info"]) == 0
+    assert "Both sides run here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], r"required: COMMAND"),
+        (["dance"], r"invalid choice: 'dance'"),
+        (["walkthrough", "--steps", "0"], r"'0' is not a whole number of at least 1"),
+        (["walkthrough", "--steps", "many"], r"'many' is not a whole number of at least 1"),
+        (["walkthrough", "--output", "/no/such/folder/x.html"], r"/no/such/folder is not a folder that can be written"),
+        (["walkthrough", "--output", "/"], r"a folder; the path of an HTML file to write is accepted"),
+        (["parity", "--op", "teleport"], r"--op is 'teleport', and no op's name contains it"),
+        (["parity", "--record", "."], r"--record needs a Hopper GPU"),
+    ],
+)
+def test_bad_requests_are_refused_in_a_sentence(
+    no_gpu: None, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert main(arguments) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_without_recordings_parity_says_where_they_come_from(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recordings.arrays.cache_clear()
+    monkeypatch.setattr(recordings, "GOLDEN", tmp_path / "absent")
+    assert main(["parity"]) == 2
+    assert "They come with the repository" in capsys.readouterr().err
+
+
+def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity"]) == 0
+    out = capsys.readouterr().out
+    assert "replay: the CPU against recordings" in out
+    for op in ("cast_transpose", "scale_update", "gemm_fp8 (split)", "cuBLASLt product (fast)", "Linear by cuBLASLt"):
+        assert op in out
+
+
+def test_parity_finds_one_wrong_bit(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gemm = tensor_core.gemm
+
+    def wrong(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Tensor:
+        out = gemm(a, b, accumulate)
+        out.view(torch.int32)[0, 0] ^= 1 << 10
+        return out
+
+    monkeypatch.setattr(tensor_core, "gemm", wrong)
+    assert main(["parity", "--op", "cuBLASLt product (split)"]) == 1
+    products = sum(product.accumulate == "split" and not product.k_was_split for product in recordings.products())
+    assert re.search(rf"all\s+│\s+[\d,]+ │\s+{products}\b", capsys.readouterr().out)
+
+
+def test_a_case_that_was_never_recorded_is_an_error(no_gpu: None) -> None:
+    case = parity_cases.Case("new op", "case", lambda where: {"out": torch.zeros(1)})
+    with pytest.raises(Exception, match="no 'new op/case/out': it is older than this case"):
+        parity.replay(case, {})
+
+
+def test_parity_cases_are_repeatable_and_named_once() -> None:
+    names = [(case.op, case.name) for case in parity_cases.cases()]
+    assert len(names) == len(set(names))
+    case = next(case for case in parity_cases.cases() if case.op == "Linear (FP8)")
+    one, other = case.run(torch.device("cpu")), case.run(torch.device("cpu"))
+    assert {key: differing(one[key], other[key]) for key in one} == dict.fromkeys(one, 0)
+
+
+@pytest.mark.gpu
+def test_parity_live() -> None:
+    assert main(["parity"]) == 0
+
+
+@pytest.mark.gpu
+def test_walkthrough_on_both_sides(tmp_path: Path) -> None:
+    assert main(["walkthrough", "--quick", "--output", str(tmp_path / "report.html")]) == 0
+    assert "GPU = CPU in every word" in (tmp_path / "report.html").read_text()
+
+
+def test_differing_counts_words() -> None:
+    nan = torch.tensor([float("nan"), 1.0, 0.0])
+    other = torch.tensor([0x7FC00001, 0x3F800000, -0x80000000], dtype=torch.int32).view(torch.float32)
+    assert differing(nan, other) == 1  # NaN equals NaN; -0 is not +0
+    codes = torch.tensor([0x7F, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert differing(codes, torch.tensor([0xFF, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)) == 1
+    with pytest.raises(ValueError, match="same dtype and shape"):
+        differing(nan, nan[:2])
+    assert not Tally().equal
+    assert Tally(3, 0).equal
+    assert not Tally(3, 1).equal
+
+
+def test_walkthrough_writes_one_self_contained_page(
+    no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.html"
+    assert main(["walkthrough", "--quick", "--output", str(path)]) == 0
+    page = path.read_text()
+    for title in ("The FP8 number line", "One Linear, four ways", "The CPU predicts an H200", "Training in bf16"):
+        assert title in page
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
+    assert "http" not in re.sub(r"data:[^\"]*", "", page)
+    assert page.count("<img ") == page.count("data:image/svg+xml;base64,") >= 7
+    out = capsys.readouterr().out
+    assert "0 different" in out
+    assert "bits/byte" in out
+
+
+def test_walkthrough_fails_when_a_word_differs(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gemm = tensor_core.gemm
+    monkeypatch.setattr(tensor_core, "gemm", lambda a, b, accumulate="fast": -gemm(a, b, accumulate))
+    assert main(["walkthrough", "--quick", "--steps", "1", "--output", str(tmp_path / "r.html")]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_training_is_repeatable_and_learns() -> None:
+    text = corpus.read(20)
+    settings = replace(TINY, steps=25, rows=64)
+    one, other = (language_model.train(text, settings, True, None) for _ in range(2))
+    assert one.losses == other.losses
+    assert one.losses[-1] < one.losses[0] - 0.5
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert differing(a, b) == 0
+    # Step 1 uses the amaxes of step 0: the first scale is 1, the second is largest / amax.
+    assert one.scale[1, "input"][0] == 1.0
+    assert one.scale[1, "input"][1] == np.float32(448) / np.float32(one.amax[1, "input"][0])
+    assert one.codes["first step", "grad_output"].sum() == settings.rows * settings.width
+
+
+def test_training_compares_both_sides_word_for_word() -> None:
+    """The comparison itself, with the CPU as its own twin: equal, until a parameter of one side is touched."""
+    text = corpus.read(5)
+    run = language_model.train(text, TINY, True, torch.device("cpu"))
+    assert run.tally.equal
+    settings = TINY
+    sides = [language_model.Side(language_model.ByteModel(settings), settings, True) for _ in range(2)]
+    windows, targets = text.batch(0, 0, settings.rows, settings.context)
+    with torch.no_grad():
+        sides[1].model.layers[0].get_parameter("weight")[0, 0] += 1
+    outs = [side.forward(windows) for side in sides]
+    for side, out in zip(sides, outs, strict=True):
+        side.backward(out, language_model.cross_entropy(out, targets)[1])
+    language_model._compare(run, sides[0], sides[1], (outs[0], outs[1]))
+    assert run.tally.different > 0
+
+
+def test_the_optimizer_rounds_each_operation_once() -> None:
+    side = language_model.Side(language_model.ByteModel(TINY), TINY, False)
+    before = [p.detach().clone() for p in side.model.parameters()]
+    for place, parameter in enumerate(side.model.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 * (place + 1))
+    side.update(0.3)
+    for place, (parameter, old) in enumerate(zip(side.model.parameters(), before, strict=True)):
+        gradient = np.float32(0.1 * (place + 1))
+        expected = old.numpy() - np.float32(gradient * np.float32(0.3))
+        assert np.array_equal(parameter.detach().numpy().view(np.uint32), expected.view(np.uint32))
+
+
+def test_cross_entropy_is_its_own_derivative() -> None:
+    logits = torch.linspace(-2, 3, 256).repeat(4, 1)
+    targets = torch.tensor([0, 100, 200, 255])
+    loss, gradient = language_model.cross_entropy(logits, targets)
+    reference = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(reference, targets)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert gradient.dtype == torch.bfloat16
+    assert torch.allclose(gradient.double(), reference.grad, rtol=2**-8, atol=0)  # bf16 has 8 bits
+
+
+def test_corpus_is_the_same_twice_and_in_order() -> None:
+    paths = corpus.sources()
+    assert paths == corpus.sources()
+    assert not any("site-packages" in path.parts for path in paths)
+    text = corpus.read(10)
+    windows, targets = text.batch(7, 3, 32, 8)
+    again = text.batch(7, 3, 32, 8)
+    assert torch.equal(windows, again[0])
+    assert not torch.equal(windows, text.batch(7, 4, 32, 8)[0])
+    whole = text.data.tobytes()
+    for window, target in zip(windows, targets, strict=True):
+        assert bytes([*window.tolist(), int(target)]) in whole
+
+
+def test_smoothing_is_a_mean_of_the_last_values() -> None:
+    assert training.smooth(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_report_escapes_what_it_is_given() -> None:
+    report = Report("a < b", "")
+    report.section("x & y")
+    report.table(["<th>"], [["<td>", "1.5"]])
+    report.code("if a < b: pass")
+    page = report.html()
+    assert "<title>a &lt; b</title>" in page
+    for text in ("x &amp; y", "<th>&lt;th&gt;</th>", '<td class="n">1.5</td>', "if a &lt; b"):
+        assert text in page
