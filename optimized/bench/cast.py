@@ -1,0 +1,118 @@
+"""Cast + transpose and its relatives against the device copy of the same run (docs/results/cast_transpose.json).
+
+All are bound by memory, so the figure is bandwidth: the bytes that must move (each input read once, each output
+written once) over the time, and its ratio to what `Tensor.copy_` reaches on 1 GiB of traffic. Each sample is a walk
+over several inputs that together exceed L2; eight calls, one pair of events.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import measure
+
+NAME = "cast_transpose"
+KERNELS = ("cast", "cast_transpose", "dbias", "amax", "scale_update")
+SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+_CALLS = 8
+_FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
+_COPY_BYTES = 1 << 29
+
+twin = torch.ops.twin
+
+
+def bytes_moved(op: str, rows: int, cols: int, size: int) -> int:
+    """The fewest bytes an op moves: its inputs once and its outputs once."""
+    written = {"copy": size, "cast": 1, "cast_transpose": 2, "cast_transpose_dbias": 2, "dbias": 0, "amax": 0}
+    return rows * cols * (size + written[op])
+
+
+def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[], object]]:
+    """One call per op, each walking over `inputs`."""
+    scale = torch.full((3,), 2.0, device=inputs[0].device)
+    history = torch.zeros(16, 3, device=inputs[0].device)
+    targets = [torch.empty_like(x) for x in inputs]
+    q = torch.float8_e4m3fn
+
+    def walk(op: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+        def calls() -> None:
+            for i in range(_CALLS):
+                op(inputs[i % len(inputs)])
+
+        return calls
+
+    def copies() -> None:
+        for i in range(_CALLS):
+            targets[i % len(inputs)].copy_(inputs[i % len(inputs)])
+
+    return {
+        "copy": copies,
+        "cast": walk(lambda x: twin.cast(x, scale, history, 0, q)),
+        "cast_transpose": walk(lambda x: twin.cast_transpose(x, scale, history, 0, q)),
+        "cast_transpose_dbias": walk(lambda x: twin.cast_transpose_dbias(x, scale, history, 0, q)),
+        "dbias": walk(twin.dbias),
+        "amax": walk(lambda x: twin.amax(x, history, 0)),
+    }
+
+
+def scale_update_ms(modules: int = 100, repeats: int = 50) -> dict[str, float]:
+    """One bulk update of `modules` modules of three columns and 1024 entries."""
+    scales = [torch.ones(3, device="cuda") for _ in range(modules)]
+    histories = [torch.rand(1024, 3, device="cuda") for _ in range(modules)]
+
+    def update() -> None:
+        for history in histories[:1]:
+            history[0] = 1.0  # a module whose staging row is zero does nothing
+        twin.scale_update(scales, histories, 448.0, 0, "max")
+
+    samples = measure.interleave({"scale_update": update}, repeats=repeats, flush=measure.Flush())
+    return measure.summary(samples["scale_update"])
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    flush = measure.Flush()
+    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    rows: list[dict[str, Any]] = []
+    cases = [(name, shape) for name in DTYPES for shape in SHAPES]
+    with torch.no_grad():
+        for done, (name, (tokens, cols)) in enumerate(cases):
+            dtype = DTYPES[name]
+            size = dtype.itemsize
+            count = max(1, min(_CALLS, -(-_FOOTPRINT // (tokens * cols * size))))
+            inputs = [torch.randn(tokens, cols, device="cuda").to(dtype) for _ in range(count)]
+            calls = variants(inputs)
+            calls["large copy"] = lambda: target.copy_(source)
+            samples = measure.interleave(calls, repeats=repeats, warmup=2, flush=flush)
+            ceiling = 2 * _COPY_BYTES / measure.summary(samples.pop("large copy"))["median"]
+            for op, times in samples.items():
+                ms = {key: value / _CALLS for key, value in measure.summary(times).items()}
+                rate = bytes_moved(op, tokens, cols, size) / ms["median"]
+                rows.append(
+                    {
+                        "op": op,
+                        "dtype": name,
+                        "rows": tokens,
+                        "cols": cols,
+                        "ms": ms,
+                        "terabytes_per_second": rate / 1e9,
+                        "copy_terabytes_per_second": ceiling / 1e9,
+                        "of_copy": rate / ceiling,
+                    }
+                )
+            if progress is not None:
+                progress((done + 1) / len(cases))
+    update = scale_update_ms()
+    return {
+        "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB in the same interleaved run",
+        "calls_per_sample": _CALLS,
+        "repeats": repeats,
+        "rows": rows,
+        "scale_update_100_modules_ms": update,
+        "provenance": measure.provenance(KERNELS),
+    }

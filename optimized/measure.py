@@ -1,0 +1,160 @@
+"""Timing on the GPU, and where a number comes from.
+
+`interleave` times variants in turn, so that they share one clock and one temperature, with CUDA events on the
+current stream. What a call costs depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
+together exceed it, or pass `flush`. `provenance` and `write_result` make a result file that says on what, with what
+and when it was measured, with a hash of the kernel sources, so that `outdated` can say what changed since.
+"""
+
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimized import compiler
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+
+
+class Flush:
+    """Replaces what L2 holds by reading a large buffer (reading: nothing dirty is left for the next kernel)."""
+
+    def __init__(self, size: int = 1 << 28) -> None:
+        self.buffer = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
+
+    def __call__(self) -> None:
+        self.buffer.amax()
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    repeats: int = 50,
+    warmup: int = 5,
+    flush: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time each variant `repeats` times, in turn.
+
+    Args:
+        variants: by name, a call that only queues work on the current stream.
+        repeats: samples a variant.
+        warmup: untimed rounds before.
+        flush: called before every sample, untimed. It also keeps the GPU busy while the host queues the sample, so
+            that a short variant is not timed by its launches.
+
+    Returns:
+        Milliseconds by name, `repeats` of each.
+    """
+    events = {
+        name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for name in variants
+    }
+    for _ in range(warmup):
+        for variant in variants.values():
+            variant()
+    torch.cuda.synchronize()
+    for repeat in range(repeats):
+        for name, variant in variants.items():
+            if flush is not None:
+                flush()
+            start, end = events[name][repeat]
+            start.record()
+            variant()
+            end.record()
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median and spread (10th and 90th percentile) of samples, in their unit."""
+    if len(samples) < 2:
+        value = samples[0]
+        return {"median": value, "p10": value, "p90": value}
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return {"median": statistics.median(samples), "p10": tenths[0], "p90": tenths[-1]}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def clocks(index: int = 0) -> dict[str, str] | None:
+    """Driver, clocks, power and temperature right now, as nvidia-smi reports them; None without it."""
+    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    line = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={index}")
+    if not line:
+        return None
+    return dict(zip(fields.split(","), (value.strip() for value in line.split(",")), strict=False))
+
+
+def provenance(kernels: Sequence[str]) -> dict[str, Any]:
+    """On what, with what and when: to be called right after measuring, while the clocks are those of the run.
+
+    Args:
+        kernels: the kernel files (without `.cu`) whose sources the result depends on.
+    """
+    gpu = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "processors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "memory_bytes": properties.total_memory,
+        }
+    status = _output("git", "status", "--porcelain")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": gpu,
+        "nvidia_smi": clocks(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cupy": _version("cupy-cuda13x"),
+        "nvrtc": compiler.nvrtc_version(),
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit_is_clean": None if status is None else status == "",
+        "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},
+    }
+
+
+def outdated(result: Mapping[str, Any]) -> list[str]:
+    """The kernels that changed since `result` (what `write_result` wrote) was measured, by name."""
+    changed = []
+    for kernel, recorded in result["provenance"]["kernels"].items():
+        if not (compiler.KERNELS / f"{kernel}.cu").is_file() or compiler.source_hash(kernel) != recorded:
+            changed.append(kernel)
+    return changed
+
+
+def write_result(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Write `docs/results/<name>.json`; the payload carries its `provenance`.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if "provenance" not in payload:
+        raise ValueError(f"payload of {name!r} has no 'provenance'; a result says on what it was measured.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(payload, indent=1, sort_keys=False) + "\n", "utf-8")
+    return path

@@ -1,0 +1,196 @@
+"""The cast kernels on an H200 equal their CPU definitions in every bit: codes, transposed codes, amax, sums."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optimized  # noqa: F401  (registers the CUDA kernels)
+from reference import formats
+
+pytestmark = pytest.mark.gpu
+
+twin = torch.ops.twin
+WIDE = formats.WIDE_DTYPES
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ROWS = (0, 1, 7, 16, 17, 63, 64, 65, 127, 128, 129, 1000)
+COLS = (16, 48, 64, 80, 144, 272, 4096)
+NAMES = {"cast_transpose_dbias": ("q", "q_t", "scale_inv", "dbias"), "cast": ("q", "scale_inv")}
+NAMES["cast_transpose"] = NAMES["cast_transpose_dbias"][:3]
+
+
+def numbers(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Numbers of very different sizes; some saturate, some underflow, some are special."""
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(rows, cols)) * np.exp2(draw.integers(-20, 14, size=(rows, cols)))
+    special = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-40, 2.0**-9, 2.0**-10, 464.0, 61440.0]
+    where = draw.random(x.shape) < 0.02
+    x[where] = draw.choice(special, size=int(where.sum()))
+    return torch.from_numpy(x.astype(np.float32)).to(dtype)
+
+
+def poison(size: int) -> None:
+    """Leave 0xAB where the next allocations of up to `size` bytes will be, so that an unwritten byte shows."""
+    blocks = [torch.full((max(1, size),), 0xAB, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+def compare(op: str, x: torch.Tensor, out: torch.dtype, scale: float = 4.0, history: bool = True) -> None:
+    """Run an op on both sides and compare everything it returns or writes."""
+    results = []
+    for device in ("cpu", "cuda"):
+        scales = torch.tensor([1.0, scale, 1.0], device=device)
+        amax = torch.full((4, 3), 2.0**-20, device=device) if history else None
+        here = x.to(device)
+        if device == "cuda":
+            poison(x.numel() + 4096)
+        results.append((getattr(twin, op)(here, scales, amax, 1, out), amax))
+    (expected, expected_amax), (found, found_amax) = results
+    where = f"{op} of {x.dtype} {list(x.shape)} to {out}"
+    for name, a, b in zip(NAMES[op], found, expected, strict=True):
+        assert_same_bits(a, b, f"{name} of {where}")
+    if history:
+        assert_same_bits(found_amax, expected_amax, f"amax of {where}")
+
+
+@pytest.mark.parametrize("op", list(NAMES))
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("out", FP8)
+def test_every_shape(op: str, dtype: torch.dtype, out: torch.dtype) -> None:
+    for seed, (rows, cols) in enumerate(itertools.product(ROWS, COLS)):
+        compare(op, numbers(rows, cols, dtype, seed), out)
+
+
+@pytest.mark.parametrize("op", list(NAMES))
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 300),
+    groups=st.integers(0, 40),
+    dtype=st.sampled_from(WIDE),
+    out=st.sampled_from(FP8),
+    scale=st.floats(2.0**-126, 2.0**100, width=32),
+    history=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_any_shape_and_scale(op, rows, groups, dtype, out, scale, history, seed) -> None:  # type: ignore[no-untyped-def]
+    compare(op, numbers(rows, 16 * groups, dtype, seed), out, scale, history)
+
+
+@pytest.mark.parametrize("op", list(NAMES))
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), 2.0**-149, 3.4028234663852886e38])
+def test_a_scale_that_is_hardly_one(op: str, scale: float) -> None:
+    # The padding of q_t stays zero even where 0 * scale is NaN.
+    for dtype, out in itertools.product(WIDE, FP8):
+        compare(op, numbers(17, 48, dtype), out, scale)
+
+
+@pytest.mark.parametrize("op", list(NAMES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out", FP8)
+def test_all_16_bit_words(op: str, dtype: torch.dtype, out: torch.dtype) -> None:
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    for scale in (1.0, 0.37, 448.0, 2.0**-8):
+        compare(op, words.reshape(256, 256), out, scale)
+
+
+def by_torch(x: torch.Tensor, scale: float, out: torch.dtype) -> torch.Tensor:
+    """An independent cast on the GPU: clamp (letting NaN through), torch's conversion, and 0x7F for NaN."""
+    largest = formats.format_of(out).largest
+    product = x.float() * scale
+    codes = product.clamp(-largest, largest).to(out).view(torch.uint8)
+    return torch.where(product.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out", FP8)
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_all_fp32_words(out: torch.dtype, scale: float) -> None:
+    chunk = 1 << 26
+    scales = torch.full((1,), scale, device="cuda")
+    for start in range(-(2**31), 2**31, chunk):
+        words = torch.arange(start, start + chunk, dtype=torch.int64, device="cuda").to(torch.int32)
+        x = words.view(torch.float32).view(-1, 64)
+        expected = by_torch(x, scale, out)
+        found, _ = twin.cast(x, scales, None, 0, out)
+        assert torch.equal(found.view(torch.uint8), expected), f"cast of the words from {start:#x}"
+        found, transposed, _ = twin.cast_transpose(x, scales, None, 0, out)
+        assert torch.equal(found.view(torch.uint8), expected), f"cast_transpose of the words from {start:#x}"
+        assert torch.equal(transposed.view(torch.uint8), expected.t()), f"q_t of the words from {start:#x}"
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_amax(dtype: torch.dtype) -> None:
+    for seed, (rows, cols) in enumerate(itertools.product((0, 1, 3, 700), (0, 1, 5, 16, 1001))):
+        x = numbers(rows, cols, dtype, seed)
+        if seed % 2:
+            x = torch.where(x.isinf(), 0.0, x)
+        expected, found = torch.full((2, 3), 1e-3), torch.full((2, 3), 1e-3, device="cuda")
+        twin.amax(x, expected, 2)
+        twin.amax(x.cuda(), found, 2)
+        assert_same_bits(found, expected, f"amax of {dtype} {[rows, cols]}")
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_dbias(dtype: torch.dtype) -> None:
+    for seed, (rows, cols) in enumerate(itertools.product((*ROWS, 8192 + 65), (0, 1, 7, 8, 16, 33, 520))):
+        x = numbers(rows, cols, dtype, seed)
+        poison(4 * x.numel())
+        assert_same_bits(twin.dbias(x.cuda()), twin.dbias(x), f"dbias of {dtype} {[rows, cols]}")
+
+
+def test_dbias_keeps_the_sign_of_zero() -> None:
+    for rows in (1, 63, 64, 128):
+        x = torch.full((rows, 16), -0.0, dtype=torch.bfloat16)
+        assert_same_bits(twin.dbias(x.cuda()), twin.dbias(x), f"{rows} rows of -0")
+
+
+def test_a_tall_and_a_wide_matrix() -> None:
+    for rows, cols in ((70001, 16), (16, 70000)):
+        for op in NAMES:
+            compare(op, numbers(rows, cols, torch.bfloat16), FP8[0])
+
+
+def test_a_view_off_the_16_byte_boundary() -> None:
+    whole = numbers(1, 33 * 48 + 1, torch.bfloat16)[0]
+    view, on_gpu = whole[1:].view(33, 48), whole.cuda()[1:].view(33, 48)
+    assert on_gpu.data_ptr() % 16 != 0
+    for device_x, x in ((on_gpu, view),):
+        found = twin.cast_transpose_dbias(device_x, torch.ones(1, device="cuda"), None, 0, FP8[0])
+        expected = twin.cast_transpose_dbias(x, torch.ones(1), None, 0, FP8[0])
+        for a, b in zip(found, expected, strict=True):
+            assert_same_bits(a, b)
+        assert_same_bits(twin.dbias(device_x), twin.dbias(x))
+
+
+def test_strided_state_is_read_and_written_in_place() -> None:
+    x = numbers(20, 32, torch.float32)
+    for device in ("cpu", "cuda"):
+        state = torch.zeros(4, 6, device=device)
+        state[1] = 3.0
+        scale = state[:, 1]  # stride 6
+        history = state[2:, ::2]
+        q, scale_inv = twin.cast(x.to(device), scale, history, 1, FP8[0])
+        if device == "cpu":
+            expected = (q, scale_inv, state)
+    for a, b in zip((q, scale_inv, state), expected, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_two_runs_and_two_streams_give_the_same_bits() -> None:
+    x = numbers(4096, 1024, torch.bfloat16).cuda()
+    scale = torch.full((1,), 2.0, device="cuda")
+    first = twin.cast_transpose_dbias(x, scale, None, 0, FP8[1])
+    again = twin.cast_transpose_dbias(x, scale, None, 0, FP8[1])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        beside = twin.cast_transpose_dbias(x, scale, None, 0, FP8[1])
+    torch.cuda.synchronize()
+    for a, b, c in zip(first, again, beside, strict=True):
+        assert_same_bits(a, b, "two runs")
+        assert_same_bits(a, c, "two streams")

@@ -1,0 +1,193 @@
+"""Loading and launching: what needs no GPU first, then streams, graphs and devices on one."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import optimized
+from optimized import device, launch, tensor_map
+
+twin = torch.ops.twin
+
+
+def test_function_is_one_object_per_configuration_and_loads_nothing() -> None:
+    first = launch.function("cast", "cast", {"WIDE": 1, "FP8": 0})
+    assert first is launch.function("cast", "cast", {"FP8": 0, "WIDE": 1})
+    assert first is not launch.function("cast", "cast", {"WIDE": 2, "FP8": 0})
+    # Not even the file is looked for.
+    assert launch.function("no_such_kernel", "f").kernel == "no_such_kernel"
+
+
+def test_a_struct_argument_keeps_its_bytes_alive() -> None:
+    argument = launch.by_value(np.arange(4, dtype=np.int64))
+    assert list(argument.storage) == [0, 1, 2, 3]
+
+
+# --- what a machine lacks, in a sentence ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_a_gpu_that_is_not_hopper_is_named(capability: tuple[int, int]) -> None:
+    with pytest.raises(device.UnsupportedDevice) as refusal:
+        device.check_capability("NVIDIA X100", capability)
+    sentence = str(refusal.value)
+    assert "'NVIDIA X100'" in sentence
+    assert f"{capability[0]}.{capability[1]}" in sentence
+    assert "sm_90a" in sentence
+    assert "9.0 (Hopper" in sentence
+
+
+def test_hopper_is_accepted() -> None:
+    device.check_capability("NVIDIA H200", (9, 0))
+
+
+def absent(name: str) -> None:
+    return None
+
+
+def parent_absent(name: str) -> None:
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("find", [absent, parent_absent])
+def test_cupy_missing_names_the_command_that_installs_it(find) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(device.MissingDependency, match=r'CuPy .*is not installed.*pip install "twin-engine\[gpu\]"'):
+        device.check_cupy(find)
+
+
+def test_problems_are_sentences() -> None:
+    problems = device.problems()
+    assert all(sentence.endswith(".") for sentence in problems)
+    if not torch.cuda.is_available():
+        assert any("no CUDA device" in sentence for sentence in problems)
+
+
+# --- tensor maps ------------------------------------------------------------------------------------------
+
+GOOD = {
+    "pointer": 1 << 20,
+    "dtype": torch.bfloat16,
+    "shape": (4096, 128),
+    "strides": (8192,),
+    "box": (64, 128),
+    "swizzle": 128,
+}
+
+
+def test_a_good_tensor_map_is_accepted() -> None:
+    tensor_map.check(**GOOD)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"dtype": torch.float64}, "dtype=torch.float64 has no tensor map"),
+        ({"pointer": 8}, "not a multiple of 16"),
+        ({"shape": (4096,)}, "a tensor map has 1 to 5 dimensions"),
+        ({"shape": (4096, 0)}, "every extent"),
+        ({"strides": (8200,)}, "each is a multiple of 16"),
+        ({"box": (64, 257)}, "extents are 1 to 256"),
+        ({"box": (4, 16)}, "innermost a multiple of 16 bytes"),
+        ({"box": (128, 16)}, "at most 128 are accepted"),
+        ({"swizzle": 16}, "accepted are 0, 32, 64, 128"),
+        ({"l2": 32}, "accepted are 0, 32, 64, 128 and 0, 64, 128, 256"),
+    ],
+)
+def test_what_the_hardware_cannot_describe_is_refused(changed: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        tensor_map.check(**{**GOOD, **changed})
+
+
+@pytest.mark.gpu
+def test_tensor_maps_are_cached_and_bounded() -> None:
+    x = torch.zeros(256, 256, dtype=torch.bfloat16, device="cuda")
+    arguments = (x.data_ptr(), x.dtype, 256, 256, 512, 64, 64)
+    first = tensor_map.tensor_map_2d(*arguments)
+    assert first.words.any()
+    assert tensor_map.tensor_map_2d(*arguments) is first
+    assert tensor_map.tensor_map_2d(*arguments[:-1], 32) is not first
+    assert tensor_map.encode.cache_info().maxsize is not None
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+
+
+def every_op(x: torch.Tensor, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """One call of every memory-bound op."""
+    scale, history = state["scale"], state["history"]
+    out = [*twin.cast(x, scale, history, 0, E4M3)]
+    out += twin.cast_transpose(x, scale, history, 1, E4M3)
+    out += twin.cast_transpose_dbias(x, scale, history, 2, torch.float8_e5m2)
+    out.append(twin.dbias(x))
+    twin.amax(x, history, 0)
+    twin.scale_update([scale], [history], 448.0, 0, "max")
+    return out
+
+
+def fresh_state(where: str) -> dict[str, torch.Tensor]:
+    return {"scale": torch.ones(3, device=where), "history": torch.zeros(5, 3, device=where)}
+
+
+def compare_with_cpu(out: list[torch.Tensor], state: dict[str, torch.Tensor], x: torch.Tensor) -> None:
+    cpu = fresh_state("cpu")
+    for a, b in zip(out, every_op(x.cpu(), cpu), strict=True):
+        assert_same_bits(a, b)
+    for key in cpu:
+        assert_same_bits(state[key], cpu[key], key)
+
+
+@pytest.mark.gpu
+def test_every_device_computes_and_the_current_one_stays() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.set_device(0)
+        state = fresh_state(f"cuda:{index}")
+        x = torch.randn(100, 64, device=f"cuda:{index}")
+        out = every_op(x, state)
+        assert torch.cuda.current_device() == 0
+        torch.cuda.synchronize(index)
+        compare_with_cpu(out, state, x)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_what_eager_computes() -> None:
+    x = torch.randn(130, 256, device="cuda").bfloat16()
+    every_op(x, fresh_state("cuda"))  # load the modules
+    state = fresh_state("cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = every_op(x, state)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(130, 256) * 3)
+        state["scale"].fill_(1.0)
+        state["history"].zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        compare_with_cpu(out, state, x)
+
+
+@pytest.mark.gpu
+def test_cupy_allocates_nothing() -> None:
+    import cupy
+
+    every_op(torch.randn(64, 64, device="cuda"), fresh_state("cuda"))
+    optimized.Linear(64, 64)
+    assert cupy.get_default_memory_pool().total_bytes() == 0
+    assert cupy.get_default_pinned_memory_pool().n_free_blocks() == 0
+
+
+@pytest.mark.gpu
+def test_where_gradients_would_be_recorded_the_op_is_refused() -> None:
+    x = torch.randn(16, 16, device="cuda", requires_grad=True)
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        twin.dbias(x)
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="scale is on cpu"):
+        twin.cast(torch.ones(16, 16, device="cuda"), torch.ones(1), None, 0, E4M3)
