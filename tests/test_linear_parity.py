@@ -54,7 +54,7 @@ def train_both(
         both = []
         for module in pair:
             device = module.weight.device
-            x = x0.to(device).requires_grad_()
+            x = x0.to(device, copy=True).requires_grad_()
             module.zero_grad(set_to_none=True)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 y = module(x, is_first_microbatch=first)
@@ -140,7 +140,7 @@ def test_special_values(same_bits) -> None:
     x[0, 0], x[1, 1], x[2, 2], x[3, 3], x[4] = float("nan"), float("inf"), -float("inf"), -0.0, 1e-40
     outputs = []
     for module in (layer, other):
-        inp = x.to(module.weight.device).requires_grad_()
+        inp = x.to(module.weight.device, copy=True).requires_grad_()
         with te.autocast(recipe=te.DelayedScaling()):
             y = module(inp)
         y.backward(torch.ones_like(y))
@@ -180,8 +180,9 @@ def test_a_training_step_replays_as_a_cuda_graph(same_bits) -> None:
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(2):  # zeros: nothing is staged, so no history rolls
+        for _ in range(2):
             step(gpu, static_x, static_g)
+            step(layer, x.requires_grad_(), g)  # the weight's scale has moved on both sides
     torch.cuda.current_stream().wait_stream(stream)
     gpu.zero_grad(set_to_none=True)
     static_x.grad = None
