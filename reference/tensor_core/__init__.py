@@ -1,12 +1,13 @@
 """What Hopper's tensor core computes, bit for bit, on any CPU.
 
-`step` is one `wgmma` instruction, `gemm` a whole product; `model` is the arithmetic, written to be read.
+`step` is one `wgmma` instruction, `gemm` a whole product. `model` is the arithmetic, written to be read;
+`fast` and `kernels` compute the same bits on SIMD lanes and all cores.
 """
 
 import numpy as np
 import torch
 
-from reference.tensor_core import model
+from reference.tensor_core import fast, model
 from reference.tensor_core.operands import operands
 
 __all__ = ["SPLIT_K", "gemm", "step"]
@@ -25,15 +26,11 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
     left = operands(a, b)
     shape = (a.shape[0], b.shape[0])
     if a.shape[1] > left.instruction.k:
-        raise ValueError(
-            f"a has K = {a.shape[1]}; one step of {a.dtype} takes at most {left.instruction.k}: use gemm."
-        )
+        raise ValueError(f"a has K = {a.shape[1]}; one step of {a.dtype} takes at most {left.instruction.k}: use gemm.")
     if c is None:
         words = np.zeros(shape, np.uint32)
     elif c.dtype != torch.float32 or tuple(c.shape) != shape or c.device.type != "cpu":
-        raise ValueError(
-            f"c is {c.dtype} {tuple(c.shape)} on {c.device}; float32 {shape} on the CPU is needed."
-        )
+        raise ValueError(f"c is {c.dtype} {tuple(c.shape)} on {c.device}; float32 {shape} on the CPU is needed.")
     else:
         words = c.detach().view(torch.int32).numpy().view(np.uint32)
     words = model.step_words(left.a, left.a_format, left.b, left.b_format, words, left.instruction)
@@ -50,7 +47,9 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Te
     * "split" (FP8 only): chains of K = 128 from zero, each partial sum added to an fp32 accumulator with
       an ordinary addition, in order of K.
 
-    A K of 0 gives +0. NaN results are the word 0x7FFFFFFF.
+    A K of 0 gives +0. NaN results are the word 0x7FFFFFFF. Runs on as many threads as torch may use
+    (`torch.set_num_threads`); the bits do not depend on how many. The first call on a machine compiles for
+    some seconds.
     """
     if accumulate not in ("fast", "split"):
         raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
@@ -61,5 +60,5 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Te
             f"accumulate='split' with {a.dtype}: split accumulation is defined for FP8 operands; "
             f"16-bit products keep fp32's precision in one chain, use 'fast'."
         )
-    words = model.gemm_words(*left, split_k=SPLIT_K if split else None)
+    words = fast.gemm_words(*left, split_k=SPLIT_K if split else None)
     return torch.from_numpy(words.view(np.float32))

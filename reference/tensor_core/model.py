@@ -79,9 +79,6 @@ class Numbers(NamedTuple):
         """Where the number is +0 or -0."""
         return (self.significand == 0) & ~self.nan & ~self.inf
 
-    def __getitem__(self, index: object) -> "Numbers":  # type: ignore[override]
-        return Numbers(*(field[index] for field in tuple(self)))  # type: ignore[index]
-
 
 def decode(codes: NDArray[np.unsignedinteger], fmt: Format) -> Numbers:
     """Split codes (any shape, unsigned integers) into sign, exponent and integer significand."""
@@ -138,8 +135,8 @@ def step_words(
 
     Returns fp32 words [M, N]. A K shorter than the instruction's stands for zeros in the rest.
     """
-    left = decode(a, a_format)[:, None, :]
-    right = decode(b, b_format)[None, :, :]
+    left = decode(a[:, None, :], a_format)
+    right = decode(b[None, :, :], b_format)
     old = decode(c, FP32)
     kept_bits = instruction.aligned_fraction_bits
 

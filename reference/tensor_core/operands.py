@@ -32,8 +32,7 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in FORMATS:
             raise TypeError(
-                f"{name} is {tensor.dtype}; the tensor core takes float8_e4m3fn, float8_e5m2, "
-                f"bfloat16 or float16."
+                f"{name} is {tensor.dtype}; the tensor core takes float8_e4m3fn, float8_e5m2, bfloat16 or float16."
             )
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; the model of the tensor core runs on the CPU.")
@@ -42,8 +41,7 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
     fp8 = a.dtype in FP8_DTYPES
     if a.dtype != b.dtype and not (fp8 and b.dtype in FP8_DTYPES):
         raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}; both must be FP8 (in any combination), both bfloat16, "
-            f"or both float16."
+            f"a is {a.dtype} and b is {b.dtype}; both must be FP8 (in any combination), both bfloat16, or both float16."
         )
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")

@@ -1,0 +1,217 @@
+"""Whole products on all cores: `gemm` gives the words of `model.gemm_words`, some thousand times sooner.
+
+The compiled tiles (`kernels`) take finite numbers. NaN and infinity are zeros to them, and the words that
+depend on one are put right afterwards: what infinities do to a sum does not depend on the finite terms
+beside them.
+"""
+
+import functools
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reference.tensor_core import model
+
+Codes = NDArray[np.unsignedinteger]
+_ROWS = 1024  # rows of C that a task holds at a time: 64 columns of them fill 256 KB of its core's cache
+_SMALL = 1 << 20  # products below which starting other threads costs more than it saves
+_compiling = threading.RLock()
+_PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
+
+
+@functools.cache
+def _tables(fmt: model.Format) -> tuple[NDArray[np.floating], NDArray[np.signedinteger]]:
+    """Value and exponent of every code, as `kernels` wants them."""
+    from reference.tensor_core import kernels
+
+    bits = 1 + fmt.exponent_bits + fmt.fraction_bits
+    number = model.decode(np.arange(1 << bits, dtype=np.uint32), fmt)
+    value = np.ldexp(number.significand.astype(np.float64), number.exponent - fmt.fraction_bits)
+    value = np.where(number.negative & (value != 0), -value, value)
+    nothing = kernels.FP8_NO_TERM if bits == 8 else kernels.HALF_NO_TERM
+    exponent = np.where(number.significand != 0, number.exponent, nothing)
+    if bits == 8:
+        return value.astype(np.float32), exponent.astype(np.int8)
+    return value, exponent.astype(np.int16)
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    """Say so on stderr when the first call takes long: numba is compiling."""
+    text = "twin-engine: compiling the tensor-core model for this CPU (once; it is cached) ..."
+    timer = threading.Timer(_PATIENCE, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache
+def _compiled(half: bool) -> tuple[Any, Any, int]:
+    """(pack, tiles, columns of a tile) of FP8 or 16-bit operands, compiled by a product of one word."""
+    with _compiling, _announced():
+        from reference.tensor_core import kernels
+
+        fmt, width = (model.BF16, kernels.HALF_WIDTH) if half else (model.E4M3, kernels.FP8_WIDTH)
+        compiled = kernels.pack, kernels.half_tiles if half else kernels.fp8_tiles, width
+        codes = np.zeros((1, 1), np.uint16 if half else np.uint8)
+        _finite(codes, fmt, codes, fmt, 0, compiled)
+        return compiled
+
+
+@functools.cache
+def _pool(workers: int, process: int) -> ThreadPoolExecutor:
+    """Threads that are kept; `process` is in the key because a fork leaves them behind."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="tensor_core")
+
+
+def _each(function: Callable[..., None], tasks: Sequence[tuple[Any, ...]], small: bool) -> None:
+    """Call `function` with every task, on as many threads as torch may use. Tasks write disjoint words."""
+    workers = 1 if small else min(torch.get_num_threads(), len(tasks))
+    if workers < 2:
+        for task in tasks:
+            function(*task)
+        return
+    pool = _pool(torch.get_num_threads(), os.getpid())
+    for future in [pool.submit(function, *task) for task in tasks]:
+        future.result()
+
+
+def _ranges(count: int, parts: int, multiple: int) -> list[tuple[int, int]]:
+    """[0, count) in about `parts` pieces, each but the last a multiple of `multiple` long."""
+    length = max(1, -(-count // (parts * multiple))) * multiple
+    return [(first, min(first + length, count)) for first in range(0, count, length)]
+
+
+def _finite(
+    a: Codes,
+    a_format: model.Format,
+    b: Codes,
+    b_format: model.Format,
+    split_steps: int,
+    compiled: tuple[Any, Any, int],
+) -> NDArray[np.float32]:
+    """a * b^T by the compiled tiles; NaN and infinity among the operands count as zeros."""
+    pack, tiles, width = compiled
+    (m, depth), n = a.shape, b.shape[0]
+    # Tiles are as wide as the registers: let the longer side, or the better filled one, lie across them.
+    if -(-m // width) * n < -(-n // width) * m:
+        return np.ascontiguousarray(_finite(b, b_format, a, a_format, split_steps, compiled).T)
+    out = np.zeros((m, n), np.float32)
+    if out.size == 0 or depth == 0:
+        return out
+    # One memory layout is compiled for: contiguous and writable.
+    a, b = np.require(a, requirements=["C", "W"]), np.require(b, requirements=["C", "W"])
+    step_k = 32 if a.itemsize == 1 else 16
+    (a_values, a_exponents), (b_values, b_exponents) = _tables(a_format), _tables(b_format)
+    size = -(-depth // step_k) * step_k * m
+    packed = np.zeros(size, a_values.dtype), np.full(size, a_exponents[0])
+    small = m * n * depth < _SMALL
+    threads = 1 if small else torch.get_num_threads()
+    _each(
+        pack,
+        [(a, a_values, a_exponents, *rows, step_k, *packed) for rows in _ranges(m, threads, 1)],
+        small,
+    )
+    # Rows are cut for the cache, columns for the threads; rows too where there are few columns.
+    blocks = -(-m // _ROWS)
+    if -(-n // width) * blocks < 2 * threads:
+        blocks = min(2 * threads, -(-m // 64))
+    columns = _ranges(n, -(-4 * threads // blocks), width)
+    tasks = [
+        (*packed, b, b_values, b_exponents, rows, cut, split_steps, out)
+        for rows, cut in itertools.product(_ranges(m, blocks, 1), columns)
+    ]
+    _each(tiles, tasks, small)
+    return out
+
+
+def gemm_words(
+    a: Codes,
+    a_format: model.Format,
+    b: Codes,
+    b_format: model.Format,
+    instruction: model.Instruction,
+    split_k: int | None = None,
+) -> NDArray[np.uint32]:
+    """What `model.gemm_words` gives for the same arguments, in every bit."""
+    half = instruction is model.HALF_STEP
+    if split_k is not None and (half or split_k % instruction.k):
+        raise ValueError(f"split_k is {split_k}: a multiple of {instruction.k} is needed, with FP8 operands.")
+    split_steps = 0 if split_k is None else split_k // instruction.k
+    words = _finite(a, a_format, b, b_format, split_steps, _compiled(half)).view(np.uint32)
+    a_inf, a_nan = _special_rows(a, a_format)
+    b_inf, b_nan = _special_rows(b, b_format)
+    others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
+    for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):
+        if rows.size and columns.size:
+            block = np.ix_(rows, columns)
+            words[block] = _with_infinities(words[block], a[rows], a_format, b[columns], b_format, instruction)
+    words[a_nan] = model.NAN_WORD
+    words[:, b_nan] = model.NAN_WORD
+    return words
+
+
+def _special_rows(codes: Codes, fmt: model.Format) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The rows of codes [rows, K] that hold an infinity, and those that hold a NaN."""
+    magnitude = codes & codes.dtype.type((1 << (fmt.exponent_bits + fmt.fraction_bits)) - 1)
+    limit = ((1 << fmt.exponent_bits) - 1) << fmt.fraction_bits  # infinity; what is above is NaN
+    if not fmt.has_infinity:
+        limit += (1 << fmt.fraction_bits) - 2  # the largest finite code
+    highest = magnitude.max(axis=1, initial=0)
+    nan = np.flatnonzero(highest > limit)
+    if not fmt.has_infinity or not (highest >= limit).any():
+        return np.empty(0, np.intp), nan
+    return np.flatnonzero((magnitude == limit).any(axis=1)), nan
+
+
+def _with_infinities(
+    finite: NDArray[np.uint32],
+    a: Codes,
+    a_format: model.Format,
+    b: Codes,
+    b_format: model.Format,
+    instruction: model.Instruction,
+) -> NDArray[np.uint32]:
+    """The words of a * b^T with its infinities, from `finite`, the words with zeros in their place.
+
+    An infinite term decides the sum wherever it stands, two of different signs or one made with a zero are
+    NaN: so it is enough to count them, by products of small integers, which are exact.
+    """
+    left, right = _signs(a, a_format), _signs(b, b_format)
+
+    def count(which: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
+        (sign_a, inf_a), (sign_b, inf_b) = map(which, left[:2]), map(which, right[:2])
+        return inf_a @ sign_b.T + sign_a @ inf_b.T - inf_a @ inf_b.T
+
+    number, balance = count(np.abs), count(lambda sign: sign)
+    plus, minus = number + balance > 0, number - balance > 0
+    invalid = np.abs(left[1]) @ right[2].T + left[2] @ np.abs(right[1]).T > 0
+    words = np.where(plus, np.uint32(model.INF_WORD), finite)
+    words = np.where(minus, np.uint32(model.INF_WORD | 0x80000000), words)
+    nan = invalid | (plus & minus)
+    # Finite bf16 terms can leave fp32's range by themselves; then it matters which infinity came first.
+    late = (plus ^ minus) & ~nan & (finite ^ words == 0x80000000)
+    for row in np.flatnonzero(late.any(axis=1)):
+        columns = np.flatnonzero(late[row])
+        words[row, columns] = model.gemm_words(a[row : row + 1], a_format, b[columns], b_format, instruction)
+    return np.where(nan, np.uint32(model.NAN_WORD), words)
+
+
+def _signs(codes: Codes, fmt: model.Format) -> tuple[NDArray[np.float64], ...]:
+    """Sign of each number (0 for zero and NaN), of each infinity (0 elsewhere), and 1 for each zero."""
+    number = model.decode(codes, fmt)
+    sign = np.where(number.negative, -1.0, 1.0)
+    zero = number.zero()
+    return np.where(zero | number.nan, 0.0, sign), np.where(number.inf, sign, 0.0), zero.astype(np.float64)
