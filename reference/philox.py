@@ -70,6 +70,14 @@ def draw_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
+def new_state(device: torch.device | str = "cpu") -> torch.Tensor:
+    """A generator's state: int64 `[2]`, (seed, offset 0), the seed drawn as by `draw_seed`, on any device.
+
+    Ops with dropout take it and advance the offset; a clone replays the mask.
+    """
+    return torch.tensor([draw_seed(), 0], dtype=torch.int64).to(device)
+
+
 # Wichura, "Algorithm AS241: the percentage points of the normal distribution" (Applied Statistics 37, 1988),
 # PPND16: numerator and denominator, highest power first, of the three pieces of the quantile.
 _CENTRE = (

@@ -22,12 +22,18 @@ LIBRARY = torch.library.Library("twin", "DEF")
 
 SCHEMAS = {
     "amax": "(Tensor x, Tensor(a!) amax_history, int column) -> ()",
+    "attention": "(Tensor q, Tensor k, Tensor v, float scale, str mask_type, Tensor? mask, float dropout,"
+    " Tensor(a!)? rng_state) -> (Tensor, Tensor, Tensor)",
+    "attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor m, Tensor inv, float scale,"
+    " str mask_type, Tensor? mask, float dropout, Tensor? rng_state) -> (Tensor, Tensor, Tensor)",
+    "bias_dropout_add": "(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor(a!)? rng_state) -> Tensor",
     "cast": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor)",
     "cast_transpose": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor)",
     "cast_transpose_dbias": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column,"
     " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     "dbias": "(Tensor grad) -> Tensor",
+    "dropout_backward": "(Tensor grad, float p, Tensor? rng_state) -> Tensor",
     "gemm": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "gemm_fp8": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
     " ScalarType out_dtype, str accumulate) -> Tensor",
@@ -38,8 +44,11 @@ SCHEMAS = {
     "norm_cast_transpose": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind,"
     " Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "rotary": "(Tensor x, Tensor freqs, bool interleaved, bool backward) -> Tensor",
     "scale_update": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, float fp8_max, int margin,"
     " str algorithm) -> ()",
+    "softmax": "(Tensor x, float scale, str mask_type, Tensor? mask) -> Tensor",
+    "softmax_backward": "(Tensor grad, Tensor y, float scale) -> Tensor",
 }
 
 
