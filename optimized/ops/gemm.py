@@ -4,6 +4,7 @@ The definition, with its rounding points, is reference/ops/gemm.py. Every tile g
 """
 
 import functools
+import itertools
 import logging
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from optimized import launch
 from optimized.ops.gemm_fp8 import BIAS_TYPES, OUTPUTS
-from optimized.ops.gemm_tile import Tile, select_tile
+from optimized.ops.gemm_tile import TILES, Tile, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm import check
 from reference.ops.library import LIBRARY
@@ -33,6 +34,16 @@ def defines(
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
     }
+
+
+# What the CPU suite compiles: every tile with each layout, and every output and format in one tile.
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("gemm", defines(dtype, out, transpose_a, transpose_b, tile))
+    for dtype, out, transpose_a, transpose_b, tile in [
+        *itertools.product([torch.bfloat16], [torch.bfloat16], (False, True), (False, True), TILES),
+        *itertools.product(FORMATS, (torch.float16, torch.float32), [False], [False], TILES[:1]),
+    ]
+]
 
 
 @functools.lru_cache(maxsize=1024)

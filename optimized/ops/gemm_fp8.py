@@ -4,12 +4,13 @@ The definition, with its rounding points, is reference/ops/gemm_fp8.py. Every ti
 """
 
 import functools
+import itertools
 
 import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_tile import Tile, select_tile
+from optimized.ops.gemm_tile import TILES, Tile, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm_fp8 import check
 from reference.ops.library import LIBRARY
@@ -43,6 +44,18 @@ def defines(
 def run(n: int) -> int:
     """Consecutive columns of the output that a thread owns: 8, or 4 where N is an odd multiple of 16."""
     return 8 if n % 32 == 0 else 4
+
+
+# What the CPU suite compiles: every tile with both accumulations, and every format and output in one tile.
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("gemm_fp8", defines(a, b, out, accumulate, tile, n))
+    for a, b, out, accumulate, tile, n in [
+        *itertools.product(
+            [torch.float8_e4m3fn], [torch.float8_e4m3fn], [torch.bfloat16], ("fast", "split"), TILES, (16, 32)
+        ),
+        *itertools.product([torch.float8_e5m2], FORMATS, OUTPUTS, ("fast", "split"), TILES[:1], [32]),
+    ]
+]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,160 @@
+"""The GEMMs against cuBLASLt in the same run (docs/results/gemm.json): the twelve shapes of the layer.
+
+FP8 with bf16 output, fast against `torch._scaled_mm(use_fast_accum=True)`, split against `False`; bf16 against
+`torch.mm`. Two ways to time, both needed: *interleaved* launches share one clock, so they compare cycles; *sustained*
+blocks of one kernel run at the power cap, so they compare energy too. Both sides are called as a user would, through
+their op, and allocate their output.
+"""
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import launch, measure
+from optimized.ops.gemm_tile import select_tile
+
+NAME = "gemm"
+KERNELS = ("gemm", "gemm_fp8")
+TOKENS, HIDDEN, FFN = 8192, 4096, 16384
+# in and out features of the layer's Linears: sequence 2048, batch 4, hidden 4096, ffn 16384.
+LINEARS = {"qkv": (HIDDEN, 3 * HIDDEN), "proj": (HIDDEN, HIDDEN), "fc1": (HIDDEN, FFN), "fc2": (FFN, HIDDEN)}
+SECONDS = 0.15  # of one sustained block
+
+twin = torch.ops.twin
+Calls = dict[str, Callable[[], torch.Tensor]]
+
+
+def shapes(tokens: int = TOKENS) -> dict[str, tuple[int, int, int]]:
+    """M, N, K of the twelve products: forward, gradient of the input, gradient of the weight."""
+    found = {}
+    for name, (inner, outer) in LINEARS.items():
+        found[f"{name}.fprop"] = (tokens, outer, inner)
+        found[f"{name}.dgrad"] = (tokens, inner, outer)
+        found[f"{name}.wgrad"] = (outer, inner, tokens)
+    return found
+
+
+def fp8_operands(name: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random operands in the formats of the HYBRID recipe: gradients are E5M2, everything else E4M3."""
+    a_format = torch.float8_e4m3fn if name.endswith("fprop") else torch.float8_e5m2
+    return (
+        torch.randn(m, k, device="cuda").to(a_format),
+        torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn),
+    )
+
+
+def wide_operands(name: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bf16 operands in the layouts of a Linear: dgrad reads the weight, wgrad both, as transposed views."""
+
+    def matrix(rows: int, transposed: bool) -> torch.Tensor:
+        shape = (k, rows) if transposed else (rows, k)
+        values = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return values.t() if transposed else values
+
+    return matrix(m, name.endswith("wgrad")), matrix(n, not name.endswith("fprop"))
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype, accumulate: str
+) -> torch.Tensor:
+    """cuBLASLt's FP8 product, with the first algorithm of its heuristic."""
+    return torch._scaled_mm(
+        a, b.t(), scale_a=scale, scale_b=scale, out_dtype=out_dtype, use_fast_accum=accumulate == "fast"
+    )
+
+
+def calls(kind: str, name: str, m: int, n: int, k: int) -> Calls:
+    """Ours and theirs for one problem. `kind` is "fast", "split" or "bf16"."""
+    if kind == "bf16":
+        a, b = wide_operands(name, m, n, k)
+        return {
+            "ours": functools.partial(twin.gemm, a, b, None, torch.bfloat16),
+            "theirs": functools.partial(torch.mm, a, b.t()),
+        }
+    a, b = fp8_operands(name, m, n, k)
+    scale = torch.ones(1, device="cuda")
+    return {
+        "ours": functools.partial(twin.gemm_fp8, a, b, scale, scale, None, torch.bfloat16, kind),
+        "theirs": functools.partial(scaled_mm, a, b, scale, torch.bfloat16, kind),
+    }
+
+
+def sustained(variants: Mapping[str, Callable[[], object]], estimate: Mapping[str, float]) -> dict[str, float]:
+    """Median over three blocks of the mean time of a call (ms), blocks of one variant taking turns."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(3):
+        for name, call in variants.items():
+            count = max(10, int(SECONDS * 1e3 / estimate[name]))
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for i in range(count + 5):
+                if i == 5:  # the clock settles and the queue fills during the first calls
+                    start.record()
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(start.elapsed_time(end) / count)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, blocks: bool) -> dict[str, Any]:
+    """One row of the result."""
+    variants = calls(kind, name, m, n, k)
+    ours, theirs = variants["ours"](), variants["theirs"]()
+    differing = int((ours.view(torch.int16) != theirs.view(torch.int16)).sum())
+    del ours, theirs
+    samples = measure.interleave(variants, repeats=repeats, warmup=3)
+    times = {side: measure.summary(values) for side, values in samples.items()}
+    ratios = [theirs / ours for ours, theirs in zip(samples["ours"], samples["theirs"], strict=True)]
+    row: dict[str, Any] = {
+        "kind": kind,
+        "name": name,
+        "m": m,
+        "n": n,
+        "k": k,
+        "tile": str(select_tile(m, n, k * (2 if kind == "bf16" else 1), launch.processors(0))),
+        "differing_words": differing,
+        "ms": times,
+        "tflops": {side: 2e-9 * m * n * k / value["median"] for side, value in times.items()},
+        "speed_over_theirs": measure.summary(ratios),
+    }
+    if blocks:
+        row["sustained_ms"] = sustained(variants, {side: value["median"] for side, value in times.items()})
+        row["sustained_speed_over_theirs"] = row["sustained_ms"]["theirs"] / row["sustained_ms"]["ours"]
+    return row
+
+
+def geometric_means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """By kind, over the shapes: how much faster than theirs, interleaved."""
+    kinds = sorted({row["kind"] for row in rows})
+    return {
+        kind: statistics.geometric_mean(row["speed_over_theirs"]["median"] for row in rows if row["kind"] == kind)
+        for kind in kinds
+    }
+
+
+def run(
+    progress: Callable[[float], None] | None = None,
+    repeats: int = 20,
+    kinds: tuple[str, ...] = ("fast", "split", "bf16"),
+    blocks: bool = True,
+) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done. `blocks` adds the sustained times."""
+    problems = [(kind, name, *shape) for kind in kinds for name, shape in shapes().items()]
+    rows = []
+    with torch.no_grad():
+        for done, problem in enumerate(problems):
+            rows.append(measure_one(*problem, repeats=repeats, blocks=blocks))
+            if progress is not None:
+                progress((done + 1) / len(problems))
+    return {
+        "what": "time of cuBLASLt (torch._scaled_mm, torch.mm) over ours, same run, random data, bf16 output",
+        "repeats": repeats,
+        "sustained_block_seconds": SECONDS,
+        "geometric_mean_speed_over_theirs": geometric_means(rows),
+        "rows": rows,
+        "provenance": measure.provenance(KERNELS),
+    }

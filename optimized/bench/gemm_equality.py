@@ -1,0 +1,137 @@
+"""Where the FP8 GEMM's words equal cuBLASLt's (docs/results/gemm_equality.json): a fixed list, fp32 output.
+
+Every shape is computed with fast and with split accumulation and compared with `torch._scaled_mm` in every word.
+Where words differ, two questions are answered. Is ours right: sampled rows and columns against the CPU definition, at
+full K. And why is theirs different: cuBLASLt may split K over several kernels' blocks and add the partial sums, which
+`split_k` reproduces with our own products of K's pieces.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import measure
+from optimized.bench.gemm import shapes
+
+NAME = "gemm_equality"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Beside the layer's twelve: squares, tall, wide, odd multiples of 16, ragged rows, few outputs with a long K.
+SHAPES = {
+    "square 1024": (1024, 1024, 1024),
+    "square 4096": (4096, 4096, 4096),
+    "square 8192": (8192, 8192, 8192),
+    "small layer qkv": (256, 3072, 1024),
+    "small layer fc2": (256, 1024, 4096),
+    "one token": (1, 4096, 4096),
+    "seven tokens": (7, 4096, 4096),
+    "ragged": (129, 272, 144),
+    "ragged rows": (1000, 2064, 2048),
+    "odd multiples of 16": (777, 1040, 1040),
+    "K of 16": (512, 512, 16),
+    "tall": (32768, 256, 1024),
+    "wide": (64, 32768, 1024),
+    "long K": (2048, 2048, 32768),
+    "longest K": (512, 512, 65536),
+    "one tile, long K": (128, 128, 16384),
+    "few outputs, long K": (16, 16, 16384),
+}
+SAMPLED_ROWS, SAMPLED_COLUMNS = 8, 16
+
+twin = torch.ops.twin
+
+
+def problems() -> dict[str, tuple[int, int, int]]:
+    """The list: name to M, N, K."""
+    return {**shapes(), **SHAPES}
+
+
+def operands(name: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random FP8 operands; dgrad and wgrad shapes, and every second other, have E5M2 on the left."""
+    fprop = name.endswith("fprop") or (name in SHAPES and list(SHAPES).index(name) % 2 == 0)
+    a = torch.randn(m, k, device="cuda").to(E4M3 if fprop else E5M2)
+    return a, torch.randn(n, k, device="cuda").to(E4M3)
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Words of two fp32 tensors that differ."""
+    return int((a.view(torch.int32) != b.view(torch.int32)).sum())
+
+
+def split_k(a: torch.Tensor, b: torch.Tensor, accumulate: str, theirs: torch.Tensor) -> str | None:
+    """How cuBLASLt splits K, if adding our products of equal pieces of K in order gives its words."""
+    one = torch.ones(1, device="cuda")
+    blocks = -(-a.shape[1] // 128)
+    for pieces in range(2, 65):
+        step = 128 * -(-blocks // pieces)
+        total = None
+        for start in range(0, a.shape[1], step):
+            part = [x[:, start : start + step].contiguous() for x in (a, b)]
+            product = twin.gemm_fp8(*part, one, one, None, torch.float32, accumulate)
+            total = product if total is None else total + product
+        if total is not None and differing(total, theirs) == 0:
+            return f"cuBLASLt splits K into {pieces} pieces of {step} and adds them in fp32, in order"
+    return None
+
+
+def definition_agrees(a: torch.Tensor, b: torch.Tensor, accumulate: str, ours: torch.Tensor) -> int:
+    """Sampled words that differ from the CPU definition, at full K."""
+    rows = torch.randperm(a.shape[0], device="cuda")[:SAMPLED_ROWS]
+    columns = torch.randperm(b.shape[0], device="cuda")[:SAMPLED_COLUMNS]
+    sampled = [x.view(torch.uint8)[i].cpu().view(x.dtype) for x, i in ((a, rows), (b, columns))]
+    one = torch.ones(1)
+    expected = twin.gemm_fp8(*sampled, one, one, None, torch.float32, accumulate)
+    return differing(ours[rows][:, columns].cpu(), expected)
+
+
+def compare(name: str, m: int, n: int, k: int, accumulate: str) -> dict[str, Any]:
+    """One row of the result."""
+    a, b = operands(name, m, n, k)
+    one = torch.ones(1, device="cuda")
+    ours = twin.gemm_fp8(a, b, one, one, None, torch.float32, accumulate)
+    theirs = torch._scaled_mm(
+        a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=accumulate == "fast"
+    )
+    words = differing(ours, theirs)
+    row: dict[str, Any] = {
+        "name": name,
+        "m": m,
+        "n": n,
+        "k": k,
+        "formats": f"{'e4m3' if a.dtype == E4M3 else 'e5m2'}.e4m3",
+        "accumulate": accumulate,
+        "words": ours.numel(),
+        "differing_words": words,
+    }
+    if m * n <= 1 << 20 or words:
+        sampled = min(m, SAMPLED_ROWS) * min(n, SAMPLED_COLUMNS)
+        row["sampled_against_the_cpu"] = {
+            "words": sampled,
+            "differing_words": definition_agrees(a, b, accumulate, ours),
+        }
+    if words:
+        why = split_k(a, b, accumulate, theirs)
+        row["why"] = why or "unknown: no in-order split of K reproduces cuBLASLt's words"
+    return row
+
+
+def run(progress: Callable[[float], None] | None = None) -> dict[str, Any]:
+    """Compare the whole list; `progress` is told the fraction done."""
+    torch.manual_seed(0)
+    cases = [(name, *shape, accumulate) for name, shape in problems().items() for accumulate in ("fast", "split")]
+    rows = []
+    with torch.no_grad():
+        for done, case in enumerate(cases):
+            rows.append(compare(*case))
+            if progress is not None:
+                progress((done + 1) / len(cases))
+    return {
+        "what": "fp32 words of twin::gemm_fp8 compared with torch._scaled_mm's (cuBLASLt), random data",
+        "problems": len(rows),
+        "problems_with_every_word_equal": sum(row["differing_words"] == 0 for row in rows),
+        "words": sum(row["words"] for row in rows),
+        "differing_words": sum(row["differing_words"] for row in rows),
+        "rows": rows,
+        "provenance": measure.provenance(("gemm_fp8",)),
+    }

@@ -1,0 +1,211 @@
+"""twin::gemm_fp8 on Hopper equals its definition on the CPU in every bit; and the choice of tiles."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optimized.ops
+from optimized.ops.gemm_fp8 import gemm_fp8_tiled
+from optimized.ops.gemm_tile import TILES, Tile, select_tile
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E5M2)
+OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
+# Fewer rows than a warpgroup, odd ones, one more than a tile; K of half a step, of no whole block, of several.
+RAGGED = ((1, 16, 16), (7, 48, 144), (17, 272, 48), (127, 32, 400), (129, 80, 128), (70, 528, 272))
+twin = torch.ops.twin
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(seed: int, rows: int, cols: int, dtype: torch.dtype, spread: float = 1.0) -> torch.Tensor:
+    """Normal values times `spread`, in FP8, on the CPU."""
+    return (normal(seed, rows, cols) * spread).clamp(-448, 448).to(dtype)
+
+
+def random_codes(seed: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every code, NaN and infinity too, with equal chance."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def one(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float32)
+
+
+def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.cuda() for t in tensors]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_on_ragged_shapes(tile: Tile, accumulate: str) -> None:
+    """Poisoned outputs: what the kernel leaves unwritten would show, and what it writes outside too."""
+    for m, n, k in RAGGED:
+        a, b = draw(m, m, k, E4M3), draw(n + 1, n, k, E4M3)
+        args = (a, b, one(0.37), one(1.7), None)
+        memory = torch.full((m * n + 256,), -77.0, dtype=torch.float32, device="cuda")
+        out = memory[128 : 128 + m * n].view(m, n)
+        gemm_fp8_tiled(*on_gpu(*args), torch.float32, accumulate, tile, out)  # type: ignore[arg-type]
+        assert_same_bits(out, twin.gemm_fp8(*args, torch.float32, accumulate), f"{tile}, {(m, n, k)}")
+        assert bool((memory[:128] == -77).all()), f"{tile}, {(m, n, k)}: written before the output"
+        assert bool((memory[128 + m * n :] == -77).all()), f"{tile}, {(m, n, k)}: written after the output"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize(("a_format", "b_format"), list(itertools.product(FORMATS, FORMATS)))
+def test_formats_outputs_and_bias(a_format: torch.dtype, b_format: torch.dtype, accumulate: str) -> None:
+    m, n, k = 65, 96, 320
+    a, b = draw(1, m, k, a_format), draw(2, n, k, b_format)
+    biases = [None, *(normal(3, n).to(dtype) for dtype in OUTPUTS)]
+    for out_dtype, bias in itertools.product(OUTPUTS, biases):
+        args = (a, b, one(0.013), one(3.1), bias)
+        ours = twin.gemm_fp8(*on_gpu(*args), out_dtype, accumulate)
+        what = f"{out_dtype}, bias {None if bias is None else bias.dtype}"
+        assert_same_bits(ours, twin.gemm_fp8(*args, out_dtype, accumulate), what)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize(("a_format", "b_format"), list(itertools.product(FORMATS, FORMATS)))
+def test_special_values(a_format: torch.dtype, b_format: torch.dtype, accumulate: str) -> None:
+    """All codes at random (NaN in most sums), then rows that hold few of them: zeros, infinities, subnormals."""
+    k = 272
+    dense = random_codes(4, 40, k, a_format), random_codes(5, 32, k, b_format)
+    a, b = draw(6, 40, k, a_format), draw(7, 32, k, b_format)
+    a.view(torch.uint8)[0] = 0
+    a.view(torch.uint8)[1] = 0x80
+    a.view(torch.uint8)[2] = 1  # the least subnormal
+    a.view(torch.uint8)[3, 5] = 0x7F  # NaN in both formats
+    a.view(torch.uint8)[4, 200] = 0x7C  # infinity in E5M2
+    a.view(torch.uint8)[5, 3] = 0xFC
+    b.view(torch.uint8)[0] = 0
+    b.view(torch.uint8)[1, 200] = 0x7C
+    for x, y in (dense, (a, b)):
+        for out_dtype in (torch.float32, torch.bfloat16):
+            args = (x, y, one(1.0), one(2.0**-20), None)
+            ours = twin.gemm_fp8(*on_gpu(*args), out_dtype, accumulate)
+            assert_same_bits(ours, twin.gemm_fp8(*args, out_dtype, accumulate), str(out_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, 2.0**-100, 2.0**100, float("inf"), float("nan")])
+def test_extreme_scales(scale: float) -> None:
+    """The product of the scales is rounded first, then multiplies: it may be zero, infinite or NaN."""
+    a, b = draw(8, 33, 64, E4M3), draw(9, 32, 64, E5M2)
+    for other in (1.0, 2.0**60):
+        args = (a, b, one(scale), one(other), None)
+        ours = twin.gemm_fp8(*on_gpu(*args), torch.float32, "fast")
+        assert_same_bits(ours, twin.gemm_fp8(*args, torch.float32, "fast"), f"{scale}, {other}")
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(0, 300),
+    n=st.integers(1, 20).map(lambda i: 16 * i),
+    k=st.integers(0, 40).map(lambda i: 16 * i),
+    tile=st.sampled_from(TILES),
+    accumulate=st.sampled_from(["fast", "split"]),
+    out_dtype=st.sampled_from(OUTPUTS[:2]),
+    seed=st.integers(0, 2**31),
+)
+def test_random_problems(
+    m: int, n: int, k: int, tile: Tile, accumulate: str, out_dtype: torch.dtype, seed: int
+) -> None:
+    a, b = draw(seed, m, k, E4M3, 2.0), draw(seed + 1, n, k, E4M3, 0.5)
+    args = (a, b, one(0.7), one(1.3), normal(seed, n))
+    ours = gemm_fp8_tiled(*on_gpu(*args), out_dtype, accumulate, tile)  # type: ignore[arg-type]
+    assert_same_bits(ours, twin.gemm_fp8(*args, out_dtype, accumulate), f"{tile}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+def test_cublaslt_agrees(accumulate: str) -> None:
+    """torch._scaled_mm in fp32; the long list, with the layer's shapes, is docs/results/gemm_equality.json."""
+    for m, n, k in ((256, 512, 512), (1000, 2064, 2048), (1024, 4096, 512), (48, 128, 4096)):
+        a, b = (draw(m, m, k, E4M3).cuda(), draw(n, n, k, E4M3).cuda())
+        scales = one(0.37).cuda(), one(1.7).cuda()
+        theirs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.float32, use_fast_accum=accumulate == "fast")
+        ours = twin.gemm_fp8(a, b, *scales, None, torch.float32, accumulate)
+        assert_same_bits(ours, theirs, f"{(m, n, k)}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+def test_two_runs_two_streams_and_a_graph_give_the_same_bits(accumulate: str) -> None:
+    m, n, k = 1111, 1040, 2064
+    args = on_gpu(draw(1, m, k, E4M3), draw(2, n, k, E4M3), one(0.5), one(0.3), None)
+
+    def product() -> torch.Tensor:
+        return twin.gemm_fp8(*args, torch.bfloat16, accumulate)
+
+    first = product()
+    assert_same_bits(product(), first, "second run")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            results += [product() for _ in range(5)]
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same_bits(result, first, "on two streams at once")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = product()
+    captured.fill_(7)
+    graph.replay()
+    assert_same_bits(captured, first, "graph replay")
+
+
+@pytest.mark.gpu
+def test_unaligned_operands_are_refused_with_a_sentence() -> None:
+    memory = torch.zeros(16 * 32 + 8, dtype=torch.uint8, device="cuda").view(E4M3)
+    a, b = memory[8:].view(16, 32), torch.zeros(16, 32, dtype=torch.uint8, device="cuda").view(E4M3)
+    scale = one(1.0).cuda()
+    with pytest.raises(ValueError, match=r"^a starts at address 0x\w+; the copy engine needs a multiple of 16"):
+        twin.gemm_fp8(a, b, scale, scale, None, torch.float32, "fast")
+    with pytest.raises(ValueError, match=r"^b_scale_inv is on cpu and a on cuda:0; gemm_fp8 runs on one device"):
+        optimized.ops.gemm_fp8.gemm_fp8(b, b, scale, one(1.0), None, torch.float32, "fast")
+
+
+def fits(tile: Tile) -> bool:
+    return tile.shared_bytes <= 232448 and tile.threads in (256, 384)
+
+
+def test_tiles_fit_a_multiprocessor() -> None:
+    assert all(fits(tile) for tile in TILES)
+    assert len(set(TILES)) == len(TILES)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Tile(3, 128, 4), "a tile has 1 or 2 warpgroups"),
+        (lambda: Tile(2, 192, 4), "64, 128 or 256 columns"),
+        (lambda: Tile(2, 256, 5), "bytes of shared memory; a block has 232448"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(make: Callable[[], Tile], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
+    layer = [(8192, 12288, 4096), (8192, 4096, 16384), (4096, 4096, 8192), (16384, 4096, 8192)]
+    assert {select_tile(m, n, k, 132) for m, n, k in layer} == {TILES[0]}, "large problems get the large tile"
+    assert select_tile(1, 4096, 4096, 132).block_m == 64, "one row wastes least in 64"
+    small = select_tile(256, 1024, 1024, 132)
+    assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"
+    for m, n, k in itertools.product((1, 100, 4000), (16, 256, 4096), (16, 4096)):
+        assert select_tile(m, n, k, 132) in TILES
