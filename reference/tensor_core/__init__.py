@@ -37,7 +37,7 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
     return torch.from_numpy(words.view(np.float32))
 
 
-def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Tensor:
+def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Tensor | None = None) -> torch.Tensor:
     """a * b^T by chained tensor-core steps, fp32 [M, N]; any M, N and K, zero included.
 
     a [M, K], b [N, K] as for `step`, any strides. K is taken in order; its last step is filled up with
@@ -47,7 +47,10 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Te
     * "split" (FP8 only): chains of K = 128 from zero, each partial sum added to an fp32 accumulator with
       an ordinary addition, in order of K.
 
-    A K of 0 gives +0. NaN results are the word 0x7FFFFFFF. Runs on as many threads as torch may use
+    `c`, fp32 [M, N] ("fast" only), is what the chain starts from instead of +0: two chains of which the second
+    starts from the first's result are one chain, if the first's K is a multiple of the step's.
+
+    A K of 0 gives +0, or c. NaN results are the word 0x7FFFFFFF. Runs on as many threads as torch may use
     (`torch.set_num_threads`); the bits do not depend on how many. The first call on a machine compiles for
     some seconds.
     """
@@ -60,5 +63,14 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Te
             f"accumulate='split' with {a.dtype}: split accumulation is defined for FP8 operands; "
             f"16-bit products keep fp32's precision in one chain, use 'fast'."
         )
-    words = fast.gemm_words(*left, split_k=SPLIT_K if split else None)
+    start = None
+    if c is not None:
+        shape = (a.shape[0], b.shape[0])
+        if split or c.dtype != torch.float32 or tuple(c.shape) != shape or c.device.type != "cpu":
+            raise ValueError(
+                f"c is {c.dtype} {tuple(c.shape)} on {c.device} with accumulate={accumulate!r}; "
+                f"float32 {shape} on the CPU with 'fast' is needed."
+            )
+        start = c.detach().contiguous().view(torch.int32).numpy().view(np.uint32)
+    words = fast.gemm_words(*left, split_k=SPLIT_K if split else None, c=start)
     return torch.from_numpy(words.view(np.float32))

@@ -47,7 +47,7 @@ def _tables(fmt: model.Format) -> tuple[NDArray[np.floating], NDArray[np.signedi
 @contextmanager
 def _announced() -> Iterator[None]:
     """Say so on stderr when the first call takes long: numba is compiling."""
-    text = "twin-engine: compiling the tensor-core model for this CPU (once; it is cached) ..."
+    text = "twin-engine: preparing the tensor-core model for this CPU (compiled once, then cached) ..."
     timer = threading.Timer(_PATIENCE, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -101,14 +101,16 @@ def _finite(
     b_format: model.Format,
     split_steps: int,
     compiled: tuple[Any, Any, int],
+    c: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """a * b^T by the compiled tiles; NaN and infinity among the operands count as zeros."""
+    """a * b^T (+ c, of 16-bit operands) by the compiled tiles; NaN and infinity in a and b count as zeros."""
     pack, tiles, width = compiled
     (m, depth), n = a.shape, b.shape[0]
     # Tiles are as wide as the registers: let the longer side, or the better filled one, lie across them.
     if -(-m // width) * n < -(-n // width) * m:
-        return np.ascontiguousarray(_finite(b, b_format, a, a_format, split_steps, compiled).T)
-    out = np.zeros((m, n), np.float32)
+        swapped = None if c is None else c.T
+        return np.ascontiguousarray(_finite(b, b_format, a, a_format, split_steps, compiled, swapped).T)
+    out = np.zeros((m, n), np.float32) if c is None else np.array(c, order="C")
     if out.size == 0 or depth == 0:
         return out
     # One memory layout is compiled for: contiguous and writable.
@@ -144,15 +146,22 @@ def gemm_words(
     b_format: model.Format,
     instruction: model.Instruction,
     split_k: int | None = None,
+    c: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.uint32]:
     """What `model.gemm_words` gives for the same arguments, in every bit."""
     half = instruction is model.HALF_STEP
     if split_k is not None and (half or split_k % instruction.k):
         raise ValueError(f"split_k is {split_k}: a multiple of {instruction.k} is needed, with FP8 operands.")
     split_steps = 0 if split_k is None else split_k // instruction.k
-    words = _finite(a, a_format, b, b_format, split_steps, _compiled(half)).view(np.uint32)
     a_inf, a_nan = _special_rows(a, a_format)
     b_inf, b_nan = _special_rows(b, b_format)
+    if c is not None:
+        # Infinities beside those of a start value are rare enough for the model.
+        specials = a_inf.size or b_inf.size or ((c & np.uint32(model.INF_WORD)) == model.INF_WORD).any()
+        if specials or not half:
+            return model.gemm_words(a, a_format, b, b_format, instruction, split_k, c)
+    start = None if c is None else c.view(np.float32)
+    words = _finite(a, a_format, b, b_format, split_steps, _compiled(half), start).view(np.uint32)
     others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
     for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):
         if rows.size and columns.size:

@@ -276,7 +276,7 @@ def fp8_tiles(a, a_exponent, codes, values, exponents, rows, columns, split_step
 
 @_jit
 def half_tiles(a, a_exponent, codes, values, exponents, rows, columns, split_steps, out):  # type: ignore[no-untyped-def]
-    """`fp8_tiles` for bf16 and fp16 (one chain: split_steps is not used)."""
+    """`fp8_tiles` for bf16 and fp16: one chain (split_steps is not used), which starts from what `out` holds."""
     depth = codes.shape[1]
     steps = (depth + HALF_K - 1) // HALF_K
     height = rows[1] - rows[0]
@@ -286,6 +286,10 @@ def half_tiles(a, a_exponent, codes, values, exponents, rows, columns, split_ste
     for left in range(columns[0], columns[1], HALF_WIDTH):
         width = min(HALF_WIDTH, columns[1] - left)
         c[:] = 0
+        start = c.view(np.float32)
+        for row in range(height):
+            for column in range(width):
+                start[row * HALF_WIDTH + column] = out[rows[0] + row, left + column]
         for step in range(steps):
             b[:] = 0
             b_exponent[:] = HALF_NO_TERM

@@ -175,17 +175,20 @@ def gemm_words(
     b_format: Format,
     instruction: Instruction,
     split_k: int | None = None,
+    c: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.uint32]:
     """a * b^T by chained steps: the slow definition of a whole GEMM, fp32 words [M, N].
 
     `split_k` None: one chain over all of K, C of one step being D of the step before ("fast"
-    accumulation). Otherwise: chains of `split_k` from zero, added in order of K with ordinary fp32
-    additions to an accumulator that starts at +0 ("split").
+    accumulation), and that of the first step `c`, or +0. Otherwise: chains of `split_k` from zero, added in
+    order of K with ordinary fp32 additions to an accumulator that starts at +0 ("split").
     """
     depth = a.shape[1]
     total = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    if c is not None and depth == 0:
+        return c.copy()
     for first in range(0, depth, split_k or max(depth, 1)):
-        words = np.zeros(total.shape, np.uint32)
+        words = np.zeros(total.shape, np.uint32) if c is None or split_k is not None else c
         for k in range(first, min(depth, first + (split_k or depth)), instruction.k):
             stop = min(k + instruction.k, depth)
             words = step_words(a[:, k:stop], a_format, b[:, k:stop], b_format, words, instruction)
