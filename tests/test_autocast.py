@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import reference as te
+from reference.nn import gemms
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -163,6 +164,28 @@ def test_the_gradient_update_waits_for_the_first_module() -> None:
     y.sum().backward()
     assert seen == [1.0]
     assert second.fp8_meta["scaling_bwd"].scale[0] != 1
+
+
+def test_a_run_without_gradients_is_not_the_first_module() -> None:
+    """Only a forward that will have a backward can promise the update of the gradients' scales."""
+    frozen, trained = layer(), layer()
+    with te.autocast(recipe=RECIPE):
+        with torch.no_grad():
+            frozen(data())
+        y = trained(data())
+    y.sum().backward()
+    assert trained.fp8_meta["scaling_bwd"].scale[0] == 57344
+
+
+def test_no_transposed_copies_are_made_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a transposed copy nobody reads")
+
+    monkeypatch.setattr(gemms.twin, "cast_transpose", refuse)
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        module(data())
 
 
 def test_fp8_autocast_is_the_same_context_under_older_names() -> None:

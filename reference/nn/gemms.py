@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from reference.recipe import DelayedScaling
+from reference.scaling import FP8TensorMeta
+
 twin = torch.ops.twin
 
 
@@ -25,6 +28,41 @@ class Quantized(NamedTuple):
     scale_inv: torch.Tensor
 
 
+class FP8Call(NamedTuple):
+    """What one FP8 forward of a layer goes by.
+
+    `scale` is `scaling_fwd.scale`, or in a checkpoint's recomputation that of the first run; `amax_history` is None
+    where no amax may be taken (again). Columns are those of `scaling_fwd`: 3·gemm + (input 0, weight 1).
+    `grad_enabled` is the grad mode outside the autograd.Function, inside which it is always off.
+    """
+
+    recipe: DelayedScaling
+    activation_dtype: torch.dtype
+    is_first_microbatch: bool | None
+    scale: torch.Tensor
+    amax_history: torch.Tensor | None
+    grad_enabled: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The forward format."""
+        return self.recipe.fp8_format.dtype(True)
+
+    def needs(self, *requires_grad: bool) -> tuple[bool, ...]:
+        """Which gradients a backward will be asked for: none under torch.no_grad()."""
+        return tuple(flag and self.grad_enabled for flag in requires_grad)
+
+    def cast(self, x: torch.Tensor, column: int, transpose: bool) -> Quantized:
+        """`x [rows, cols]` in FP8, with the transposed copy where a backward will read it."""
+        return quantize(x, self.scale, self.amax_history, column, self.dtype, transpose)
+
+    def cast_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The bias as the FP8 GEMM takes it: in the activation dtype, bf16 where that is fp32."""
+        if bias is None:
+            return None
+        return bias.to(torch.bfloat16 if self.activation_dtype == torch.float32 else self.activation_dtype)
+
+
 def quantize(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -33,11 +71,22 @@ def quantize(
     dtype: torch.dtype,
     transpose: bool,
 ) -> Quantized:
-    """Cast `x [rows, cols]` to FP8 by `scale[column]`, with the transposed copy where a backward will read it."""
+    """Cast `x [rows, cols]` to FP8 by `scale[column]`."""
     if transpose:
         return Quantized(*twin.cast_transpose(x, scale, amax_history, column, dtype))
     q, scale_inv = twin.cast(x, scale, amax_history, column, dtype)
     return Quantized(q, None, scale_inv)
+
+
+def quantize_grad(
+    grad: torch.Tensor, meta: FP8TensorMeta, column: int, call: FP8Call, transpose: bool, dbias: bool
+) -> tuple[Quantized, torch.Tensor | None]:
+    """g `[tokens, out]` in the backward format, and its column sums where the bias wants them."""
+    dtype = call.recipe.fp8_format.dtype(False)
+    if dbias:
+        *cast, db = twin.cast_transpose_dbias(grad, meta.scale, meta.amax_history, column, dtype)
+        return Quantized(*cast), db
+    return quantize(grad, meta.scale, meta.amax_history, column, dtype, transpose), None
 
 
 def fp8_forward(x: Quantized, w: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

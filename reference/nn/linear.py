@@ -15,31 +15,37 @@ fp32 outside FP8 is PyTorch's own product and outside the bit contract. In FP8 w
 to bf16 first. Each of these rounding points is Transformer Engine's `module/linear.py`.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from reference import recompute, scaling
-from reference.autocast import AutocastState, take_first_module
+from reference import scaling
+from reference.autocast import AutocastState
 from reference.nn import init
 from reference.nn.gemms import (
-    Quantized,
+    FP8Call,
     dgrad16,
     fp8_dgrad,
     fp8_forward,
     fp8_wgrad,
     linear16_forward,
-    quantize,
+    quantize_grad,
     rows_of,
     weight_gradient,
     wgrad16,
 )
-from reference.nn.module import TransformerEngineBaseModule
-
-twin = torch.ops.twin
+from reference.nn.module import TransformerEngineBaseModule, updates_gradient_scales
+from reference.nn.parameters import (
+    InitMethod,
+    Split,
+    check_sizes,
+    forked,
+    parameter_dtype,
+    refuse_not_offered,
+    split_sizes,
+)
 
 INPUT, WEIGHT = 0, 1  # columns of scaling_fwd
 GRAD_OUTPUT = 0  # column of scaling_bwd
@@ -55,45 +61,30 @@ class _FP8Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         layer: "Linear",
-        call: "_FP8Call",
+        call: FP8Call,
     ) -> torch.Tensor:
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        out, x, w = layer._fp8_run(inp, weight, bias, call, needs_dx, needs_dw)
+        needs_dx, needs_dw, _ = ctx.needs = call.needs(*ctx.needs_input_grad[:3])
+        x = call.cast(rows_of(inp), INPUT, transpose=needs_dw)
+        w = layer.fp8_weight("weight", weight, WEIGHT, call, transpose=needs_dx)
         ctx.save_for_backward(x.q_t, x.scale_inv if needs_dw else None, w.q_t if needs_dx else None, w.scale_inv)
-        ctx.layer, ctx.call, ctx.main_grad_owner = layer, call, weight
-        ctx.needs = (needs_dx, needs_dw, needs_db)
-        ctx.inp_shape = inp.shape
-        replaying = recompute.replaying()
-        ctx.updates = any(ctx.needs) and not replaying and take_first_module()
-        return out
+        ctx.layer, ctx.call, ctx.weight, ctx.shape = layer, call, weight, inp.shape
+        ctx.updates = updates_gradient_scales(ctx.needs)
+        return fp8_forward(x, w, call.cast_bias(bias), call.activation_dtype).view(*inp.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_t, x_inv, w_t, w_inv = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs
-        call: _FP8Call = ctx.call
-        layer: Linear = ctx.layer
+        layer, dtype = ctx.layer, ctx.call.activation_dtype
         meta = layer.fp8_meta["scaling_bwd"]
-        arguments = (
-            rows_of(grad),
-            meta.scale,
-            meta.amax_history,
-            GRAD_OUTPUT,
-            call.recipe.fp8_format.dtype(False),
-        )
-        dx = dw = db = None
-        if needs_db:
-            *cast, db = twin.cast_transpose_dbias(*arguments)
-            g = Quantized(*cast)
-        else:
-            g = quantize(*arguments, transpose=needs_dw)
+        g, db = quantize_grad(rows_of(grad), meta, GRAD_OUTPUT, ctx.call, transpose=needs_dw, dbias=needs_db)
+        dx = dw = None
         if needs_dx:
-            dx = fp8_dgrad(g, w_t, w_inv, call.activation_dtype).view(ctx.inp_shape)
+            dx = fp8_dgrad(g, w_t, w_inv, dtype).view(ctx.shape)
         if needs_dw:
-            dw = weight_gradient(
-                lambda dtype: fp8_wgrad(g, x_t, x_inv, dtype), call.activation_dtype, layer._main_grad(ctx)
-            )
+            main_grad = layer.main_grad(ctx.weight)
+            dw = weight_gradient(lambda out: fp8_wgrad(g, x_t, x_inv, out), dtype, main_grad)
         if ctx.updates:
             scaling.update(forward=False)
         return dx, dw, db, None, None
@@ -113,7 +104,7 @@ class _Linear16(torch.autograd.Function):
     ) -> torch.Tensor:
         x, w = rows_of(inp).to(dtype), weight.to(dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-        ctx.layer, ctx.main_grad_owner, ctx.inp_shape, ctx.dtype = layer, weight, inp.shape, dtype
+        ctx.layer, ctx.weight, ctx.shape, ctx.dtype = layer, weight, inp.shape, dtype
         return linear16_forward(x, w, bias, dtype).view(*inp.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -123,23 +114,13 @@ class _Linear16(torch.autograd.Function):
         g = rows_of(grad).to(ctx.dtype)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = dgrad16(g, w).view(ctx.inp_shape)
+            dx = dgrad16(g, w).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = weight_gradient(lambda dtype: wgrad16(g, x, dtype), ctx.dtype, ctx.layer._main_grad(ctx))
+            main_grad = ctx.layer.main_grad(ctx.weight)
+            dw = weight_gradient(lambda out: wgrad16(g, x, out), ctx.dtype, main_grad)
         if ctx.needs_input_grad[2]:
-            db = twin.dbias(g)
+            db = torch.ops.twin.dbias(g)
         return dx, dw, db, None, None
-
-
-class _FP8Call(NamedTuple):
-    """What one FP8 forward fixes for its backward."""
-
-    recipe: Any
-    activation_dtype: torch.dtype
-    is_first_microbatch: bool | None
-
-
-# --- the module ------------------------------------------------------------------------------------------
 
 
 class Linear(TransformerEngineBaseModule):
@@ -172,12 +153,12 @@ class Linear(TransformerEngineBaseModule):
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
+        init_method: InitMethod | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        parameters_split: Split = None,
         device: torch.device | str | None = None,
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
@@ -191,11 +172,8 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        _refuse_parallelism(locals())
-        if min(in_features, out_features) < 1:
-            raise ValueError(
-                f"Linear: in_features={in_features}, out_features={out_features}; sizes >= 1 are accepted."
-            )
+        refuse_not_offered("Linear", locals())
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
@@ -204,41 +182,31 @@ class Linear(TransformerEngineBaseModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
         self._init_method = init_method
-        self._fork_rng = functools.partial(_fork, get_rng_state_tracker, rng_tracker_name)
-        self._create_parameters(parameters_split, params_dtype, device)
+        self._rng = (get_rng_state_tracker, rng_tracker_name)
+        self._create_parameters(parameters_split, parameter_dtype("Linear", params_dtype), self.resolve_device(device))
         if self._parameter_device().type != "meta":
             self.reset_parameters()
 
-    def _create_parameters(
-        self,
-        split: Sequence[str] | Mapping[str, int] | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"Linear: params_dtype={dtype}; float32, bfloat16 and float16 are accepted.")
-        device = self.resolve_device(device)
-        sizes = _split_sizes(split, self.out_features)
+    def _create_parameters(self, split: Split, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = split_sizes("Linear", split, self.out_features)
         self.weight_names = [f"{part}weight" for part in sizes]
         self.bias_names = [f"{part}bias" for part in sizes]
-        for part, size in sizes.items():
+        for name, size in zip(self.weight_names, sizes.values(), strict=True):
             weight = torch.empty(size, self.in_features, dtype=dtype, device=device)
-            self.register_parameter(f"{part}weight", torch.nn.Parameter(weight))
-        for part, size in sizes.items():
-            vector = torch.empty(size if self.use_bias else 0, dtype=dtype, device=device)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+        for name, size in zip(self.bias_names, sizes.values(), strict=True):
             if self.use_bias:
-                self.register_parameter(f"{part}bias", torch.nn.Parameter(vector))
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
             else:
-                setattr(self, f"{part}bias", vector)
+                setattr(self, name, torch.empty(0, dtype=dtype, device=device))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights anew and zero the biases; parameters on the meta device move to the default one first."""
+        """Draw the weights anew and zero the biases; from the meta device, move to the default one first."""
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         for name in self.weight_names:
-            with self._fork_rng():
+            with forked(*self._rng):
                 (self._init_method or init.normal_)(getattr(self, name))
         for name in self.bias_names:
             getattr(self, name).zero_()
@@ -276,8 +244,7 @@ class Linear(TransformerEngineBaseModule):
         bias = self._joined(self.bias_names) if self.use_bias else None
         out = self._run(inp, weight, bias if self.apply_bias else None, state, is_first_microbatch)
         if self.return_bias:
-            dtype = self.activation_dtype(inp)
-            return out, self._joined(self.bias_names).to(dtype)
+            return out, self._joined(self.bias_names).to(self.activation_dtype(inp))
         return out
 
     def _run(
@@ -290,136 +257,18 @@ class Linear(TransformerEngineBaseModule):
     ) -> torch.Tensor:
         dtype = self.activation_dtype(inp)
         if state.enabled:
-            self._check_fp8_sizes()
-            call = _FP8Call(state.recipe, dtype, is_first_microbatch)
-            if torch.is_grad_enabled():
-                return _FP8Linear.apply(inp, weight, bias, self, call)
-            return self._fp8_run(inp, weight, bias, call, False, False)[0]
-        if state.calibrating and not recompute.replaying():
-            self._calibrate(inp, weight)
+            self.check_fp8_sizes("in_features", "out_features")
+            call = self.fp8_call(state, dtype, is_first_microbatch)
+            return _FP8Linear.apply(inp, weight, bias, self, call)
+        if state.calibrating:
+            self.calibrate(INPUT, rows_of(inp))
+            self.calibrate(WEIGHT, weight)
         if dtype == torch.float32:
             return torch.nn.functional.linear(inp, weight.float(), None if bias is None else bias.float())
-        if torch.is_grad_enabled():
-            return _Linear16.apply(inp, weight, bias, self, dtype)
-        out = linear16_forward(rows_of(inp).to(dtype), weight.to(dtype), bias, dtype)
-        return out.view(*inp.shape[:-1], self.out_features)
-
-    def _check_fp8_sizes(self) -> None:
-        for name in ("in_features", "out_features"):
-            if getattr(self, name) % 16:
-                raise ValueError(
-                    f"Linear: {name}={getattr(self, name)} under FP8 autocast; a multiple of 16 is accepted "
-                    f"(rows of FP8 operands start at multiples of 16 bytes)."
-                )
-
-    def _calibrate(self, inp: torch.Tensor, weight: torch.Tensor) -> None:
-        history = self.fp8_meta["scaling_fwd"].amax_history
-        with torch.no_grad():
-            twin.amax(rows_of(inp.detach()), history, INPUT)
-            twin.amax(weight.detach().contiguous(), history, WEIGHT)
-
-    def _fp8_run(
-        self,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        call: _FP8Call,
-        needs_dx: bool,
-        needs_dw: bool,
-    ) -> tuple[torch.Tensor, Quantized, Quantized]:
-        """Cast and multiply: y in the input's shape, and the two operands for backward."""
-        meta = self.fp8_meta["scaling_fwd"]
-        scale = recompute.scale_for(self, meta.scale)
-        history = None if recompute.replaying() else meta.amax_history
-        dtype = call.recipe.fp8_format.dtype(True)
-        x = quantize(rows_of(inp), scale, history, INPUT, dtype, transpose=needs_dw)
-        w = self._fp8_weight(weight, scale, history, dtype, needs_dx, call.is_first_microbatch)
-        if bias is not None:
-            bias = bias.to(torch.bfloat16 if call.activation_dtype == torch.float32 else call.activation_dtype)
-        out = fp8_forward(x, w, bias, call.activation_dtype)
-        return out.view(*inp.shape[:-1], self.out_features), x, w
-
-    def _fp8_weight(
-        self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        history: torch.Tensor | None,
-        dtype: torch.dtype,
-        transpose: bool,
-        is_first_microbatch: bool | None,
-    ) -> Quantized:
-        """The weight in FP8: cast now, or the copy an earlier microbatch made."""
-        if is_first_microbatch is False:
-            cached = self._fp8_workspaces.get("weight")
-            if cached is not None and cached.q.dtype == dtype and (cached.q_t is not None or not transpose):
-                return cached
-        w = quantize(weight.contiguous(), scale, history, WEIGHT, dtype, transpose)
-        if is_first_microbatch is not None:
-            self._fp8_workspaces["weight"] = w
-        return w
-
-    def _main_grad(self, ctx: Any) -> torch.Tensor | None:
-        """Where dw is to be added, if `fuse_wgrad_accumulation` asks for it."""
-        if not self.fuse_wgrad_accumulation:
-            return None
-        main_grad = getattr(ctx.main_grad_owner, "main_grad", None)
-        if main_grad is None:
-            raise RuntimeError(
-                "Linear: fuse_wgrad_accumulation=True and the weight has no main_grad; "
-                "a float32 or bfloat16 tensor of the weight's shape is accepted."
-            )
-        return main_grad
+        return _Linear16.apply(inp, weight, bias, self, dtype)
 
     def extra_repr(self) -> str:
         """Sizes, bias and the recipe last run under."""
         recipe = self.fp8_meta.get("recipe")
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
         return text if recipe is None else f"{text}, recipe={recipe}"
-
-
-def _fork(get_tracker: Callable[[], Any] | None, name: str | None) -> Any:
-    """The context a weight is drawn in."""
-    if get_tracker is None:
-        return torch.no_grad()
-    return get_tracker().fork() if name is None else get_tracker().fork(name)
-
-
-def _split_sizes(split: Sequence[str] | Mapping[str, int] | None, out_features: int) -> dict[str, int]:
-    """Parameter-name prefix → rows, as Transformer Engine names them (`"query"` → `query_weight`)."""
-    if split is None:
-        return {"": out_features}
-    if isinstance(split, Mapping):
-        sizes = {f"{name.rstrip('_')}_": size for name, size in split.items()}
-    else:
-        sizes = {f"{name.rstrip('_')}_": out_features // len(split) for name in split}
-    if not sizes or sum(sizes.values()) != out_features:
-        raise ValueError(
-            f"Linear: parameters_split={split!r} with out_features={out_features}; "
-            f"distinct names whose sizes add up to out_features are accepted."
-        )
-    return sizes
-
-
-_PARALLEL_OFF = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "delay_wgrad_compute": False,
-    "symmetric_ar_type": None,
-    "save_original_input": False,
-}
-
-
-def _refuse_parallelism(arguments: Mapping[str, Any]) -> None:
-    for name, off in _PARALLEL_OFF.items():
-        if arguments[name] != off:
-            raise NotImplementedError(f"Linear: {name}={arguments[name]!r} is not offered; {off!r} is accepted.")
-    if arguments["parallel_mode"] not in (None, "row", "column"):
-        raise ValueError(
-            f"Linear: parallel_mode={arguments['parallel_mode']!r}; None, 'row' and 'column' are accepted."
-        )
