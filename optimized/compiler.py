@@ -41,7 +41,7 @@ FLAGS = (
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 _PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
-_lock = threading.Lock()
+_locks: dict[Path, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
 
 Defines = Mapping[str, int | str]
 
@@ -310,7 +310,7 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) 
         MissingDependency: NVRTC is not installed.
     """
     path = cache_folder() / f"{kernel}-{key(kernel, defines, root)}.cubin"
-    with _lock:
+    with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is not None:
             return cached

@@ -1,0 +1,102 @@
+"""Every kernel, compiled for sm_90a on a machine without a GPU: no spill, no warning, and the instructions meant."""
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import optimized.bench
+import optimized.ops
+from optimized import compiler
+from optimized.bench.sass import nvdisasm
+
+Configuration = tuple[str, dict[str, int | str]]
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every configuration that an op or a benchmark launches."""
+    for module in optimized.ops.MODULES:
+        yield from module.CONFIGURATIONS
+    for entry in pkgutil.iter_modules(optimized.bench.__path__):
+        module = importlib.import_module(f"optimized.bench.{entry.name}")
+        yield from getattr(module, "CONFIGURATIONS", ())
+
+
+ALL = list(configurations())
+
+
+def label(configuration: Configuration) -> str:
+    kernel, defines = configuration
+    return "-".join([kernel, *(f"{name}={value}" for name, value in defines.items())])
+
+
+@pytest.fixture(scope="module")
+def builds() -> dict[str, compiler.Build]:
+    """All of them, compiled side by side (NVRTC runs without the interpreter's lock)."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(map(label, ALL), pool.map(lambda c: compiler.build(*c), ALL), strict=True))
+
+
+def test_every_kernel_file_has_a_configuration() -> None:
+    files = {path.stem for path in compiler.KERNELS.glob("*.cu")}
+    assert files == {kernel for kernel, _ in ALL}
+
+
+def test_every_op_has_its_kernels() -> None:
+    for module in optimized.ops.MODULES:
+        assert module.CONFIGURATIONS, module.__name__
+
+
+@pytest.mark.parametrize("configuration", ALL, ids=label)
+def test_it_compiles_without_spill_or_warning(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
+    build = builds[label(configuration)]
+    assert build.complaints == ()
+    assert build.usage, build.log
+    for usage in build.usage:
+        assert usage.spill_stores == usage.spill_loads == 0
+
+
+def disassembly(build: compiler.Build) -> str:
+    return subprocess.run([nvdisasm(), "-c", str(build.path)], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_fp8_gemm_runs_on_the_tensor_cores_and_the_copy_engine(builds) -> None:  # type: ignore[no-untyped-def]
+    found = [name for name in builds if name.startswith("gemm_fp8")]
+    assert found
+    for name in found[:2]:
+        text = disassembly(builds[name])
+        assert "QGMMA" in text, name
+        assert "UTMALDG" in text, name
+
+
+def test_the_16_bit_gemm_runs_on_the_tensor_cores(builds) -> None:  # type: ignore[no-untyped-def]
+    name = next(name for name in builds if name.startswith("gemm-"))
+    text = disassembly(builds[name])
+    assert "HGMMA" in text
+    assert "UTMALDG" in text
+
+
+def test_the_casts_convert_two_values_at_a_time_and_load_16_bytes(builds) -> None:  # type: ignore[no-untyped-def]
+    for name in ("cast-WIDE=1-FP8=0", next(n for n in builds if n.startswith("cast_transpose-WIDE=1-FP8=0"))):
+        text = disassembly(builds[name])
+        assert re.search(r"F2FP\S*E4M3\S*", text), name
+        assert re.search(r"LDG\S*\.128", text), name
+        # Nothing goes through local memory.
+        assert not re.search(r"\b(LDL|STL)\b", text), name
+
+
+def test_no_arithmetic_is_approximate_or_flushed() -> None:
+    # The flags are part of the contract with the CPU.
+    assert {"--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"} <= set(compiler.FLAGS)
+    for path in sorted(Path(compiler.KERNELS).rglob("*.cu*")):
+        if path.stem.startswith("elementary") or path.stem == "approx":
+            continue  # the price list compares approximate instructions with exact ones
+        text = path.read_text("utf-8")
+        for forbidden in ("__expf", "__fdividef", "rsqrtf(", "tanh.approx", "ex2.approx", "rcp.approx", ".ftz"):
+            assert forbidden not in text, f"{forbidden} in {path.name}"
