@@ -203,9 +203,9 @@ def test_tiles_that_do_not_fit_are_refused(make: Callable[[], Tile], sentence: s
 
 def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
     layer = [(8192, 12288, 4096), (8192, 4096, 16384), (4096, 4096, 8192), (16384, 4096, 8192)]
-    assert {select_tile(m, n, k, 132) for m, n, k in layer} == {TILES[0]}, "large problems get the large tile"
-    assert select_tile(1, 4096, 4096, 132).block_m == 64, "one row wastes least in 64"
-    small = select_tile(256, 1024, 1024, 132)
+    assert {select_tile(m, n, k, False, 132) for m, n, k in layer} == {TILES[0]}, "large problems get the large tile"
+    assert select_tile(1, 4096, 4096, False, 132).block_m == 64, "one row wastes least in 64"
+    small = select_tile(256, 1024, 1024, True, 132)
     assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"
     for m, n, k in itertools.product((1, 100, 4000), (16, 256, 4096), (16, 4096)):
-        assert select_tile(m, n, k, 132) in TILES
+        assert select_tile(m, n, k, True, 132) in TILES

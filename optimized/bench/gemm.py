@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
-from optimized import launch, measure
-from optimized.ops.gemm_tile import select_tile
+from optimized import measure
+from optimized.ops.gemm_tile import multiprocessors, select_tile
 
 NAME = "gemm"
 KERNELS = ("gemm", "gemm_fp8")
@@ -115,7 +115,7 @@ def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, bloc
         "m": m,
         "n": n,
         "k": k,
-        "tile": str(select_tile(m, n, k * (2 if kind == "bf16" else 1), launch.processors(0))),
+        "tile": str(select_tile(m, n, k * (2 if kind == "bf16" else 1), kind == "split", multiprocessors(0))),
         "differing_words": differing,
         "ms": times,
         "tflops": {side: 2e-9 * m * n * k / value["median"] for side, value in times.items()},

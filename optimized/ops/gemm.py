@@ -12,7 +12,7 @@ import torch
 
 from optimized import launch
 from optimized.ops.gemm_fp8 import BIAS_TYPES, OUTPUTS
-from optimized.ops.gemm_tile import TILES, Tile, select_tile
+from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm import check
 from reference.ops.library import LIBRARY
@@ -95,7 +95,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype:
     for name, other in (("b", b), ("bias", bias)):
         if other is not None and other.device != a.device:
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm runs on one device.")
-    tile = select_tile(a.shape[0], b.shape[0], 2 * a.shape[1], launch.processors(a.device.index))
+    tile = select_tile(a.shape[0], b.shape[0], 2 * a.shape[1], False, multiprocessors(a.device.index))
     return gemm_tiled(a, b, bias, out_dtype, tile)
 
 
@@ -137,7 +137,7 @@ def gemm_tiled(
         np.int32(k),
     )
     kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile)
-    blocks = min(tile.count(m, n), launch.processors(index))
+    blocks = min(tile.count(m, n), multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 

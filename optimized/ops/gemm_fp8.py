@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_tile import TILES, Tile, select_tile
+from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm_fp8 import check
 from reference.ops.library import LIBRARY
@@ -105,7 +105,7 @@ def gemm_fp8(
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm_fp8 runs on one device.")
     m, k = a.shape
     n = b.shape[0]
-    tile = select_tile(m, n, k, launch.processors(a.device.index))
+    tile = select_tile(m, n, k, accumulate == "split", multiprocessors(a.device.index))
     return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate, tile)
 
 
@@ -155,7 +155,7 @@ def gemm_fp8_tiled(
         np.int32(n),
         np.int32(k),
     )
-    blocks = min(tile.count(m, n), launch.processors(index))
+    blocks = min(tile.count(m, n), multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 

@@ -1,23 +1,21 @@
 """Output tiles of the GEMM kernels, and which of them a problem gets.
 
 The choice changes no bit of any result (the order over K is fixed by contract), only the time. It is a pure
-function of the problem and the number of multiprocessors, from a model of a persistent kernel:
+function of the problem and the number of multiprocessors:
 
     time = waves · (k-blocks · cycles of a k-block + cycles of a tile's ends)
-    cycles of a k-block = max(tensor cores, operands from L2)
 
-A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block
-of a 128 x 256 tile in either.
+with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json, written by optimized/bench/gemm_sweep.py).
+A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block of a
+128 x 256 tile in either, and a smaller tile is bound by its operands' way from L2 and through shared memory.
 """
 
 import functools
 from dataclasses import dataclass
 
+from optimized import launch
+
 K_BLOCK_BYTES = 128
-# Bytes a multiprocessor gets from L2 in a cycle while all of them load. docs/gemm.md says how it was found.
-L2_BYTES_PER_CYCLE = 48
-# What a tile costs beside its k-blocks: filling the pipeline, scaling, packing, storing.
-TILE_CYCLES = 1500
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,47 @@ class Tile:
         """Tiles that cover an output `[m, n]`."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
-    @property
-    def block_cycles(self) -> float:
-        """Cycles of one k-block, at best."""
-        tensor = self.block_m * self.block_n / 32
-        l2 = (self.block_m + self.block_n) * K_BLOCK_BYTES / L2_BYTES_PER_CYCLE
-        return max(tensor, l2)
+
+@dataclass(frozen=True)
+class Cost:
+    """Cycles of a tile: of one k-block, and of its ends (filling the pipeline, scaling, packing, storing)."""
+
+    block: int
+    ends: int
 
 
-TILES = (Tile(2, 256, 4), Tile(2, 128, 6), Tile(2, 64, 8), Tile(1, 128, 8), Tile(1, 64, 8))
+# By tile: one chain over K (fast accumulation, 16-bit operands), and chains of K = 128 (split accumulation).
+COSTS = {
+    Tile(2, 256, 4): (Cost(1100, 3200), Cost(1170, 4600)),
+    Tile(2, 128, 6): (Cost(610, 700), Cost(635, 1450)),
+    Tile(2, 64, 8): (Cost(430, 320), Cost(550, 100)),
+    Tile(1, 128, 8): (Cost(345, 380), Cost(550, 720)),
+    Tile(1, 64, 8): (Cost(280, 250), Cost(355, 400)),
+}
+TILES = tuple(COSTS)
 
 
 @functools.lru_cache(maxsize=4096)
-def select_tile(m: int, n: int, k_bytes: int, sms: int) -> Tile:
+def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int) -> Tile:
     """The tile with the least modelled time for `[m, k] · [n, k]ᵀ` on `sms` multiprocessors.
 
     Args:
         m: rows of the output.
         n: columns of the output.
         k_bytes: bytes of a row of an operand.
+        split: whether the accumulation is split.
         sms: multiprocessors, each of which runs one persistent block.
     """
+    blocks = -(-k_bytes // K_BLOCK_BYTES)
 
-    def cycles(tile: Tile) -> float:
-        waves = -(-tile.count(m, n) // sms)
-        return waves * (-(-k_bytes // K_BLOCK_BYTES) * tile.block_cycles + TILE_CYCLES)
+    def cycles(tile: Tile) -> int:
+        cost = COSTS[tile][split]
+        return -(-tile.count(m, n) // sms) * (blocks * cost.block + cost.ends)
 
     return min(TILES, key=cycles)
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """Multiprocessors of CUDA device `index`: blocks of a persistent kernel."""
+    return launch.processors(index)
