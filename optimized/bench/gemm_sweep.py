@@ -73,7 +73,7 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> di
                 progress((done + 1) / len(cases))
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     return {
-        "what": "ms of cuBLASLt and of each tile, L2 flushed, bf16 output; the choice of select_tile against the best tile",
+        "what": "ms of cuBLASLt and of each tile, L2 flushed, bf16 output; the chosen tile against the best",
         "repeats": repeats,
         "geometric_mean_selected_over_best": statistics.geometric_mean(row["selected_over_best"] for row in rows),
         "worst_selected_over_best": max(row["selected_over_best"] for row in rows),
