@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import reference as te
-from reference.nn import gemms
+from reference.nn import precision
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -183,7 +183,7 @@ def test_no_transposed_copies_are_made_without_gradients(monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise AssertionError("a transposed copy nobody reads")
 
-    monkeypatch.setattr(gemms.twin, "cast_transpose", refuse)
+    monkeypatch.setattr(precision.twin, "cast_transpose", refuse)
     with torch.no_grad(), te.autocast(recipe=RECIPE):
         module(data())
 

@@ -19,24 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from reference import scaling
-from reference.autocast import AutocastState
 from reference.nn import init
-from reference.nn.gemms import (
-    FP8Call,
-    dgrad16,
-    fp8_dgrad,
-    fp8_forward,
-    fp8_wgrad,
-    linear16_forward,
-    quantize_grad,
-    rows_of,
-    weight_gradient,
-    wgrad16,
-)
-from reference.nn.module import TransformerEngineBaseModule, updates_gradient_scales
+from reference.nn.autograd import differentiable
+from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import (
     InitMethod,
     Split,
@@ -46,81 +32,32 @@ from reference.nn.parameters import (
     refuse_not_offered,
     split_sizes,
 )
+from reference.nn.precision import CalibratingCall, Call, Kept, dgrad, fprop, keep, rows_of, wgrad
 
 INPUT, WEIGHT = 0, 1  # columns of scaling_fwd
 GRAD_OUTPUT = 0  # column of scaling_bwd
+Saved = tuple[torch.Tensor | None, ...]
 
 
-class _FP8Linear(torch.autograd.Function):
-    """The FP8 pair under autograd. FP8 state stays on the module; tensors go through saved-tensor hooks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        layer: "Linear",
-        call: FP8Call,
-    ) -> torch.Tensor:
-        needs_dx, needs_dw, _ = ctx.needs = call.needs(*ctx.needs_input_grad[:3])
-        x = call.cast(rows_of(inp), INPUT, transpose=needs_dw)
-        w = layer.fp8_weight("weight", weight, WEIGHT, call, transpose=needs_dx)
-        ctx.save_for_backward(x.q_t, x.scale_inv if needs_dw else None, w.q_t if needs_dx else None, w.scale_inv)
-        ctx.layer, ctx.call, ctx.weight, ctx.shape = layer, call, weight, inp.shape
-        ctx.updates = updates_gradient_scales(ctx.needs)
-        return fp8_forward(x, w, call.cast_bias(bias), call.activation_dtype).view(*inp.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_t, x_inv, w_t, w_inv = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs
-        layer, dtype = ctx.layer, ctx.call.activation_dtype
-        meta = layer.fp8_meta["scaling_bwd"]
-        g, db = quantize_grad(rows_of(grad), meta, GRAD_OUTPUT, ctx.call, transpose=needs_dw, dbias=needs_db)
-        dx = dw = None
-        if needs_dx:
-            dx = fp8_dgrad(g, w_t, w_inv, dtype).view(ctx.shape)
-        if needs_dw:
-            main_grad = layer.main_grad(ctx.weight)
-            dw = weight_gradient(lambda out: fp8_wgrad(g, x_t, x_inv, out), dtype, main_grad)
-        if ctx.updates:
-            scaling.update(forward=False)
-        return dx, dw, db, None, None
+def forward(
+    call: Call, needs: tuple[bool, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, Saved]:
+    """y `[tokens, out]` of x `[tokens, in]`."""
+    needs_dx, needs_dw, _ = needs
+    x_operand = call.input(x, INPUT, transpose=needs_dw)
+    w_operand = call.weight("weight", weight, WEIGHT, transpose=needs_dx)
+    y = fprop(x_operand, w_operand, call.bias(bias), call.dtype)
+    return y, (*keep(x_operand), *keep(w_operand))
 
 
-class _Linear16(torch.autograd.Function):
-    """The 16-bit pair under autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        layer: "Linear",
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        x, w = rows_of(inp).to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
-        ctx.layer, ctx.weight, ctx.shape, ctx.dtype = layer, weight, inp.shape, dtype
-        return linear16_forward(x, w, bias, dtype).view(*inp.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        g = rows_of(grad).to(ctx.dtype)
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = dgrad16(g, w).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            main_grad = ctx.layer.main_grad(ctx.weight)
-            dw = weight_gradient(lambda out: wgrad16(g, x, out), ctx.dtype, main_grad)
-        if ctx.needs_input_grad[2]:
-            db = torch.ops.twin.dbias(g)
-        return dx, dw, db, None, None
+def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    """dx, dw, db of g `[tokens, out]`."""
+    needs_dx, needs_dw, needs_db = needs
+    x, w = Kept(*saved[:2]), Kept(*saved[2:])
+    g, db = call.grad(grad.contiguous(), GRAD_OUTPUT, transpose=needs_dw, dbias=needs_db)
+    dx = dgrad(g, w, call.dtype) if needs_dx else None
+    dw = wgrad(g, x, call.dtype, call.layer.main_grad("weight")) if needs_dw else None
+    return dx, dw, db
 
 
 class Linear(TransformerEngineBaseModule):
@@ -142,6 +79,8 @@ class Linear(TransformerEngineBaseModule):
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
+
+    fp8_sizes = ("in_features", "out_features")
 
     def __init__(
         self,
@@ -173,6 +112,11 @@ class Linear(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         refuse_not_offered("Linear", locals())
+        if fuse_wgrad_accumulation and parameters_split is not None:
+            raise NotImplementedError(
+                f"Linear: fuse_wgrad_accumulation=True with parameters_split={parameters_split!r} is not offered; "
+                f"parameters_split=None is accepted."
+            )
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
@@ -239,33 +183,26 @@ class Linear(TransformerEngineBaseModule):
                 f"results in FP8 are not offered."
             )
         self.check_input(inp, self.in_features)
-        state = self.init_fp8_metadata()
+        call = self.call(inp, is_first_microbatch)
         weight = self._joined(self.weight_names)
         bias = self._joined(self.bias_names) if self.use_bias else None
-        out = self._run(inp, weight, bias if self.apply_bias else None, state, is_first_microbatch)
+        added = bias if self.apply_bias else None
+        if call.dtype == torch.float32 and not call.fp8:
+            out = self._fp32(call, inp, weight, added)
+        else:
+            out = differentiable(forward, backward, call, rows_of(inp), weight, added)
+            out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:
-            return out, self._joined(self.bias_names).to(self.activation_dtype(inp))
+            return out, self._joined(self.bias_names).to(call.dtype)
         return out
 
-    def _run(
-        self,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        state: AutocastState,
-        is_first_microbatch: bool | None,
-    ) -> torch.Tensor:
-        dtype = self.activation_dtype(inp)
-        if state.enabled:
-            self.check_fp8_sizes("in_features", "out_features")
-            call = self.fp8_call(state, dtype, is_first_microbatch)
-            return _FP8Linear.apply(inp, weight, bias, self, call)
-        if state.calibrating:
-            self.calibrate(INPUT, rows_of(inp))
-            self.calibrate(WEIGHT, weight)
-        if dtype == torch.float32:
-            return torch.nn.functional.linear(inp, weight.float(), None if bias is None else bias.float())
-        return _Linear16.apply(inp, weight, bias, self, dtype)
+    def _fp32(self, call: Call, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """PyTorch's own product."""
+        if isinstance(call, CalibratingCall):
+            with torch.no_grad():
+                call.input(rows_of(inp), INPUT, transpose=False)
+                call.weight("weight", weight, WEIGHT, transpose=False)
+        return torch.nn.functional.linear(inp, weight.float(), None if bias is None else bias.float())
 
     def extra_repr(self) -> str:
         """Sizes, bias and the recipe last run under."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from reference import recompute, scaling
-from reference.autocast import AutocastState, current, take_first_module
-from reference.nn.gemms import FP8Call, Quantized
+from reference.autocast import AutocastState, current
+from reference.nn.precision import CalibratingCall, Call, FP8Call, Operand
 from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
 
 log = logging.getLogger("twin")
@@ -23,17 +23,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
             FP8, has calibrated, or has loaded FP8 state; empty before.
         fp8: whether the last forward ran in FP8.
         default_device: where parameters go when the constructor is not told.
+        fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
     """
 
     default_device = "cpu"
     num_gemms = 1
+    fp8_sizes: tuple[str, ...] = ()
     fuse_wgrad_accumulation = False
 
     def __init__(self) -> None:
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
-        self._fp8_workspaces: dict[str, Any] = {}
+        self._fp8_workspaces: dict[str, Operand] = {}
         scaling.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,50 +153,34 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     # --- forward -------------------------------------------------------------------------------------
 
-    def fp8_call(self, state: AutocastState, dtype: torch.dtype, is_first_microbatch: bool | None) -> FP8Call:
-        """The formats, scales and amax history one FP8 forward goes by."""
-        meta = self.fp8_meta["scaling_fwd"]
-        return FP8Call(
-            state.recipe,
-            dtype,
-            is_first_microbatch,
-            recompute.scale_for(self, meta.scale),
-            None if recompute.replaying() else meta.amax_history,
-            torch.is_grad_enabled(),
-        )
+    def call(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Call:
+        """How this forward computes, from the current autocast and the input's dtype."""
+        if current().enabled:
+            self._check_fp8_sizes()
+        state, dtype = self.init_fp8_metadata(), self.activation_dtype(inp)
+        if state.enabled:
+            meta = self.fp8_meta["scaling_fwd"]
+            scale = recompute.scale_for(self, meta.scale)
+            history = None if recompute.replaying() else meta.amax_history
+            return FP8Call(self, dtype, state.recipe, is_first_microbatch, scale, history)
+        if state.calibrating and not recompute.replaying():
+            return CalibratingCall(self, dtype)
+        return Call(self, dtype)
 
-    def fp8_weight(self, name: str, weight: torch.Tensor, column: int, call: FP8Call, transpose: bool) -> Quantized:
-        """A weight in FP8: cast now, or the copy that an earlier microbatch made under `name`."""
-        if call.is_first_microbatch is False:
-            cached = self._fp8_workspaces.get(name)
-            if cached is not None and cached.q.dtype == call.dtype and (cached.q_t is not None or not transpose):
-                return cached
-        w = call.cast(weight.contiguous(), column, transpose)
-        if call.is_first_microbatch is not None:
-            self._fp8_workspaces[name] = w
-        return w
-
-    def calibrate(self, column: int, x: torch.Tensor) -> None:
-        """Note the amax of a tensor that is used in 16 bits or fp32."""
-        if not recompute.replaying():
-            with torch.no_grad():
-                torch.ops.twin.amax(x.detach().contiguous(), self.fp8_meta["scaling_fwd"].amax_history, column)
-
-    def main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Where the weight's gradient is to be added, if `fuse_wgrad_accumulation` asks for it."""
+    def main_grad(self, name: str) -> torch.Tensor | None:
+        """Where the gradient of weight `name` is to be added, if `fuse_wgrad_accumulation` asks for it."""
         if not self.fuse_wgrad_accumulation:
             return None
-        main_grad = getattr(weight, "main_grad", None)
+        main_grad = getattr(getattr(self, name), "main_grad", None)
         if main_grad is None:
             raise RuntimeError(
-                f"{type(self).__name__}: fuse_wgrad_accumulation=True and the weight has no main_grad; "
+                f"{type(self).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
                 f"a float32 or bfloat16 tensor of the weight's shape is accepted."
             )
         return main_grad
 
-    def check_fp8_sizes(self, *names: str) -> None:
-        """Refuse feature sizes that FP8 tensor cores cannot take."""
-        for name in names:
+    def _check_fp8_sizes(self) -> None:
+        for name in self.fp8_sizes:
             if getattr(self, name) % 16:
                 raise ValueError(
                     f"{type(self).__name__}: {name}={getattr(self, name)} under FP8 autocast; a multiple of 16 is "
@@ -240,8 +226,3 @@ def _notice_fresh_state(prefix: str) -> None:
             "checkpoint: no FP8 state for %r: scales start at 1, as in a fresh module (said once).",
             prefix.rstrip(".") or "the module",
         )
-
-
-def updates_gradient_scales(needs: tuple[bool, ...]) -> bool:
-    """Whether the backward of the forward under way has to update the gradients' scales at its end."""
-    return any(needs) and not recompute.replaying() and take_first_module()

@@ -21,6 +21,12 @@ import torch
 LIBRARY = torch.library.Library("twin", "DEF")
 
 SCHEMAS = {
+    "activation": "(Tensor x, str kind) -> Tensor",
+    "activation_backward": "(Tensor grad, Tensor x, str kind) -> Tensor",
+    "activation_backward_cast_transpose_dbias": "(Tensor grad, Tensor x, str kind, Tensor scale,"
+    " Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "activation_cast_transpose": "(Tensor x, str kind, Tensor scale, Tensor(a!)? amax_history, int column,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     "amax": "(Tensor x, Tensor(a!) amax_history, int column) -> ()",
     "attention": "(Tensor q, Tensor k, Tensor v, float scale, str mask_type, Tensor? mask, float dropout,"
     " Tensor(a!)? rng_state) -> (Tensor, Tensor, Tensor)",

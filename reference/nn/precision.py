@@ -1,0 +1,273 @@
+"""How a layer computes: in 16 bits or in FP8. Layers are written once, over the calls of this file.
+
+Shapes: x `[tokens, in]`, w `[out, in]`, g = dL/dy `[tokens, out]`; y = x·wᵀ + b, dx = g·w, dw = gᵀ·x. A GEMM reads both
+operands along K, so a backward wants the transposed copies: FP8 has them as tensors of their own, 16 bits as views.
+Rounding points stand in the layers, the ops' arithmetic in `reference.ops`.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from reference.recipe import DelayedScaling
+
+if TYPE_CHECKING:
+    from reference.nn.module import TransformerEngineBaseModule
+
+twin = torch.ops.twin
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`[..., features]` as contiguous `[tokens, features]`."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+class Operand(NamedTuple):
+    """A matrix as GEMMs read it.
+
+    `rows` is `[rows, cols]`, `columns` its transpose (in FP8 padded to a multiple of 16 with zeros) or None where no
+    backward will read it, `scale_inv` fp32 `[1]` for FP8 codes and None for 16-bit numbers.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+
+
+def product(
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    inverses: tuple[torch.Tensor | None, torch.Tensor | None],
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """a·bᵀ + bias, by `twin::gemm_fp8` where there are scales and by `twin::gemm` where there are none."""
+    if inverses[0] is None:
+        return twin.gemm(a, b, bias, out_dtype)
+    return twin.gemm_fp8(a, b, *inverses, bias, out_dtype, accumulate)
+
+
+def fprop(x: Operand, w: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """y `[tokens, out]`, fast accumulation."""
+    return product(x.rows, w.rows, (x.scale_inv, w.scale_inv), bias, out_dtype, "fast")
+
+
+class Kept(NamedTuple):
+    """What a backward keeps of an operand: its transpose and its scale's inverse."""
+
+    columns: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+
+
+def keep(operand: Operand) -> Kept:
+    """The part of an operand that goes to `save_for_backward`; nothing where it has no transpose."""
+    return Kept(None, None) if operand.columns is None else Kept(operand.columns, operand.scale_inv)
+
+
+def dgrad(g: Operand, w: Kept, out_dtype: torch.dtype) -> torch.Tensor:
+    """dx `[tokens, in]`, split accumulation."""
+    return product(g.rows, w.columns, (g.scale_inv, w.scale_inv), None, out_dtype, "split")
+
+
+def wgrad(g: Operand, x: Kept, out_dtype: torch.dtype, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+    """dw `[out, in]`, split accumulation; or None after main_grad = round(fp32(main_grad) + fp32 dw)."""
+
+    def result(dtype: torch.dtype) -> torch.Tensor:
+        return product(g.columns, x.columns, (g.scale_inv, x.scale_inv), None, dtype, "split")
+
+    if main_grad is None:
+        return result(out_dtype)
+    main_grad.copy_(main_grad.float() + result(torch.float32))
+    return None
+
+
+class Call:
+    """One forward (and its backward) in 16 bits.
+
+    Columns are those of the FP8 state, `3·gemm + (input 0, weight 1)` forward and `2·gemm` for a gradient; 16 bits has
+    no use for them. Every method takes `[rows, cols]`.
+    """
+
+    fp8 = False
+
+    def __init__(self, layer: "TransformerEngineBaseModule", dtype: torch.dtype) -> None:
+        self.layer = layer
+        self.dtype = dtype  # of activations: results are rounded to it
+        # Inside an autograd.Function grad mode is always off; this is the mode outside.
+        self.grad_enabled = torch.is_grad_enabled()
+
+    def needs(self, *requires_grad: bool) -> tuple[bool, ...]:
+        """Which gradients a backward will be asked for: none under torch.no_grad()."""
+        return tuple(flag and self.grad_enabled for flag in requires_grad)
+
+    @property
+    def pre_activation_dtype(self) -> torch.dtype:
+        """What an activation function reads: 16 bits always, since it is defined word by word."""
+        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
+
+    def _operand(self, x: torch.Tensor, transpose: bool) -> Operand:
+        return Operand(x, x.t() if transpose else None, None)
+
+    def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
+        """An activation as an operand."""
+        return self._operand(x.to(self.dtype), transpose)
+
+    def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
+        """A weight as an operand; `name` is its entry in the cache of FP8 weights."""
+        return self._operand(w.to(self.dtype), transpose)
+
+    def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """A bias as the GEMM takes it."""
+        return None if bias is None else bias.to(self.dtype)
+
+    def norm(
+        self, x: torch.Tensor, norm: "NormArguments", column: int, transpose: bool
+    ) -> tuple[Operand, torch.Tensor, torch.Tensor]:
+        """The normalised x as an operand, and the rows' mean and rstd."""
+        y, mean, rstd = twin.norm(x, *norm, self.dtype)
+        return self._operand(y, transpose), mean, rstd
+
+    def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
+        """The activation function of the pre-activation x as an operand."""
+        return self._operand(twin.activation(x, kind), transpose)
+
+    def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
+        """A gradient as an operand, and its column sums where the bias wants them."""
+        g = g.to(self.dtype)
+        return self._operand(g, transpose), twin.dbias(g) if dbias else None
+
+    def activation_grad(
+        self, g: torch.Tensor, x: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
+    ) -> tuple[Operand, torch.Tensor | None]:
+        """The gradient before the activation as an operand, and its column sums."""
+        return self.grad(twin.activation_backward(g, x, kind), column, transpose, dbias)
+
+
+class NormArguments(NamedTuple):
+    """Arguments of `twin::norm` after x."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    zero_centered: bool
+    kind: str
+
+
+class CalibratingCall(Call):
+    """16 bits, noting the amax of what FP8 would cast."""
+
+    def _note(self, x: torch.Tensor, column: int) -> None:
+        twin.amax(x.detach().contiguous(), self.layer.fp8_meta["scaling_fwd"].amax_history, column)
+
+    def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
+        operand = super().input(x, column, transpose)
+        self._note(operand.rows, column)
+        return operand
+
+    def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
+        self._note(w, column)
+        return super().weight(name, w, column, transpose)
+
+    def norm(
+        self, x: torch.Tensor, norm: NormArguments, column: int, transpose: bool
+    ) -> tuple[Operand, torch.Tensor, torch.Tensor]:
+        operand, mean, rstd = super().norm(x, norm, column, transpose)
+        self._note(operand.rows, column)
+        return operand, mean, rstd
+
+    def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
+        operand = super().activation(x, kind, column, transpose)
+        self._note(operand.rows, column)
+        return operand
+
+
+class FP8Call(Call):
+    """One forward (and its backward) in FP8 with delayed scaling.
+
+    `scale` is `scaling_fwd.scale`, or in a checkpoint's recomputation that of the first run; `amax_history` is None
+    where no amax may be taken a second time.
+    """
+
+    fp8 = True
+
+    def __init__(
+        self,
+        layer: "TransformerEngineBaseModule",
+        dtype: torch.dtype,
+        recipe: DelayedScaling,
+        is_first_microbatch: bool | None,
+        scale: torch.Tensor,
+        amax_history: torch.Tensor | None,
+    ) -> None:
+        super().__init__(layer, dtype)
+        self.forward_dtype = recipe.fp8_format.dtype(True)
+        self.backward_dtype = recipe.fp8_format.dtype(False)
+        self.is_first_microbatch = is_first_microbatch
+        self.scale = scale
+        self.amax_history = amax_history
+
+    def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
+        return _cast(x, self.scale, self.amax_history, column, self.forward_dtype, transpose)
+
+    def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
+        """The weight cast now, or the copy that an earlier microbatch made."""
+        if self.is_first_microbatch is False:
+            cached = self.layer._fp8_workspaces.get(name)
+            if cached is not None and self._serves(cached, transpose):
+                return cached
+        operand = self.input(w.contiguous(), column, transpose)
+        if self.is_first_microbatch is not None:
+            self.layer._fp8_workspaces[name] = operand
+        return operand
+
+    def _serves(self, cached: Operand, transpose: bool) -> bool:
+        return cached.rows.dtype == self.forward_dtype and (cached.columns is not None or not transpose)
+
+    def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """In the activation dtype, bf16 where that is fp32 (cuBLAS takes no fp32 bias, and we follow it)."""
+        return None if bias is None else bias.to(self.pre_activation_dtype)
+
+    def norm(
+        self, x: torch.Tensor, norm: NormArguments, column: int, transpose: bool
+    ) -> tuple[Operand, torch.Tensor, torch.Tensor]:
+        *cast, mean, rstd = twin.norm_cast_transpose(
+            x, *norm, self.scale, self.amax_history, column, self.forward_dtype
+        )
+        return Operand(*cast), mean, rstd
+
+    def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
+        return Operand(
+            *twin.activation_cast_transpose(x, kind, self.scale, self.amax_history, column, self.forward_dtype)
+        )
+
+    def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
+        meta = self.layer.fp8_meta["scaling_bwd"]
+        state = (meta.scale, meta.amax_history, column, self.backward_dtype)
+        if dbias:
+            *cast, db = twin.cast_transpose_dbias(g, *state)
+            return Operand(*cast), db
+        return _cast(g, *state, transpose), None
+
+    def activation_grad(
+        self, g: torch.Tensor, x: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
+    ) -> tuple[Operand, torch.Tensor | None]:
+        meta = self.layer.fp8_meta["scaling_bwd"]
+        *cast, db = twin.activation_backward_cast_transpose_dbias(
+            g, x, kind, meta.scale, meta.amax_history, column, self.backward_dtype
+        )
+        return Operand(*cast), db if dbias else None
+
+
+def _cast(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+    transpose: bool,
+) -> Operand:
+    if transpose:
+        return Operand(*twin.cast_transpose(x, scale, amax_history, column, dtype))
+    q, scale_inv = twin.cast(x, scale, amax_history, column, dtype)
+    return Operand(q, None, scale_inv)
