@@ -110,6 +110,11 @@ def test_the_result_is_a_tensor_of_its_own():
     assert torch.equal(grad, before)
 
 
+def test_a_gradient_that_itself_requires_one_is_summed_under_no_grad():
+    with torch.no_grad():
+        assert not twin.dbias(torch.ones(3, 16, requires_grad=True)).requires_grad
+
+
 def test_opcheck():
     for rows in (0, 65):
         for dtype in formats.WIDE_DTYPES:

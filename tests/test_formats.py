@@ -210,6 +210,21 @@ def test_cast_leaves_its_input_alone_and_takes_views():
     assert formats.cast(torch.empty(0, 16), E5M2).shape == (0, 16)
 
 
+def test_tensors_that_require_gradients_are_read_as_they_are():
+    x = torch.randn(5, 16, requires_grad=True)
+    assert not formats.cast(x, E4M3).requires_grad
+    assert not formats.amax(x).requires_grad
+    assert formats.amax(x).item() == x.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_widen_is_exact_for_every_word(dtype):
+    x = every_word(dtype)
+    wide = formats.widen(x.view(256, 256))
+    assert wide.shape == (256, 256)
+    assert np.array_equal(wide.view(-1).double().numpy(), x.double().numpy(), equal_nan=True)
+
+
 def test_cast_does_not_depend_on_how_it_is_cut(monkeypatch):
     x = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * 100
     whole = codes_of(x, E4M3, 1.7)
