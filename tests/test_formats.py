@@ -188,6 +188,10 @@ def test_every_nan_becomes_0x7f_whatever_its_sign_and_payload(fmt):
     assert x.isnan().all()
     for repeat in (1, 3, 40):  # scalar loops, tails and vectors
         assert (codes_of(x.repeat(repeat), fmt) == 0x7F).all()
+    alone = torch.ones(70, 70)
+    alone.fill_diagonal_(-math.nan)
+    for row in alone:
+        assert np.array_equal(codes_of(row, fmt) == 0x7F, row.isnan().numpy())
     # A NaN that the scaling makes: infinity times zero.
     assert codes_of(torch.tensor([math.inf, -math.inf]), fmt, 0.0).tolist() == [0x7F, 0x7F]
 
