@@ -230,11 +230,12 @@ def pack(codes, values, exponents, first, last, step_k, to_values, to_exponents)
     """Rows `first` to `last` of codes [M, K] through the tables, into [steps, M, step_k] (flat)."""
     rows, depth = codes.shape
     for row in range(first, last):
-        for k in range(depth):
-            at = ((k // step_k) * rows + row) * step_k + k % step_k
-            code = codes[row, k]
-            to_values[at] = values[code]
-            to_exponents[at] = exponents[code]
+        for step in range((depth + step_k - 1) // step_k):
+            at = (step * rows + row) * step_k
+            for k in range(min(step_k, depth - step * step_k)):
+                code = codes[row, step * step_k + k]
+                to_values[at + k] = values[code]
+                to_exponents[at + k] = exponents[code]
 
 
 @_jit

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 
 def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
-    """Check a [M, K] and b [N, K] and view them as codes (strides are kept, nothing is copied)."""
+    """Check a [M, K] and b [N, K] and view them as contiguous codes."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in FORMATS:
             raise TypeError(
@@ -55,6 +55,7 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
 
 
 def _codes(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
+    rows = tensor.detach().contiguous()  # torch copies a transposed view eight times as fast as NumPy does
     if tensor.dtype in FP8_DTYPES:
-        return tensor.detach().view(torch.uint8).numpy()
-    return tensor.detach().view(torch.int16).numpy().view(np.uint16)
+        return rows.view(torch.uint8).numpy()
+    return rows.view(torch.int16).numpy().view(np.uint16)
