@@ -32,7 +32,7 @@ from reference.nn.parameters import (
     refuse_not_offered,
     split_sizes,
 )
-from reference.nn.precision import CalibratingCall, Call, Kept, dgrad, fprop, keep, rows_of, wgrad
+from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
 
 INPUT, WEIGHT = 0, 1  # columns of scaling_fwd
 GRAD_OUTPUT = 0  # column of scaling_bwd
@@ -60,7 +60,79 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tens
     return dx, dw, db
 
 
-class Linear(TransformerEngineBaseModule):
+class LinearBase(TransformerEngineBaseModule):
+    """A layer with one linear map: its sizes, its weight and bias (maybe in parts), their names and first values."""
+
+    fp8_sizes = ("in_features", "out_features")
+
+    def _set_up(
+        self,
+        sizes: tuple[int, int],
+        split: Split,
+        where: tuple[torch.dtype | None, torch.device | str | None],
+        init_method: InitMethod | None,
+        rng: tuple[Callable[[], Any] | None, str | None],
+    ) -> None:
+        """Create the parameters; `use_bias` and `fuse_wgrad_accumulation` are set before."""
+        layer = type(self).__name__
+        if self.fuse_wgrad_accumulation and split is not None:
+            raise NotImplementedError(
+                f"{layer}: fuse_wgrad_accumulation=True with parameters_split={split!r} is not offered; "
+                f"parameters_split=None is accepted."
+            )
+        self.in_features, self.out_features = sizes
+        check_sizes(layer, in_features=self.in_features, out_features=self.out_features)
+        parts = split_sizes(layer, split, self.out_features)
+        dtype, device = parameter_dtype(layer, where[0]), self.resolve_device(where[1])
+        self._init_method = init_method or init.normal_
+        self._rng = rng
+        self._create_parameters(parts, dtype, device)
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.weight_names = [f"{part}weight" for part in parts]
+        self.bias_names = [f"{part}bias" for part in parts]
+        for name, size in zip(self.weight_names, parts.values(), strict=True):
+            weight = torch.empty(size, self.in_features, dtype=dtype, device=device)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+        for name, size in zip(self.bias_names, parts.values(), strict=True):
+            if self.use_bias:
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
+            else:
+                setattr(self, name, torch.empty(0, dtype=dtype, device=device))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights anew and zero the biases; from the meta device, move to the default one first."""
+        if self._parameter_device().type == "meta":
+            self.to_empty(device=self.resolve_device(None))
+        for name in self.weight_names:
+            with forked(*self._rng):
+                self._init_method(getattr(self, name))
+        for name in self.bias_names:
+            getattr(self, name).zero_()
+
+    def joined_weight(self) -> torch.Tensor:
+        """The weight `[out, in]`, its parts one below the other."""
+        return _joined([getattr(self, name) for name in self.weight_names])
+
+    def joined_bias(self) -> torch.Tensor | None:
+        """The bias `[out]`, or None."""
+        return _joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
+
+    def extra_repr(self) -> str:
+        """Sizes, bias and the recipe last run under."""
+        recipe = self.fp8_meta.get("recipe")
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        return text if recipe is None else f"{text}, recipe={recipe}"
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+class Linear(LinearBase):
     """y = x·wᵀ + b with Transformer Engine's arguments and parameter names.
 
     Args:
@@ -79,8 +151,6 @@ class Linear(TransformerEngineBaseModule):
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
-
-    fp8_sizes = ("in_features", "out_features")
 
     def __init__(
         self,
@@ -112,52 +182,17 @@ class Linear(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         refuse_not_offered("Linear", locals())
-        if fuse_wgrad_accumulation and parameters_split is not None:
-            raise NotImplementedError(
-                f"Linear: fuse_wgrad_accumulation=True with parameters_split={parameters_split!r} is not offered; "
-                f"parameters_split=None is accepted."
-            )
-        check_sizes("Linear", in_features=in_features, out_features=out_features)
-        self.in_features = in_features
-        self.out_features = out_features
         self.use_bias = bias
         self.return_bias = return_bias
-        self.apply_bias = bias and not return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
-        self._init_method = init_method
-        self._rng = (get_rng_state_tracker, rng_tracker_name)
-        self._create_parameters(parameters_split, parameter_dtype("Linear", params_dtype), self.resolve_device(device))
-        if self._parameter_device().type != "meta":
-            self.reset_parameters()
-
-    def _create_parameters(self, split: Split, dtype: torch.dtype, device: torch.device) -> None:
-        sizes = split_sizes("Linear", split, self.out_features)
-        self.weight_names = [f"{part}weight" for part in sizes]
-        self.bias_names = [f"{part}bias" for part in sizes]
-        for name, size in zip(self.weight_names, sizes.values(), strict=True):
-            weight = torch.empty(size, self.in_features, dtype=dtype, device=device)
-            self.register_parameter(name, torch.nn.Parameter(weight))
-        for name, size in zip(self.bias_names, sizes.values(), strict=True):
-            if self.use_bias:
-                self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
-            else:
-                setattr(self, name, torch.empty(0, dtype=dtype, device=device))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weights anew and zero the biases; from the meta device, move to the default one first."""
-        if self._parameter_device().type == "meta":
-            self.to_empty(device=self.resolve_device(None))
-        for name in self.weight_names:
-            with forked(*self._rng):
-                (self._init_method or init.normal_)(getattr(self, name))
-        for name in self.bias_names:
-            getattr(self, name).zero_()
-
-    def _joined(self, names: list[str]) -> torch.Tensor:
-        tensors = [getattr(self, name) for name in names]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        self._set_up(
+            (in_features, out_features),
+            parameters_split,
+            (params_dtype, device),
+            init_method,
+            (get_rng_state_tracker, rng_tracker_name),
+        )
 
     def forward(
         self,
@@ -165,7 +200,7 @@ class Linear(TransformerEngineBaseModule):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the layer.
 
         Args:
@@ -184,28 +219,10 @@ class Linear(TransformerEngineBaseModule):
             )
         self.check_input(inp, self.in_features)
         call = self.call(inp, is_first_microbatch)
-        weight = self._joined(self.weight_names)
-        bias = self._joined(self.bias_names) if self.use_bias else None
-        added = bias if self.apply_bias else None
-        if call.dtype == torch.float32 and not call.fp8:
-            out = self._fp32(call, inp, weight, added)
-        else:
-            out = differentiable(forward, backward, call, rows_of(inp), weight, added)
-            out = out.view(*inp.shape[:-1], self.out_features)
+        bias = self.joined_bias()
+        added = None if self.return_bias else bias
+        out = differentiable(forward, backward, call, rows_of(inp), self.joined_weight(), added)
+        out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:
-            return out, self._joined(self.bias_names).to(call.dtype)
+            return out, None if bias is None else bias.to(call.dtype)
         return out
-
-    def _fp32(self, call: Call, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """PyTorch's own product."""
-        if isinstance(call, CalibratingCall):
-            with torch.no_grad():
-                call.input(rows_of(inp), INPUT, transpose=False)
-                call.weight("weight", weight, WEIGHT, transpose=False)
-        return torch.nn.functional.linear(inp, weight.float(), None if bias is None else bias.float())
-
-    def extra_repr(self) -> str:
-        """Sizes, bias and the recipe last run under."""
-        recipe = self.fp8_meta.get("recipe")
-        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
-        return text if recipe is None else f"{text}, recipe={recipe}"

@@ -26,6 +26,8 @@ OFF = {
     "delay_wgrad_compute": False,
     "symmetric_ar_type": None,
     "save_original_input": False,
+    "activation_params": None,
+    "checkpoint": False,
 }
 
 

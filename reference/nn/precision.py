@@ -5,7 +5,7 @@ operands along K, so a backward wants the transposed copies: FP8 has them as ten
 Rounding points stand in the layers, the ops' arithmetic in `reference.ops`.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,14 +35,16 @@ class Operand(NamedTuple):
 
 
 def product(
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
+    a: Any,
+    b: Any,
     inverses: tuple[torch.Tensor | None, torch.Tensor | None],
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     accumulate: str,
 ) -> torch.Tensor:
-    """a·bᵀ + bias, by `twin::gemm_fp8` where there are scales and by `twin::gemm` where there are none."""
+    """a·bᵀ + bias: `twin::gemm_fp8` where there are scales, else `twin::gemm`; in fp32 PyTorch's own product."""
+    if a.dtype == torch.float32:
+        return torch.nn.functional.linear(a, b, bias)
     if inverses[0] is None:
         return twin.gemm(a, b, bias, out_dtype)
     return twin.gemm_fp8(a, b, *inverses, bias, out_dtype, accumulate)
@@ -83,7 +85,7 @@ def wgrad(g: Operand, x: Kept, out_dtype: torch.dtype, main_grad: torch.Tensor |
 
 
 class Call:
-    """One forward (and its backward) in 16 bits.
+    """One forward (and its backward) in 16 bits (or in fp32, with products that are PyTorch's own).
 
     Columns are those of the FP8 state, `3·gemm + (input 0, weight 1)` forward and `2·gemm` for a gradient; 16 bits has
     no use for them. Every method takes `[rows, cols]`.
@@ -92,7 +94,7 @@ class Call:
     fp8 = False
 
     def __init__(self, layer: "TransformerEngineBaseModule", dtype: torch.dtype) -> None:
-        self.layer = layer
+        self.layer: Any = layer  # each layer's pair reads its own attributes
         self.dtype = dtype  # of activations: results are rounded to it
         # Inside an autograd.Function grad mode is always off; this is the mode outside.
         self.grad_enabled = torch.is_grad_enabled()
@@ -103,8 +105,8 @@ class Call:
 
     @property
     def pre_activation_dtype(self) -> torch.dtype:
-        """What an activation function reads: 16 bits always, since it is defined word by word."""
-        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
+        """What an activation function reads."""
+        return self.dtype
 
     def _operand(self, x: torch.Tensor, transpose: bool) -> Operand:
         return Operand(x, x.t() if transpose else None, None)
@@ -206,6 +208,11 @@ class FP8Call(Call):
         self.is_first_microbatch = is_first_microbatch
         self.scale = scale
         self.amax_history = amax_history
+
+    @property
+    def pre_activation_dtype(self) -> torch.dtype:
+        """16 bits always: the FP8 layers read an activation's value from its table of 16-bit words."""
+        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
 
     def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
         return _cast(x, self.scale, self.amax_history, column, self.forward_dtype, transpose)

@@ -1,0 +1,171 @@
+"""`LayerNorm` and `RMSNorm` as layers of their own, and what the fused layers share of them.
+
+    y = (x − mean(x)) · rstd · γ + β         RMSNorm: y = x · rstd · γ
+
+Rows are the last dimension; γ is `weight`, or `weight + 1` with `zero_centered_gamma`. Order and rounding points:
+`reference.ops.norm`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reference.nn.autograd import differentiable
+from reference.nn.module import TransformerEngineBaseModule
+from reference.nn.parameters import check_sizes, parameter_dtype, refuse_not_offered
+from reference.nn.precision import Call, NormArguments, rows_of
+
+twin = torch.ops.twin
+KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+Saved = tuple[torch.Tensor | None, ...]
+
+
+def norm_kind(layer: str, normalization: str) -> str:
+    """The op's name of a `normalization` argument."""
+    if normalization not in KINDS:
+        raise ValueError(f"{layer}: normalization={normalization!r}; one of {tuple(KINDS)} is accepted.")
+    return KINDS[normalization]
+
+
+def arguments(call: Call, weight: torch.Tensor, bias: torch.Tensor | None) -> NormArguments:
+    """γ and β in the activation dtype, as Transformer Engine takes them, and the layer's constants."""
+    layer: Any = call.layer
+    beta = None if bias is None else bias.to(call.dtype)
+    return NormArguments(weight.to(call.dtype), beta, layer.eps, layer.zero_centered_gamma, layer.kind)
+
+
+def norm_backward(call: Call, grad: torch.Tensor, saved: Saved) -> Saved:
+    """dx, dγ, dβ (None for RMSNorm); `saved` is x, γ, mean, rstd."""
+    layer: Any = call.layer
+    dx, dweight, dbias = twin.norm_backward(grad, *saved, layer.zero_centered_gamma, layer.kind, None)
+    return dx, dweight, dbias if layer.kind == "layernorm" else None
+
+
+def register_norm(layer: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a fused layer its `layer_norm_weight` and, for LayerNorm, `layer_norm_bias`."""
+    layer.layer_norm_weight = torch.nn.Parameter(torch.empty(hidden, dtype=dtype, device=device))
+    beta = torch.nn.Parameter(torch.empty(hidden, dtype=dtype, device=device)) if layer.kind == "layernorm" else None
+    layer.register_parameter("layer_norm_bias", beta)
+
+
+@torch.no_grad()
+def reset_norm(layer: Any) -> None:
+    """γ = 1, β = 0."""
+    layer.layer_norm_weight.fill_(0.0 if layer.zero_centered_gamma else 1.0)
+    if layer.layer_norm_bias is not None:
+        layer.layer_norm_bias.zero_()
+
+
+def forward(
+    call: Call, needs: tuple[bool, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, Saved]:
+    """y `[rows, hidden]` of x `[rows, hidden]`."""
+    x, norm = x.to(call.dtype), arguments(call, weight, bias)
+    y, mean, rstd = twin.norm(x, *norm, call.dtype)
+    return y, (x, norm.weight, mean, rstd)
+
+
+def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    """dx, dγ, dβ of dL/dy."""
+    return norm_backward(call, grad.contiguous(), saved)
+
+
+class _Norm(TransformerEngineBaseModule):
+    kind: str
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None,
+        eps: float,
+        params_dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        hidden_size: int | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        shape = (shape,) if isinstance(shape, int) else tuple(shape or ())
+        if len(shape) != 1:
+            raise ValueError(f"{name}: normalized_shape={shape}; one dimension, the last, is accepted.")
+        check_sizes(name, normalized_shape=shape[0])
+        self.hidden_size = shape[0]
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        dtype, where = parameter_dtype(name, params_dtype), self.resolve_device(device)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
+        if self.kind == "layernorm":
+            self.bias = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
+        if where.type != "meta":
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """γ = 1, β = 0; from the meta device, move to the default one first."""
+        if self._parameter_device().type == "meta":
+            self.to_empty(device=self.resolve_device(None))
+        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.kind == "layernorm":
+            self.bias.zero_()
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""
+        self.check_input(inp, self.hidden_size)
+        call = Call(self, self.activation_dtype(inp))
+        bias = self.bias if self.kind == "layernorm" else None
+        return differentiable(forward, backward, call, rows_of(inp), self.weight, bias).view(inp.shape)
+
+    def extra_repr(self) -> str:
+        """Size, eps and the form of γ."""
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """Layer normalisation over the last dimension, with Transformer Engine's arguments and parameter names.
+
+    Args:
+        normalized_shape: size of the last dimension.
+        eps: added to the variance.
+        sequence_parallel: only False is offered.
+        params_dtype, dtype: of the parameters; None is torch's default dtype.
+        zero_centered_gamma: keep γ − 1 in `weight`.
+        hidden_size: older name of `normalized_shape`.
+        device: None is the package's own.
+    """
+
+    kind = "layernorm"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        refuse_not_offered("LayerNorm", locals())
+        super().__init__(normalized_shape, eps, params_dtype or dtype, zero_centered_gamma, hidden_size, device)
+
+
+class RMSNorm(_Norm):
+    """Root-mean-square normalisation over the last dimension; arguments as `LayerNorm`'s, no β."""
+
+    kind = "rmsnorm"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        refuse_not_offered("RMSNorm", locals())
+        super().__init__(normalized_shape, eps, params_dtype or dtype, zero_centered_gamma, hidden_size, device)
