@@ -103,11 +103,6 @@ class Call:
         """Which gradients a backward will be asked for: none under torch.no_grad()."""
         return tuple(flag and self.grad_enabled for flag in requires_grad)
 
-    @property
-    def pre_activation_dtype(self) -> torch.dtype:
-        """What an activation function reads."""
-        return self.dtype
-
     def _operand(self, x: torch.Tensor, transpose: bool) -> Operand:
         return Operand(x, x.t() if transpose else None, None)
 
@@ -209,11 +204,6 @@ class FP8Call(Call):
         self.scale = scale
         self.amax_history = amax_history
 
-    @property
-    def pre_activation_dtype(self) -> torch.dtype:
-        """16 bits always: the FP8 layers read an activation's value from its table of 16-bit words."""
-        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
-
     def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
         return _cast(x, self.scale, self.amax_history, column, self.forward_dtype, transpose)
 
@@ -233,7 +223,7 @@ class FP8Call(Call):
 
     def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """In the activation dtype, bf16 where that is fp32 (cuBLAS takes no fp32 bias, and we follow it)."""
-        return None if bias is None else bias.to(self.pre_activation_dtype)
+        return None if bias is None else bias.to(torch.bfloat16 if self.dtype == torch.float32 else self.dtype)
 
     def norm(
         self, x: torch.Tensor, norm: NormArguments, column: int, transpose: bool
