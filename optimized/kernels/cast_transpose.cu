@@ -21,9 +21,9 @@
 
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int WARP_COLS = 8 * COLUMNS;
+constexpr int WARP_COLS = 8 * LANES;
 constexpr int TILE_ROWS = 2 * BLOCK_ROWS, TILE_COLS = 2 * WARP_COLS;
-constexpr int WORDS = COLUMNS / 4;  // words of codes a row of a thread
+constexpr int WORDS = LANES / 4;  // words of codes a row of a thread
 
 // Four rows of four codes to four columns of four codes, first row or column in the low byte.
 __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, unsigned d, unsigned (&out)[4]) {
@@ -46,15 +46,15 @@ struct Output {
 template <bool WHOLE>
 __device__ __forceinline__ void cast_run(
     const wide_t* x, const Output& out, size_t cols, size_t q_t_stride, int left, float scale, float& amax) {
-    Vector<COLUMNS> v[RUN];
+    Vector<LANES> v[RUN];
 #pragma unroll
     for (int r = 0; r < RUN; ++r)
-        v[r] = WHOLE || r < left ? load_once<COLUMNS>(x + r * cols) : Vector<COLUMNS>{};
+        v[r] = WHOLE || r < left ? load_once<LANES>(x + r * cols) : Vector<LANES>{};
 
     // Four columns at a time, from the loads to the transposed store, so that registers free up on the way.
     unsigned codes[RUN][WORDS];
 #if DBIAS
-    float run[COLUMNS], sum[COLUMNS / 4];
+    float run[LANES], sum[LANES / 4];
 #endif
 #pragma unroll
     for (int w = 0; w < WORDS; ++w) {
@@ -100,29 +100,25 @@ __device__ __forceinline__ void cast_run(
         }
     }
 #if DBIAS
-    const int first = block_sum<COLUMNS>(run, sum);
+    const int first = block_sum<LANES>(run, sum);
     if (WHOLE || out.partial != nullptr) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS / 4; ++c) out.partial[first + c] = sum[c];
+        for (int c = 0; c < LANES / 4; ++c) out.partial[first + c] = sum[c];
     }
 #endif
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void cast_transpose(
+extern "C" __global__ __launch_bounds__(THREADS, 3) void cast_transpose(
     const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
     const float scale = *scale_slot;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int column_tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);
-    // Bands of GROUP tile rows, down each column of the band.
-    const int band = blockIdx.x / (GROUP * column_tiles) * GROUP;
-    const int in_band = blockIdx.x % (GROUP * column_tiles);
-    const int band_rows = min(GROUP, (rows + TILE_ROWS - 1) / TILE_ROWS - band);
-    const int tile_row = band + in_band % max(1, band_rows), tile_col = in_band / max(1, band_rows);
+    const int tile_row = blockIdx.x / column_tiles, tile_col = blockIdx.x % column_tiles;
     const int block_row = tile_row * TILE_ROWS + warp / 2 * BLOCK_ROWS;
     const int row = block_row + lane / 8 * RUN;
-    const int col = tile_col * TILE_COLS + warp % 2 * WARP_COLS + lane % 8 * COLUMNS;
+    const int col = tile_col * TILE_COLS + warp % 2 * WARP_COLS + lane % 8 * LANES;
     float amax = 0.0f;
 
     if (block_row < rows) {

@@ -54,17 +54,17 @@ __device__ __forceinline__ wide_t narrow(float value) {
 #endif
 }
 
-// A vector that nobody reads again: past L1. 8 or 16 bytes, aligned to its size.
+// A vector that is read once: 8 or 16 bytes, aligned to its size. The load is a plain one, because the hints made
+// for such data (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/kernels.md). `volatile` keeps the
+// loads of an unrolled loop together and ahead of their uses.
 template <int N>
 __device__ __forceinline__ Vector<N> load_once(const wide_t* address) {
     Vector<N> v;
     if constexpr (sizeof(v) == 16)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
                      : "l"(address));
     else
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(v.words[0]), "=r"(v.words[1])
-                     : "l"(address));
+        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.words[0]), "=r"(v.words[1]) : "l"(address));
     return v;
 }

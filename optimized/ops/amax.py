@@ -15,19 +15,13 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("amax", {"WIDE": wide
 
 _THREADS = 256
 _BYTES_PER_BLOCK = _THREADS * 4 * 16  # what the threads of a block have in flight
-_BLOCKS_PER_PROCESSOR = 8
+_BLOCKS_PER_PROCESSOR = 16
 _kernels = {dtype: launch.function("amax", "amax", {"WIDE": wide}) for dtype, wide in WIDE.items()}
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy where a view starts off the 16-byte boundary that the kernels' loads need."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def streaming_grid(x: torch.Tensor) -> tuple[int]:
-    """Blocks for a kernel that streams over `x`: as many as run at once, fewer if there is less to do."""
-    blocks = -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)
-    return (max(1, min(blocks, _BLOCKS_PER_PROCESSOR * launch.processors(x.device.index))),)
 
 
 def amax_pointer(amax_history: torch.Tensor | None, column: int) -> int:
@@ -43,7 +37,9 @@ def amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
     check_history("twin::amax", x, amax_history, column)
     x = aligned(x)
     args: list[Any] = [x.data_ptr(), amax_pointer(amax_history, column), np.int64(x.numel())]
-    launch.launch(_kernels[x.dtype], streaming_grid(x), (_THREADS,), args, device=x.device.index)
+    blocks = -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)
+    grid = (max(1, min(blocks, _BLOCKS_PER_PROCESSOR * launch.processors(x.device.index))),)
+    launch.launch(_kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
 
 
 LIBRARY.impl("amax", amax, "CUDA")

@@ -17,21 +17,12 @@ from reference.ops.library import LIBRARY
 
 _THREADS = 128
 _TILE_ROWS = 128
-_COLUMNS = 4  # a thread's columns
+_TILE_COL_BYTES = 256
 
 
-def defines(
-    x: torch.dtype, q: torch.dtype, dbias: bool, columns: int = _COLUMNS, blocks: int = 4, group: int = 1
-) -> dict[str, int | str]:
-    """The macros of one configuration; `columns`, `blocks` and `group` are what tuning varied."""
-    return {
-        "WIDE": WIDE[x],
-        "FP8": FP8[q],
-        "DBIAS": int(dbias),
-        "COLUMNS": columns,
-        "BLOCKS": blocks,
-        "GROUP": group,
-    }
+def defines(x: torch.dtype, q: torch.dtype, dbias: bool) -> dict[str, int | str]:
+    """The macros of one configuration."""
+    return {"WIDE": WIDE[x], "FP8": FP8[q], "DBIAS": int(dbias)}
 
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
@@ -43,7 +34,7 @@ _kernels = {
 }
 
 
-def run(
+def _run(
     kernel: launch.Kernel,
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -51,7 +42,6 @@ def run(
     column: int,
     dtype: torch.dtype,
     partial: torch.Tensor | None,
-    columns: int = _COLUMNS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch one configuration on checked arguments: (q, q_t, scale_inv)."""
     x = aligned(x)
@@ -71,7 +61,8 @@ def run(
         np.int32(cols),
     ]
     # At least one block: it writes scale_inv.
-    tiles = max(1, -(-rows // _TILE_ROWS) * -(-cols // (16 * columns)))
+    tile_cols = _TILE_COL_BYTES // x.element_size()
+    tiles = max(1, -(-rows // _TILE_ROWS) * -(-cols // tile_cols))
     launch.launch(kernel, (tiles,), (_THREADS,), args, device=x.device.index)
     return q, q_t, scale_inv
 
@@ -81,7 +72,7 @@ def cast_transpose(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`x` `[rows, cols]` -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`)."""
     check_cast("twin::cast_transpose", x, scale, amax_history, column, dtype)
-    return run(_kernels[x.dtype, dtype, False], x, scale, amax_history, column, dtype, None)
+    return _run(_kernels[x.dtype, dtype, False], x, scale, amax_history, column, dtype, None)
 
 
 def cast_transpose_dbias(
@@ -90,7 +81,7 @@ def cast_transpose_dbias(
     """`x` `[rows, cols]` -> (q, q_t, scale_inv as in `cast_transpose`, dbias `[cols]` of x's dtype)."""
     check_cast("twin::cast_transpose_dbias", x, scale, amax_history, column, dtype)
     partial = new_partial(x)
-    out = run(_kernels[x.dtype, dtype, True], x, scale, amax_history, column, dtype, partial)
+    out = _run(_kernels[x.dtype, dtype, True], x, scale, amax_history, column, dtype, partial)
     return (*out, add_blocks(partial, x.dtype))
 
 

@@ -1,0 +1,79 @@
+"""One small launch of every kernel, for NVIDIA's compute-sanitizer:
+
+    for tool in memcheck racecheck initcheck synccheck; do
+        compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitizer.py; done
+
+Inputs are filled by copies from the host, so that initcheck sees every byte that a kernel reads as written.
+Shapes include whole tiles, ragged edges and a single row. What is computed is checked elsewhere.
+"""
+
+import itertools
+import sys
+
+import torch
+
+import optimized  # noqa: F401  (registers the CUDA kernels)
+from optimized.ops.gemm import gemm_tiled
+from optimized.ops.gemm_fp8 import gemm_fp8_tiled
+from optimized.ops.gemm_tile import TILES
+
+twin = torch.ops.twin
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def casts() -> None:
+    for (rows, cols), dtype, out in itertools.product(((1, 16), (130, 272), (128, 256)), WIDE, FP8):
+        x = torch.randn(rows, cols).to(dtype).cuda()
+        scale, history = torch.ones(3).cuda(), torch.zeros(5, 3).cuda()
+        twin.amax(x, history, 0)
+        twin.cast(x, scale, history, 0, out)
+        twin.cast_transpose(x, scale, history, 1, out)
+        twin.cast_transpose_dbias(x, scale, history, 2, out)
+        twin.dbias(x)
+        twin.dbias(x[:, :5].contiguous())
+
+
+def scale_update() -> None:
+    for algorithm in ("max", "most_recent"):
+        scales = [torch.ones(n).cuda() for n in (3, 2, 3)]
+        histories = [torch.rand(length, n).cuda() for length, n in ((1, 3), (1030, 2), (16, 3))]
+        twin.scale_update(scales, histories, 448.0, 0, algorithm)
+
+
+def gemms() -> None:
+    for m, n, k in ((1, 16, 16), (130, 272, 144), (256, 256, 256)):
+        for bias, accumulate in itertools.product((None, torch.randn(n).bfloat16().cuda()), ("fast", "split")):
+            a, b = (torch.randn(size, k).to(FP8[0]).cuda() for size in (m, n))
+            one = torch.ones(1).cuda()
+            twin.gemm_fp8(a, b, one, one, bias, torch.bfloat16, accumulate)
+        a, b = (torch.randn(size, k).bfloat16().cuda() for size in (m, n))
+        twin.gemm(a, b, None, torch.bfloat16)
+        at = torch.randn(k, m).bfloat16().cuda().t()
+        bt = torch.randn(k, n).bfloat16().cuda().t()
+        twin.gemm(at, bt, None, torch.float32)
+
+
+def gemm_tiles() -> None:
+    """Every tile, on a problem with more than one tile and a ragged edge in each direction."""
+    m, n, k = 330, 272, 592
+    one = torch.ones(1).cuda()
+    a, b = (torch.randn(size, k).to(FP8[0]).cuda() for size in (m, n))
+    wide_a, wide_b = (torch.randn(size, k).bfloat16().cuda() for size in (m, n))
+    for tile in TILES:
+        for accumulate in ("fast", "split"):
+            gemm_fp8_tiled(a, b, one, one, None, torch.bfloat16, accumulate, tile)
+        gemm_tiled(wide_a, wide_b, None, torch.bfloat16, tile)
+
+
+def main() -> None:
+    parts = {"casts": casts, "scale_update": scale_update, "gemms": gemms, "gemm_tiles": gemm_tiles}
+    with torch.no_grad():
+        for name in sys.argv[1:] or parts:
+            parts[name]()
+            torch.cuda.synchronize()
+            print(f"{name}: launched")
+
+
+if __name__ == "__main__":
+    main()
