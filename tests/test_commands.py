@@ -223,8 +223,9 @@ def test_corpus_is_the_same_twice_and_in_order() -> None:
         assert bytes([*window.tolist(), int(target)]) in whole
 
 
-def test_smoothing_is_a_mean_of_the_last_values() -> None:
-    assert training.smooth(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1.0, 2.0, 4.0, 6.0]
+def test_smoothing_is_a_mean_of_neighbours() -> None:
+    assert training.smooth(np.array([1.0, 3.0, 5.0, 10.0, 0.0]), 1).tolist() == [1.0, 3.0, 6.0, 5.0, 0.0]
+    assert training.smooth(np.array([1.0, 3.0]), 0).tolist() == [1.0, 3.0]
 
 
 def test_report_escapes_what_it_is_given() -> None:

@@ -42,7 +42,7 @@ class Settings:
     width: int = 256
     layers: int = 3
     rows: int = 256
-    steps: int = 600
+    steps: int = 1000
     learning_rate: float = 0.1
     momentum: float = 0.9
     amax_history_len: int = 16
@@ -97,7 +97,11 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, t
 
 @dataclass
 class Run:
-    """What one training left behind. `amax` and `scale` hold a value per step for each (layer, tensor)."""
+    """What one training left behind.
+
+    `amax` and `scale` hold a value per step for each (layer, tensor). `codes` [256] counts the FP8 codes of the middle
+    layer's tensors at a (moment, tensor), and `lost` is the share of their nonzero elements that the cast made zero.
+    """
 
     precision: str
     model: ByteModel
@@ -105,6 +109,7 @@ class Run:
     amax: dict[tuple[int, str], list[float]] = field(default_factory=dict)
     scale: dict[tuple[int, str], list[float]] = field(default_factory=dict)
     codes: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    lost: dict[tuple[str, str], float] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
 
 
@@ -174,11 +179,13 @@ def scales(model: ByteModel) -> dict[tuple[int, str], tuple[float, float]]:
 def _count_codes(
     run: Run, moment: str, seen: dict[str, torch.Tensor], layer: int, used: dict[tuple[int, str], float]
 ) -> None:
-    """Count how often each FP8 code of the watched tensors occurs, under the scales of that step."""
+    """Count the FP8 codes of the watched tensors, under the scales of that step."""
     for name, tensor in seen.items():
         fmt = formats.E5M2 if name == "grad_output" else formats.E4M3
         codes = formats.cast(tensor, fmt, used.get((layer, name), 1.0)).view(torch.uint8).flatten()
         run.codes[moment, name] = torch.bincount(codes.int(), minlength=256)
+        alive = tensor.flatten() != 0
+        run.lost[moment, name] = float(((codes & 0x7F) == 0)[alive].float().mean())
 
 
 def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -197,6 +204,18 @@ def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.T
                 run.tally.add(here.fp8_meta[key].amax_history, there.fp8_meta[key].amax_history)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch and the tensor core on one thread: for tensors as small as these, waking others costs more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def train(
     corpus: Corpus,
     settings: Settings,
@@ -235,6 +254,7 @@ def train(
     return run
 
 
+@one_thread()
 @torch.no_grad()
 def write(
     run: Run,

@@ -98,8 +98,12 @@ class Product:
     @property
     def title(self) -> str:
         """Formats and shape, as a reader would say them."""
-        a, b = self.formats.upper().split(".")
-        return f"{a} × {b}, {self.m}×{self.n}×{self.k}, {self.accumulate}"
+        return f"{self.operands}, {self.m}×{self.n}×{self.k}, {self.accumulate}"
+
+    @property
+    def operands(self) -> str:
+        """The two formats."""
+        return " × ".join(self.formats.upper().split("."))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ Pictures are matplotlib figures embedded as SVG data URIs, so that ids of one pi
 import base64
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+WORD = re.compile(r"[0-9A-F]{8}")
 STYLE_FILE = Path(__file__).with_name("report.css")
 
 
@@ -59,7 +61,7 @@ class Report:
         self._body.append(f'<div class="columns">{cells}</div>')
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
-        """A table; cells that start with a digit, a sign or a dot are set as numbers."""
+        """A table; cells that start with a digit are set as numbers, 32-bit words in hexadecimal as code."""
         lines = [f"<th>{escape(cell)}</th>" for cell in head]
         body = []
         for row in rows:
@@ -67,6 +69,8 @@ class Report:
             for cell in row:
                 text = str(cell)
                 kind = ' class="n"' if text[:1] in set("0123456789+-−.±") else ""
+                if WORD.fullmatch(text):
+                    kind = ' class="w"'
                 cells.append(f"<td{kind}>{escape(text)}</td>")
             body.append(f"<tr>{''.join(cells)}</tr>")
         note = f"<figcaption>{caption}</figcaption>" if caption else ""

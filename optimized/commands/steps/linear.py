@@ -86,7 +86,11 @@ def variants() -> tuple[list[Variant], Tally]:
     twin = None if gpu is None else copy.deepcopy(module).to(gpu)
     for name, changed, fp8 in (
         ("te.Linear, bf16", "operands and results rounded to 8 bits of significand", False),
-        ("te.Linear, FP8, first step", "operands cast to FP8 with scale 1: gradients fall below E5M2's range", True),
+        (
+            "te.Linear, FP8, first step",
+            "operands cast to FP8 with scale 1: gradients are at the bottom of E5M2's range",
+            True,
+        ),
         ("te.Linear, FP8, second step", "scales from the first step's amaxes: every tensor fills its range", True),
     ):
         results = _step(module, x, gradient, fp8)
@@ -164,8 +168,8 @@ def run(report: Report) -> Outcome:
         picture(found),
         "<b>The second FP8 step is much better than the first.</b> Delayed scaling learns each tensor's largest "
         "magnitude (amax) in one step and uses it in the next. In the first step all scales are 1: gradients "
-        f"around {STD['gradient']:g} lie below E5M2's smallest value, 2⁻¹⁶ = {2**-16:.1e}, and are rounded to 0 or to "
-        "that value (middle). One step later the same gradients fill the range (right).",
+        f"around {STD['gradient']:g} are about as small as E5M2's smallest value, 2⁻¹⁶ = {2**-16:.1e}, and are rounded "
+        "to 0 or to the first few multiples of it (middle). One step later the same gradients fill the range (right).",
         "Bars of SQNR for bf16 and FP8, and scatter plots of the weight gradient",
     )
     result = f"output SQNR to fp32: bf16 {sqnr(found[0].results['output'], found[1].results['output']):.1f} dB, " + (

@@ -26,12 +26,12 @@ def bits(run: Run) -> np.ndarray:
     return np.array(run.losses) / math.log(2)
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last `window` values at each place (of fewer at the start)."""
+def smooth(values: np.ndarray, reach: int) -> np.ndarray:
+    """Mean of the values up to `reach` places away on either side (fewer, and as many on both, near the ends)."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    places = np.arange(len(values))
+    near = np.minimum(reach, np.minimum(places, len(values) - 1 - places))
+    return (sums[places + near + 1] - sums[places - near]) / (2 * near + 1)
 
 
 def final(run: Run) -> float:
@@ -44,11 +44,11 @@ def loss_picture(runs: list[Run]) -> Figure:
     """Loss curves of all runs, and how far FP8 is from bf16."""
     fig = figure(9, 4.4)
     curve, gap = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    window = max(1, len(runs[0].losses) // 20)
-    for run in runs:
+    window = len(runs[0].losses) // 40
+    for run, width, alpha in zip(runs, (4.5, 1.4), (0.55, 1.0), strict=True):
         colour = COLOURS[run.precision.lower()]
-        curve.plot(bits(run), color=colour, alpha=0.22, linewidth=0.7)
-        curve.plot(smooth(bits(run), window), color=colour, linewidth=1.8, label=run.precision)
+        curve.plot(bits(run), color=colour, alpha=0.2, linewidth=0.7)
+        curve.plot(smooth(bits(run), window), color=colour, linewidth=width, alpha=alpha, label=run.precision)
     difference = bits(runs[1]) - bits(runs[0])
     gap.axhline(0, color="#9aa5b1", linewidth=0.7)
     gap.plot(difference, color=COLOURS["fp8"], alpha=0.3, linewidth=0.7)
@@ -67,8 +67,8 @@ def scale_picture(run: Run, layers: int) -> Figure:
         for layer in range(layers):
             shade = 0.35 + 0.65 * layer / max(1, layers - 1)
             for axes, values in zip(grid[row], (run.amax, run.scale), strict=True):
-                steps = range(len(values[layer, name]))
-                axes.step(steps, values[layer, name], color=COLOURS[name], alpha=shade, linewidth=1.2)
+                later = values[layer, name][1:]  # the scale of the first step is 1
+                axes.step(range(1, len(later) + 1), later, color=COLOURS[name], alpha=shade, linewidth=1.2)
                 axes.set_yscale("log", base=2)
         grid[row][0].set_title(f"{TITLES[name]}: amax")
         grid[row][1].set_title("scale")
@@ -77,7 +77,7 @@ def scale_picture(run: Run, layers: int) -> Figure:
     return fig
 
 
-def _code_panel(axes: Axes, counts: torch.Tensor, fmt: formats.Format8, colour: str) -> None:
+def _code_panel(axes: Axes, counts: torch.Tensor, lost: float, fmt: formats.Format8, colour: str) -> None:
     """Share of elements on each code, signs together; zero is written, not drawn."""
     magnitudes = (counts[:128] + counts[128:]).double().numpy()
     share = 100 * magnitudes / magnitudes.sum()
@@ -89,7 +89,7 @@ def _code_panel(axes: Axes, counts: torch.Tensor, fmt: formats.Format8, colour: 
     axes.text(
         0.02,
         0.97,
-        f"zero: {share[0]:.0f} %\nlargest: {share[fmt.largest_code]:.2g} %\n{used} magnitudes used",
+        f"{used} magnitudes used\nbecame zero: {100 * lost:.2g} %\nlargest: {share[fmt.largest_code]:.2g} %",
         transform=axes.transAxes,
         va="top",
         size=8.5,
@@ -105,17 +105,12 @@ def codes_picture(run: Run) -> Figure:
     for row, moment in enumerate(("first step", "last step")):
         for column, name in enumerate(TENSORS):
             fmt = formats.E5M2 if name == "grad_output" else formats.E4M3
-            _code_panel(grid[row][column], run.codes[moment, name], fmt, COLOURS[name])
+            key = (moment, name)
+            _code_panel(grid[row][column], run.codes[key], run.lost[key], fmt, COLOURS[name])
             if row == 0:
                 grid[row][column].set_title(TITLES[name])
         grid[row][0].set_ylabel(f"{moment}\n% of elements")
     return fig
-
-
-def zeros(run: Run, moment: str, name: str) -> float:
-    """The percentage of elements that a cast made (or left) zero."""
-    counts = run.codes[moment, name].double()
-    return float(100 * (counts[0] + counts[128]) / counts.sum())
 
 
 def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
@@ -134,26 +129,25 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
     report.picture(
         loss_picture(runs),
         "<b>FP8 learns as bf16 does.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
-        f"strong: the mean over recent steps. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per "
+        f"strong: the mean over neighbours. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per "
         "byte. The lower panel is the difference, step by step on the same bytes.",
         "Loss curves of bf16 and FP8 training",
     )
     report.picture(
         scale_picture(fp8, settings.layers),
         "<b>Scales follow amaxes.</b> Left: the largest magnitude of each tensor at each step (light to dark: first "
-        "to last layer). Right: the scale its cast used, 1 in the first step, then the format's largest value over "
-        f"the largest amax of the {settings.amax_history_len} steps before: it steps down at once when an amax "
-        "grows, and up again when the large one has left the history. Gradients shrink as the model learns, "
-        "so their scale climbs.",
+        "to last layer). Right: the scale its cast used. It is 1 in the first step (not drawn), then the format's "
+        f"largest value over the largest amax of the {settings.amax_history_len} steps before: it steps down one step "
+        "after an amax has grown, and up again when the large one has left the history.",
         "amax and scale of each tensor over the training steps",
     )
-    first, last = (zeros(fp8, moment, "grad_output") for moment in ("first step", "last step"))
+    first, last = (100 * fp8.lost[moment, "grad_output"] for moment in ("first step", "last step"))
     report.picture(
         codes_picture(fp8),
-        "<b>Which codes are used</b> (middle layer; bars are magnitudes in order, signs together). In the first step "
-        f"the scale is 1, and {first:.0f} % of the gradient is zero in FP8. At the end the scale has moved it up into "
-        f"the range, and {last:.0f} % is zero: what ReLU blocked, and what is small beside the largest gradient. The "
-        "right edge of each panel is the format's largest value; hardly anything saturates.",
+        "<b>Which codes are used</b> (middle layer; bars are magnitudes in order, signs together, without zeros). "
+        f"In the first step the scale is 1: the gradient sits at the bottom of its range, and {first:.0f} % of its "
+        f"nonzero elements become zero. In the last step its scale has moved it to the top: {last:.2g} % do. The right "
+        "edge of each panel is the format's largest value; hardly anything reaches it.",
         "Histograms of FP8 codes in the first and last step",
     )
 

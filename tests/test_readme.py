@@ -1,0 +1,121 @@
+"""README keeps its word: its code runs, its commands are CI's, its files exist, its tables come from the results."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from optimized import measure
+from optimized.commands import main, tables
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_first_example_gives_what_it_shows() -> None:
+    found = doctest.testfile(str(ROOT / "README.md"), module_relative=False, encoding="utf-8")
+    assert found.attempted >= 6
+    assert found.failed == 0
+
+
+def test_ci_runs_readmes_two_commands() -> None:
+    commands = re.findall(r"```bash\n(pip .*)\n```", README)
+    assert len(commands) == 2
+    script = (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    for command in commands:
+        assert command in script
+        assert command in contributing
+
+
+def test_every_linked_file_exists() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}, which is not there"
+
+
+def test_the_layout_is_the_layout() -> None:
+    listing = README.split("## Layout")[1].split("```")[1]
+    parent = ""
+    for line in listing.strip().splitlines():
+        name = line.split()[0]
+        parent = parent if line.startswith(" ") else name
+        assert (ROOT / (name if name == parent else parent + name)).is_dir(), line
+
+
+def test_the_tables_are_the_results() -> None:
+    assert tables.updated(README) == README, "run `python -m optimized.commands.tables` and commit README.md"
+
+
+def _timing(kind: str, name: str, ours: float, theirs: float) -> dict[str, object]:
+    return {
+        "kind": kind,
+        "name": name,
+        "m": 64,
+        "n": 128,
+        "k": 32,
+        "tflops": {"ours": ours, "theirs": theirs},
+        "speed_over_theirs": {"median": ours / theirs},
+    }
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of invented results, one kernel of which has changed since."""
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    origin = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "gpu": {"name": "An H200"},
+        "nvidia_smi": {"driver_version": "1.2"},
+        "cuda": "13.0",
+        "torch": "2.11",
+        "cupy": "14",
+        "kernels": {"gemm": "not today's hash"},
+    }
+    gemm = {
+        "rows": [_timing("fast", "fc1", 900.0, 1000.0), _timing("bf16", "fc1", 600.0, 500.0)],
+        "geometric_mean_speed_over_theirs": {"fast": 0.9, "bf16": 1.2},
+        "provenance": origin,
+    }
+    cast = {
+        "rows": [
+            {"op": "cast", "dtype": "bf16", "of_copy": 0.5},
+            {"op": "cast", "dtype": "bf16", "of_copy": 0.9},
+            {"op": "cast", "dtype": "bf16", "of_copy": 0.8},
+        ],
+        "provenance": {**origin, "kernels": {}},
+    }
+    (tmp_path / "gemm.json").write_text(json.dumps(gemm))
+    (tmp_path / "cast_transpose.json").write_text(json.dumps(cast))
+    return tmp_path
+
+
+def test_tables_are_built_from_the_results(results: Path) -> None:
+    text = tables.markdown()
+    assert "| fc1 64×128×32 | 900 | 90 % | 600 | 120 % |" in text
+    assert "| geometric mean |  | 90 % |  | 120 % |" in text
+    assert "| cast | 80 % (50 %) |" in text
+    assert "An H200, driver 1.2, CUDA 13.0, torch 2.11, CuPy 14, 2026-01-02." in text
+    assert text.count("Measured before the last change of gemm.") == 1
+
+
+def test_bench_shows_the_recorded_results_and_says_so(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--recorded"]) == 0
+    out = capsys.readouterr().out
+    assert "Recorded on an H200, not measured now" in out
+    assert "120 %" in out
+    assert main(["bench", "--table", "--only", "cast_transpose"]) == 0
+    assert capsys.readouterr().out.startswith("**Casts and reductions**")
+
+
+def test_bench_says_what_is_not_recorded(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (results / "gemm.json").unlink()
+    assert main(["bench", "--recorded"]) == 0
+    assert "gemm.json is not there: this result has not been recorded." in capsys.readouterr().out
+
+
+def test_bench_does_not_store_what_it_did_not_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--recorded", "--write"]) == 2
+    assert "--write stores what was measured" in capsys.readouterr().err
