@@ -1,0 +1,128 @@
+"""The tables of measured results, built from docs/results/*.json and from nowhere else.
+
+`python -m optimized.commands.tables` puts them into README.md between its two marks; tests/test_readme.py fails
+where README and the results disagree.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimized import measure
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of strings, with a note on where its numbers come from."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str
+
+    def markdown(self) -> str:
+        """The table as GitHub's Markdown."""
+        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |"]
+        lines.append("|" + " --- |" + " ---: |" * (len(self.columns) - 1))
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", self.note])
+
+
+def _note(payload: dict[str, Any]) -> str:
+    """GPU, versions, date; and a warning where kernels have changed since."""
+    origin = payload["provenance"]
+    gpu, smi = origin.get("gpu") or {}, origin.get("nvidia_smi") or {}
+    driver = f", driver {smi['driver_version']}" if "driver_version" in smi else ""
+    versions = f"CUDA {origin['cuda']}, torch {origin['torch']}, CuPy {origin['cupy']}"
+    text = f"{gpu.get('name', 'no GPU')}{driver}, {versions}, {origin['date'][:10]}."
+    changed = measure.outdated(payload)
+    if changed:
+        text += f" **Measured before the last change of {', '.join(changed)}.**"
+    return text
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def gemm(payload: dict[str, Any]) -> list[Table]:
+    """FP8 and bf16 products against cuBLASLt: one row per shape, one column per kind."""
+    kinds = list(dict.fromkeys(row["kind"] for row in payload["rows"]))
+    names = {"fast": "FP8 fast", "split": "FP8 split", "bf16": "bf16"}
+    by_shape: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in payload["rows"]:
+        by_shape.setdefault(f"{row['name']} {row['m']}×{row['n']}×{row['k']}", {})[row["kind"]] = row
+    rows = []
+    for shape, found in by_shape.items():
+        cells = [shape]
+        for kind in kinds:
+            row = found.get(kind)
+            cells.append("–" if row is None else f"{row['tflops']['ours']:.0f}")
+            cells.append("–" if row is None else _percent(row["speed_over_theirs"]["median"]))
+        rows.append(tuple(cells))
+    means = payload["geometric_mean_speed_over_theirs"]
+    rows.append(("geometric mean", *(cell for kind in kinds for cell in ("", _percent(means[kind])))))
+    columns = ["product M×N×K"]
+    for kind in kinds:
+        columns += [f"{names.get(kind, kind)} TFLOP/s", "of cuBLASLt"]
+    note = "100 % is cuBLASLt's speed (`torch._scaled_mm`, `torch.mm`) in the same run. " + _note(payload)
+    return [Table("Matrix products", tuple(columns), tuple(rows), note)]
+
+
+def cast_transpose(payload: dict[str, Any]) -> list[Table]:
+    """Memory-bound kernels against the device copy: one row per op and input type, over all shapes."""
+    by_op: dict[str, dict[str, list[float]]] = {}
+    for row in payload["rows"]:
+        by_op.setdefault(row["op"], {}).setdefault(row["dtype"], []).append(row["of_copy"])
+    types = list(dict.fromkeys(row["dtype"] for row in payload["rows"]))
+    rows = []
+    for op, found in by_op.items():
+        cells = [f"{_percent(statistics.median(found[t]))} ({_percent(min(found[t]))})" for t in types]
+        rows.append((op, *cells))
+    columns = ("kernel", *(f"{t} input, of copy" for t in types))
+    note = (
+        "Median over shapes (smallest): the bytes that must move over the time, as a share of what `Tensor.copy_` "
+        "reaches in the same run. " + _note(payload)
+    )
+    return [Table("Casts and reductions", columns, tuple(rows), note)]
+
+
+BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {"gemm": gemm, "cast_transpose": cast_transpose}
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """The recorded result, or None."""
+    path = measure.RESULTS / f"{name}.json"
+    if not path.is_file():
+        return None
+    payload: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return payload
+
+
+def recorded(name: str) -> list[Table]:
+    """The tables of a recorded result; none where nothing is recorded."""
+    payload = load(name)
+    return [] if payload is None else BUILDERS[name](payload)
+
+
+def markdown(names: Iterable[str] = tuple(BUILDERS)) -> str:
+    """Every recorded table, as README shows them."""
+    found = [table.markdown() for name in names for table in recorded(name)]
+    return "\n\n".join(found) if found else "Nothing has been recorded yet."
+
+
+def updated(readme: str) -> str:
+    """README's text with the tables between its marks."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{markdown()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    README.write_text(updated(README.read_text("utf-8")), "utf-8")
