@@ -155,6 +155,8 @@ def test_infinities_that_come_before_and_after_an_overflow():
     rows[2, 0], rows[2, 1] = big, -inf  # within one step: the infinity
     rows[3, 0], rows[3, 16] = big, inf
     columns = torch.full((5, 48), big)
+    columns[4, 32], rows[0, 32] = inf, -1.0  # an infinity on either side: still NaN
+    rows[1:, 32] = torch.tensor([-1.0, -1.0, 1.0])
     a, b = rows.to(torch.bfloat16), columns.to(torch.bfloat16)
     out = tensor_core.gemm(a, b)
     assert out[0].isnan().all()
