@@ -11,9 +11,12 @@ y.backward(dy)
 import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, philox, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
+from reference.denormals import check_denormals
 from reference.nn.linear import Linear
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
+
+check_denormals()
 
 __all__ = [
     "DelayedScaling",

@@ -61,7 +61,7 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") ->
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optimized
@@ -89,7 +89,7 @@ def test_parameters_and_activations_may_differ(dtype: str, params: torch.dtype, 
 SIZES = st.sampled_from([16, 32, 48, 80, 112, 128, 144, 272, 400, 528])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(
     tokens=st.sampled_from([1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 129, 300]),
     in_features=SIZES,
@@ -114,7 +114,7 @@ def test_tall_and_wide(tokens: int, in_features: int, out_features: int, same_bi
     train_both(layer, tokens, torch.bfloat16, te.DelayedScaling(), same_bits, steps=2)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None)
 @given(
     tokens=st.sampled_from([1, 7, 16, 33, 130]),
     in_features=st.sampled_from([1, 8, 24, 64, 100, 264]),
