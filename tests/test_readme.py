@@ -87,6 +87,16 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ],
         "provenance": {**origin, "kernels": {}},
     }
+    equality = {
+        "problems": 2,
+        "problems_with_every_word_equal": 1,
+        "rows": [
+            {"m": 1, "n": 16, "k": 32, "accumulate": "fast", "words": 16, "differing_words": 0},
+            {"m": 2, "n": 16, "k": 32, "accumulate": "fast", "words": 32, "differing_words": 5, "why": "K split by 2"},
+        ],
+        "provenance": {**origin, "kernels": {}},
+    }
+    (tmp_path / "gemm_equality.json").write_text(json.dumps(equality))
     (tmp_path / "gemm.json").write_text(json.dumps(gemm))
     (tmp_path / "cast_transpose.json").write_text(json.dumps(cast))
     return tmp_path
@@ -96,6 +106,8 @@ def test_tables_are_built_from_the_results(results: Path) -> None:
     text = tables.markdown()
     assert "| fc1 64×128×32 | 900 | 90 % | 600 | 120 % |" in text
     assert "| geometric mean |  | 90 % |  | 120 % |" in text
+    assert "| 1 of 2 products | 16 | 0 |  |" in text
+    assert "| 2×16×32, fast | 32 | 5 | K split by 2 |" in text
     assert "| cast | 80 % (50 %) |" in text
     assert "An H200, driver 1.2, CUDA 13.0, torch 2.11, CuPy 14, 2026-01-02." in text
     assert text.count("Measured before the last change of gemm.") == 1

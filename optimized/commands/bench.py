@@ -1,4 +1,4 @@
-"""Speed against the experts' libraries.
+"""Speed against the experts' libraries, and the list of products that equal cuBLASLt's in every word.
 
 On a machine with a Hopper GPU the benchmarks run: ours and theirs in one run, interleaved. Elsewhere the results
 recorded on an H200 are shown (docs/results), and where the kernels have changed since, that is said.
@@ -13,12 +13,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.bench import cast, gemm
+from optimized.bench import cast, gemm, gemm_equality
 from optimized.commands import CommandError, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
-BENCHMARKS = {module.NAME: module for module in (gemm, cast)}
+BENCHMARKS = {module.NAME: module for module in (gemm, gemm_equality, cast)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

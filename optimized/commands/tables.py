@@ -75,6 +75,23 @@ def gemm(payload: dict[str, Any]) -> list[Table]:
     return [Table("Matrix products", tuple(columns), tuple(rows), note)]
 
 
+def gemm_equality(payload: dict[str, Any]) -> list[Table]:
+    """How many products equal cuBLASLt's in every word, and those that do not, with the reason."""
+    equal, total = payload["problems_with_every_word_equal"], payload["problems"]
+    rows = [(f"{equal} of {total} products", f"{sum(r['words'] for r in payload['rows'] if _equal(r)):,}", "0", "")]
+    for row in payload["rows"]:
+        if not _equal(row):
+            shape = f"{row['m']}×{row['n']}×{row['k']}, {row['accumulate']}"
+            rows.append((shape, f"{row['words']:,}", f"{row['differing_words']:,}", row["why"]))
+    note = "FP8 products with fp32 output, compared with `torch._scaled_mm`'s in every word. " + _note(payload)
+    columns = ("FP8 product M×N×K", "words", "different from cuBLASLt", "why")
+    return [Table("Equality with cuBLASLt", columns, tuple(rows), note)]
+
+
+def _equal(row: dict[str, Any]) -> bool:
+    return bool(row["differing_words"] == 0)
+
+
 def cast_transpose(payload: dict[str, Any]) -> list[Table]:
     """Memory-bound kernels against the device copy: one row per op and input type, over all shapes."""
     by_op: dict[str, dict[str, list[float]]] = {}
@@ -93,7 +110,11 @@ def cast_transpose(payload: dict[str, Any]) -> list[Table]:
     return [Table("Casts and reductions", columns, tuple(rows), note)]
 
 
-BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {"gemm": gemm, "cast_transpose": cast_transpose}
+BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+    "gemm": gemm,
+    "gemm_equality": gemm_equality,
+    "cast_transpose": cast_transpose,
+}
 
 
 def load(name: str) -> dict[str, Any] | None:
