@@ -137,6 +137,29 @@ def test_shapes(kind, m, n, depth):
         assert_equal(kind, a, b, 128)
 
 
+@pytest.mark.parametrize("kind", ["e4m3.e4m3", "fp16.fp16"])
+def test_operands_too_large_to_unpack_at_once(monkeypatch, kind):
+    monkeypatch.setattr(fast, "_PACKED", 1 << 12)
+    monkeypatch.setattr(fast, "_ROWS", 16)
+    rng = np.random.default_rng(8)
+    fmt = inputs.KINDS[kind][0]
+    for m, n in ((200, 70), (70, 200), (33, 5)):
+        assert_equal(kind, codes(rng, fmt, (m, 144), "any"), codes(rng, fmt, (n, 144), "any"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_many_random_products(kind):
+    """Some minutes: 162 products of 256 x 128 words, every pair of styles among them."""
+    rng = np.random.default_rng(list(kind.encode()))
+    a_format, b_format, instruction = inputs.KINDS[kind]
+    for number in range(2 * len(STYLES) ** 2):
+        left, right = STYLES[number % len(STYLES)], STYLES[number // len(STYLES) % len(STYLES)]
+        depth = int(rng.integers(1, 400))
+        a, b = codes(rng, a_format, (256, depth), left), codes(rng, b_format, (128, depth), right)
+        assert_equal(kind, a, b, 128 if number % 2 and instruction is model.FP8_STEP else None)
+
+
 @pytest.mark.parametrize("m", [0, 2])
 @pytest.mark.parametrize("n", [0, 3])
 def test_nothing_to_add_is_plus_zero(m, n):

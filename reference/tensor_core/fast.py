@@ -23,6 +23,7 @@ from reference.tensor_core import model
 
 Codes = NDArray[np.unsignedinteger]
 _ROWS = 1024  # rows of C that a task holds at a time: 64 columns of them fill 256 KB of its core's cache
+_PACKED = 1 << 26  # numbers of A that are unpacked at a time
 _SMALL = 1 << 20  # products below which starting other threads costs more than it saves
 _compiling = threading.RLock()
 _PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
