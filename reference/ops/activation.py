@@ -1,0 +1,253 @@
+"""Activations: `twin::activation`, its backward, and both with the FP8 cast.
+
+x `[rows, n]` is the pre-activation. The gated kinds take its halves, x1 = x[:, :n/2] and x2 = x[:, n/2:], as
+Transformer Engine does: the first is activated, the second multiplies. With m = n, or n/2 where gated, and grad
+`[rows, m]` the gradient of y:
+
+    kind            act     y [rows, m]      dx [rows, n]
+    gelu            gelu    act(x)           grad · act'(x)
+    relu            relu    as gelu          as gelu
+    silu            silu    as gelu          as gelu
+    geglu, swiglu   gelu,   act(x1) · x2     dx1 = (grad · x2) · act'(x1)
+                    silu                     dx2 = grad · act(x1)
+
+act and act' are fp32 values: those of `reference.elementary` for gelu (its tanh form) and silu, recorded ones where
+x is bf16 or fp16; and
+
+    relu(x)  = +0 where x <= 0, else x             so -0 becomes +0, and NaN stays
+    relu'(x) = 1 where x > 0, 0 where x <= 0       NaN where x is
+
+grad, x and x2 are widened to fp32 exactly; each multiplication written above is one of fp32 and rounds once. Then
+
+    activation, activation_backward                       one rounding of y, dx to x's dtype
+    activation_cast_transpose                             q, q_t, scale_inv, amax as `twin::cast_transpose` makes
+    activation_backward_cast_transpose_dbias              them of the fp32 y, dx: not through 16 bits
+    dbias of the latter                                   sums of the fp32 dx in the order of `twin::dbias`, one
+                                                          rounding to x's dtype
+
+Sources: GELU, arXiv 1606.08415; SiLU, 1702.03118; GEGLU and SwiGLU, 2002.05202.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from reference import elementary
+from reference.ops.amax import check_input
+from reference.ops.cast import cast_rows, check_cast
+from reference.ops.cast_transpose import ceil16, transposed
+from reference.ops.dbias import sum_rows
+from reference.ops.library import define, fake
+
+# Elements of x at a time: few enough to stay in the cache and with one thread, as in `formats.cast`.
+_CHUNK = 1 << 15
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """+0 where x <= 0, else x: fp32, of fp32, bf16 or fp16 x."""
+    wide = x.float()
+    return wide.masked_fill(wide <= 0, 0.0)
+
+
+def drelu(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of `relu`: 1 where x > 0, +0 where x <= 0, NaN where x is."""
+    wide = x.float()
+    return torch.where(wide > 0, 1.0, relu(wide))
+
+
+_GELU = (elementary.gelu, elementary.dgelu)
+_SILU = (elementary.silu, elementary.dsilu)
+FUNCTIONS: dict[str, tuple[Function, Function]] = {
+    "gelu": _GELU,
+    "geglu": _GELU,
+    "relu": (relu, drelu),
+    "silu": _SILU,
+    "swiglu": _SILU,
+}
+KINDS = tuple(FUNCTIONS)
+GATED = ("geglu", "swiglu")
+
+
+def width(kind: str, columns: int) -> int:
+    """The columns of y for as many of x."""
+    return columns // 2 if kind in GATED else columns
+
+
+def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
+    """Refuse what the activations do not take; both sides call it. `op` names the caller in the sentence."""
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind must be one of {', '.join(map(repr, KINDS))}; got {kind!r}.")
+    check_input(op, "x", x)
+    if kind in GATED and x.shape[1] % 2:
+        raise ValueError(
+            f"{op}: x must have an even number of columns for kind {kind!r}, whose first half is activated and "
+            f"multiplied by the second; got {x.shape[1]} (shape {tuple(x.shape)})."
+        )
+
+
+def check_grad(op: str, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
+    """Refuse a gradient that is not y's: its shape, x's dtype and device."""
+    check_input(op, "grad", grad)
+    expected = (x.shape[0], width(kind, x.shape[1]))
+    if tuple(grad.shape) != expected:
+        raise ValueError(
+            f"{op}: grad must have the shape of the activation, {expected} for kind {kind!r} and x of shape "
+            f"{tuple(x.shape)}; got {tuple(grad.shape)}."
+        )
+    if grad.dtype != x.dtype:
+        raise ValueError(f"{op}: grad must have x's dtype, {x.dtype}; got {grad.dtype}.")
+    if grad.device != x.device:
+        raise ValueError(f"{op}: grad is on {grad.device}, x on {x.device}.")
+
+
+def check_forward_cast(
+    op: str,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse what `activation_cast_transpose` does not take."""
+    check_activation(op, x, kind)
+    if width(kind, x.shape[1]) % 16:
+        raise ValueError(
+            f"{op}: the columns of the activation must be a multiple of 16, which FP8 tensor cores need; "
+            f"got {width(kind, x.shape[1])} (kind {kind!r}, x of shape {tuple(x.shape)})."
+        )
+    check_cast(op, x, scale, amax_history, column, dtype)
+
+
+def _forward(x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
+    """y rounded to the dtype of `out` `[rows, m]`, which it returns."""
+    act, _ = FUNCTIONS[kind]
+    half = width(kind, x.shape[1])
+    at_once = max(1, _CHUNK // max(x.shape[1], 1))
+    for piece, target in zip(x.detach().split(at_once), out.split(at_once), strict=True):
+        y = act(piece[:, :half])
+        target.copy_(y * piece[:, half:].float() if kind in GATED else y)
+    return out
+
+
+def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
+    """dx rounded to the dtype of `out` `[rows, n]`, which it returns."""
+    act, derivative = FUNCTIONS[kind]
+    half = width(kind, x.shape[1])
+    at_once = max(1, _CHUNK // max(x.shape[1], 1))
+    pieces = (tensor.detach().split(at_once) for tensor in (grad, x, out))
+    for g16, piece, target in zip(*pieces, strict=True):
+        g, x1 = g16.float(), piece[:, :half]
+        if kind in GATED:
+            target[:, :half].copy_((g * piece[:, half:].float()) * derivative(x1))
+            target[:, half:].copy_(g * act(x1))
+        else:
+            target.copy_(g * derivative(x1))
+    return out
+
+
+@define("activation")
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16); `kind` is one of `KINDS`."""
+    check_activation("twin::activation", x, kind)
+    return _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=x.dtype))
+
+
+@define("activation_backward")
+def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`grad` `[rows, m]`, `x` `[rows, n]` of one dtype -> dx `[rows, n]` of that dtype."""
+    check_activation("twin::activation_backward", x, kind)
+    check_grad("twin::activation_backward", grad, x, kind)
+    return _backward(grad, x, kind, torch.empty_like(x))
+
+
+@define("activation_cast_transpose")
+def activation_cast_transpose(
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
+    check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
+    y = _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=torch.float32))
+    q, scale_inv = cast_rows(y, scale, amax_history, column, dtype)
+    return q, transposed(q), scale_inv
+
+
+@define("activation_backward_cast_transpose_dbias")
+def activation_backward_cast_transpose_dbias(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    """`grad` `[rows, m]`, `x` `[rows, n]` -> (q `[rows, n]`, q_t `[n, ceil16(rows)]`, scale_inv, dbias `[n]`).
+
+    q and q_t are of `dtype`, scale_inv fp32 `[1]`, dbias of x's dtype.
+    """
+    op = "twin::activation_backward_cast_transpose_dbias"
+    check_activation(op, x, kind)
+    check_grad(op, grad, x, kind)
+    check_cast(op, x, scale, amax_history, column, dtype)
+    dx = _backward(grad, x, kind, torch.empty(x.shape, dtype=torch.float32))
+    q, scale_inv = cast_rows(dx, scale, amax_history, column, dtype)
+    return q, transposed(q), scale_inv, sum_rows(dx).to(x.dtype)
+
+
+@fake("activation")
+def _(x: torch.Tensor, kind: str) -> torch.Tensor:
+    check_activation("twin::activation", x, kind)
+    return x.new_empty(x.shape[0], width(kind, x.shape[1]))
+
+
+@fake("activation_backward")
+def _(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    check_activation("twin::activation_backward", x, kind)
+    check_grad("twin::activation_backward", grad, x, kind)
+    return torch.empty_like(x)
+
+
+@fake("activation_cast_transpose")
+def _(
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
+    rows, cols = x.shape[0], width(kind, x.shape[1])
+    return x.new_empty(rows, cols, dtype=dtype), x.new_empty(cols, ceil16(rows), dtype=dtype), scale.new_empty(1)
+
+
+@fake("activation_backward_cast_transpose_dbias")
+def _(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    op = "twin::activation_backward_cast_transpose_dbias"
+    check_activation(op, x, kind)
+    check_grad(op, grad, x, kind)
+    check_cast(op, x, scale, amax_history, column, dtype)
+    rows, cols = x.shape
+    return (
+        x.new_empty(rows, cols, dtype=dtype),
+        x.new_empty(cols, ceil16(rows), dtype=dtype),
+        scale.new_empty(1),
+        x.new_empty(cols),
+    )
