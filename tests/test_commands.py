@@ -87,7 +87,7 @@ def test_parity_finds_one_wrong_bit(
 
     monkeypatch.setattr(tensor_core, "gemm", wrong)
     assert main(["parity", "--op", "cuBLASLt product (split)"]) == 1
-    # One bit in one word of every product; in the products that are sums of pieces it is one of several.
+    # One bit in one word of every product; in the products that are sums of slices it is one of several.
     wrong = sum(product.accumulate == "split" for product in recordings.products())
     assert re.search(rf"all\s+│\s+[\d,]+ │\s+{wrong}\b", capsys.readouterr().out)
 
@@ -225,7 +225,7 @@ def test_corpus_is_the_same_twice_and_in_order() -> None:
 
 
 def test_smoothing_is_a_mean_of_neighbours() -> None:
-    assert training.smooth(np.array([1.0, 3.0, 5.0, 10.0, 0.0]), 1).tolist() == [1.0, 3.0, 6.0, 5.0, 0.0]
+    assert training.smooth(np.array([1.0, 3.0, 5.0, 10.0, 0.0]), 1).tolist() == [2.0, 3.0, 6.0, 5.0, 5.0]
     assert training.smooth(np.array([1.0, 3.0]), 0).tolist() == [1.0, 3.0]
 
 

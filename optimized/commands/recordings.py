@@ -28,9 +28,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-# Where few tiles meet a long K, cuBLASLt computes pieces of K apart and adds them in fp32, in order. (M, N, K) of the
-# recorded products where it did, with the length of the pieces: found by trying all, and the words agree.
-PIECES_OF_CUBLASLT = {(256, 256, 16384): 5504, (64, 64, 65536): 2688}
+# Where few tiles meet a long K, cuBLASLt computes slices of K apart and adds them in fp32, in order. (M, N, K) of the
+# recorded products where it did, with the length of the slices: found by trying all, and the words agree.
+SLICES_OF_CUBLASLT = {(256, 256, 16384): 5504, (64, 64, 65536): 2688}
 
 
 def folder() -> Path:
@@ -94,19 +94,19 @@ class Product:
     out: torch.Tensor
 
     @property
-    def pieces(self) -> int:
-        """How many pieces cuBLASLt cut K into."""
-        return -(-self.k // self._piece)
+    def slices(self) -> int:
+        """How many slices cuBLASLt cut K into."""
+        return -(-self.k // self._slice)
 
     @property
-    def _piece(self) -> int:
-        return PIECES_OF_CUBLASLT.get((self.m, self.n, self.k), self.k)
+    def _slice(self) -> int:
+        return SLICES_OF_CUBLASLT.get((self.m, self.n, self.k), self.k)
 
     def predict(self) -> torch.Tensor:
         """The same product by the model of the tensor core, in cuBLASLt's order of additions."""
         partial = [
             tensor_core.gemm(a.contiguous(), b.contiguous(), self.accumulate)
-            for a, b in zip(self.a.split(self._piece, 1), self.b.split(self._piece, 1), strict=True)
+            for a, b in zip(self.a.split(self._slice, 1), self.b.split(self._slice, 1), strict=True)
         ]
         return functools.reduce(torch.add, partial)
 

@@ -121,7 +121,7 @@ def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> O
         tally = _compare(product)
         total.merge(tally)
         shape = f"{product.operands}, {product.m}×{product.n}×{product.k}"
-        note = f"K in {product.pieces} pieces" if product.pieces > 1 else ""
+        note = f"K in {product.slices} slices" if product.slices > 1 else ""
         row = by_shape.setdefault(shape, {"note": note})
         row |= {"compared": f"{tally.compared:,}", product.accumulate: f"{tally.different:,}"}
         tick()
@@ -138,7 +138,7 @@ def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> O
         ["product by cuBLASLt on the H200", "words", "different: fast", "different: split", ""],
         [[shape, *(row.get(column, "–") for column in columns)] for shape, row in by_shape.items()],
         "<i>Fast</i> accumulation is one chain over all of K, as forward products use it; <i>split</i> adds partial "
-        "sums of 128 in fp32, as backward products do. Where few tiles meet a long K, cuBLASLt computes pieces of K "
+        "sums of 128 in fp32, as backward products do. Where few tiles meet a long K, cuBLASLt computes slices of K "
         "apart and adds them in fp32; so does the prediction there.",
     )
     report.table(

@@ -27,11 +27,11 @@ def bits(run: Run) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """Mean of the values up to `reach` places away on either side (fewer, and as many on both, near the ends)."""
+    """Mean of the values up to `reach` places away on either side, as far as there are any."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
-    near = np.minimum(reach, np.minimum(places, len(values) - 1 - places))
-    return (sums[places + near + 1] - sums[places - near]) / (2 * near + 1)
+    first, last = np.maximum(places - reach, 0), np.minimum(places + reach, len(values) - 1)
+    return (sums[last + 1] - sums[first]) / (last + 1 - first)
 
 
 def final(run: Run) -> float:
