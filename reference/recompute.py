@@ -19,17 +19,17 @@ __all__ = ["checkpoint"]
 
 
 class _Frame:
-    """One checkpointed call: its autocast state and, per module, the scales in the order of use."""
+    """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use."""
 
     def __init__(self) -> None:
         self.state: AutocastState = current()
-        self.scales: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.used: dict[int, int] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """The first run."""
-        self.scales.clear()
+        self.tensors.clear()
         _RECORDING.append(self)
         try:
             yield
@@ -47,16 +47,16 @@ class _Frame:
         finally:
             _REPLAYING.remove(self)
 
-    def next_scale(self, module: torch.nn.Module) -> torch.Tensor:
-        """The scale that `module` used at this point of the first run."""
+    def next_tensor(self, module: torch.nn.Module) -> torch.Tensor:
+        """What `module` used at this point of the first run."""
         position = self.used[id(module)]
-        if position >= len(self.scales[id(module)]):
+        if position >= len(self.tensors[id(module)]):
             raise RuntimeError(
                 f"checkpoint: {type(module).__name__} runs more often when recomputed ({position + 1} times) than in "
                 f"the first run; a function that does the same each time is accepted."
             )
         self.used[id(module)] = position + 1
-        return self.scales[id(module)][position]
+        return self.tensors[id(module)][position]
 
 
 _RECORDING: list[_Frame] = []
@@ -70,13 +70,26 @@ def replaying() -> bool:
 
 def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
     """The forward scale `module` has to use now: `scale`, or in a recomputation the one of the first run."""
+    return _recalled(module, scale)
+
+
+def state_for(module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
+    """The random state an op of `module` has to draw from (and advance): its own, or a copy of the first run's."""
     if _REPLAYING:
-        scale = _REPLAYING[-1].next_scale(module)
+        return _recalled(module, state).clone()
+    _recalled(module, state)
+    return state
+
+
+def _recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """In a first run note `tensor` as it is now; in a recomputation give back what was noted."""
+    if _REPLAYING:
+        tensor = _REPLAYING[-1].next_tensor(module)
     elif _RECORDING:
-        scale = scale.clone()
+        tensor = tensor.clone()
     for frame in _RECORDING:
-        frame.scales[id(module)].append(scale)
-    return scale
+        frame.tensors[id(module)].append(tensor)
+    return tensor
 
 
 def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:

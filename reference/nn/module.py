@@ -8,6 +8,7 @@ import torch
 
 from reference import recompute, scaling
 from reference.autocast import AutocastState, current
+from reference.nn.parameters import DeviceDefault
 from reference.nn.precision import CalibratingCall, Call, FP8Call, Operand
 from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
 
@@ -15,18 +16,16 @@ log = logging.getLogger("twin")
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
     """A layer with FP8 state.
 
     Attributes:
         fp8_meta: `"scaling_fwd"` and `"scaling_bwd"` (`FP8TensorMeta`) and `"recipe"`, once the layer has run in
             FP8, has calibrated, or has loaded FP8 state; empty before.
         fp8: whether the last forward ran in FP8.
-        default_device: where parameters go when the constructor is not told.
         fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
     """
 
-    default_device = "cpu"
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
     fuse_wgrad_accumulation = False
@@ -48,11 +47,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _columns(self, key: str) -> int:
         names = FORWARD_TENSORS if key == "scaling_fwd" else BACKWARD_TENSORS
         return self.num_gemms * len(names)
-
-    @classmethod
-    def resolve_device(cls, device: torch.device | str | None) -> torch.device:
-        """Where parameters are created: `device`, or the package's own where it is None."""
-        return torch.device(cls.default_device if device is None else device)
 
     def _parameter_device(self) -> torch.device:
         return next(self.parameters()).device

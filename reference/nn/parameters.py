@@ -6,6 +6,18 @@ from typing import Any
 
 import torch
 
+
+class DeviceDefault:
+    """Where a layer's parameters go when its constructor is not told; `optimized` overrides it."""
+
+    default_device = "cpu"
+
+    @classmethod
+    def resolve_device(cls, device: torch.device | str | None) -> torch.device:
+        """`device`, or the package's own where it is None."""
+        return torch.device(cls.default_device if device is None else device)
+
+
 Split = Sequence[str] | Mapping[str, int] | None
 InitMethod = Callable[[torch.Tensor], Any]
 

@@ -1,0 +1,223 @@
+"""`TransformerLayer`: attention and feed-forward with their residuals, encoder or decoder.
+
+    h = x + dropout(attention(norm(x)) + b)
+    h = h + dropout(cross_attention(norm(h), encoder_output) + b)        decoder only
+    y = h + dropout(mlp(norm(h)) + b)
+
+Each sum rounds as in `reference.ops.dropout`. With `apply_residual_connection_post_layernorm` the residual is norm(x);
+with `output_layernorm` the first norm moves to the end. Source: Transformer Engine's `pytorch/transformer.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reference.nn.attention import Mask, MultiheadAttention
+from reference.nn.dropout import Generator, bias_dropout_add
+from reference.nn.layernorm import LayerNorm, RMSNorm
+from reference.nn.layernorm_mlp import LayerNormMLP
+from reference.nn.parameters import DeviceDefault, InitMethod, refuse_not_offered
+
+LAYER_TYPES = ("encoder", "decoder")
+
+
+class TransformerLayer(DeviceDefault, torch.nn.Module):
+    """A transformer layer with Transformer Engine's arguments, defaults and submodule names.
+
+    Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).
+
+    Args:
+        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, kv_channels: sizes.
+        layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
+        hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
+        init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
+        layer_number: accepted for Transformer Engine's sake.
+        self_attn_mask_type, enc_dec_attn_mask_type: defaults of `forward`'s.
+        apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
+        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
+        activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
+        seq_length, micro_batch_size: Transformer Engine's hints for a warm-up; not needed here.
+        parallel_attention_mlp, drop_path_rate, qk_norm_type, window_size, and parallelism's arguments: only "off".
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        refuse_not_offered("TransformerLayer", locals())
+        if parallel_attention_mlp or drop_path_rate:
+            raise NotImplementedError(
+                f"TransformerLayer: parallel_attention_mlp={parallel_attention_mlp}, drop_path_rate={drop_path_rate}; "
+                f"False and 0 are accepted."
+            )
+        if layer_type not in LAYER_TYPES:
+            raise ValueError(f"TransformerLayer: layer_type={layer_type!r}; one of {LAYER_TYPES} is accepted.")
+        if not 0 <= hidden_dropout < 1:
+            raise ValueError(f"TransformerLayer: hidden_dropout={hidden_dropout}; 0 <= p < 1 is accepted.")
+        device = self.resolve_device(device)
+        self.hidden_size = hidden_size
+        self.hidden_dropout = hidden_dropout
+        self.layer_type = layer_type
+        self.self_attn_mask_type = self_attn_mask_type
+        self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        common: dict[str, Any] = {
+            "bias": bias,
+            "return_bias": True,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "params_dtype": params_dtype,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "device": device,
+        }
+        attention: dict[str, Any] = {
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "num_gqa_groups": num_gqa_groups,
+            "window_size": window_size,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format,
+            "qk_norm_type": qk_norm_type,
+            "softmax_type": softmax_type,
+            **common,
+        }
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            attention_type="self",
+            attn_mask_type=self_attn_mask_type,
+            input_layernorm=not output_layernorm,
+            **attention,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                attention_type="cross",
+                attn_mask_type=enc_dec_attn_mask_type,
+                input_layernorm=True,
+                **attention,
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
+        )
+        if output_layernorm:
+            kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            self.layernorm = kind(
+                hidden_size,
+                eps=layernorm_epsilon,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
+        self.output_layernorm = output_layernorm
+        self.generator = Generator(device)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
+        self_attn_mask_type: str | None = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: Mask = None,
+        enc_dec_attn_mask_type: str | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Apply the layer.
+
+        Args:
+            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd").
+            attention_mask, self_attn_mask_type: of self-attention, as in `DotProductAttention.forward`.
+            encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type: of a decoder's cross-attention.
+            is_first_microbatch: as in `Linear.forward`.
+            checkpoint_core_attention: recompute attention in backward.
+            rotary_pos_emb: as in `MultiheadAttention.forward`.
+
+        Returns:
+            a tensor like hidden_states.
+        """
+        if (encoder_output is not None) != (self.layer_type == "decoder"):
+            wanted = "an encoder_output" if self.layer_type == "decoder" else "no encoder_output"
+            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
+        shared: dict[str, Any] = {
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+        }
+        attended = self.self_attention(
+            hidden_states,
+            attention_mask,
+            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
+            rotary_pos_emb=rotary_pos_emb,
+            **shared,
+        )
+        hidden = self._add(attended, hidden_states, normed=not self.output_layernorm)
+        if self.layer_type == "decoder":
+            crossed = self.inter_attention(
+                hidden,
+                enc_dec_attn_mask,
+                encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+                **shared,
+            )
+            hidden = self._add(crossed, hidden, normed=True)
+        out = self._add(self.layernorm_mlp(hidden, is_first_microbatch), hidden, normed=True)
+        return self.layernorm(out) if self.output_layernorm else out
+
+    def _add(self, results: Any, residual: torch.Tensor, normed: bool) -> torch.Tensor:
+        """residual + dropout(y + bias) of a submodule's `(y, bias[, norm's output])`."""
+        y, bias, *norm = results
+        if self.apply_residual_connection_post_layernorm and normed:
+            residual = norm[0]
+        p = self.hidden_dropout if self.training else 0.0
+        return bias_dropout_add(y, bias, residual, p, self.generator)
