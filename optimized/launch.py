@@ -2,13 +2,16 @@
 
 CuPy is only the loader and launcher: it allocates nothing (its memory pool stays at 0 bytes), and arguments
 are torch's own pointers. Modules are loaded and functions looked up once per device, so an op can be captured
-into a CUDA graph after its first call.
+into a CUDA graph after its first call. Launches go through CuPy's binding of the driver, with an argument block
+kept per kernel and thread: its `Function` makes an object of every argument, which costs as much as the launch.
 
     kernel = launch.function("cast", "cast", {"BF16": 1})
     launch.launch(kernel, (blocks,), (256,), [x.data_ptr(), np.int32(rows)], device=x.device.index)
 """
 
+import ctypes
 import functools
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +26,6 @@ _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
 
 
-class _Stream:
-    """What CuPy needs of a stream: `.ptr`. (torch's Stream objects cost 3.8 µs each, the raw handle 0.1.)"""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
-
-
 class Kernel:
     """One `__global__` function of a kernel file, loaded on each device at its first use there.
 
@@ -42,24 +36,25 @@ class Kernel:
         max_dynamic_smem: bytes of dynamic shared memory that launches may ask for (at most 232448).
     """
 
-    __slots__ = ("_functions", "defines", "kernel", "max_dynamic_smem", "name")
+    __slots__ = ("_functions", "_handles", "defines", "kernel", "max_dynamic_smem", "name")
 
     def __init__(self, kernel: str, name: str, defines: dict[str, int | str], max_dynamic_smem: int) -> None:
         self.kernel = kernel
         self.name = name
         self.defines = defines
         self.max_dynamic_smem = max_dynamic_smem
-        self._functions: dict[int, Any] = {}
+        self._functions: list[Any] = []  # CuPy's, which keep the modules loaded
+        self._handles: dict[int, int] = {}
 
-    def on(self, index: int) -> Any:
-        """The CuPy function on CUDA device `index` (which must be the current device at the first use)."""
-        function = self._functions.get(index)
-        return self._load(index) if function is None else function
+    def on(self, index: int) -> int:
+        """The driver's handle on CUDA device `index` (which must be the current device at the first use)."""
+        handle = self._handles.get(index)
+        return self._load(index) if handle is None else handle
 
-    def _load(self, index: int) -> Any:
+    def _load(self, index: int) -> int:
         with _lock:
-            if index in self._functions:
-                return self._functions[index]
+            if index in self._handles:
+                return self._handles[index]
             device_checks.check(index)
             device_checks.check_cupy()
             from cupy.cuda.function import Module
@@ -73,35 +68,85 @@ class Kernel:
             function = module.get_function(self.name)
             if self.max_dynamic_smem > 48 * 1024:
                 _allow_shared_memory(function, self.max_dynamic_smem)
-            self._functions[index] = function
-            return function
-
-
-def _allow_shared_memory(function: Any, size: int) -> None:
-    from cupy_backends.cuda.api import driver
-
-    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
+            self._functions.append(function)
+            self._handles[index] = function.ptr
+            return self._handles[index]
 
 
 @functools.cache
-def _by_value_type() -> Any:
-    from cupy.cuda.function import CPointer
+def _driver() -> Any:
+    from cupy_backends.cuda.api import driver
 
-    class ByValue(CPointer):  # type: ignore[misc]
-        """A pointer to the argument's bytes that keeps them alive."""
-
-        def __init__(self, storage: np.ndarray) -> None:
-            super().__init__(storage.ctypes.data)
-            self.storage = storage
-
-    return ByValue
+    return driver
 
 
-def by_value(storage: np.ndarray) -> Any:
-    """A kernel argument that is a struct: the bytes of `storage`, read at each launch (40 ns, make it once)."""
-    return _by_value_type()(storage)
+def _allow_shared_memory(function: Any, size: int) -> None:
+    driver = _driver()
+    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
 
 
+class ByValue:
+    """A kernel argument that is a struct: `address` of its bytes, which it keeps alive."""
+
+    __slots__ = ("address", "storage")
+
+    def __init__(self, storage: np.ndarray) -> None:
+        self.storage = storage
+        self.address = storage.ctypes.data
+
+
+def by_value(storage: np.ndarray) -> ByValue:
+    """A kernel argument that is a struct: the bytes of `storage`, read at each launch (make it once)."""
+    return ByValue(storage)
+
+
+# How a scalar stands in its eight bytes (x86-64 and Arm are little-endian: the kernel reads the first of them).
+_FORMATS = {int: "q", np.int32: "q", np.int64: "q", np.uint32: "q", np.uint64: "Q", np.float32: "f4x"}
+
+
+class _Arguments:
+    """The argument block of one kernel for one thread: scalars in slots of eight bytes, and a pointer to each."""
+
+    __slots__ = ("address", "format", "pointers", "structs", "values")
+
+    def __init__(self, kernel: Kernel, args: Sequence[Any]) -> None:
+        formats = []
+        for position, argument in enumerate(args):
+            kind = type(argument)
+            if kind is not ByValue and kind not in _FORMATS:
+                accepted = ", ".join(sorted(accepted.__name__ for accepted in _FORMATS))
+                raise TypeError(
+                    f"{kernel.kernel}.{kernel.name}: argument {position} is a {kind.__name__}; "
+                    f"accepted are {accepted} and launch.by_value(array)."
+                )
+            formats.append(_FORMATS.get(kind, "q"))
+        self.structs = [position for position, argument in enumerate(args) if type(argument) is ByValue]
+        self.format = struct.Struct("=" + "".join(formats))
+        self.values = (ctypes.c_uint64 * len(args))()
+        first = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_uint64 * len(args))(*(first + 8 * position for position in range(len(args))))
+        self.address = ctypes.addressof(self.pointers)
+
+    def fill(self, args: Sequence[Any]) -> int:
+        """Put `args` in place; the address of the array of pointers that the driver wants."""
+        if self.structs:
+            scalars = list(args)
+            for position in self.structs:
+                self.pointers[position] = scalars[position].address
+                scalars[position] = 0
+            args = scalars
+        self.format.pack_into(self.values, 0, *args)
+        return self.address
+
+
+class _Thread(threading.local):
+    """Argument blocks are per thread: the driver reads them while the interpreter's lock is free."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[Kernel, _Arguments] = {}
+
+
+_thread = _Thread()
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
@@ -141,11 +186,20 @@ def launch(
     """
     previous = torch._C._cuda_exchangeDevice(device)
     try:
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(device))
-        kernel.on(device)(grid, block, args, smem, stream)
+        handle = kernel.on(device)
+        block_of_arguments = _thread.arguments.get(kernel)
+        if block_of_arguments is None:
+            block_of_arguments = _thread.arguments[kernel] = _Arguments(kernel, args)
+        pointers = block_of_arguments.fill(args)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        _driver().launchKernel(handle, *_three(grid), *_three(block), smem, stream, pointers, 0)
     finally:
         if previous != device:
             torch._C._cuda_exchangeDevice(previous)
+
+
+def _three(extent: tuple[int, ...]) -> tuple[int, ...]:
+    return extent + (1, 1, 1)[len(extent) :]
 
 
 def processors(index: int) -> int:

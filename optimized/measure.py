@@ -121,7 +121,7 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
             "l2_bytes": properties.L2_cache_size,
             "memory_bytes": properties.total_memory,
         }
-    status = _output("git", "status", "--porcelain")
+    commit, status = _output("git", "rev-parse", "HEAD"), _output("git", "status", "--porcelain")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": gpu,
@@ -131,8 +131,8 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cupy": _version("cupy-cuda13x"),
         "nvrtc": compiler.nvrtc_version(),
-        "commit": _output("git", "rev-parse", "HEAD"),
-        "commit_is_clean": None if status is None else status == "",
+        "commit": commit,
+        "commit_is_clean": None if commit is None else status == "",
         "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},
     }
 

@@ -1,5 +1,7 @@
 """Loading and launching: what needs no GPU first, then streams, graphs and devices on one."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,29 @@ def test_function_is_one_object_per_configuration_and_loads_nothing() -> None:
     assert launch.function("no_such_kernel", "f").kernel == "no_such_kernel"
 
 
-def test_a_struct_argument_keeps_its_bytes_alive() -> None:
-    argument = launch.by_value(np.arange(4, dtype=np.int64))
-    assert list(argument.storage) == [0, 1, 2, 3]
+def read(arguments: launch._Arguments, position: int, kind: type) -> object:
+    """What a kernel would read as its argument at `position`."""
+    return kind.from_address(arguments.pointers[position]).value
+
+
+def test_arguments_stand_where_a_kernel_reads_them() -> None:
+    kernel = launch.function("no_such_kernel", "f")
+    struct = np.arange(4, dtype=np.int64)
+    args = [2**47 + 5, np.int32(-3), np.float32(1.5), launch.by_value(struct), np.uint32(2**32 - 1), np.uint64(2**63)]
+    arguments = launch._Arguments(kernel, args)
+    for args[1] in (np.int32(-3), np.int32(7)):  # the block is filled again for each launch
+        assert arguments.fill(args) == ctypes.addressof(arguments.pointers)
+        assert read(arguments, 0, ctypes.c_int64) == 2**47 + 5
+        assert read(arguments, 1, ctypes.c_int32) == args[1]
+        assert read(arguments, 2, ctypes.c_float) == 1.5
+        assert arguments.pointers[3] == struct.ctypes.data
+        assert read(arguments, 4, ctypes.c_uint32) == 2**32 - 1
+        assert read(arguments, 5, ctypes.c_uint64) == 2**63
+
+
+def test_an_argument_without_an_exact_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"no_such_kernel\.f: argument 1 is a float; accepted are float32, int"):
+        launch._Arguments(launch.function("no_such_kernel", "f"), [1, 1.5])
 
 
 # --- what a machine lacks, in a sentence ------------------------------------------------------------------
