@@ -150,7 +150,7 @@ def test_operands_too_large_to_unpack_at_once(monkeypatch, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_many_random_products(kind):
-    """Some minutes: 162 products of 256 x 128 words, every pair of styles among them."""
+    """A minute each: 162 products of 256 x 128 words, every pair of styles among them."""
     rng = np.random.default_rng(list(kind.encode()))
     a_format, b_format, instruction = inputs.KINDS[kind]
     for number in range(2 * len(STYLES) ** 2):
@@ -240,6 +240,17 @@ def test_the_fp8_path_holds_no_double_and_nothing_is_contracted():
     assert "double" not in text
     for banned in ("fmuladd", "llvm.fma", " fast ", "contract", "reassoc", "afn"):
         assert banned not in text, banned
+
+
+def test_a_long_compilation_says_so(monkeypatch, capfd):
+    monkeypatch.setattr(fast, "_PATIENCE", 0.01)
+    with fast._announced():
+        time.sleep(0.2)
+    assert "preparing the tensor-core model" in capfd.readouterr().err
+    monkeypatch.setattr(fast, "_PATIENCE", 60.0)
+    with fast._announced():
+        pass
+    assert capfd.readouterr().err == ""
 
 
 NARROW = """
