@@ -1,0 +1,52 @@
+"""Result files: what they must say, and how a change of the kernels since is noticed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimized import compiler, measure
+from optimized.bench import cast
+
+
+def test_provenance_names_what_a_reader_needs() -> None:
+    found = measure.provenance(["cast", "dbias"])
+    assert {"date", "gpu", "nvidia_smi", "python", "torch", "cuda", "cupy", "nvrtc", "commit", "kernels"} <= set(found)
+    assert found["date"].endswith("+00:00")
+    assert found["kernels"] == {name: compiler.source_hash(name) for name in ("cast", "dbias")}
+
+
+def test_a_result_without_provenance_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="payload of 'x' has no 'provenance'"):
+        measure.write_result("x", {"rows": []}, tmp_path)
+
+
+def test_kernels_that_changed_since_are_named(tmp_path: Path) -> None:
+    payload = {"rows": [], "provenance": measure.provenance(["cast", "amax"])}
+    written = json.loads(measure.write_result("x", payload, tmp_path).read_text())
+    assert measure.outdated(written) == []
+    written["provenance"]["kernels"]["amax"] = "0" * 64
+    written["provenance"]["kernels"]["gone"] = "0" * 64
+    assert measure.outdated(written) == ["amax", "gone"]
+
+
+def test_summary_is_the_median_with_its_spread() -> None:
+    assert measure.summary([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0}
+    found = measure.summary([float(i) for i in range(101)])
+    assert found == {"median": 50.0, "p10": 10.0, "p90": 90.0}
+
+
+def test_bytes_of_the_casts() -> None:
+    # bf16: read 2, write 1 + 1; the copy reads and writes 2.
+    assert cast.bytes_moved("cast_transpose", 10, 16, 2) == 640
+    assert cast.bytes_moved("copy", 10, 16, 2) == 640
+    assert cast.bytes_moved("amax", 10, 16, 4) == 640
+
+
+@pytest.mark.gpu
+def test_interleave_times_every_variant() -> None:
+    small, large = (torch.ones(size, device="cuda") for size in (1 << 10, 1 << 26))
+    times = measure.interleave({"small": small.clone, "large": large.clone}, repeats=5, flush=measure.Flush(1 << 24))
+    assert {name: len(samples) for name, samples in times.items()} == {"small": 5, "large": 5}
+    assert measure.summary(times["small"])["median"] < measure.summary(times["large"])["median"]
