@@ -1,0 +1,119 @@
+// Elementary functions with the bits of reference/elementary.py (docs/elementary.md has the derivation, the
+// error of each and its price).
+//
+//   exp(x)          e^x, x <= 0                      fp32 -> fp32
+//   exp2_grid(y)    2^(y rounded to 2^-15)           fp32 -> fp32   for attention's inner loop
+//   rsqrt(x)        1 / sqrt(x), two IEEE roundings  fp32 -> fp32   once a row
+//   gelu, dgelu, silu, dsilu                         a 16-bit value -> fp32, the recorded fast forms
+//   gelu_f32, dgelu_f32, silu_f32, dsilu_f32         fp32 -> fp32
+//
+// Two kinds of arithmetic. The forms of a 16-bit value use the special function unit freely: the reference
+// replays all 65,536 words recorded on an H200. Everything that reads fp32 uses correctly rounded operations
+// and two special functions where their result is known:
+//   * ex2.approx on a grid: 2^(n + j 2^-15) is 2^n times one of 2 * 32,768 recorded words (a negative
+//     argument has its own: the unit rounds it differently), for every n;
+//   * rcp.approx refined by one Newton step of two fma: 1/d correctly rounded for d in [1, 2].
+// Both were compared on the whole of those domains.
+#pragma once
+
+#include "ptx/approx.cuh"
+
+namespace twin {
+
+constexpr float kLog2e = 1.44269502162933349609375f;
+constexpr float kLn2 = 0.693147182464599609375f;
+constexpr float kLn2Low = -1.90465429995776788e-9f;  // ln 2 - kLn2
+constexpr float kGrid11 = 6144.0f;                    // 1.5 2^12: adding it rounds to a multiple of 2^-11
+constexpr float kGrid15 = 384.0f;                     // 1.5 2^8: to a multiple of 2^-15
+// tanh-GELU is x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) = x (kGelu1 + kGelu3 x^2).
+constexpr float kGelu1 = 1.5957691216057308f;
+constexpr float kGeluSlope = 0.21406444881780075f;     // z' = kGelu1 + kGeluSlope x^2
+constexpr float kGelu1Log2e = 2.302208198144325f;  // the same times log2(e)
+constexpr float kGelu3Log2e = 0.1029432395800235f;
+
+// e^x for x <= 0, NaN where x is; 0 where e^x < 2^-126. At most 2.7 ulp above that (docs/elementary.md).
+__device__ __forceinline__ float exp(float x) {
+    x = max_nan(x, -88.0f);  // e^-88 < 2^-126; -inf would give inf - inf below
+    const float t = __fmaf_rn(x, kLog2e, kGrid11);
+    const float n = t - kGrid11;  // x / ln 2 to a multiple of 2^-11
+    const float power = ex2_approx(n);
+    float f = __fmaf_rn(n, -kLn2, x);
+    f = __fmaf_rn(n, -kLn2Low, f);           // x - n ln 2, |f| <= 1.7e-4
+    return __fmaf_rn(power, f, power);       // 2^n (1 + f): f^2 / 2 <= 1.5e-8 is left out
+}
+
+// 2^y to a relative 1.06e-5, any y: 0 below 2^-126, inf from 2^128, NaN where y is.
+__device__ __forceinline__ float exp2_grid(float y) { return ex2_approx((y + kGrid15) - kGrid15); }
+
+__device__ __forceinline__ float rsqrt(float x) { return __frcp_rn(__fsqrt_rn(x)); }
+
+// 1/d, correctly rounded, d in [1, 2].
+__device__ __forceinline__ float reciprocal_1_2(float d) {
+    const float r = rcp_approx(d);
+    return __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
+}
+
+// 2^y for y in [-127, 0], as exp above.
+__device__ __forceinline__ float exp2_nonpositive(float y) {
+    const float n = (y + kGrid11) - kGrid11;
+    const float power = ex2_approx(n);
+    return __fmaf_rn(power, (y - n) * kLn2, power);
+}
+
+// ---- functions of a 16-bit value (x holds a bf16 or fp16 value; other x give Hopper's own words) ----
+
+__device__ __forceinline__ float gelu(float x) {
+    const float w = x * __fmaf_rn(x * x, -kGelu3Log2e, -kGelu1Log2e);
+    return x * rcp_approx(1.0f + ex2_approx(w));
+}
+
+// d gelu / dx = s + x s (1 - s) z'(x), s = sigmoid(z).
+__device__ __forceinline__ float dgelu(float x) {
+    const float square = fminf(x * x, 128.0f);  // keeps z' finite: 0 times it must be 0
+    const float w = x * __fmaf_rn(square, -kGelu3Log2e, -kGelu1Log2e);
+    const float s = rcp_approx(1.0f + ex2_approx(w));
+    const float slope = __fmaf_rn(square, kGeluSlope, kGelu1);
+    return __fmaf_rn(__fmaf_rn(-s, s, s) * slope, x, s);  // s (1 - s) as s - s^2
+}
+
+__device__ __forceinline__ float silu(float x) { return x * rcp_approx(1.0f + ex2_approx(x * -kLog2e)); }
+
+__device__ __forceinline__ float dsilu(float x) {
+    const float s = rcp_approx(1.0f + ex2_approx(x * -kLog2e));
+    return __fmaf_rn(__fmaf_rn(-s, s, s), x, s);
+}
+
+// ---- functions of an fp32 value ----
+// With e = 2^-|y| in [0, 1] and r = 1 / (1 + e): sigmoid is r on the positive side and e r on the negative.
+
+__device__ __forceinline__ float gelu_f32(float x) {
+    const float y = fmaxf(-fabsf(x) * __fmaf_rn(x * x, kGelu3Log2e, kGelu1Log2e), -127.0f);
+    const float e = exp2_nonpositive(y);
+    const float r = reciprocal_1_2(1.0f + e);
+    return (x * (x < 0.0f ? e : 1.0f)) * r;
+}
+
+__device__ __forceinline__ float dgelu_f32(float x) {
+    const float square = fminf(x * x, 128.0f);
+    const float y = fmaxf(-fabsf(x) * __fmaf_rn(square, kGelu3Log2e, kGelu1Log2e), -127.0f);
+    const float e = exp2_nonpositive(y);
+    const float r = reciprocal_1_2(1.0f + e);
+    const float h = e * r;
+    const float slope = __fmaf_rn(square, kGeluSlope, kGelu1);
+    return __fmaf_rn((r * h) * slope, x, x < 0.0f ? h : r);
+}
+
+__device__ __forceinline__ float silu_f32(float x) {
+    const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
+    const float r = reciprocal_1_2(1.0f + e);
+    return (x * (x < 0.0f ? e : 1.0f)) * r;
+}
+
+__device__ __forceinline__ float dsilu_f32(float x) {
+    const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
+    const float r = reciprocal_1_2(1.0f + e);
+    const float h = e * r;
+    return __fmaf_rn(r * h, x, x < 0.0f ? h : r);
+}
+
+}  // namespace twin

@@ -1,0 +1,305 @@
+"""exp, rsqrt and the activations: what every layer outside the GEMMs is made of, bit for bit.
+
+    exp(x)         e^x, x <= 0                          fp32 -> fp32   softmax
+    exp2_grid(y)   2^(y to the nearest 2^-15)           fp32 -> fp32   attention's inner loop
+    rsqrt(x)       1 / sqrt(x), two roundings           fp32 -> fp32   LayerNorm, RMSNorm: once a row
+    gelu, silu     x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) or x      bf16, fp16, fp32 -> fp32
+    dgelu, dsilu   their derivatives                                           bf16, fp16, fp32 -> fp32
+
+Two kinds of definition (docs/elementary.md: why, the error of each, what it costs on an H200):
+
+* A function of one 16-bit value has 65,536 results. They are what Hopper's special function unit gives in the
+  fast form of optimized/kernels/elementary.cuh, recorded on an H200 (tables/) and looked up here.
+* A function of an fp32 value is a short chain of correctly rounded operations, fma among them, and two
+  instructions whose results are known: `ex2.approx` on multiples of 2^-15 is an exact power of two times one
+  of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx` with one Newton step is
+  the correctly rounded 1/d on [1, 2].
+
+The `*_scalar` functions are for use inside other numba kernels; `powers` is `powers_of_two()`.
+
+Provisional until the kernels that use them have been timed; then frozen in docs/numerics.md.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import intrinsic
+
+TABLES = Path(__file__).parent / "tables" / "elementary_h200.npz"
+ACTIVATIONS = ("gelu", "dgelu", "silu", "dsilu")
+
+# error_model: division by zero gives inf as in IEEE 754. fastmath stays off: every operation rounds once.
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
+
+_F = np.float32
+ZERO, ONE = _F(0.0), _F(1.0)
+LOG2E = _F(1.44269502162933349609375)
+LN2 = _F(0.693147182464599609375)
+LN2_LOW = _F(-1.90465429995776788e-9)  # ln 2 - LN2
+GRID11 = _F(6144.0)  # 1.5 · 2^12: adding it rounds to a multiple of 2^-11
+GRID15 = _F(384.0)  # 1.5 · 2^8: to a multiple of 2^-15
+STEPS15 = _F(32768.0)
+EXP_LOWEST, EXP2_LOWEST = _F(-88.0), _F(-127.0)
+OVERFLOW, UNDERFLOW = _F(128.0), _F(-126.0)
+INFINITY = _F(np.inf)
+# tanh-GELU is x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) = x (GELU1 + GELU3 x^2); z' = GELU1 + 3 GELU3 x^2.
+GELU1 = _F(1.5957691216057308)
+GELU_SLOPE = _F(0.21406444881780075)
+GELU1_LOG2E = _F(2.302208198144325)
+GELU3_LOG2E = _F(0.1029432395800235)
+SQUARE_LIMIT = _F(128.0)  # of x^2 in dgelu: keeps z' finite where sigmoid's slope is 0
+
+
+def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a · b + c`, rounded once (LLVM's llvm.fma, which never becomes two operations)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+def _from_word(typingctx: Any, word: Any) -> Any:
+    """The fp32 value whose bits are an int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), codegen
+
+
+fma: Any = intrinsic(_fma)
+from_word: Any = intrinsic(_from_word)
+
+
+@cache
+def _recorded() -> dict[str, np.ndarray]:
+    with np.load(TABLES) as file:
+        return {name: np.ascontiguousarray(file[name]) for name in file.files}
+
+
+def powers_of_two() -> np.ndarray:
+    """int32 [65536]: the bits of ex2.approx(j / 32768), then those of 2 · ex2.approx(j / 32768 - 1)."""
+    return _recorded()["exp2"].view(np.int32)
+
+
+@njit(**OPTIONS)
+def _power(n: np.float32, powers: np.ndarray) -> np.float32:
+    """`ex2.approx.ftz` of a multiple of 2^-15."""
+    if n >= OVERFLOW:
+        return INFINITY
+    if n < UNDERFLOW:
+        return ZERO
+    if n != n:
+        return n
+    k = np.int32(n * STEPS15)
+    row = np.int32(32768) if k < 0 else np.int32(0)
+    return from_word(np.int32(powers[row + (k & np.int32(32767))] + ((k >> np.int32(15)) << np.int32(23))))
+
+
+@njit(**OPTIONS)
+def exp_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """e^x for x <= 0; 0 below 2^-126; NaN where x is."""
+    if x < EXP_LOWEST:
+        x = EXP_LOWEST
+    n = fma(x, LOG2E, GRID11) - GRID11  # x / ln 2 to a multiple of 2^-11
+    power = _power(n, powers)
+    f = fma(n, -LN2, x)
+    f = fma(n, -LN2_LOW, f)  # x - n ln 2, |f| <= 1.7e-4
+    return fma(power, f, power)  # 2^n (1 + f); f²/2 <= 1.5e-8 is left out
+
+
+@njit(**OPTIONS)
+def exp2_grid_scalar(y: np.float32, powers: np.ndarray) -> np.float32:
+    """2^y to a relative 1.06e-5; 0 below 2^-126, inf from 2^128 on, NaN where y is."""
+    return _power((y + GRID15) - GRID15, powers)
+
+
+@njit(**OPTIONS)
+def rsqrt_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """1 / sqrt(x), both correctly rounded."""
+    return ONE / np.sqrt(x)
+
+
+@njit(**OPTIONS)
+def _exp2_nonpositive(y: np.float32, powers: np.ndarray) -> np.float32:
+    """2^y for y <= 0, at least -127 (NaN gives 2^-127, that is 0: the callers' last multiplication is by x)."""
+    if not y > EXP2_LOWEST:
+        y = EXP2_LOWEST
+    n = (y + GRID11) - GRID11
+    power = _power(n, powers)
+    return fma(power, (y - n) * LN2, power)
+
+
+@njit(**OPTIONS)
+def _product(x: np.float32, y: np.float32, powers: np.ndarray) -> np.float32:
+    """x sigmoid(z), given y = -|z| / ln 2 and that z has the sign of x."""
+    e = _exp2_nonpositive(y, powers)
+    r = ONE / (ONE + e)
+    return (x * (e if x < ZERO else ONE)) * r
+
+
+@njit(**OPTIONS)
+def _derivative(x: np.float32, y: np.float32, slope: np.float32, powers: np.ndarray) -> np.float32:
+    """s + x s (1 - s) z', s = sigmoid(z): s is r or h by the sign of x, and 1 - s is the other one."""
+    e = _exp2_nonpositive(y, powers)
+    r = ONE / (ONE + e)
+    h = e * r
+    return fma((r * h) * slope, x, h if x < ZERO else r)
+
+
+@njit(**OPTIONS)
+def gelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """GELU (tanh form) of an fp32 value."""
+    return _product(x, -abs(x) * fma(x * x, GELU3_LOG2E, GELU1_LOG2E), powers)
+
+
+@njit(**OPTIONS)
+def dgelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """Derivative of GELU (tanh form) at an fp32 value."""
+    square = x * x
+    if not square < SQUARE_LIMIT:
+        square = SQUARE_LIMIT
+    y = -abs(x) * fma(square, GELU3_LOG2E, GELU1_LOG2E)
+    return _derivative(x, y, fma(square, GELU_SLOPE, GELU1), powers)
+
+
+@njit(**OPTIONS)
+def silu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """SiLU of an fp32 value."""
+    return _product(x, abs(x) * -LOG2E, powers)
+
+
+@njit(**OPTIONS)
+def dsilu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """Derivative of SiLU at an fp32 value."""
+    return _derivative(x, abs(x) * -LOG2E, ONE, powers)
+
+
+SCALARS: dict[str, Any] = {
+    "exp": exp_scalar,
+    "exp2_grid": exp2_grid_scalar,
+    "rsqrt": rsqrt_scalar,
+    "gelu": gelu_scalar,
+    "dgelu": dgelu_scalar,
+    "silu": silu_scalar,
+    "dsilu": dsilu_scalar,
+}
+
+
+@cache
+def _loop(name: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
+    scalar = SCALARS[name]
+
+    @njit(error_model="numpy", nogil=True)
+    def loop(x: np.ndarray, out: np.ndarray, powers: np.ndarray) -> None:
+        for i in range(x.size):
+            out[i] = scalar(x[i], powers)
+
+    return loop
+
+
+def evaluate(name: str, x: np.ndarray) -> np.ndarray:
+    """The fp32 form of a function, over a flat fp32 array.
+
+    Args:
+        name: a key of `SCALARS`.
+        x: fp32 `[n]`, contiguous.
+
+    Returns:
+        fp32 `[n]`.
+    """
+    out = np.empty_like(x)
+    _loop(name)(x, out, powers_of_two())
+    return out
+
+
+def _fp32(name: str, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name}: x.dtype is {x.dtype}; the function is defined for torch.float32.")
+    flat = x.detach().contiguous().view(-1).numpy()
+    return torch.from_numpy(evaluate(name, flat)).view(x.shape)
+
+
+def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return _fp32(name, x)
+    kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if x.dtype not in kinds:
+        raise TypeError(
+            f"{name}: x.dtype is {x.dtype}; the function is defined for torch.bfloat16, torch.float16 and "
+            "torch.float32."
+        )
+    table = _recorded()[f"{name}_{kinds[x.dtype]}"].view(np.float32)
+    words = x.detach().contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
+    return torch.from_numpy(table[words]).view(x.shape)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """e^x for x <= 0 (and up to 88): softmax's. At most 2.7 ulp; 0 below 2^-126; NaN where x is.
+
+    Args:
+        x: fp32, any shape, on the CPU.
+    """
+    return _fp32("exp", x)
+
+
+def exp2_grid(y: torch.Tensor) -> torch.Tensor:
+    """2^y with y rounded to a multiple of 2^-15: a relative error of at most 1.07e-5, at three instructions.
+
+    For probabilities that become bf16 or FP8 next. 0 below 2^-126, inf from 2^128 on, NaN where y is.
+
+    Args:
+        y: fp32, any shape, on the CPU.
+    """
+    return _fp32("exp2_grid", y)
+
+
+def rsqrt(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(x): an IEEE square root and an IEEE division.
+
+    Args:
+        x: fp32, any shape, on the CPU.
+    """
+    return _fp32("rsqrt", x)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form, x / 2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), in fp32, not rounded further.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape, on the CPU.
+    """
+    return _activation("gelu", x)
+
+
+def dgelu(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of `gelu` at x, in fp32.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape, on the CPU.
+    """
+    return _activation("dgelu", x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """SiLU, x / (1 + e^-x), in fp32.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape, on the CPU.
+    """
+    return _activation("silu", x)
+
+
+def dsilu(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of `silu` at x, in fp32.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape, on the CPU.
+    """
+    return _activation("dsilu", x)
