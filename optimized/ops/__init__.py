@@ -5,8 +5,8 @@ Each module lists its kernels' `CONFIGURATIONS` (kernel file, macros), which the
 """
 
 import reference.ops  # noqa: F401  (declares the ops)
-from optimized.ops import amax, cast, cast_transpose, dbias, gemm, gemm_fp8, scale_update
+from optimized.ops import amax, cast, cast_transpose, dbias, gemm, gemm_fp8, norm, scale_update
 
-MODULES = (amax, cast, cast_transpose, dbias, gemm, gemm_fp8, scale_update)
+MODULES = (amax, cast, cast_transpose, dbias, gemm, gemm_fp8, norm, scale_update)
 
 __all__ = ["MODULES"]

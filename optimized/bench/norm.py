@@ -1,0 +1,122 @@
+"""The norms against the device copy of the same run (docs/results/norm.json).
+
+All are bound by memory, so the figure is bandwidth: the bytes that must move (each input read once, each output
+written once) over the time. It stands beside two copies: `Tensor.copy_` of 512 MiB, the ceiling, and a copy that
+moves as many bytes as the op, which pays for starting and ending a kernel as the op does. A sample is eight calls
+over inputs that together exceed L2, replayed as a CUDA graph, so that the host's time is not in it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import measure
+
+NAME = "norm"
+KERNELS = ("norm", "norm_any", "norm_cast_transpose", "norm_backward", "norm_backward_any", "norm_total")
+SHAPES = ((8192, 4096), (8192, 1024), (8192, 2048), (8192, 5120), (8192, 8192), (8192, 12288))
+KINDS = ("layernorm", "rmsnorm")
+
+_CALLS = 8
+_FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
+_COPY_BYTES = 1 << 29
+
+twin = torch.ops.twin
+
+# Bytes an element: read and written, bf16.
+BYTES = {"norm": 4, "norm_cast_transpose": 4, "norm_backward": 6, "norm_backward + residual": 8}
+
+
+def graph(call: Callable[[int], object]) -> Callable[[], object]:
+    """Eight calls, the argument counting them, as one CUDA graph."""
+    call(0)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i in range(_CALLS):
+            call(i)
+
+    def replay() -> object:
+        captured.replay()
+        return call  # kept alive with the tensors that it closes over, which the graph reads
+
+    return replay
+
+
+def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[int], object]]:
+    """One call per op; call i takes its inputs from `inputs`, in turn."""
+    hidden = inputs[0].shape[1]
+    weight = torch.rand(hidden, device="cuda").to(torch.bfloat16)
+    bias = weight.clone() if kind == "layernorm" else None
+    scale, history = torch.ones(1, device="cuda"), torch.zeros(16, 1, device="cuda")
+    _, mean, rstd = twin.norm(inputs[0], weight, bias, 1e-5, False, kind, torch.bfloat16)
+
+    def pick(i: int) -> torch.Tensor:
+        return inputs[i % len(inputs)]
+
+    def backward(i: int, residual: torch.Tensor | None) -> object:
+        return twin.norm_backward(pick(i + 1), pick(i), weight, mean, rstd, False, kind, residual)
+
+    return {
+        "norm": lambda i: twin.norm(pick(i), weight, bias, 1e-5, False, kind, torch.bfloat16),
+        "norm_cast_transpose": lambda i: twin.norm_cast_transpose(
+            pick(i), weight, bias, 1e-5, False, kind, scale, history, 0, torch.float8_e4m3fn
+        ),
+        "norm_backward": lambda i: backward(i, None),
+        "norm_backward + residual": lambda i: backward(i, pick(i + 2)),
+    }
+
+
+def copy_of(size: int) -> Callable[[int], object]:
+    """Copies that read and write `size` bytes together, over buffers that exceed L2."""
+    count = max(1, min(_CALLS, -(-2 * _FOOTPRINT // size)))
+    pairs = [torch.empty(2, size // 4, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(count)]
+    return lambda i: pairs[i % count][1].copy_(pairs[i % count][0])
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    flush = measure.Flush()
+    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    rows: list[dict[str, Any]] = []
+    cases = [(shape, kind) for shape in SHAPES for kind in KINDS]
+    with torch.no_grad():
+        for done, ((tokens, hidden), kind) in enumerate(cases):
+            count = max(3, min(_CALLS, -(-_FOOTPRINT // (tokens * hidden * 2))))
+            inputs = [torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16) for _ in range(count)]
+            calls: dict[str, Callable[[], object]] = {op: graph(call) for op, call in variants(inputs, kind).items()}
+            for size in sorted(set(BYTES.values())):
+                calls[f"copy {size}"] = graph(copy_of(size * tokens * hidden))
+            calls["large copy"] = lambda: target.copy_(source)
+            times = {
+                op: measure.summary(samples)
+                for op, samples in measure.interleave(calls, repeats=repeats, warmup=2, flush=flush).items()
+            }
+            ceiling = 2 * _COPY_BYTES / times["large copy"]["median"]
+            for op, size in BYTES.items():
+                ms = {key: value / _CALLS for key, value in times[op].items()}
+                rate = size * tokens * hidden / ms["median"]
+                rows.append(
+                    {
+                        "op": op,
+                        "kind": kind,
+                        "rows": tokens,
+                        "hidden": hidden,
+                        "ms": ms,
+                        "terabytes_per_second": rate / 1e9,
+                        "copy_terabytes_per_second": ceiling / 1e9,
+                        "of_copy": rate / ceiling,
+                        "of_copy_of_as_many_bytes": times[f"copy {size}"]["median"] / times[op]["median"],
+                    }
+                )
+            if progress is not None:
+                progress((done + 1) / len(cases))
+    return {
+        "what": "bytes that must move over time, bf16, against Tensor.copy_ of 512 MiB and of as many bytes",
+        "calls_per_sample": _CALLS,
+        "repeats": repeats,
+        "rows": rows,
+        "provenance": measure.provenance(KERNELS),
+    }

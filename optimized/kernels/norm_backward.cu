@@ -1,0 +1,236 @@
+// norm_backward: gradients of LayerNorm or RMSNorm, for hidden a multiple of 8, up to 16384.
+//
+//     xhat = (x - mean) * rstd          rmsnorm: x * rstd
+//     g    = grad * gamma,  c1 = rowsum(g) / n (layernorm only),  c2 = rowsum(g * xhat) / n
+//     dx   = rstd * ((g - c1) - xhat * c2)        one rounding to WIDE
+//     dx   = dx + residual                        where there is one: rounded again
+//     partial[0, b] = sum of grad * xhat, partial[1, b] = sum of grad (layernorm only) over the rows of block b
+//
+// grad, x, residual, dx [rows, hidden] of type WIDE; weight [hidden] of type `parameters`; mean, rstd fp32 [rows];
+// partial fp32 [2 (rmsnorm: 1), blocks, hidden], which norm_total.cu adds up. rowsum: norm_row.cuh. Column sums: block
+// b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the chains
+// are added in pairs.
+//
+// Bound by memory: 6 bytes an element in bf16, 8 with a residual. 32 * ROW_WARPS threads hold a row, 8 * VECTORS
+// columns each, so that a thread keeps its columns' sums and gammas in registers while rows stream past; 512 threads
+// take CHAINS rows at a time. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will read
+// itself, so these copies need no barrier. One barrier a row (two sets of slots in shared memory) exchanges both of
+// the row's sums.
+#include "norm_row.cuh"
+#include "ptx/cp_async.cuh"
+
+constexpr int THREADS = 512;
+constexpr int CHAINS = THREADS / (32 * ROW_WARPS);
+constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // columns of a vector of all threads of a row
+constexpr int PIECES = sizeof(Eight) / 16;
+
+// Rows on their way: [stage][grad, x and, where there is one, residual][vector][piece][thread].
+extern __shared__ uint4 arriving[];
+
+__device__ __forceinline__ Eight arrived(int stage, int tensors, int tensor, int vector) {
+    Eight v;
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        const uint4 piece = arriving[((((stage * tensors + tensor) * VECTORS) + vector) * PIECES + p) * THREADS + threadIdx.x];
+        v.words[4 * p] = piece.x, v.words[4 * p + 1] = piece.y;
+        v.words[4 * p + 2] = piece.z, v.words[4 * p + 3] = piece.w;
+    }
+    return v;
+}
+
+__device__ __forceinline__ void fetch(
+    const wide_t* from, int stage, int tensors, int tensor, size_t first, int hidden, int column) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int at = column + i * WIDTH;
+        if (at < hidden) {
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p)
+                cp_async_16(
+                    &arriving[((((stage * tensors + tensor) * VECTORS) + i) * PIECES + p) * THREADS + threadIdx.x],
+                    from + first + at + p * LANES);
+        }
+    }
+}
+
+// Waits for the threads of one row only: rows of one block go on independently.
+__device__ __forceinline__ void row_barrier(int chain) {
+    asm volatile("bar.sync %0, %1;" ::"r"(chain + 1), "n"(32 * ROW_WARPS) : "memory");
+}
+
+// Both sums of a row from a thread's (vectors of 8 columns); first: g, second: g * xhat. `slots` belong to this row.
+__device__ __forceinline__ float2 row_sums(
+    const float (&first)[VECTORS], const float (&second)[VECTORS], float (*slots)[VECTORS * ROW_WARPS], int chain) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROW_WARPS;
+    const bool odd = lane & 1;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        // Even lanes go on with the first sum, odd ones with the second.
+        float v = (odd ? second[i] : first[i]) + __shfl_xor_sync(ALL, odd ? first[i] : second[i], 1);
+#pragma unroll
+        for (int bit = 2; bit < 32; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
+        if (lane < 2) slots[lane][i * ROW_WARPS + warp] = v;
+    }
+    row_barrier(chain);
+    // Lanes 0-15 go on with the first sum, 16-31 with the second, a lane to a warp's stripe.
+    float v[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        v[i] = slots[lane / 16][i * ROW_WARPS + lane % ROW_WARPS];
+#pragma unroll
+        for (int bit = 1; bit < ROW_WARPS; bit *= 2) v[i] = v[i] + __shfl_xor_sync(ALL, v[i], bit);
+    }
+    static_assert(VECTORS == 1 || ROW_WARPS == 16, "several vectors need all threads on one row");
+#pragma unroll
+    for (int i = 1; i < VECTORS; i *= 2)
+#pragma unroll
+        for (int k = 0; k + i < VECTORS; k += 2 * i) v[k] = v[k] + v[k + i];
+    const float mine = v[0];
+    const float other = __shfl_xor_sync(ALL, mine, 16);
+    return lane < 16 ? make_float2(mine, other) : make_float2(other, mine);
+}
+
+// A thread's columns: gamma, and the sums over the rows so far.
+struct Columns {
+    float gamma[VECTORS][8], weight[VECTORS][8], bias[VECTORS][8];
+};
+
+// One row, arrived at `stage`: dx, and what it adds to the columns' sums.
+__device__ __forceinline__ void backward_row(
+    int stage, int tensors, float mean, float rstd, Columns& columns, wide_t* dx, int hidden, int column,
+    float (*slots)[VECTORS * ROW_WARPS], int chain) {
+    const float n = static_cast<float>(hidden);
+    float first[VECTORS], second[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const Eight incoming = arrived(stage, tensors, 0, i), x = arrived(stage, tensors, 1, i);
+        float g[8], gx[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float grad = widen(incoming, j);
+            const float xhat = Row<1>::centered(widen(x, j), mean) * rstd;
+            g[j] = grad * columns.gamma[i][j];
+            gx[j] = g[j] * xhat;
+            columns.weight[i][j] = columns.weight[i][j] + grad * xhat;
+            if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad;
+        }
+        const bool inside = column + i * WIDTH < hidden;
+        first[i] = inside ? tree8(g) : 0.0f;
+        second[i] = inside ? tree8(gx) : 0.0f;
+    }
+    // (The barrier in there also keeps the compiler from holding on to what it has read: it is read again.)
+    const float2 sums = row_sums(first, second, slots, chain);
+    const float c1 = sums.x / n, c2 = sums.y / n;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int at = column + i * WIDTH;
+        if (at < hidden) {
+            const Eight incoming = arrived(stage, tensors, 0, i), x = arrived(stage, tensors, 1, i);
+            float v[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float xhat = Row<1>::centered(widen(x, j), mean) * rstd;
+                float g = widen(incoming, j) * columns.gamma[i][j];
+                if (KIND == 0) g = g - c1;
+                v[j] = rstd * (g - xhat * c2);
+            }
+            if (tensors == 3) {
+                const Eight residual = arrived(stage, tensors, 2, i);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = widen(narrow(v[j])) + widen(residual, j);
+            }
+            store8(dx + at, v);
+        }
+    }
+}
+
+// The chains' sums in pairs, through shared memory, to partial[block].
+__device__ __forceinline__ void store_partial(
+    const float (&sums)[VECTORS][8], float* partial, int hidden, int column, int chain) {
+    if constexpr (CHAINS == 1) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int at = column + i * WIDTH;
+            if (at < hidden) {
+                float4* to = reinterpret_cast<float4*>(partial + at);
+                to[0] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+                to[1] = make_float4(sums[i][4], sums[i][5], sums[i][6], sums[i][7]);
+            }
+        }
+    } else {
+        __shared__ float staged[CHAINS][WIDTH];
+        __syncthreads();  // the sums before have been read
+#pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *reinterpret_cast<float4*>(&staged[chain][column + j]) =
+                make_float4(sums[0][j], sums[0][j + 1], sums[0][j + 2], sums[0][j + 3]);
+        __syncthreads();
+        for (int at = threadIdx.x; at < WIDTH && at < hidden; at += THREADS) {
+            float v = staged[0][at] + staged[1][at];
+            if constexpr (CHAINS == 4) v = v + (staged[2][at] + staged[3][at]);
+            partial[at] = v;
+        }
+    }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
+    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
+    const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
+    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int hidden, int count, int zero_centered,
+    int parameters) {
+    __shared__ float slots[2][CHAINS][2][VECTORS * ROW_WARPS];
+    const int chain = threadIdx.x / (32 * ROW_WARPS);
+    const int column = threadIdx.x % (32 * ROW_WARPS) * 8;
+    Columns columns = {};
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int at = column + i * WIDTH;
+        if (at < hidden) {
+            if (parameters == 0)
+                parameters8<0>(weight, at, columns.gamma[i]);
+            else if (parameters == 1)
+                parameters8<1>(weight, at, columns.gamma[i]);
+            else
+                parameters8<2>(weight, at, columns.gamma[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                if (zero_centered) columns.gamma[i][j] = columns.gamma[i][j] + 1.0f;
+        }
+    }
+    const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
+    const int tensors = residual == nullptr ? 2 : 3;
+    const auto fetch_row = [&](int row, int stage) {
+        if (row < end) {
+            const size_t first = static_cast<size_t>(row) * hidden;
+            fetch(grad, stage, tensors, 0, first, hidden, column);
+            fetch(x, stage, tensors, 1, first, hidden, column);
+            if (tensors == 3) fetch(residual, stage, tensors, 2, first, hidden, column);
+        }
+        cp_async_commit_group();  // an empty group too, so that the count of groups is that of rows
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch_row(begin + stage * CHAINS, stage);
+    float center = 0.0f, inverse = 0.0f;
+    const auto read_statistics = [&](int row) {
+        if (row < end) {
+            if (KIND == 0) center = __ldg(mean + row);
+            inverse = __ldg(rstd + row);
+        }
+    };
+    read_statistics(begin);
+    int stage = 0;
+    for (int row = begin, parity = 0; row < end; row += CHAINS, parity ^= 1) {
+        fetch_row(row + (STAGES - 1) * CHAINS, stage == 0 ? STAGES - 1 : stage - 1);
+        cp_async_wait_group<STAGES - 1>();
+        const float row_mean = center, row_rstd = inverse;
+        read_statistics(row + CHAINS);
+        backward_row(
+            stage, tensors, row_mean, row_rstd, columns, dx + static_cast<size_t>(row) * hidden, hidden, column,
+            slots[parity][chain], chain);
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    const size_t stride = static_cast<size_t>(gridDim.x) * hidden;
+    float* const target = partial + static_cast<size_t>(blockIdx.x) * hidden;
+    store_partial(columns.weight, target, hidden, column, chain);
+    if (KIND == 0) store_partial(columns.bias, target + stride, hidden, column, chain);
+}

@@ -1,0 +1,214 @@
+// Rows of a norm: loads of 8 neighbours, parameters, and the written order of a row's sum.
+//
+// The order (`reference/ops/norm.py`): the complete binary tree over neighbours, the row being padded with +0.0 to a
+// power of two, 1024 at least. A lane adds its 8 neighbours, shuffles over 1, 2, 4, 8, 16 lanes make that 256, and
+// the sums of 256 are added in pairs again. (Addition commutes, so a butterfly gives every lane the same bits.)
+//
+// KIND: 0 layernorm, 1 rmsnorm. WIDE: the element type (wide.cuh). A parameter's type is a run-time argument with
+// WIDE's numbers: 0 fp32, 1 bf16, 2 fp16.
+#pragma once
+#include "wide.cuh"
+
+constexpr unsigned ALL = 0xFFFFFFFFu;
+constexpr int STRIPE = 256;  // elements of a row that a warp holds at a time, 8 a lane
+
+typedef Vector<8> Eight;
+
+__device__ __forceinline__ Eight load8(const wide_t* address) {
+#if WIDE == 0
+    const Vector<4> low = load_once<4>(address), high = load_once<4>(address + 4);
+    return {low.words[0], low.words[1], low.words[2], low.words[3],
+            high.words[0], high.words[1], high.words[2], high.words[3]};
+#else
+    return load_once<8>(address);
+#endif
+}
+
+__device__ __forceinline__ void store8(wide_t* address, const float (&v)[8]) {
+#if WIDE == 0
+    reinterpret_cast<float4*>(address)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    reinterpret_cast<float4*>(address)[1] = make_float4(v[4], v[5], v[6], v[7]);
+#elif WIDE == 1
+    *reinterpret_cast<uint4*>(address) = make_uint4(
+        cvt_bf16x2(v[0], v[1]), cvt_bf16x2(v[2], v[3]), cvt_bf16x2(v[4], v[5]), cvt_bf16x2(v[6], v[7]));
+#else
+    *reinterpret_cast<uint4*>(address) = make_uint4(
+        cvt_f16x2(v[0], v[1]), cvt_f16x2(v[2], v[3]), cvt_f16x2(v[4], v[5]), cvt_f16x2(v[6], v[7]));
+#endif
+}
+
+// 8 neighbouring parameters of type TYPE, widened. They are read by every row: kept in L1.
+template <int TYPE>
+__device__ __forceinline__ void parameters8(const void* parameters, int at, float (&out)[8]) {
+    if constexpr (TYPE == 0) {
+        const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(parameters) + at);
+        const float4 low = __ldg(from), high = __ldg(from + 1);
+        out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
+        out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
+    } else {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(static_cast<const unsigned short*>(parameters) + at));
+        const unsigned words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const unsigned word = words[i / 2];
+            if constexpr (TYPE == 1)
+                out[i] = __uint_as_float(i & 1 ? word & 0xFFFF0000u : word << 16);
+            else
+                out[i] = cvt_f32_f16(static_cast<unsigned short>(i & 1 ? word >> 16 : word & 0xFFFFu));
+        }
+    }
+}
+
+// One parameter of a type known at run time, widened.
+__device__ __forceinline__ float parameter(const void* parameters, int type, int at) {
+    if (type == 0) return __ldg(static_cast<const float*>(parameters) + at);
+    const unsigned short word = __ldg(static_cast<const unsigned short*>(parameters) + at);
+    return type == 1 ? __uint_as_float(static_cast<unsigned>(word) << 16) : cvt_f32_f16(word);
+}
+
+__device__ __forceinline__ float tree8(const float (&v)[8]) {
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+// The sum of a row from the lanes' sums of 8 in stripes 0 .. V - 1; every lane gets it. Lanes trade halves, so that
+// V stripes cost about V shuffles instead of 5 V: after the level of `bit`, lanes with that bit hold odd stripes.
+template <int V>
+__device__ __forceinline__ float row_sum(const float (&stripes)[V]) {
+    constexpr int N = power_of_two(V);
+    const int lane = threadIdx.x % 32;
+    float v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = i < V ? stripes[i < V ? i : 0] : 0.0f;
+#pragma unroll
+    for (int n = N / 2, bit = 1; n > 0; n /= 2, bit *= 2) {
+        const bool odd = lane & bit;
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            const float keep = odd ? v[2 * i + 1] : v[2 * i];
+            const float give = odd ? v[2 * i] : v[2 * i + 1];
+            v[i] = keep + __shfl_xor_sync(ALL, give, bit);
+        }
+    }
+#pragma unroll
+    for (int bit = N; bit < 32; bit *= 2) v[0] = v[0] + __shfl_xor_sync(ALL, v[0], bit);
+    // The low bits of the lane's number are now its stripe's: the tree goes on over the stripes.
+#pragma unroll
+    for (int bit = 1; bit < N; bit *= 2) v[0] = v[0] + __shfl_xor_sync(ALL, v[0], bit);
+    return v[0];
+}
+
+// A row as a warp holds it: lane l has elements 256 i + 8 l .. + 7 of stripe i; +0.0 beyond the end.
+template <int V>
+struct Row {
+    Eight stripe[V];
+
+    __device__ __forceinline__ void load(const wide_t* row, int hidden) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const int at = STRIPE * i + threadIdx.x % 32 * 8;
+            stripe[i] = at < hidden ? load8(row + at) : Eight{};
+        }
+    }
+
+    // Called between two readings of the row: the compiler would keep every element widened, in registers that
+    // there are not, rather than widen it again.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int i = 0; i < V; ++i)
+#pragma unroll
+            for (int w = 0; w < static_cast<int>(sizeof(Eight) / 4); ++w) asm volatile("" : "+r"(stripe[i].words[w]));
+    }
+
+    __device__ __forceinline__ float sum() const {
+        float sums[V];
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            float v[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] = widen(stripe[i], j);
+            sums[i] = tree8(v);
+        }
+        return row_sum<V>(sums);
+    }
+
+    // Of (x - mean) squared; rmsnorm: of x squared.
+    __device__ __forceinline__ float sum_of_squares(float mean, int hidden) const {
+        float sums[V];
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            float v[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                v[j] = centered(widen(stripe[i], j), mean);
+                v[j] = v[j] * v[j];
+            }
+            sums[i] = STRIPE * i + threadIdx.x % 32 * 8 < hidden ? tree8(v) : 0.0f;
+        }
+        return row_sum<V>(sums);
+    }
+
+    static __device__ __forceinline__ float centered(float x, float mean) {
+#if KIND == 0
+        return x - mean;
+#else
+        return x;
+#endif
+    }
+};
+
+struct Statistics {
+    float mean, rstd;
+};
+
+template <int V>
+__device__ __forceinline__ Statistics statistics(Row<V>& row, int hidden, float eps) {
+    const float n = static_cast<float>(hidden);
+    Statistics s = {0.0f, 0.0f};
+#if KIND == 0
+    s.mean = row.sum() / n;
+    row.forget();
+#endif
+    s.rstd = 1.0f / sqrtf(row.sum_of_squares(s.mean, hidden) / n + eps);
+    row.forget();
+    return s;
+}
+
+// gamma and beta of 8 columns; TYPE: the parameters' type. Without a bias nothing is added.
+struct Parameters {
+    const void* weight;
+    const void* bias;
+    bool zero_centered;
+
+    template <int TYPE>
+    __device__ __forceinline__ void apply(const float (&xhat)[8], int at, float (&y)[8]) const {
+        float gamma[8];
+        parameters8<TYPE>(weight, at, gamma);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[j] = xhat[j] * (zero_centered ? gamma[j] + 1.0f : gamma[j]);
+        if (bias != nullptr) {
+            float beta[8];
+            parameters8<TYPE>(bias, at, beta);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) y[j] = y[j] + beta[j];
+        }
+    }
+};
+
+// y of row `row`, 8 columns at a time: each(i, y) for the stripes inside the row.
+template <int V, int TYPE, typename Each>
+__device__ __forceinline__ void for_each_output(
+    const Row<V>& row, const Statistics& s, const Parameters& parameters, int hidden, Each each) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+        const int at = STRIPE * i + threadIdx.x % 32 * 8;
+        if (at < hidden) {
+            float xhat[8], y[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) xhat[j] = Row<V>::centered(widen(row.stripe[i], j), s.mean) * s.rstd;
+            parameters.apply<TYPE>(xhat, at, y);
+            each(at, y);
+        }
+    }
+}

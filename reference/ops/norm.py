@@ -1,0 +1,384 @@
+"""LayerNorm and RMSNorm: `twin::norm`, `twin::norm_cast_transpose`, `twin::norm_backward`.
+
+x is `[rows, hidden]`; weight and bias `[hidden]`. All in fp32, each operation rounded once, no fma. With
+`n = fp32(hidden)`, `rowsum` as written below, and gamma = weight, or weight + 1 where `zero_centered`:
+
+    layernorm   mean = rowsum(x) / n              rmsnorm   (no mean, no bias)
+                xc   = x - mean                             xc = x
+                rstd = 1 / sqrt(rowsum(xc·xc) / n + eps)
+                xhat = xc · rstd
+                y    = xhat · gamma + bias                  y  = xhat · gamma
+
+`norm` rounds y once to `out_dtype`; `norm_cast_transpose` casts the fp32 y, so FP8 codes do not pass through
+16 bits, and records the amax of that y. Backward, with grad the gradient of y:
+
+    g  = grad · gamma      c1 = rowsum(g) / n (0 for rmsnorm: not subtracted)      c2 = rowsum(g · xhat) / n
+    dx = rstd · ((g - c1) - xhat · c2)                      rounded to x's dtype
+    dx = dx + residual_grad, where there is one             rounded again, as two modules would
+    dweight = colsum(grad · xhat)     dbias = colsum(grad)  rounded once, to weight's dtype
+
+rowsum: the complete binary tree over neighbours. The row is padded with +0.0 to a power of two, 1024 at least;
+elements 2i and 2i + 1 are added, then the sums 2i and 2i + 1, and so on. A warp whose lanes hold 8 neighbours each
+computes it with shuffles, and so does any number of warps.
+
+colsum: all sums start from +0.0. Rows are cut into blocks of `ceil(rows / 256)` (one block of threads each, two on
+each multiprocessor). In a block, rows k, k + P, k + 2P ... are chain k < P, added in order, where P = 4 for hidden
+<= 1024, 2 for <= 2048 and 1 beyond (the rows that a block of threads holds at a time); the chains' sums are added
+in pairs, (0 + 1) + (2 + 3). The blocks' sums are added in order within runs of 16 blocks, then the runs' in order.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from reference import formats
+from reference.ops.amax import check_input
+from reference.ops.cast import cast_rows, check_cast
+from reference.ops.cast_transpose import ceil16, transposed
+from reference.ops.library import define, fake
+
+KINDS = ("layernorm", "rmsnorm")
+MAX_HIDDEN = 1 << 21
+ROW_BLOCKS = 256
+RUN = 16
+
+# Elements at a time: 4 MiB of fp32, which stays in a core's cache through the steps.
+_CHUNK = 1 << 20
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def chains(hidden: int) -> int:
+    """P: the number of chains in which the rows of a block are added up."""
+    return 4 if hidden <= 1024 else 2 if hidden <= 2048 else 1
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a block of the column sums."""
+    return max(1, -(-rows // ROW_BLOCKS))
+
+
+def row_sums(v: np.ndarray) -> np.ndarray:
+    """The sum of each row of fp32 `v` `[rows, hidden]` by the tree of the module's docstring: `[rows, 1]`."""
+    rows, hidden = v.shape
+    while v.shape[1] > 1:
+        if v.shape[1] % 2:
+            # One +0.0 a level does what the whole padding would: sums of padding alone are +0.0 too.
+            v = np.concatenate([v, np.zeros((rows, 1), np.float32)], axis=1)
+        v = v[:, 0::2] + v[:, 1::2]
+    # The padding's only visible effect where no level was odd: a sum of -0.0 becomes +0.0.
+    return v + _ZERO if hidden < 1024 else v
+
+
+def column_sums(pieces: Iterable[np.ndarray], rows: int, hidden: int) -> np.ndarray:
+    """The sum over all `rows` in the order of the module's docstring: fp32 `[hidden]`.
+
+    `pieces` are fp32 `[whole blocks of rows, hidden]`, in order, as `_pieces` cuts them.
+    """
+    count, parallel = block_rows(rows), chains(hidden)
+    total = run = np.zeros(hidden, np.float32)
+    block = 0
+    for piece in pieces:
+        for first in range(0, len(piece), count):
+            sums = [np.zeros(hidden, np.float32) for _ in range(parallel)]
+            for k, row in enumerate(piece[first : first + count]):
+                sums[k % parallel] += row
+            while len(sums) > 1:
+                sums = [a + b for a, b in zip(sums[0::2], sums[1::2], strict=True)]
+            if block % RUN == 0:
+                total, run = total + run, np.zeros(hidden, np.float32)
+            run = run + sums[0]
+            block += 1
+    return total + run
+
+
+def check_norm(
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, kind: str
+) -> None:
+    """Refuse what the norms do not take; both sides call it. `op` names the caller in the sentence."""
+    check_input(op, "x", x)
+    check_kind(op, kind)
+    hidden = x.shape[1]
+    if not 1 <= hidden <= MAX_HIDDEN:
+        raise ValueError(f"{op}: x must have 1 to {MAX_HIDDEN} columns; got shape {tuple(x.shape)}.")
+    if not 0 < ctypes.c_float(eps).value < float("inf"):
+        raise ValueError(f"{op}: eps must be a positive finite number in fp32; got {eps}.")
+    check_parameter(op, "weight", weight, x)
+    if bias is not None:
+        if kind == "rmsnorm":
+            raise ValueError(f"{op}: bias must be None for kind 'rmsnorm'; got a tensor.")
+        check_parameter(op, "bias", bias, x)
+        if bias.dtype != weight.dtype:
+            raise ValueError(f"{op}: bias must have weight's dtype, {weight.dtype}; got {bias.dtype}.")
+
+
+def check_kind(op: str, kind: str) -> None:
+    """Refuse a kind of norm that is neither "layernorm" nor "rmsnorm"."""
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind must be 'layernorm' or 'rmsnorm'; got {kind!r}.")
+
+
+def check_parameter(op: str, name: str, parameter: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuse a weight or bias that is not `[hidden]`, contiguous, in fp32, bf16 or fp16, on x's device."""
+    if parameter.shape != x.shape[1:]:
+        raise ValueError(
+            f"{op}: {name} must have shape [{x.shape[1]}], the columns of x; got shape {tuple(parameter.shape)}."
+        )
+    if parameter.dtype not in formats.WIDE_DTYPES:
+        raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {parameter.dtype}.")
+    if not parameter.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous; got strides {tuple(parameter.stride())}.")
+    if parameter.device != x.device:
+        raise ValueError(f"{op}: {name} is on {parameter.device}, the data on {x.device}.")
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:
+    """Refuse an output type other than fp32, bf16 and fp16."""
+    if out_dtype not in formats.WIDE_DTYPES:
+        raise ValueError(f"{op}: out_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {out_dtype}.")
+
+
+def check_backward(
+    op: str,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+) -> None:
+    """Refuse what the norms' backward does not take; both sides call it."""
+    check_norm(op, x, weight, None, 1.0, kind)
+    for name, tensor in (("grad", grad), ("residual_grad", residual_grad)):
+        if tensor is None:
+            continue
+        check_input(op, name, tensor)
+        if tensor.shape != x.shape or tensor.dtype != x.dtype:
+            raise ValueError(
+                f"{op}: {name} must have x's shape {tuple(x.shape)} and dtype {x.dtype}; "
+                f"got {tuple(tensor.shape)} and {tensor.dtype}."
+            )
+        if tensor.device != x.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, the data on {x.device}.")
+    for name, statistic, rows in (
+        ("mean", mean, x.shape[0] if kind == "layernorm" else 0),
+        ("rstd", rstd, x.shape[0]),
+    ):
+        if statistic.shape != (rows,) or statistic.dtype != torch.float32 or not statistic.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be contiguous torch.float32 of shape [{rows}], as the {kind} forward made it; "
+                f"got {statistic.dtype} of shape {tuple(statistic.shape)}."
+            )
+        if statistic.device != x.device:
+            raise ValueError(f"{op}: {name} is on {statistic.device}, the data on {x.device}.")
+
+
+def _gamma(weight: torch.Tensor, zero_centered: bool) -> np.ndarray:
+    gamma = _fp32(weight)
+    return gamma + _ONE if zero_centered else gamma
+
+
+def _fp32(tensor: torch.Tensor) -> np.ndarray:
+    """Widened exactly. NumPy from here on: its strided additions are a hundred times as fast as torch's."""
+    return tensor.detach().float().numpy()
+
+
+def _pieces(rows: int, hidden: int) -> Iterator[slice]:
+    """Rows to be taken at a time: whole blocks of the column sums."""
+    count = block_rows(rows)
+    step = max(1, _CHUNK // (count * hidden)) * count
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+@np.errstate(all="ignore")
+def normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+) -> Three:
+    """The norm itself, arguments already checked: (y `[rows, hidden]` of `out_dtype`, mean, rstd)."""
+    rows, hidden = x.shape
+    y = torch.empty(rows, hidden, dtype=out_dtype)
+    mean = torch.empty(rows if kind == "layernorm" else 0, dtype=torch.float32)
+    rstd = torch.empty(rows, dtype=torch.float32)
+    gamma, n, small = _gamma(weight, zero_centered), np.float32(hidden), np.float32(eps)
+    for piece in _pieces(rows, hidden):
+        v = _fp32(x[piece])
+        if kind == "layernorm":
+            center = row_sums(v) / n
+            mean[piece] = torch.from_numpy(center[:, 0])
+            v = v - center
+        inverse = _ONE / np.sqrt(row_sums(v * v) / n + small)
+        rstd[piece] = torch.from_numpy(inverse[:, 0])
+        v = (v * inverse) * gamma
+        if bias is not None:
+            v = v + _fp32(bias)
+        y[piece] = torch.from_numpy(v)
+    return y, mean, rstd
+
+
+@define("norm")
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+) -> Three:
+    """`x` `[rows, hidden]` -> (y of `out_dtype`, mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
+    check_norm("twin::norm", x, weight, bias, eps, kind)
+    check_out_dtype("twin::norm", out_dtype)
+    return normalize(x, weight, bias, eps, zero_centered, kind, out_dtype)
+
+
+@define("norm_cast_transpose")
+def norm_cast_transpose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd).
+
+    hidden is a multiple of 16; scale, amax_history, column and dtype as in `twin::cast_transpose`.
+    """
+    check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
+    check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
+    y, mean, rstd = normalize(x, weight, bias, eps, zero_centered, kind, torch.float32)
+    q, scale_inv = cast_rows(y, scale, amax_history, column, dtype)
+    return q, transposed(q), scale_inv, mean, rstd
+
+
+@define("norm_backward")
+def norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+) -> Three:
+    """`grad`, `x` `[rows, hidden]` of one dtype -> (dx of it, dweight, dbias `[hidden]` (rmsnorm: `[0]`)).
+
+    dweight and dbias have weight's dtype. `residual_grad`, like x, is the gradient that reaches x past the norm.
+    """
+    check_backward("twin::norm_backward", grad, x, weight, mean, rstd, kind, residual_grad)
+    return _backward(grad, x, weight, mean, rstd, zero_centered, kind == "layernorm", residual_grad)
+
+
+@np.errstate(all="ignore")
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    layernorm: bool,
+    residual_grad: torch.Tensor | None,
+) -> Three:
+    rows, hidden = x.shape
+    gamma, n = _gamma(weight, zero_centered), np.float32(hidden)
+    dx = torch.empty_like(x)
+
+    def scaled_gradients() -> Iterator[np.ndarray]:
+        for piece in _pieces(rows, hidden):
+            incoming, inverse, xhat = _fp32(grad[piece]), _fp32(rstd[piece, None]), _fp32(x[piece])
+            if layernorm:
+                xhat = xhat - _fp32(mean[piece, None])
+            xhat = xhat * inverse
+            g = incoming * gamma
+            c2 = row_sums(g * xhat) / n
+            if layernorm:
+                g = g - row_sums(g) / n
+            dx[piece] = torch.from_numpy(inverse * (g - xhat * c2))
+            if residual_grad is not None:
+                dx[piece] = dx[piece].float() + residual_grad[piece].float()
+            yield incoming * xhat
+
+    dweight = column_sums(scaled_gradients(), rows, hidden)
+    if layernorm:
+        dbias = column_sums((_fp32(grad[piece]) for piece in _pieces(rows, hidden)), rows, hidden)
+    else:
+        dbias = np.empty(0, np.float32)
+    return dx, torch.from_numpy(dweight).to(weight.dtype), torch.from_numpy(dbias).to(weight.dtype)
+
+
+@fake("norm")
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+) -> Three:
+    check_norm("twin::norm", x, weight, bias, eps, kind)
+    check_out_dtype("twin::norm", out_dtype)
+    return (x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind))
+
+
+@fake("norm_cast_transpose")
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
+    check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
+    rows, hidden = x.shape
+    return (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty((hidden, ceil16(rows)), dtype=dtype),
+        scale.new_empty(1),
+        *_statistics(x, kind),
+    )
+
+
+@fake("norm_backward")
+def _(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+) -> Three:
+    check_backward("twin::norm_backward", grad, x, weight, mean, rstd, kind, residual_grad)
+    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[1] if kind == "layernorm" else 0)
+
+
+def _statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[0]
+    return (
+        x.new_empty(rows if kind == "layernorm" else 0, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+    )
