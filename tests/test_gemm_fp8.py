@@ -193,6 +193,7 @@ def test_tiles_fit_a_multiprocessor() -> None:
     [
         (lambda: Tile(3, 128, 4), "a tile has 1 or 2 warpgroups"),
         (lambda: Tile(2, 192, 4), "64, 128 or 256 columns"),
+        (lambda: Tile(2, 256, 4, 3), "clusters of 1 or 2"),
         (lambda: Tile(2, 256, 5), "bytes of shared memory; a block has 232448"),
     ],
 )
@@ -203,7 +204,11 @@ def test_tiles_that_do_not_fit_are_refused(make: Callable[[], Tile], sentence: s
 
 def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
     layer = [(8192, 12288, 4096), (8192, 4096, 16384), (4096, 4096, 8192), (16384, 4096, 8192)]
-    assert {select_tile(m, n, k, False, 132) for m, n, k in layer} == {TILES[0]}, "large problems get the large tile"
+    for m, n, k in layer:
+        chosen = [select_tile(m, n, k, split, 132) for split in (False, True)]
+        assert {(tile.block_m, tile.block_n) for tile in chosen} == {(128, 256)}, "large problems get the large tile"
+        assert [tile.cluster for tile in chosen] == [2, 1], "sharing B helps fast accumulation and hurts split"
+    assert select_tile(128, 8192, 4096, False, 132).cluster == 1, "a cluster needs two rows of tiles"
     assert select_tile(1, 4096, 4096, False, 132).block_m == 64, "one row wastes least in 64"
     small = select_tile(256, 1024, 1024, True, 132)
     assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"

@@ -1,11 +1,10 @@
 """Every tile on problems of many sizes, with cuBLASLt beside it (docs/results/gemm_sweep.json).
 
-The costs in optimized/ops/gemm_tile.py are fitted to this; `run` says how far the chosen tile is from the best one.
+The costs in optimized/ops/gemm_tile.py are fitted to this; `choice` says how far the chosen tile is from the best one.
 """
 
 import functools
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,35 +54,25 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> di
         for done, (kind, m, n, k) in enumerate(cases):
             samples = measure.interleave(variants(kind, m, n, k), repeats=repeats, warmup=2, flush=flush)
             ms = {name: measure.summary(times)["median"] for name, times in samples.items()}
-            tile = str(select_tile(m, n, k * (2 if kind == "bf16" else 1), kind == "split", multiprocessors(0)))
-            best = min(ms[str(t)] for t in TILES)
-            rows.append(
-                {
-                    "kind": kind,
-                    "m": m,
-                    "n": n,
-                    "k": k,
-                    "ms": ms,
-                    "selected": tile,
-                    "selected_over_best": ms[tile] / best,
-                    "speed_over_theirs": ms["theirs"] / ms[tile],
-                }
-            )
+            rows.append({"kind": kind, "m": m, "n": n, "k": k, "ms": ms})
             if progress is not None:
                 progress((done + 1) / len(cases))
-    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     return {
-        "what": "ms of cuBLASLt and of each tile, L2 flushed, bf16 output; the chosen tile against the best",
+        "what": "ms of cuBLASLt and of each tile, L2 flushed, bf16 output",
         "repeats": repeats,
-        "geometric_mean_selected_over_best": statistics.geometric_mean(row["selected_over_best"] for row in rows),
-        "worst_selected_over_best": max(row["selected_over_best"] for row in rows),
-        "geometric_mean_speed_over_theirs": {
-            kind: statistics.geometric_mean(row["speed_over_theirs"] for row in found)
-            for kind, found in by_kind.items()
-        },
-        "worst_speed_over_theirs": {
-            kind: min(row["speed_over_theirs"] for row in found) for kind, found in by_kind.items()
-        },
+        "processors": multiprocessors(0),
         "rows": rows,
         "provenance": measure.provenance(KERNELS),
+    }
+
+
+def choice(row: Mapping[str, Any], processors: int) -> dict[str, Any]:
+    """What `select_tile` chooses for a row of the result, against the best tile and against cuBLASLt."""
+    k_bytes = row["k"] * (2 if row["kind"] == "bf16" else 1)
+    tile = str(select_tile(row["m"], row["n"], k_bytes, row["kind"] == "split", processors))
+    best = min(row["ms"][str(t)] for t in TILES)
+    return {
+        "tile": tile,
+        "over_best": row["ms"][tile] / best,
+        "speed_over_theirs": row["ms"]["theirs"] / row["ms"][tile],
     }

@@ -12,7 +12,7 @@
 // such blocks among themselves (8 shuffles for 16 words), so that each owns 8 consecutive columns: 16 bytes.
 //
 // Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major),
-// WARPGROUPS (1 | 2), BLOCK_N, STAGES.
+// WARPGROUPS (1 | 2), BLOCK_N, STAGES, CLUSTER (1, or 2 blocks that share B).
 #include "gemm_mainloop.cuh"
 
 namespace twin {
@@ -26,31 +26,37 @@ constexpr int kChunkBytes = 64 * kStageRowBytes;  // 64 rows of a K-major operan
 constexpr bool kFP32 = same_type<OUT, FP32>;
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
 using Position = Stage<kStages>;
+using Tiles = Schedule<kBlockM, kBlockN, CLUSTER>;
 
-// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`.
-template <bool kTransposed>
+// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`. In a cluster the blocks
+// copy a part of B each, into all of them.
+template <bool kTransposed, bool kShared>
 __device__ __forceinline__ void load_operand(unsigned destination, const CUtensorMap* map, unsigned full, int row,
                                              int k, int rows) {
-    if constexpr (kTransposed) {
-        for (int c = 0; c < rows / 64; c++) tma_load_2d(destination + c * kChunkBytes, map, full, row + 64 * c, k);
-    } else {
-        tma_load_2d(destination, map, full, k, row);
+    for (int c = 0; c < (kTransposed ? rows / 64 : 1); c++) {
+        const int x = kTransposed ? row + 64 * c : k, y = kTransposed ? k : row;
+        if constexpr (kShared)
+            tma_load_2d_multicast(destination + c * kChunkBytes, map, full, (1 << CLUSTER) - 1, x, y);
+        else
+            tma_load_2d(destination + c * kChunkBytes, map, full, x, y);
     }
 }
 
 __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
-                                        int tiles_m, int tiles_n, int k_blocks) {
+                                        const Tiles& tiles, int k_blocks) {
+    constexpr int kShare = kBlockN / CLUSTER;  // rows of B that this block copies
+    const int first = tiles.rank * kShare;
     Position stage;
-    for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
-        const Tile tile = tile_at(index, tiles_m, tiles_n, kBlockM, kBlockN);
+    for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
+        const Tile tile = tiles[index];
         for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
             const unsigned full = shared + Map::kFull + 8 * stage.index;
+            const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
+            const unsigned b = shared + Map::kB + stage.index * Map::kBBytes + first * kStageRowBytes;
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
             mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
-            load_operand<TRANSPOSE_A>(shared + Map::kA + stage.index * Map::kABytes, a_map, full, tile.row,
-                                      kb * kBlockK, kBlockM);
-            load_operand<TRANSPOSE_B>(shared + Map::kB + stage.index * Map::kBBytes, b_map, full, tile.column,
-                                      kb * kBlockK, kBlockN);
+            load_operand<TRANSPOSE_A, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
+            load_operand<TRANSPOSE_B, (CLUSTER > 1)>(b, b_map, full, tile.column + first, kb * kBlockK, kShare);
         }
     }
 }
@@ -135,21 +141,21 @@ __device__ __forceinline__ void store_fp32_pairs(const float (&acc)[kAcc], const
 
 using namespace twin;
 
-extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
+extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
          const void* bias, int bias_type, int m, int n, int k) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const int tiles_m = (m + kBlockM - 1) / kBlockM, tiles_n = (n + kBlockN - 1) / kBlockN;
+    const Tiles tiles(m, n);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
-    init_barriers<Map, kStages, 4 * WARPGROUPS>(shared);
+    init_barriers<Map, kStages, CLUSTER, 4 * WARPGROUPS>(shared);
 
     if (threadIdx.x >= 128 * WARPGROUPS) {  // the producer is the last warpgroup
         if constexpr (WARPGROUPS == 2) setmaxnreg_dec<40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             prefetch_tensor_map(&a_map);
             prefetch_tensor_map(&b_map);
-            produce(&a_map, &b_map, shared, tiles_m, tiles_n, k_blocks);
+            produce(&a_map, &b_map, shared, tiles, k_blocks);
         }
     } else {
         if constexpr (WARPGROUPS == 2) setmaxnreg_inc<232>();
@@ -160,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
         Destination to;
         unsigned words[kAcc / 2];
         bool pending = false;
-        for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
-            const Tile tile = tile_at(index, tiles_m, tiles_n, kBlockM, kBlockN);
+        for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
+            const Tile tile = tiles[index];
             float acc[kAcc];
-            chain_tile<Map, !kFP32, 8>(acc, shared, stage, k_blocks, pending, words, to, issue);
+            chain_tile<Map, CLUSTER, !kFP32, 8>(acc, shared, stage, k_blocks, pending, words, to, issue);
             add_bias(acc, bias, bias_type, tile.column + 2 * quad, n);
             if constexpr (kFP32) {
                 to = destination<4>(out, tile.row + row, tile.column + 2 * quad, m, n);
@@ -177,4 +183,5 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
         }
         if (pending) store_packed_tile<8>(words, to);
     }
+    end_together<CLUSTER>();
 }

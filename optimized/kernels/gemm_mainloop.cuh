@@ -13,7 +13,7 @@
 
 namespace twin {
 
-template <class Map, int kStages, int kAcc, class Issue>
+template <class Map, int kCluster, int kStages, int kAcc, class Issue>
 __device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int& previous,
                                             bool first, const Issue& issue) {
     mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
@@ -21,13 +21,13 @@ __device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared,
     issue(acc, stage.index, first);
     wgmma_commit();
     wgmma_wait<1>();
-    if (!first && threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * previous);
+    if (!first) release<kCluster>(shared + Map::kEmpty + 8 * previous);
     previous = stage.index;
     stage.advance();
 }
 
 // All k-blocks of a tile. If `pending`, `words` (the tile before) is stored to `to` on the way.
-template <class Map, bool kDeferred, int kRun, int kStages, int kAcc, class Issue>
+template <class Map, int kCluster, bool kDeferred, int kRun, int kStages, int kAcc, class Issue>
 __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
                                            bool pending, const unsigned (&words)[kAcc / 2], const Destination& to,
                                            const Issue& issue) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, 
         if (pending && k_blocks >= kSteps) {
 #pragma unroll
             for (; kb < kSteps; kb++) {
-                chain_block<Map>(acc, shared, stage, previous, kb == 0, issue);
+                chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
 #pragma unroll
                 for (int g = kb * kGroups / kSteps; g < (kb + 1) * kGroups / kSteps; g++)
                     store_packed<kRun>(words, g, to);
@@ -47,10 +47,10 @@ __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, 
             store_packed_tile<kRun>(words, to);
         }
     }
-    for (; kb < k_blocks; kb++) chain_block<Map>(acc, shared, stage, previous, kb == 0, issue);
+    for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
     wgmma_wait<0>();
     wgmma_hold(acc);
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * previous);
+    release<kCluster>(shared + Map::kEmpty + 8 * previous);
 }
 
 // The index of this thread's warpgroup, in a form of which the compiler knows that it is the same in a warp.

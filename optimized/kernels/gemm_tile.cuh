@@ -5,17 +5,28 @@
 //   producer: wait empty[s] -> expect the bytes on full[s] -> copy A and B into stage s
 //   consumer: wait full[s] -> wgmma -> (when those are done) arrive on empty[s], one arrival a warp
 //
+// In a cluster of two, the blocks compute tiles one below the other. Each copies its own A, and half of the B that
+// both need into both: so a stage is empty when the consumers of both blocks say so.
+//
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
 //   A   [kStages][64 * kWarpgroups rows][128 bytes of K]
 //   B   [kStages][kBlockN rows][128 bytes of K]
 //   full [kStages], empty [kStages]   mbarriers of 8 bytes
 #pragma once
 
+#include "ptx/cluster.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+
+// Only where there is one: blocks launched as clusters of one block are placed on the chip in another order.
+#if CLUSTER > 1
+#define TWIN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TWIN_CLUSTER
+#endif
 
 namespace twin {
 
@@ -26,14 +37,30 @@ struct Tile {
     int row, column;  // of the output's first element
 };
 
-// The tiles in bands of kRasterRows tile rows; inside a band, column after column.
-__device__ __forceinline__ Tile tile_at(int index, int tiles_m, int tiles_n, int block_m, int block_n) {
-    const int band = index / (kRasterRows * tiles_n);
-    const int first = band * kRasterRows;
-    const int rows = min(kRasterRows, tiles_m - first);
-    const int rest = index - first * tiles_n;
-    return {(first + rest % rows) * block_m, (rest / rows) * block_n};
-}
+// The tiles of a cluster's blocks lie one below the other. Clusters walk in bands of kRasterRows tile rows; inside a
+// band, column after column.
+template <int kBlockM, int kBlockN, int kCluster>
+struct Schedule {
+    int tiles_m, tiles_n;  // in clusters' tiles
+    int rank;              // this block's place in its cluster
+
+    __device__ __forceinline__ Schedule(int m, int n)
+        : tiles_m((m + kBlockM * kCluster - 1) / (kBlockM * kCluster)),
+          tiles_n((n + kBlockN - 1) / kBlockN),
+          rank(kCluster == 1 ? 0 : cluster_rank()) {}
+
+    __device__ __forceinline__ int first() const { return blockIdx.x / kCluster; }
+    __device__ __forceinline__ int step() const { return gridDim.x / kCluster; }
+    __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
+
+    __device__ __forceinline__ Tile operator[](int index) const {
+        constexpr int kRows = kRasterRows / kCluster;
+        const int top = index / (kRows * tiles_n) * kRows;
+        const int rows = min(kRows, tiles_m - top);
+        const int rest = index - top * tiles_n;
+        return {((top + rest % rows) * kCluster + rank) * kBlockM, rest / rows * kBlockN};
+    }
+};
 
 template <int kWarpgroups, int kBlockN, int kStages>
 struct SharedMap {
@@ -61,17 +88,42 @@ struct Stage {
     }
 };
 
-// One thread initialises the barriers; nobody uses one before this returns.
-template <class Map, int kStages, int kConsumerWarps>
+// One thread initialises the barriers; nobody uses one, of any block of the cluster, before this returns.
+template <class Map, int kStages, int kCluster, int kConsumerWarps>
 __device__ __forceinline__ void init_barriers(unsigned shared) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; s++) {
             mbarrier_init(shared + Map::kFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kEmpty + 8 * s, kConsumerWarps);
+            mbarrier_init(shared + Map::kEmpty + 8 * s, kConsumerWarps * kCluster);
         }
         fence_mbarrier_init();
     }
-    __syncthreads();
+    if constexpr (kCluster == 1) {
+        __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+// A block of a cluster must not end while the other may still write to its shared memory.
+template <int kCluster>
+__device__ __forceinline__ void end_together() {
+    if constexpr (kCluster > 1) {
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
+}
+
+// This warp will not read the stage of `empty` any more: say so to every block that copies into it.
+template <int kCluster>
+__device__ __forceinline__ void release(unsigned empty) {
+    const unsigned lane = threadIdx.x % 32;
+    if constexpr (kCluster == 1) {
+        if (lane == 0) mbarrier_arrive(empty);
+    } else {
+        if (lane < kCluster) mbarrier_arrive_cluster(map_to_rank(empty, lane));
+    }
 }
 
 }  // namespace twin

@@ -33,6 +33,7 @@ def defines(
         "WARPGROUPS": tile.warpgroups,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
+        "CLUSTER": tile.cluster,
     }
 
 
@@ -128,7 +129,7 @@ def gemm_tiled(
     index = a.device.index
     args = (
         _map(a, a_stride, transpose_a, tile.block_m).argument,
-        _map(b, b_stride, transpose_b, tile.block_n).argument,
+        _map(b, b_stride, transpose_b, tile.block_n // tile.cluster).argument,
         out.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         BIAS_TYPES[None if bias is None else bias.dtype],
@@ -137,7 +138,7 @@ def gemm_tiled(
         np.int32(k),
     )
     kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile)
-    blocks = min(tile.count(m, n), multiprocessors(index))
+    blocks = tile.blocks(m, n, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 

@@ -37,6 +37,7 @@ def defines(
         "WARPGROUPS": tile.warpgroups,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
+        "CLUSTER": tile.cluster,
         "RUN": run(n),
     }
 
@@ -74,7 +75,8 @@ def _a_map(a: torch.Tensor, tile: Tile) -> TensorMap:
 def _b_map(b: torch.Tensor, tile: Tile) -> TensorMap:
     """B with its rows permuted: dimensions k, e, q, j, g, where row = 4·run·g + run·q + 2·j + e.
 
-    Shared memory then holds the rows in the order in which wgmma gives a thread `run` consecutive columns.
+    Shared memory then holds the rows in the order in which wgmma gives a thread `run` consecutive columns. A box is
+    what one block copies: all of a tile's rows of B, or its part of what a cluster shares.
     """
     n, k = b.shape
     width = run(n)
@@ -83,7 +85,7 @@ def _b_map(b: torch.Tensor, tile: Tile) -> TensorMap:
         b.dtype,
         (k, 2, 4, width // 2, n // (4 * width)),
         (k, width * k, 2 * k, 4 * width * k),
-        (128, 2, 4, width // 2, tile.block_n // (4 * width)),
+        (128, 2, 4, width // 2, tile.block_n // (4 * width * tile.cluster)),
         128,
         256,
     )
@@ -155,7 +157,7 @@ def gemm_fp8_tiled(
         np.int32(n),
         np.int32(k),
     )
-    blocks = min(tile.count(m, n), multiprocessors(index))
+    blocks = tile.blocks(m, n, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 

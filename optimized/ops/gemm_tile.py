@@ -20,20 +20,33 @@ K_BLOCK_BYTES = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """An output tile: `warpgroups` consumers of 64 rows each, `block_n` columns, a ring of `stages` k-blocks."""
+    """An output tile: `warpgroups` consumers of 64 rows each, `block_n` columns, a ring of `stages` k-blocks.
+
+    `cluster` blocks compute tiles one below the other and share the copies of B.
+    """
 
     warpgroups: int
     block_n: int
     stages: int
+    cluster: int = 1
 
     def __post_init__(self) -> None:
-        if self.warpgroups not in (1, 2) or self.block_n not in (64, 128, 256) or self.stages < 2:
-            raise ValueError(f"{self}: a tile has 1 or 2 warpgroups, 64, 128 or 256 columns and at least 2 stages.")
+        if (
+            self.warpgroups not in (1, 2)
+            or self.block_n not in (64, 128, 256)
+            or self.stages < 2
+            or self.cluster not in (1, 2)
+        ):
+            raise ValueError(
+                f"{self}: a tile has 1 or 2 warpgroups, 64, 128 or 256 columns, at least 2 stages and "
+                f"clusters of 1 or 2."
+            )
         if self.shared_bytes > 232448:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory; a block has 232448.")
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}, {self.stages} stages"
+        together = "" if self.cluster == 1 else f", {self.cluster} blocks share B"
+        return f"{self.block_m}x{self.block_n}, {self.stages} stages{together}"
 
     @property
     def block_m(self) -> int:
@@ -51,8 +64,12 @@ class Tile:
         return self.stages * ((self.block_m + self.block_n) * K_BLOCK_BYTES + 16)
 
     def count(self, m: int, n: int) -> int:
-        """Tiles that cover an output `[m, n]`."""
-        return -(-m // self.block_m) * -(-n // self.block_n)
+        """Tiles that cover an output `[m, n]`, in whole clusters."""
+        return -(-m // (self.block_m * self.cluster)) * self.cluster * -(-n // self.block_n)
+
+    def blocks(self, m: int, n: int, sms: int) -> int:
+        """Blocks of the persistent kernel, at most one a multiprocessor, in whole clusters."""
+        return min(self.count(m, n), sms // self.cluster * self.cluster)
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ class Cost:
 # By tile: one chain over K (fast accumulation, 16-bit operands), and chains of K = 128 (split accumulation).
 COSTS = {
     Tile(2, 256, 4): (Cost(1100, 3200), Cost(1170, 4600)),
+    Tile(2, 256, 4, 2): (Cost(1095, 3200), Cost(1200, 4600)),
     Tile(2, 128, 6): (Cost(610, 700), Cost(635, 1450)),
     Tile(2, 64, 8): (Cost(430, 320), Cost(550, 100)),
     Tile(1, 128, 8): (Cost(345, 380), Cost(550, 720)),
@@ -91,7 +109,8 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int) -> Tile:
         cost = COSTS[tile][split]
         return -(-tile.count(m, n) // sms) * (blocks * cost.block + cost.ends)
 
-    return min(TILES, key=cycles)
+    # A cluster needs a second row of tiles, or its second block has nothing to do.
+    return min((tile for tile in TILES if tile.cluster == 1 or m > tile.block_m), key=cycles)
 
 
 @functools.cache

@@ -17,6 +17,12 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrival on a barrier of any block of the cluster; `barrier` is an address of map_to_rank. Unqualified on purpose:
+// `.release.cluster` compiles to a fence of the whole GPU, and no ordinary store has to become visible here.
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // One arrival, and the phase also waits for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

@@ -32,4 +32,24 @@ __device__ __forceinline__ void tma_load_5d(unsigned destination, const CUtensor
         : "memory");
 }
 
+// The same box into every block of the cluster whose bit is set in `blocks`, at the same address of its shared
+// memory, completing on its barrier of the same address.
+__device__ __forceinline__ void tma_load_2d_multicast(unsigned destination, const CUtensorMap* map, unsigned barrier,
+                                                      unsigned short blocks, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(destination),
+        "l"(map), "r"(barrier), "h"(blocks), "r"(x), "r"(y)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d_multicast(unsigned destination, const CUtensorMap* map, unsigned barrier,
+                                                      unsigned short blocks, int x0, int x1, int x2, int x3, int x4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(destination),
+        "l"(map), "r"(barrier), "h"(blocks), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+        : "memory");
+}
+
 }  // namespace twin
