@@ -66,8 +66,25 @@ def gemm_tiles() -> None:
         gemm_tiled(wide_a, wide_b, None, torch.bfloat16, tile)
 
 
+def norms() -> None:
+    """Every hidden takes another kernel or configuration; ragged rows, one row, none."""
+    for rows, hidden, kind in itertools.product(
+        (0, 1, 35), (7, 208, 1024, 1040, 2064, 4112, 7184, 8208), ("layernorm", "rmsnorm")
+    ):
+        for dtype in WIDE[:2]:
+            x, grad = (torch.randn(rows, hidden).to(dtype).cuda() for _ in range(2))
+            weight = torch.randn(hidden).cuda()
+            bias = weight if kind == "layernorm" else None
+            _, mean, rstd = twin.norm(x, weight, bias, 1e-5, False, kind, dtype)
+            for residual in (None, grad):
+                twin.norm_backward(grad, x, weight, mean, rstd, False, kind, residual)
+            if hidden % 16 == 0:
+                scale, history = torch.ones(3).cuda(), torch.zeros(5, 3).cuda()
+                twin.norm_cast_transpose(x, weight, bias, 1e-5, True, kind, scale, history, 1, FP8[0])
+
+
 def main() -> None:
-    parts = {"casts": casts, "scale_update": scale_update, "gemms": gemms, "gemm_tiles": gemm_tiles}
+    parts = {"casts": casts, "scale_update": scale_update, "gemms": gemms, "gemm_tiles": gemm_tiles, "norms": norms}
     with torch.no_grad():
         for name in sys.argv[1:] or parts:
             parts[name]()
