@@ -1,5 +1,35 @@
 """The operations of namespace `twin`: importing this package registers every CPU definition."""
 
-from reference.ops import amax, cast, cast_transpose, dbias, gemm, gemm_fp8, norm, scale_update
+from reference.ops import (
+    activation,
+    amax,
+    attention,
+    attention_backward,
+    cast,
+    cast_transpose,
+    dbias,
+    dropout,
+    gemm,
+    gemm_fp8,
+    norm,
+    rotary,
+    scale_update,
+    softmax,
+)
 
-__all__ = ["amax", "cast", "cast_transpose", "dbias", "gemm", "gemm_fp8", "norm", "scale_update"]
+__all__ = [
+    "activation",
+    "amax",
+    "attention",
+    "attention_backward",
+    "cast",
+    "cast_transpose",
+    "dbias",
+    "dropout",
+    "gemm",
+    "gemm_fp8",
+    "norm",
+    "rotary",
+    "scale_update",
+    "softmax",
+]

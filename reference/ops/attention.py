@@ -1,0 +1,310 @@
+"""`twin::attention`: softmax(q kᵀ · scale) v, as a blocked online softmax, with masks, dropout and grouped heads.
+
+q `[b, h, sq, d]`; k, v `[b, hkv, skv, d]` (head n reads key head n // (h / hkv)). For each head, each block of 128
+queries, and its key blocks of 128 in order (c = fp32(scale · log2 e), ` G = 384 `):
+
+    S = q kᵀ                              tensor-core chain over d, fp32; hidden pairs are -inf
+    m' = max(m, floor(max S · c))         an integer, per query; m starts at -2^100
+    alpha = 2^(m - m')                    exact
+    p = 2^(fma(S, c, G - m') - G)         adding G rounds the exponent to a multiple of 2^-15
+    l = fma(l, alpha, Σ p)                fp32
+    P = keep ? round(p) : +0              one rounding to q's dtype
+    O = (O · alpha) + P v                 tensor-core chain over the block's keys that starts from O · alpha
+    m = m'
+    out = round(O · ((1 / l) · keep_scale))      l = 0, nothing visible: 1 / l counts as 0, out is +0
+
+It returns out, m and inv = 1 / l (0 where l = 0), which are what the backward needs of the softmax.
+
+Why so:
+* m is the base-2 exponent of the largest weight, rounded down, not the largest score. Weights are at most 2, and
+  moving from one m to the next multiplies by a power of two: rescaling rounds nothing, short of underflow.
+* 2^n at multiples of 2^-15 is a known word on Hopper (`reference.elementary`). fma and the addition of G do
+  scaling, subtraction and rounding to that grid in two operations; a weight is off by a factor of 1 ± 1.06e-5
+  at most, under a hundredth of a rounding to bf16. The -G - m' part of that error is the whole row's and cancels.
+* The sum over p has the order of the tensor core's registers: lane q = 0..3 owns columns 8 t + 2 q + e of a block;
+  for each e it adds them in order of t, from +0; then e = 0 plus e = 1; fma with alpha · l of this lane. After
+  the last block l = (l_0 + l_1) + (l_2 + l_3).
+* Dropout's scale multiplies once at the end.
+
+Which key blocks: those in which, by the causal rule, the last query of the block sees some key. Leaving out a
+block that is hidden altogether changes no bit, as long as v is finite: its p are +0, its alpha is 1.
+
+Scores up to 2^24 in magnitude (in units of 1 / c) are safe from overflow. An infinite score, or a NaN, makes
+its row NaN.
+
+Dropout. `keep` is u >= threshold, as in `reference.ops.dropout`, u being 16 bits of Philox. A counter serves eight
+pairs (query i, key j), as they lie in a thread's registers: with i = 16 I + 8 r + g, j = 16 J + 8 c + 2 q + e,
+
+    counter = (low, high half of ((head · ⌈sq/16⌉ + I) · ⌈skv/16⌉ + J) · 32 + 4 g + q, offset's halves)
+    u = half r (low, high) of word 2 e + c            head = batch · h + head
+"""
+
+import math
+
+import numpy as np
+import torch
+from numba import njit
+
+from reference import elementary, philox, tensor_core
+from reference.elementary import GRID15, OPTIONS, ZERO, fma
+from reference.elementary import _power as power
+from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
+from reference.ops.library import define, fake
+
+BLOCK = 128
+MASK_TYPES = ("none", "causal", "causal_bottom_right")
+MAX_HEAD_DIM = 256
+
+LOWEST = np.float32(-(2.0**100))
+_INFINITY = np.float32(np.inf)
+
+
+def factor(scale: float) -> float:
+    """c = scale · log2 e, an fp32 number."""
+    return float(np.float32(scale * 1.4426950408889634))
+
+
+def causal_shift(mask_type: str, sq: int, skv: int) -> int | None:
+    """Query i sees key j if j <= i + shift; None where there is no causal rule."""
+    return {"none": None, "causal": 0, "causal_bottom_right": skv - sq}[mask_type]
+
+
+def visited(first: int, sq: int, skv: int, shift: int | None) -> int:
+    """How many key blocks the block of queries from `first` on visits."""
+    last = min(first + BLOCK, sq) - 1
+    keys = skv if shift is None else min(skv, max(0, last + shift + 1))
+    return -(-keys // BLOCK)
+
+
+def check_mask(
+    op: str, shape: tuple[int, ...], device: torch.device, mask_type: str, mask: torch.Tensor | None
+) -> None:
+    """Refuse an unknown mask type, and a mask that is not bool and broadcastable to `shape` [b, h, sq, skv]."""
+    if mask_type not in MASK_TYPES:
+        raise ValueError(f"{op}: mask_type must be one of {', '.join(MASK_TYPES)}; got {mask_type!r}.")
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{op}: mask must be torch.bool, True where a pair is hidden; got {mask.dtype}.")
+    if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
+        raise ValueError(
+            f"{op}: mask must be 4-D and broadcast to [b, h, sq, skv] = {list(shape)}; got shape {list(mask.shape)}."
+        )
+    if mask.device != device:
+        raise ValueError(f"{op}: mask is on {mask.device}, the data on {device}.")
+
+
+def check_scale(op: str, scale: float) -> None:
+    """Refuse a softmax scale that is not positive, or out of fp32's normal range."""
+    if not (math.isfinite(scale) and 1e-30 < scale < 1e30):
+        raise ValueError(f"{op}: scale must be a positive number between 1e-30 and 1e30; got {scale}.")
+
+
+def check_attention(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> None:
+    """Refuse what attention does not take, on either device, with a sentence."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{op}: {name} must be 4-D, [batch, heads, sequence, head_dim]; got {list(x.shape)}.")
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != q.dtype:
+            raise ValueError(
+                f"{op}: {name} is {x.dtype} and q {q.dtype}; q, k and v must all be torch.bfloat16 or torch.float16."
+            )
+        if x.device != q.device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}.")
+        if x.stride(3) != 1 and x.numel():
+            raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
+    b, h, _, d = q.shape
+    if d % 8 or not 8 <= d <= MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; got {d}.")
+    if k.shape != v.shape or k.shape[0] != b or k.shape[3] != d:
+        raise ValueError(
+            f"{op}: k and v must be [batch, key heads, keys, head_dim] with q's batch {b} and head_dim {d}; "
+            f"got {list(k.shape)} and {list(v.shape)}."
+        )
+    if k.shape[1] == 0 or h % k.shape[1]:
+        raise ValueError(f"{op}: q's {h} heads must be a multiple of k's heads; k has {k.shape[1]}.")
+    check_scale(op, scale)
+    check_mask(op, (b, h, q.shape[2], k.shape[2]), q.device, mask_type, mask)
+    check_dropout(op, "q", q, dropout, rng_state)
+
+
+def hidden_pairs(
+    shape: tuple[int, ...], shift: int | None, mask: torch.Tensor | None, batch: int, head: int, first: int, key: int
+) -> np.ndarray:
+    """bool [queries, keys] of a tile that starts at query `first` and key `key`: which pairs are masked."""
+    _, _, sq, skv = shape
+    i = np.arange(first, min(first + BLOCK, sq))[:, None]
+    j = np.arange(key, min(key + BLOCK, skv))[None, :]
+    hidden = np.zeros((i.size, j.size), np.bool_) if shift is None else j > i + shift
+    if mask is not None:
+        here = mask.expand(shape)[batch, head, first : first + BLOCK, key : key + BLOCK]
+        hidden = hidden | here.numpy()
+    return hidden
+
+
+def keep_pairs(head: int, sq: int, skv: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
+    """Which pairs of one head (batch · h + head) dropout keeps: bool `[sq, skv]`."""
+    tiles_i, tiles_j = -(-sq // 16), -(-skv // 16)
+    count = tiles_i * tiles_j * 32
+    seed, offset = state_values(rng_state)
+    words = np.stack(philox.element_words(seed, head * count, count, offset), axis=1).astype(np.uint32)
+    u = np.stack([words & 0xFFFF, words >> 16], axis=2)
+    u = u.reshape(tiles_i, tiles_j, 8, 4, 2, 2, 2)  # I, J, g, q, e, c, r
+    u = u.transpose(0, 6, 2, 1, 5, 3, 4)  # I, r, g, J, c, q, e
+    return torch.from_numpy(u.reshape(tiles_i * 16, tiles_j * 16)[:sq, :skv] >= threshold(p))
+
+
+@njit(**OPTIONS)
+def softmax_block(
+    s: np.ndarray,
+    hidden: np.ndarray,
+    c: np.float32,
+    m: np.ndarray,
+    l: np.ndarray,  # noqa: E741  (its name everywhere)
+    alpha: np.ndarray,
+    p: np.ndarray,
+    powers: np.ndarray,
+) -> None:
+    """One key block: scores s `[rows, keys]` to weights p; updates m `[rows]`, l `[rows, 4]`, alpha `[rows]`."""
+    rows, keys = s.shape
+    for row in range(rows):
+        top = -_INFINITY
+        for j in range(keys):
+            if not hidden[row, j] and s[row, j] > top:  # false for NaN
+                top = s[row, j]
+        new = np.float32(np.floor(top * c)) + ZERO  # -0 becomes +0
+        if new < m[row]:
+            new = m[row]
+        alpha[row] = power(m[row] - new, powers)
+        m[row] = new
+        base = GRID15 - new
+        for lane in range(4):
+            sums = (ZERO, ZERO)
+            for j in range(2 * lane, keys, 8):
+                p[row, j] = ZERO if hidden[row, j] else power(fma(s[row, j], c, base) - GRID15, powers)
+                sums = (sums[0] + p[row, j], sums[1])
+                if j + 1 < keys:
+                    p[row, j + 1] = ZERO if hidden[row, j + 1] else power(fma(s[row, j + 1], c, base) - GRID15, powers)
+                    sums = (sums[0], sums[1] + p[row, j + 1])
+            l[row, lane] = fma(l[row, lane], alpha[row], sums[0] + sums[1])
+
+
+def rounded_weights(p: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None) -> torch.Tensor:
+    """keep ? round(p) : +0."""
+    rounded = p.to(dtype)
+    return rounded if keep is None else torch.where(keep, rounded, torch.zeros((), dtype=dtype))
+
+
+def inverse(total: torch.Tensor) -> torch.Tensor:
+    """1 / total, and 0 where total is 0."""
+    return torch.where(total == 0, total, torch.ones(()) / total)
+
+
+def _query_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    c: float,
+    hidden: list[np.ndarray],
+    keep: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [rows, d] against the visited blocks of k, v: (O, m, 1 / l) before the last rounding."""
+    rows, d = q.shape
+    total = torch.zeros(rows, d)
+    m = np.full(rows, LOWEST)
+    l = np.zeros((rows, 4), np.float32)  # noqa: E741
+    alpha = np.empty(rows, np.float32)
+    for j, block in enumerate(hidden):
+        keys = slice(j * BLOCK, min((j + 1) * BLOCK, k.shape[0]))
+        s = tensor_core.gemm(q, k[keys]).numpy()
+        p = np.empty_like(s)
+        softmax_block(s, block, np.float32(c), m, l, alpha, p, elementary.powers_of_two())
+        weights = rounded_weights(torch.from_numpy(p), q.dtype, None if keep is None else keep[:, keys])
+        total = tensor_core.gemm(weights, v[keys].t(), c=total * torch.from_numpy(alpha)[:, None])
+    lanes = torch.from_numpy(l)
+    sums = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
+    return total, torch.from_numpy(m), inverse(sums)
+
+
+@define("attention")
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
+
+    Args:
+        q: `[b, h, sq, d]` bf16 or fp16, any strides with d contiguous; d a multiple of 8, at most 256.
+        k: `[b, hkv, skv, d]`, hkv dividing h.
+        v: `[b, hkv, skv, d]`.
+        scale: positive; of the scores.
+        mask_type: "none", "causal" (query i sees keys j <= i), "causal_bottom_right" (j <= i + skv - sq).
+        mask: bool, broadcastable to `[b, h, sq, skv]`, True where a pair is hidden; on top of mask_type.
+        dropout: probability of dropping a weight, rounded to a multiple of 2^-16.
+        rng_state: int64 `[2]`, needed where dropout > 0, and advanced.
+    """
+    check_attention("twin::attention", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    b, h, sq, _ = q.shape
+    skv, group = k.shape[2], h // k.shape[1]
+    shift = causal_shift(mask_type, sq, skv)
+    out = torch.empty_like(q)
+    m = torch.empty(b, h, sq)
+    inv = torch.empty(b, h, sq)
+    last = torch.tensor(keep_scale(dropout), dtype=torch.float32)
+    for batch, head in np.ndindex(b, h):
+        keep = None
+        if threshold(dropout):
+            assert rng_state is not None
+            keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+        for first in range(0, sq, BLOCK):
+            rows = slice(first, min(first + BLOCK, sq))
+            hidden = [
+                hidden_pairs((b, h, sq, skv), shift, mask, batch, head, first, j * BLOCK)
+                for j in range(visited(first, sq, skv, shift))
+            ]
+            total, m[batch, head, rows], inverses = _query_block(
+                q[batch, head, rows],
+                k[batch, head // group],
+                v[batch, head // group],
+                factor(scale),
+                hidden,
+                None if keep is None else keep[rows],
+            )
+            inv[batch, head, rows] = inverses
+            out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
+    if threshold(dropout):
+        assert rng_state is not None
+        rng_state[1] += 1
+    return out, m, inv
+
+
+@fake("attention")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_attention("twin::attention", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    row = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), row, torch.empty_like(row)

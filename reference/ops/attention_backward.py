@@ -1,0 +1,223 @@
+"""`twin::attention_backward`: the gradients of q, k and v, from the scores computed again.
+
+With c, G, the key blocks and `keep` of `reference.ops.attention`, and its m and inv, for a tile of 128 queries
+by 128 keys:
+
+    S  = q kᵀ,  dP = grad vᵀ                       tensor-core chains over d, fp32
+    D  = Σ_d grad · out                            per query, in the order below
+    a  = 2^(fma(S, c, G - m) - G) · inv            the weights; +0 where a pair is hidden
+    ds = a · fma(keep ? dP : 0, keep_scale, -D)    +0 where a pair is hidden
+    P  = keep ? round(a) : +0,  dS = round(ds)     to q's dtype
+
+    dv = round(keep_scale · Σ Pᵀ grad)             one tensor-core chain: heads of the group, then queries, in order
+    dk = round(scale · Σ dSᵀ q)                    the same
+    dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 in order
+
+Tiles are those that the forward visits; the others would add zeros. dq's partial sums are what lets one kernel
+compute all three: a key block need not wait for the one before it, only its addition must.
+
+D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (what is missing is 0): t = fma(grad, out, t) from +0, in
+order; then a halving tree over the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numba import njit
+
+from reference import elementary, tensor_core
+from reference.elementary import GRID15, OPTIONS, ZERO, fma
+from reference.elementary import _power as power
+from reference.ops.attention import (
+    BLOCK,
+    causal_shift,
+    check_attention,
+    factor,
+    hidden_pairs,
+    keep_pairs,
+    rounded_weights,
+    visited,
+)
+from reference.ops.dropout import keep_scale, threshold
+from reference.ops.library import define, fake
+
+
+@njit(**OPTIONS)
+def row_dots(grad: np.ndarray, out: np.ndarray, dots: np.ndarray) -> None:
+    """dots[row] = Σ grad[row] · out[row] in the written order; fp32 `[rows, d]`."""
+    rows, d = grad.shape
+    lanes = np.zeros(32, np.float32)
+    for row in range(rows):
+        lanes[:] = ZERO
+        for at in range(d):
+            lanes[at // 8] = fma(grad[row, at], out[row, at], lanes[at // 8])
+        h = 16
+        while h > 0:
+            for lane in range(h):
+                lanes[lane] = lanes[lane] + lanes[lane + h]
+            h //= 2
+        dots[row] = lanes[0]
+
+
+@njit(**OPTIONS)
+def softmax_backward_tile(
+    s: np.ndarray,
+    dp: np.ndarray,
+    hidden: np.ndarray,
+    keep: np.ndarray,
+    c: np.float32,
+    kept: np.float32,
+    m: np.ndarray,
+    inv: np.ndarray,
+    dots: np.ndarray,
+    powers: np.ndarray,
+) -> None:
+    """s `[rows, keys]` becomes a, dp becomes ds, in place."""
+    rows, keys = s.shape
+    for row in range(rows):
+        base = GRID15 - m[row]
+        for j in range(keys):
+            if hidden[row, j]:
+                s[row, j] = dp[row, j] = ZERO
+                continue
+            a = power(fma(s[row, j], c, base) - GRID15, powers) * inv[row]
+            passed = dp[row, j] if keep[row, j] else ZERO
+            s[row, j] = a
+            dp[row, j] = a * fma(passed, kept, -dots[row])
+
+
+def check_backward(
+    op: str, grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, m: torch.Tensor, inv: torch.Tensor
+) -> None:
+    """Refuse gradients and saved tensors that do not fit q."""
+    for name, x in (("grad", grad), ("out", out)):
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{op}: {name} must be {q.dtype} {list(q.shape)} on {q.device} as q is; "
+                f"got {x.dtype} {list(x.shape)} on {x.device}."
+            )
+        if x.stride(3) != 1 and x.numel():
+            raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
+    for name, x in (("m", m), ("inv", inv)):
+        if x.shape != q.shape[:3] or x.dtype != torch.float32 or x.device != q.device or not x.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be contiguous torch.float32 {list(q.shape[:3])} on {q.device}, as the forward "
+                f"returned it; got {x.dtype} {list(x.shape)} on {x.device}."
+            )
+
+
+class _Head:
+    """One head's tensors, and its tiles."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], c: float, dropout: float, keep: torch.Tensor | None) -> None:
+        self.tensors = tensors
+        self.c = np.float32(c)
+        self.kept = np.float32(keep_scale(dropout))
+        self.keep = keep
+        grad, out = tensors["grad"].float().numpy(), tensors["out"].float().numpy()
+        self.dots = np.empty(grad.shape[0], np.float32)
+        row_dots(np.ascontiguousarray(grad), np.ascontiguousarray(out), self.dots)
+
+    def tile(self, rows: slice, keys: slice, hidden: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """(P, dS), 16-bit `[rows, keys]`."""
+        of = self.tensors
+        q, grad = of["q"][rows], of["grad"][rows]
+        k, v = of["k"][keys], of["v"][keys]
+        s, dp = tensor_core.gemm(q, k), tensor_core.gemm(grad, v)
+        keep = torch.ones(s.shape, dtype=torch.bool) if self.keep is None else self.keep[rows, keys].contiguous()
+        softmax_backward_tile(
+            s.numpy(),
+            dp.numpy(),
+            hidden,
+            keep.numpy(),
+            self.c,
+            self.kept,
+            of["m"][rows].numpy(),
+            of["inv"][rows].numpy(),
+            self.dots[rows],
+            elementary.powers_of_two(),
+        )
+        return rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
+
+
+def _slices(length: int) -> Iterator[tuple[int, slice]]:
+    for first in range(0, length, BLOCK):
+        yield first, slice(first, min(first + BLOCK, length))
+
+
+@define("attention_backward")
+def attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> (dq like q, dk like k, dv like v).
+
+    Args:
+        grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
+        q: as in the forward, with k, v, scale, mask_type, mask and dropout.
+        out: what the forward returned, with m and inv.
+        rng_state: the state from before the forward; it is not advanced.
+    """
+    check_attention("twin::attention_backward", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    check_backward("twin::attention_backward", grad, q, out, m, inv)
+    b, h, sq, d = q.shape
+    heads, skv = k.shape[1], k.shape[2]
+    shift = causal_shift(mask_type, sq, skv)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    softmax_scale = torch.tensor(scale, dtype=torch.float32)
+    kept = torch.tensor(keep_scale(dropout), dtype=torch.float32)
+    for batch, key_head in np.ndindex(b, heads):
+        sum_k, sum_v = torch.zeros(skv, d), torch.zeros(skv, d)
+        for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
+            keep = None
+            if threshold(dropout):
+                assert rng_state is not None
+                keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+            tensors = {
+                name: x[batch, head] for name, x in (("q", q), ("grad", grad), ("out", out), ("m", m), ("inv", inv))
+            }
+            tensors |= {"k": k[batch, key_head], "v": v[batch, key_head]}
+            one = _Head(tensors, factor(scale), dropout, keep)
+            sum_q = torch.zeros(sq, d)
+            for first, rows in _slices(sq):
+                for key, keys in list(_slices(skv))[: visited(first, sq, skv, shift)]:
+                    hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, first, key)
+                    p, ds = one.tile(rows, keys, hidden)
+                    sum_q[rows] = sum_q[rows] + tensor_core.gemm(ds, tensors["k"][keys].t())
+                    sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])
+                    sum_v[keys] = tensor_core.gemm(p.t(), tensors["grad"][rows].t(), c=sum_v[keys])
+            dq[batch, head] = (sum_q * softmax_scale).to(q.dtype)
+        dk[batch, key_head] = (sum_k * softmax_scale).to(k.dtype)
+        dv[batch, key_head] = (sum_v * kept).to(v.dtype)
+    return dq, dk, dv
+
+
+@fake("attention_backward")
+def _(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_attention("twin::attention_backward", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    check_backward("twin::attention_backward", grad, q, out, m, inv)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

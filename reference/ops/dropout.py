@@ -1,0 +1,169 @@
+"""`twin::bias_dropout_add` and `twin::dropout_backward`: dropout, between a bias and a residual connection.
+
+    t = round(x + bias)                       where there is a bias
+    t = keep ? round(t · scale) : +0          where p > 0
+    out = round(t + residual)                 where there is a residual
+
+Each addition and multiplication is one of fp32, `round` one rounding to x's dtype: what three separate modules
+would compute. The backward is the middle line, of the gradient.
+
+The mask. p counts in steps of 2^-16: threshold = p · 2^16 rounded to an integer, and scale =
+2^16 / (2^16 - threshold), so that the mean is kept exactly for the p that is used (p = 0.1 becomes 0.100006).
+One Philox counter serves eight consecutive elements:
+
+    words = philox4x32(counter = (low, high) half of element // 8, (low, high) half of offset; key = seed)
+    u(element) = half element % 8 of those four words, 16 bits, low half first
+    keep = u >= threshold
+
+Eight elements are what a thread holds of a row in 16 bits; sixteen random bits each halve the price of a
+mask, which in attention would otherwise exceed that of the softmax.
+
+`rng_state` is int64 `[2]`, (seed, offset), on the device of x (`reference.philox.new_state`). The op advances
+the offset by one. The backward takes a clone of the state from before that.
+"""
+
+import numpy as np
+import torch
+
+from reference import formats, philox
+from reference.ops.library import define, fake
+
+STEPS = 1 << 16
+"""p is a multiple of 1 / STEPS."""
+
+
+def threshold(p: float) -> int:
+    """The number of the 2^16 values of u that are dropped."""
+    return round(p * STEPS)
+
+
+def keep_scale(p: float) -> float:
+    """What a kept value is multiplied by, an fp32 number; 0 where nothing is kept."""
+    kept = STEPS - threshold(p)
+    return float(np.float32(STEPS / kept)) if kept else 0.0
+
+
+def check_dropout(op: str, name: str, x: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> None:
+    """Refuse a probability outside [0, 1], and a state that is missing or is not int64 `[2]` on x's device."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: the dropout probability must be from 0 to 1; got {p}.")
+    if threshold(p) == 0:
+        return
+    if rng_state is None:
+        raise ValueError(
+            f"{op}: a dropout probability of {p} needs rng_state, an int64 [2] tensor (seed, offset) "
+            f"(reference.philox.new_state makes one); got None."
+        )
+    if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,) or not rng_state.is_contiguous():
+        raise ValueError(
+            f"{op}: rng_state must be a contiguous int64 [2] tensor (seed, offset); "
+            f"got {rng_state.dtype} {tuple(rng_state.shape)}."
+        )
+    if rng_state.device != x.device:
+        raise ValueError(f"{op}: rng_state is on {rng_state.device}, {name} on {x.device}.")
+
+
+def check_rows(op: str, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+    """Refuse what is not `[rows, hidden]`, contiguous, and of x's dtype."""
+    if x.dim() != 2 or not x.is_contiguous():
+        raise ValueError(
+            f"{op}: x must be 2-D and contiguous, [rows, hidden]; got shape {tuple(x.shape)}, strides {x.stride()}."
+        )
+    if x.dtype not in formats.WIDE_DTYPES:
+        raise ValueError(f"{op}: x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
+    for name, other, shape in (("bias", bias, x.shape[1:]), ("residual", residual, x.shape)):
+        if other is None:
+            continue
+        if other.shape != shape or not other.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be contiguous and of shape {tuple(shape)}; "
+                f"got shape {tuple(other.shape)}, strides {other.stride()}."
+            )
+        if other.dtype != x.dtype or other.device != x.device:
+            raise ValueError(
+                f"{op}: {name} is {other.dtype} on {other.device} and x is {x.dtype} on {x.device}; they must agree."
+            )
+
+
+def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
+    """(seed, offset) as the 64-bit words that they are."""
+    seed, offset = rng_state.tolist()
+    return seed % (1 << 64), offset % (1 << 64)
+
+
+def keep_mask(count: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
+    """Which of `count` elements are kept: bool `[count]`. The state is read, not advanced."""
+    seed, offset = state_values(rng_state)
+    groups = -(-count // 8)
+    words = np.stack(philox.element_words(seed, 0, groups, offset), axis=1)  # [groups, 4]
+    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
+    return torch.from_numpy(halves.reshape(-1)[:count] >= threshold(p))
+
+
+def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
+    """keep ? round(t · scale) : +0, of t's dtype."""
+    keep = keep_mask(t.numel(), p, rng_state).view(t.shape)
+    scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32)).to(t.dtype)
+    return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype))
+
+
+@define("bias_dropout_add")
+def bias_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`, all of one dtype.
+
+    Args:
+        p: probability of dropping an element; rounded to a multiple of 2^-16.
+        rng_state: int64 `[2]`, needed where p > 0, and advanced.
+    """
+    check_rows("twin::bias_dropout_add", x, bias, residual)
+    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
+    out = x if bias is None else (x.float() + bias.float()).to(x.dtype)
+    if threshold(p):
+        assert rng_state is not None
+        out = dropped(out, p, rng_state)
+        rng_state[1] += 1
+    if residual is not None:
+        out = (out.float() + residual.float()).to(x.dtype)
+    return out.clone() if out is x else out
+
+
+@define("dropout_backward")
+def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
+    """The gradient before the dropout, of `grad` `[rows, hidden]` behind it.
+
+    Args:
+        p: as in the forward.
+        rng_state: the state from before the forward; it is not advanced.
+    """
+    check_rows("twin::dropout_backward", grad, None, None)
+    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    if not threshold(p):
+        return grad.clone()
+    assert rng_state is not None
+    return dropped(grad, p, rng_state)
+
+
+@fake("bias_dropout_add")
+def _(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    check_rows("twin::bias_dropout_add", x, bias, residual)
+    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
+    return torch.empty_like(x)
+
+
+@fake("dropout_backward")
+def _(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
+    check_rows("twin::dropout_backward", grad, None, None)
+    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    return torch.empty_like(grad)

@@ -1,0 +1,138 @@
+"""`twin::rotary`: rotary position embedding, forward and backward.
+
+x `[s, b, h, d]`, freqs `[positions, d2]`, angles in radians, fp32, positions >= s, d2 even and at most d. For j < d2:
+
+    out[j] = round(x[j] · cos f[j] + turned[j] · sin f[j])
+    turned = (-second half, first half)          interleaved: (-x[1], x[0], -x[3], x[2], ...)
+
+and out[j] = x[j] for j >= d2. The backward is the transposed map, of the gradient:
+
+    dx[j] = round(grad[j] · cos f[j] + back[j])    back = the inverse turn of grad[j] · sin f[j]
+
+Products and sum are fp32 operations; then one rounding to x's dtype. cos and sin of an fp32 angle are computed in
+float64 (`sine_cosine`: additions, multiplications, one rounding to integer, in the order that the code shows)
+and rounded to fp32. Accurate to half an ulp of fp32 for angles below 2^20; NaN from 2^31 on.
+"""
+
+import numpy as np
+import torch
+from numba import njit
+
+from reference import formats
+from reference.elementary import OPTIONS
+from reference.ops.library import define, fake
+
+TWO_OVER_PI = 0.63661977236758134308
+# pi / 2 in two pieces. The first has 33 bits: its product with an integer below 2^20 is exact.
+HALF_PI_HIGH = 1.57079632673412561417e00
+HALF_PI_LOW = 6.07710050650619224932e-11
+LIMIT = 2147483648.0
+
+
+@njit(**OPTIONS)
+def sine_cosine(angle: np.float32) -> tuple[np.float32, np.float32]:
+    """(sin, cos) of an angle: Taylor polynomials on [-pi/4, pi/4], in float64."""
+    x = np.float64(angle)
+    if not abs(x) < LIMIT:
+        return np.float32(np.nan), np.float32(np.nan)
+    n = np.rint(x * TWO_OVER_PI)
+    r = (x - n * HALF_PI_HIGH) - n * HALF_PI_LOW
+    z = r * r
+    sine = 1.0 / 6227020800.0
+    sine = sine * z + -1.0 / 39916800.0
+    sine = sine * z + 1.0 / 362880.0
+    sine = sine * z + -1.0 / 5040.0
+    sine = sine * z + 1.0 / 120.0
+    sine = sine * z + -1.0 / 6.0
+    sine = (sine * z) * r + r
+    cosine = -1.0 / 87178291200.0
+    cosine = cosine * z + 1.0 / 479001600.0
+    cosine = cosine * z + -1.0 / 3628800.0
+    cosine = cosine * z + 1.0 / 40320.0
+    cosine = cosine * z + -1.0 / 720.0
+    cosine = cosine * z + 1.0 / 24.0
+    cosine = cosine * z + -0.5
+    cosine = cosine * z + 1.0
+    quarter = np.int64(n) & 3
+    if quarter == 0:
+        return np.float32(sine), np.float32(cosine)
+    if quarter == 1:
+        return np.float32(cosine), np.float32(-sine)
+    if quarter == 2:
+        return np.float32(-sine), np.float32(-cosine)
+    return np.float32(-cosine), np.float32(sine)
+
+
+@njit(**OPTIONS)
+def _tables(freqs: np.ndarray, sine: np.ndarray, cosine: np.ndarray) -> None:
+    for i in range(freqs.size):
+        sine[i], cosine[i] = sine_cosine(freqs[i])
+
+
+def sine_cosine_tables(freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sin, cos) of fp32 angles of any shape."""
+    flat = freqs.contiguous().view(-1).numpy()
+    sine, cosine = np.empty_like(flat), np.empty_like(flat)
+    _tables(flat, sine, cosine)
+    return torch.from_numpy(sine).view(freqs.shape), torch.from_numpy(cosine).view(freqs.shape)
+
+
+def check_rotary(op: str, x: torch.Tensor, freqs: torch.Tensor) -> None:
+    """Refuse what rotary does not take, on either device, with a sentence."""
+    if x.dim() != 4 or (x.stride(3) != 1 and x.numel()):
+        raise ValueError(
+            f"{op}: x must be 4-D, [s, b, h, d], and contiguous in d; got shape {list(x.shape)}, strides {x.stride()}."
+        )
+    if x.dtype not in formats.WIDE_DTYPES:
+        raise ValueError(f"{op}: x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
+    if freqs.dim() != 2 or freqs.dtype != torch.float32 or not freqs.is_contiguous():
+        raise ValueError(
+            f"{op}: freqs must be contiguous torch.float32 [positions, dimensions]; "
+            f"got {freqs.dtype} {list(freqs.shape)}."
+        )
+    if freqs.device != x.device:
+        raise ValueError(f"{op}: freqs is on {freqs.device}, x on {x.device}.")
+    positions, d2 = freqs.shape
+    if positions < x.shape[0] or d2 % 2 or d2 > x.shape[3]:
+        raise ValueError(
+            f"{op}: freqs must have at least {x.shape[0]} positions and an even number of dimensions up to "
+            f"{x.shape[3]}; got {list(freqs.shape)}."
+        )
+
+
+def turn(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """(-second half, first half) of the last dimension, or of its pairs."""
+    if interleaved:
+        return torch.stack([-t[..., 1::2], t[..., ::2]], dim=-1).flatten(-2)
+    first, second = t.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+@define("rotary")
+def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
+    """`x` `[s, b, h, d]` (any strides with d contiguous) -> the same shape, dtype and, where dense, strides.
+
+    Args:
+        x: activations, or with `backward` the gradient of rotary's output; fp32, bf16 or fp16.
+        freqs: fp32 `[positions, d2]`, the angles; row i is that of position i.
+        interleaved: which elements are paired: neighbours, or j with j + d2 / 2.
+        backward: apply the transposed map.
+    """
+    check_rotary("twin::rotary", x, freqs)
+    out = torch.empty_like(x)
+    s, d2 = x.shape[0], freqs.shape[1]
+    sine, cosine = (table[:s, None, None, :] for table in sine_cosine_tables(freqs))
+    wide = x[..., :d2].float()
+    if backward:
+        turned = -turn(wide * sine, interleaved)
+    else:
+        turned = turn(wide, interleaved) * sine
+    out[..., :d2] = (wide * cosine + turned).to(x.dtype)
+    out[..., d2:] = x[..., d2:]
+    return out
+
+
+@fake("rotary")
+def _(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
+    check_rotary("twin::rotary", x, freqs)
+    return torch.empty_like(x)

@@ -1,0 +1,161 @@
+"""`twin::softmax` and `twin::softmax_backward`: the softmax of whole rows of scores, scaled and masked.
+
+    s = x · scale              fp32; -inf where a pair is hidden
+    e = exp(s - max s)         `reference.elementary.exp`; 0 where hidden
+    y = round(e · (1 / Σ e))   one rounding to x's dtype; +0 in a row that is hidden altogether
+
+    dx = round(scale · (y · (grad - Σ y · grad)))
+
+Each operation is one of fp32. The order of both sums: element 8 (32 i + lane) + j of a row belongs to accumulator
+[lane][j], lane < 32, j < 8, which adds in order of i from +0 (in the backward by fma). Then a halving tree over
+j, for h in (4, 2, 1): [lane][j] + [lane][j + h], j < h; then one over the lanes, for h in (16, 8, 4, 2, 1).
+
+The maximum ignores NaN, and counts as 0 where no score is above -inf. A NaN or a score of +inf makes its row NaN.
+`twin::attention` does not use this op: it is for attention computed in pieces (Transformer Engine's scaled masked
+softmax).
+"""
+
+import numpy as np
+import torch
+from numba import njit
+
+from reference import elementary, formats
+from reference.elementary import OPTIONS, ZERO, exp_scalar, fma
+from reference.ops.attention import causal_shift, check_mask, check_scale
+from reference.ops.library import define, fake
+
+_INFINITY = np.float32(np.inf)
+_ONE = np.float32(1.0)
+
+
+def check_scores(op: str, name: str, x: torch.Tensor) -> None:
+    """Refuse scores that are not `[b, h, sq, skv]`, contiguous, in fp32, bf16 or fp16."""
+    if x.dim() != 4 or not x.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be 4-D and contiguous, [b, h, sq, skv]; "
+            f"got shape {list(x.shape)}, strides {x.stride()}."
+        )
+    if x.dtype not in formats.WIDE_DTYPES:
+        raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
+
+
+def check_softmax(op: str, x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> None:
+    """Refuse what `twin::softmax` does not take, on either device."""
+    check_scores(op, "x", x)
+    check_scale(op, scale)
+    check_mask(op, tuple(x.shape), x.device, mask_type, mask)
+
+
+def check_softmax_backward(op: str, grad: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+    """Refuse what `twin::softmax_backward` does not take, on either device."""
+    check_scores(op, "grad", grad)
+    check_scores(op, "y", y)
+    if grad.shape != y.shape or grad.dtype != y.dtype or grad.device != y.device:
+        raise ValueError(
+            f"{op}: grad is {grad.dtype} {list(grad.shape)} on {grad.device} and y {y.dtype} {list(y.shape)} "
+            f"on {y.device}; they must agree."
+        )
+    check_scale(op, scale)
+
+
+@njit(**OPTIONS)
+def tree(sums: np.ndarray) -> np.float32:
+    """The sum of accumulators `[32, 8]` in the written order; overwrites them."""
+    h = 4
+    while h > 0:
+        for lane in range(32):
+            for j in range(h):
+                sums[lane, j] = sums[lane, j] + sums[lane, j + h]
+        h //= 2
+    h = 16
+    while h > 0:
+        for lane in range(h):
+            sums[lane, 0] = sums[lane, 0] + sums[lane + h, 0]
+        h //= 2
+    return sums[0, 0]
+
+
+@njit(**OPTIONS)
+def softmax_rows(x: np.ndarray, hidden: np.ndarray, scale: np.float32, y: np.ndarray, powers: np.ndarray) -> None:
+    """x to y, fp32 `[rows, cols]`, before the last rounding."""
+    rows, cols = x.shape
+    sums = np.zeros((32, 8), np.float32)
+    for row in range(rows):
+        top = -_INFINITY
+        for c in range(cols):
+            if not hidden[row, c] and x[row, c] * scale > top:  # false for NaN
+                top = x[row, c] * scale
+        if top == -_INFINITY:
+            top = ZERO
+        sums[:] = ZERO
+        for c in range(cols):
+            y[row, c] = ZERO if hidden[row, c] else exp_scalar(x[row, c] * scale - top, powers)
+            sums[c // 8 % 32, c % 8] += y[row, c]
+        total = tree(sums)
+        inverse = ZERO if total == ZERO else _ONE / total
+        for c in range(cols):
+            y[row, c] = y[row, c] * inverse
+
+
+@njit(**OPTIONS)
+def softmax_backward_rows(grad: np.ndarray, y: np.ndarray, scale: np.float32, dx: np.ndarray) -> None:
+    """The gradient, fp32 `[rows, cols]`, before the last rounding."""
+    rows, cols = y.shape
+    sums = np.zeros((32, 8), np.float32)
+    for row in range(rows):
+        sums[:] = ZERO
+        for c in range(cols):
+            sums[c // 8 % 32, c % 8] = fma(y[row, c], grad[row, c], sums[c // 8 % 32, c % 8])
+        total = tree(sums)
+        for c in range(cols):
+            dx[row, c] = scale * (y[row, c] * (grad[row, c] - total))
+
+
+def _fp32(x: torch.Tensor) -> np.ndarray:
+    return x.float().reshape(-1, x.shape[-1]).numpy() if x.numel() else np.empty((0, 1), np.float32)
+
+
+@define("softmax")
+def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x` `[b, h, sq, skv]` -> y of x's dtype and shape.
+
+    Args:
+        x: scores, contiguous; fp32, bf16 or fp16.
+        scale: positive.
+        mask_type: "none", "causal" or "causal_bottom_right", as in `twin::attention`.
+        mask: bool, broadcastable to x, True where a pair is hidden.
+    """
+    check_softmax("twin::softmax", x, scale, mask_type, mask)
+    sq, skv = x.shape[2:]
+    shift = causal_shift(mask_type, sq, skv)
+    hidden = torch.zeros(sq, skv, dtype=torch.bool)
+    if shift is not None:
+        hidden = torch.arange(skv)[None, :] > torch.arange(sq)[:, None] + shift
+    hidden = (hidden if mask is None else hidden | mask).expand(x.shape)
+    values = _fp32(x)
+    y = np.empty_like(values)
+    rows = np.ascontiguousarray(hidden.reshape(-1, max(skv, 1)).numpy()) if x.numel() else np.empty((0, 1), np.bool_)
+    softmax_rows(values, rows, np.float32(scale), y, elementary.powers_of_two())
+    return torch.from_numpy(y).to(x.dtype).view(x.shape) if x.numel() else torch.empty_like(x)
+
+
+@define("softmax_backward")
+def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of x, from that of y and y itself; all `[b, h, sq, skv]` of one dtype."""
+    check_softmax_backward("twin::softmax_backward", grad, y, scale)
+    values = _fp32(y)
+    dx = np.empty_like(values)
+    softmax_backward_rows(_fp32(grad), values, np.float32(scale), dx)
+    return torch.from_numpy(dx).to(y.dtype).view(y.shape) if y.numel() else torch.empty_like(y)
+
+
+@fake("softmax")
+def _(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
+    check_softmax("twin::softmax", x, scale, mask_type, mask)
+    return torch.empty_like(x)
+
+
+@fake("softmax_backward")
+def _(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    check_softmax_backward("twin::softmax_backward", grad, y, scale)
+    return torch.empty_like(y)
