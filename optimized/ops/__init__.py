@@ -5,8 +5,36 @@ Each module lists its kernels' `CONFIGURATIONS` (kernel file, macros), which the
 """
 
 import reference.ops  # noqa: F401  (declares the ops)
-from optimized.ops import amax, cast, cast_transpose, dbias, gemm, gemm_fp8, norm, scale_update
+from optimized.ops import (
+    amax,
+    attention,
+    attention_backward,
+    cast,
+    cast_transpose,
+    dbias,
+    dropout,
+    gemm,
+    gemm_fp8,
+    norm,
+    rotary,
+    scale_update,
+    softmax,
+)
 
-MODULES = (amax, cast, cast_transpose, dbias, gemm, gemm_fp8, norm, scale_update)
+MODULES = (
+    amax,
+    attention,
+    attention_backward,
+    cast,
+    cast_transpose,
+    dbias,
+    dropout,
+    gemm,
+    gemm_fp8,
+    norm,
+    rotary,
+    scale_update,
+    softmax,
+)
 
 __all__ = ["MODULES"]

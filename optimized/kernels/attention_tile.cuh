@@ -1,0 +1,112 @@
+// What the attention kernels share: their arguments, tiles in shared memory, the mask, dropout.
+//
+// Operands are [rows][d] tiles in shared memory: chunks of 64 values of d, each [rows][128 bytes], swizzled by 128
+// bytes, as the copy engine leaves them. A chunk serves as a K-major operand (the product runs over d) and as an
+// MN-major one (the product runs over rows). What lies outside a tensor arrives as zeros.
+//
+// Arithmetic: reference/ops/attention.py and attention_backward.py.
+#pragma once
+
+#include "elementary.cuh"
+#include "philox.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma_registers.cuh"
+
+namespace twin {
+
+constexpr int kTileRows = 128;   // queries, or keys, of a block: 64 for each of two consumer warpgroups
+constexpr int kWarpgroups = 2;
+#define TWIN_HIDDEN __int_as_float(static_cast<int>(0xFF800000u))  // the score of a hidden pair, -inf
+constexpr float kLowest = -1.2676506002282294e30f;  // -2^100
+
+// The fields of optimized/ops/attention.py's structured array, in its order.
+struct Arguments {
+    const unsigned long long* rng_state;
+    const unsigned char* mask;
+    long long mask_b, mask_h, mask_i, mask_j;  // strides, 0 where the mask is broadcast
+    long long out_b, out_h, out_s;             // strides of the tensor(s) written, in elements
+    int heads, group, sq, skv, d;
+    int shift;           // query i sees key j if j <= i + shift; 2^30 where there is no causal rule
+    unsigned threshold;  // of dropout
+    float c, kept, scale;
+};
+
+// A position in a ring of stages. Its parity is that of the use of the stage which is being waited for.
+template <int kStages>
+struct Stage {
+    int index = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kStages) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`.
+__device__ __forceinline__ void load_chunk(unsigned destination, const CUtensorMap* map, unsigned full, int x, int row,
+                                           int head, int batch) {
+    tma_load_5d(destination, map, full, x, row, head, batch, 0);
+}
+
+// Descriptors. A row is 128 bytes, so 16 values of d are 2 units of 16 bytes, and 16 rows are 128 units.
+__device__ __forceinline__ unsigned long long along_d(unsigned tile, int chunk_bytes, int step) {
+    return wgmma_descriptor(tile + step / 4 * chunk_bytes, chunk_bytes, 1024) + step % 4 * 2;
+}
+
+__device__ __forceinline__ unsigned long long along_rows(unsigned tile, int chunk_bytes, int step) {
+    return wgmma_descriptor(tile, chunk_bytes, 1024) + step * 128;
+}
+
+// Two neighbouring values of one row as a word.
+template <class T>
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+    if constexpr (same_type<T, BF16>) return cvt_bf16x2(low, high);
+    return cvt_f16x2(low, high);
+}
+
+// Accumulators of 16 columns as an A operand.
+template <class T, int kCount>
+__device__ __forceinline__ void pack_operand(unsigned (&a)[4], const float (&d)[kCount], int step) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = pack_pair<T>(d[8 * step + 2 * i], d[8 * step + 2 * i + 1]);
+}
+
+// A query sees keys from 0 up to this one, not included.
+__device__ __forceinline__ int key_limit(const Arguments& a, int query) {
+    return min(a.skv, query + a.shift + 1);
+}
+
+// Key blocks (of 128) that the block of queries from `first` on visits.
+__device__ __forceinline__ int visited(const Arguments& a, int first) {
+    const int limit = key_limit(a, min(first + kTileRows, a.sq) - 1);
+    return (max(limit, 0) + kTileRows - 1) / kTileRows;
+}
+
+// The mask's entry for a pair that exists; true where it is hidden.
+__device__ __forceinline__ bool masked(const Arguments& a, const unsigned char* mask, int query, int key) {
+    return __ldg(mask + query * a.mask_i + key * a.mask_j) != 0;
+}
+
+__device__ __forceinline__ const unsigned char* head_mask(const Arguments& a, int batch, int head) {
+    return a.mask == nullptr ? nullptr : a.mask + batch * a.mask_b + head * a.mask_h;
+}
+
+// 2^x where t = x + 384 has been rounded to a multiple of 2^-15 (as adding 384 does).
+__device__ __forceinline__ float weight(float score, float c, float base) {
+    return ex2_approx(__fmaf_rn(score, c, base) - kGrid15);
+}
+
+// Philox index of the 16 x 16 pairs at (tile_i, tile_j) of a head, for lane 0 of the forward's layout.
+__device__ __forceinline__ unsigned long long tile_counter(const Arguments& a, int head, int tile_i, int tile_j) {
+    const unsigned long long tiles_i = (a.sq + 15) / 16, tiles_j = (a.skv + 15) / 16;
+    return ((head * tiles_i + tile_i) * tiles_j + tile_j) * 32;
+}
+
+}  // namespace twin

@@ -1,0 +1,144 @@
+"""`twin::attention` on the GPU: kernels/attention.cu. Semantics: `reference.ops.attention`."""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.dropout import advance
+from optimized.tensor_map import TensorMap, encode
+from reference.ops.attention import BLOCK, LOWEST, causal_shift, check_attention, factor
+from reference.ops.dropout import keep_scale, threshold
+from reference.ops.library import LIBRARY
+
+FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+THREADS = 384
+MAX_GRID_Y = 65535
+_NO_SHIFT = 1 << 30
+
+# struct Arguments of kernels/attention_tile.cuh.
+ARGUMENTS = np.dtype(
+    [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
+    + [(name, "i4") for name in ("heads", "group", "sq", "skv", "d", "shift", "threshold")]
+    + [(name, "f4") for name in ("c", "kept", "scale")]
+)
+
+
+def shape_defines(d: int) -> dict[str, int | str]:
+    """The macros that follow from the head dimension."""
+    chunks = 1 if d <= 64 else 2 if d <= 128 else 4
+    return {"D_CHUNKS": chunks, "N_OUT": 64 if chunks == 1 else 128, "STAGES": 1 if chunks == 4 else 2}
+
+
+def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
+    """The macros of one configuration of kernels/attention.cu."""
+    return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **shape_defines(d)}
+
+
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("attention", defines(dtype, d, dropout))
+    for dtype, d, dropout in itertools.product(FORMATS, (64, 128, 256), (False, True))
+]
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, chunks_of: int, dropout: bool) -> launch.Kernel:
+    macros = defines(dtype, chunks_of, dropout)
+    chunks, columns, stages = (int(macros[name]) for name in ("D_CHUNKS", "N_OUT", "STAGES"))
+    chunk = BLOCK * 128
+    shared = chunks * chunk + stages * (chunks + columns // 64) * chunk + 8 + 32 * stages
+    return launch.function("attention", "attention", macros, shared)
+
+
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """`x` `[b, h, s, d]`, or a copy where the copy engine cannot read it: rows off 16 bytes, or repeated."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
+    """Boxes of `rows` rows and 64 columns of a head of `x` `[b, h, s, d]`, which is `loadable`."""
+    b, h, s, d = x.shape
+    # The stride of a dimension of one element means nothing, and torch may report any number.
+    steps = (2 * step if size > 1 else 16 for size, step in ((s, x.stride(2)), (h, x.stride(1)), (b, x.stride(0))))
+    return encode(x.data_ptr(), x.dtype, (d, s, h, b, 1), (*steps, 16), (64, rows, 1, 1, 1), 128, 256)
+
+
+def arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> np.ndarray:
+    """The structure that the kernels take; `out` is the tensor that they write, or one of its strides."""
+    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
+    shift = causal_shift(mask_type, sq, skv)
+    a = np.zeros((), ARGUMENTS)
+    if threshold(dropout):
+        assert rng_state is not None
+        a["rng_state"] = rng_state.data_ptr()
+    if mask is not None:
+        a["mask"] = mask.data_ptr()
+        a["mask_strides"] = mask.expand(b, h, sq, skv).stride()
+    a["out_strides"] = out.stride()[:3]
+    a["heads"], a["group"], a["sq"], a["skv"], a["d"] = h, h // heads, sq, skv, d
+    a["shift"] = _NO_SHIFT if shift is None else shift
+    a["threshold"] = threshold(dropout)
+    a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
+    return a
+
+
+def check_grid(op: str, q: torch.Tensor) -> None:
+    """Refuse more heads than a grid has rows."""
+    if q.shape[0] * q.shape[1] > MAX_GRID_Y:
+        raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {q.shape[0] * q.shape[1]}.")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
+    check_attention("twin::attention", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    check_grid("twin::attention", q)
+    b, h, sq, d = q.shape
+    out = torch.empty_like(q)
+    m = torch.empty((b, h, sq), dtype=torch.float32, device=q.device)
+    inv = torch.empty_like(m)
+    if out.numel() and k.numel():
+        inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
+        a = arguments(q, k, out, scale, mask_type, mask, dropout, rng_state)
+        args = [tensor_map(x, BLOCK).argument for x in inputs]
+        args += [launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
+        kernel = _kernel(q.dtype, _capacity(d), threshold(dropout) > 0)
+        columns = 64 if d <= 64 else 128
+        grid = (-(-sq // BLOCK), b * h, -(-d // columns))
+        launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
+    elif out.numel():
+        out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
+    if threshold(dropout):
+        assert rng_state is not None
+        advance(rng_state)
+    return out, m, inv
+
+
+def _capacity(d: int) -> int:
+    """The head dimension that the kernel for `d` is compiled for."""
+    return 64 if d <= 64 else 128 if d <= 128 else 256
+
+
+LIBRARY.impl("attention", attention, "CUDA")

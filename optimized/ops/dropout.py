@@ -1,0 +1,78 @@
+"""`twin::bias_dropout_add` and `twin::dropout_backward` on the GPU: kernels/dropout.cu.
+
+Semantics: `reference.ops.dropout`.
+"""
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE
+from reference.ops.dropout import check_dropout, check_rows, keep_scale, threshold
+from reference.ops.library import LIBRARY
+
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("dropout", {"WIDE": wide}) for wide in WIDE.values()]
+
+_THREADS = 256
+_ELEMENTS = 8  # of a thread
+_kernels = {dtype: launch.function("dropout", "bias_dropout_add", {"WIDE": wide}) for dtype, wide in WIDE.items()}
+_advance = launch.function("dropout", "advance", {"WIDE": 1})
+
+
+def advance(rng_state: torch.Tensor) -> None:
+    """Add one to the offset of a generator's state, on its device, after the kernels launched before."""
+    launch.launch(_advance, (1,), (1,), [rng_state.data_ptr()], device=rng_state.device.index)
+
+
+def _run(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (x, bias, residual, out)]
+    dropped = threshold(p) > 0
+    args = [
+        *pointers,
+        np.int64(x.numel()),
+        np.int32(x.shape[1]),
+        np.uint32(threshold(p)),
+        np.float32(keep_scale(p)),
+        rng_state.data_ptr() if dropped and rng_state is not None else 0,
+        np.int32(all(pointer % 16 == 0 for pointer in pointers)),
+    ]
+    grid = (-(-x.numel() // (_THREADS * _ELEMENTS)),)
+    launch.launch(_kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
+    return out
+
+
+def bias_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`; advances `rng_state` where p > 0."""
+    check_rows("twin::bias_dropout_add", x, bias, residual)
+    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
+    out = _run(x, bias, residual, p, rng_state)
+    if threshold(p):
+        assert rng_state is not None
+        advance(rng_state)
+    return out
+
+
+def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
+    """The gradient before the dropout; `rng_state` is the state from before the forward."""
+    check_rows("twin::dropout_backward", grad, None, None)
+    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    return _run(grad, None, None, p, rng_state)
+
+
+LIBRARY.impl("bias_dropout_add", bias_dropout_add, "CUDA")
+LIBRARY.impl("dropout_backward", dropout_backward, "CUDA")

@@ -1,0 +1,67 @@
+"""`twin::softmax` and `twin::softmax_backward` on the GPU: kernels/softmax.cu. Semantics: `reference.ops.softmax`."""
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE
+from reference.ops.attention import causal_shift
+from reference.ops.library import LIBRARY
+from reference.ops.softmax import check_softmax, check_softmax_backward
+
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("softmax", {"WIDE": wide}) for wide in WIDE.values()]
+
+_WARPS = 4  # rows of a block
+_NO_SHIFT = 1 << 30
+_MASK = np.dtype([("pointer", "u8"), ("strides", "i8", 4)])
+_forward = {dtype: launch.function("softmax", "softmax", {"WIDE": wide}) for dtype, wide in WIDE.items()}
+_backward = {dtype: launch.function("softmax", "softmax_backward", {"WIDE": wide}) for dtype, wide in WIDE.items()}
+
+
+def _aligned(*tensors: torch.Tensor) -> np.int32:
+    """Whether rows can be read 16 bytes at a time."""
+    size = tensors[0].element_size()
+    return np.int32(all(x.data_ptr() % 16 == 0 and x.shape[-1] * size % 16 == 0 for x in tensors))
+
+
+def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x` `[b, h, sq, skv]` -> y of x's dtype and shape."""
+    check_softmax("twin::softmax", x, scale, mask_type, mask)
+    y = torch.empty_like(x)
+    if not x.numel():
+        return y
+    b, h, sq, skv = x.shape
+    shift = causal_shift(mask_type, sq, skv)
+    masked = np.zeros((), _MASK)
+    if mask is not None:
+        masked["pointer"], masked["strides"] = mask.data_ptr(), mask.expand(b, h, sq, skv).stride()
+    rows = b * h * sq
+    args = [
+        x.data_ptr(),
+        y.data_ptr(),
+        np.int64(rows),
+        *(np.int32(value) for value in (skv, sq, h, _NO_SHIFT if shift is None else shift)),
+        np.float32(scale),
+        launch.by_value(masked),
+        _aligned(x, y),
+    ]
+    launch.launch(_forward[x.dtype], (-(-rows // _WARPS),), (32 * _WARPS,), args, device=x.device.index)
+    return y
+
+
+def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of x, from that of y and y itself."""
+    check_softmax_backward("twin::softmax_backward", grad, y, scale)
+    dx = torch.empty_like(y)
+    if not y.numel():
+        return dx
+    cols = y.shape[-1]
+    rows = y.numel() // cols
+    args = [grad.data_ptr(), y.data_ptr(), dx.data_ptr(), np.int64(rows), np.int32(cols), np.float32(scale)]
+    args.append(_aligned(grad, y, dx))
+    launch.launch(_backward[y.dtype], (-(-rows // _WARPS),), (32 * _WARPS,), args, device=y.device.index)
+    return dx
+
+
+LIBRARY.impl("softmax", softmax, "CUDA")
+LIBRARY.impl("softmax_backward", softmax_backward, "CUDA")

@@ -1,0 +1,96 @@
+"""Attention on the H200 equals its definition on the CPU in every bit: results, statistics and all gradients."""
+
+import itertools
+
+import pytest
+import torch
+from attention_cases import CASES, LAYOUTS, MASKS, Case, inputs, run, to_cuda
+from conftest import assert_same_bits
+from hypothesis import HealthCheck, given, settings
+
+import optimized  # noqa: F401  (registers the CUDA ops)
+from reference.ops.attention import MASK_TYPES
+
+pytestmark = pytest.mark.gpu
+
+
+def compare(case: Case, change=None) -> None:  # type: ignore[no-untyped-def]
+    cpu = inputs(case)
+    if change is not None:
+        change(cpu)
+    cuda = {name: to_cuda(x) for name, x in cpu.items()}
+    expected = run(case, cpu)
+    for name, value in run(case, cuda).items():
+        assert_same_bits(expected[name], value, f"{name} of {case}")
+
+
+FORCED = list(itertools.product((torch.bfloat16, torch.float16), (64, 128, 256), (0.0, 0.1)))
+
+
+@pytest.mark.parametrize(("dtype", "d", "dropout"), FORCED)
+@pytest.mark.parametrize("mask_type", MASK_TYPES)
+def test_every_configuration(dtype: torch.dtype, d: int, dropout: float, mask_type: str) -> None:
+    compare(Case(b=2, hkv=2, group=2, sq=197, skv=261, d=d, dtype=dtype, mask_type=mask_type, dropout=dropout))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask_type", MASK_TYPES)
+def test_masks(mask: str, mask_type: str) -> None:
+    compare(Case(b=2, hkv=1, group=2, sq=300, skv=150, mask=mask, mask_type=mask_type, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    compare(Case(b=2, hkv=2, group=1, sq=130, skv=130, d=40, layout=layout, mask_type="causal", dropout=0.1))
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(1, 1), (1, 129), (128, 128), (129, 1), (64, 65), (512, 17), (257, 640)])
+@pytest.mark.parametrize("mask_type", MASK_TYPES)
+def test_ragged(sq: int, skv: int, mask_type: str) -> None:
+    compare(Case(hkv=2, group=1, sq=sq, skv=skv, d=24, mask_type=mask_type, dropout=0.25))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=CASES)
+def test_any_shape(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_scores(dtype: torch.dtype) -> None:
+    """Weights that underflow, m that jumps by hundreds from block to block."""
+    compare(Case(sq=200, skv=400, d=64, dtype=dtype, scale=20.0, mask_type="causal_bottom_right"))
+
+
+def special(given: dict[str, torch.Tensor | None]) -> None:
+    for name, row, value in (("q", 3, "inf"), ("k", 7, "nan"), ("v", 140, "inf"), ("grad", 150, "-inf")):
+        given[name][0, 0, row, 1] = float(value)
+
+
+@pytest.mark.parametrize("mask_type", MASK_TYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_infinity_and_nan(dtype: torch.dtype, mask_type: str) -> None:
+    compare(Case(hkv=2, sq=160, skv=160, d=32, dtype=dtype, mask_type=mask_type), special)
+
+
+@pytest.mark.parametrize(("b", "sq", "skv"), [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_nothing(b: int, sq: int, skv: int) -> None:
+    compare(Case(b=b, sq=sq, skv=skv))
+
+
+def test_a_graph_draws_a_new_mask_at_each_replay() -> None:
+    case = Case(hkv=2, sq=100, skv=100, dropout=0.5)
+    given = {name: to_cuda(x) for name, x in inputs(case).items()}
+    start = given["rng_state"].clone()
+    run(case, {**given, "rng_state": start.clone()})  # loads the modules
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(case, given)
+    given["rng_state"].copy_(start)
+    state = start.cpu()
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = run(case, {name: None if x is None else x.cpu() for name, x in given.items()} | {"rng_state": state})
+        for name, value in captured.items():
+            assert_same_bits(expected[name], value, name)
