@@ -1,7 +1,10 @@
 """twin::gemm_fp8 on Hopper equals its definition on the CPU in every bit; and the choice of tiles."""
 
 import itertools
+import json
+import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optimized.ops
+from optimized import measure
+from optimized.bench import gemm as gemm_bench
+from optimized.bench import gemm_sweep
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES, Tile, select_tile
 
@@ -214,3 +220,26 @@ def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
     assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"
     for m, n, k in itertools.product((1, 100, 4000), (16, 256, 4096), (16, 4096)):
         assert select_tile(m, n, k, True, 132) in TILES
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((measure.RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def test_recorded_sweep_agrees_with_the_choice_of_tiles() -> None:
+    """The costs are fitted to it: on average within 1 % of the best tile. The worst are single rows of a long K."""
+    result = recorded("gemm_sweep")
+    losses = [gemm_sweep.choice(row, result["processors"])["over_best"] for row in result["rows"]]
+    assert statistics.geometric_mean(losses) < 1.01
+    assert max(losses) < 1.3
+
+
+def test_recorded_equality_explains_every_difference() -> None:
+    result = recorded("gemm_equality")
+    names = {row["name"] for row in result["rows"]}
+    assert names >= set(gemm_bench.shapes())
+    assert len(names) >= 20
+    for row in result["rows"]:
+        if row["differing_words"]:
+            assert row["why"].startswith("cuBLASLt splits K"), row
+            assert row["sampled_against_the_cpu"]["differing_words"] == 0, row
