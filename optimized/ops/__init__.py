@@ -6,6 +6,7 @@ Each module lists its kernels' `CONFIGURATIONS` (kernel file, macros), which the
 
 import reference.ops  # noqa: F401  (declares the ops)
 from optimized.ops import (
+    activation,
     amax,
     attention,
     attention_backward,
@@ -22,6 +23,7 @@ from optimized.ops import (
 )
 
 MODULES = (
+    activation,
     amax,
     attention,
     attention_backward,

@@ -1,0 +1,193 @@
+"""The activations on the GPU: kernels/activation.cu, and with the FP8 cast kernels/activation_cast_transpose.cu and the
+kernel `total` of kernels/dbias.cu. Semantics: `reference.ops.activation`.
+"""
+
+import itertools
+from functools import cache
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE, aligned, amax_pointer
+from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.dbias import add_blocks, new_partial
+from reference.ops.activation import GATED, KINDS, Four, check_activation, check_forward_cast, check_grad, width
+from reference.ops.cast import check_cast
+from reference.ops.cast_transpose import ceil16
+from reference.ops.library import LIBRARY
+
+# The macro KIND of kernels/activation.cuh.
+KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
+_THREADS = 128
+_ROWS = 4  # of a block of kernels/activation.cu
+ACROSS = 2  # of the four warps of a block of kernels/activation_cast_transpose.cu, how many stand side by side
+_TILE_ROWS = 4 // ACROSS * 64
+
+Defines = dict[str, int | str]
+
+
+def cast_defines(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> Defines:
+    """The macros of one configuration of kernels/activation_cast_transpose.cu.
+
+    A thread's columns, whether the loads of all its rows are in flight, and the blocks that must fit a
+    multiprocessor: measured (docs/activation.md), among those that keep everything in registers.
+    """
+    if x == torch.float32:
+        columns, unroll, blocks = 4, 1, 3
+    elif not backward:
+        columns, unroll, blocks = 8, 1, 4
+    elif kind in GATED:
+        columns, unroll, blocks = 4, 1, 3
+    else:
+        columns, unroll, blocks = 4, 2, 4
+    return {
+        "KIND": KIND[kind],
+        "WIDE": WIDE[x],
+        "FP8": FP8[q],
+        "BACKWARD": int(backward),
+        "COLUMNS": columns,
+        "UNROLL": unroll,
+        "ACROSS": ACROSS,
+        "BLOCKS": blocks,
+    }
+
+
+def defines(kind: str, x: torch.dtype, vector: int) -> Defines:
+    """The macros of one configuration of kernels/activation.cu."""
+    return {"KIND": KIND[kind], "WIDE": WIDE[x], "VECTOR": vector}
+
+
+CONFIGURATIONS: list[tuple[str, Defines]] = [
+    *(("activation", defines(*choice)) for choice in itertools.product(KINDS, WIDE, (0, 1))),
+    *(
+        ("activation_cast_transpose", cast_defines(*choice))
+        for choice in itertools.product(KINDS, WIDE, FP8, (False, True))
+    ),
+]
+
+
+@cache
+def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
+    return launch.function("activation", name, defines(kind, x, vector))
+
+
+@cache
+def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> tuple[launch.Kernel, int]:
+    """The kernel and the columns of y that a block of it takes."""
+    macros = cast_defines(kind, x, q, backward)
+    kernel = launch.function("activation_cast_transpose", "activation_cast_transpose", macros)
+    return kernel, ACROSS * 8 * int(macros["COLUMNS"])
+
+
+def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> None:
+    """Launch a kernel of activation.cu over `rows` and `cols`, those of y; the last tensor is its output."""
+    if rows * cols == 0:
+        return
+    out = tensors[-1]
+    size = out.element_size()
+    vector = int(cols * size % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+    tile_cols = _THREADS * (16 // size if vector else 1)
+    grid = (-(-rows // _ROWS) * -(-cols // tile_cols),)
+    args = [*(tensor.data_ptr() for tensor in tensors), np.int32(rows), np.int32(cols)]
+    launch.launch(_plain(name, kind, out.dtype, vector), grid, (_THREADS,), args, device=out.device.index)
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16)."""
+    check_activation("twin::activation", x, kind)
+    rows, cols = x.shape[0], width(kind, x.shape[1])
+    y = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
+    _run("forward_kernel", kind, (x, y), rows, cols)
+    return y
+
+
+def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`grad` `[rows, m]`, `x` `[rows, n]` of one dtype -> dx `[rows, n]` of that dtype."""
+    check_activation("twin::activation_backward", x, kind)
+    check_grad("twin::activation_backward", grad, x, kind)
+    dx = torch.empty_like(x)
+    _run("backward_kernel", kind, (grad, x, dx), *grad.shape)
+    return dx
+
+
+def _cast(
+    kind: str,
+    grad: torch.Tensor | None,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+    partial: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch one configuration of activation_cast_transpose.cu, backward with a grad: (q, q_t, scale_inv)."""
+    x = aligned(x)
+    grad = None if grad is None else aligned(grad)
+    rows, n = x.shape
+    m = width(kind, n)
+    out = m if grad is None else n
+    q = torch.empty((rows, out), dtype=dtype, device=x.device)
+    q_t = torch.empty((out, ceil16(rows)), dtype=dtype, device=x.device)
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    args = [
+        0 if grad is None else grad.data_ptr(),
+        x.data_ptr(),
+        scale_pointer(scale, column),
+        amax_pointer(amax_history, column),
+        q.data_ptr(),
+        q_t.data_ptr(),
+        scale_inv.data_ptr(),
+        0 if partial is None else partial.data_ptr(),
+        np.int32(rows),
+        np.int32(m),
+    ]
+    kernel, tile_cols = _casting(kind, x.dtype, dtype, grad is not None)
+    # At least one block: it writes scale_inv.
+    grid = (max(1, -(-rows // _TILE_ROWS) * -(-m // tile_cols)),)
+    launch.launch(kernel, grid, (_THREADS,), args, device=x.device.index)
+    return q, q_t, scale_inv
+
+
+def activation_cast_transpose(
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
+    check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
+    return _cast(kind, None, x, scale, amax_history, column, dtype, None)
+
+
+def activation_backward_cast_transpose_dbias(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    """`grad` `[rows, m]`, `x` `[rows, n]` -> (q `[rows, n]`, q_t `[n, ceil16(rows)]`, scale_inv, dbias `[n]`).
+
+    q and q_t are of `dtype`, scale_inv fp32 `[1]`, dbias of x's dtype.
+    """
+    op = "twin::activation_backward_cast_transpose_dbias"
+    check_activation(op, x, kind)
+    check_grad(op, grad, x, kind)
+    check_cast(op, x, scale, amax_history, column, dtype)
+    partial = new_partial(x)
+    out = _cast(kind, grad, x, scale, amax_history, column, dtype, partial)
+    return (*out, add_blocks(partial, x.dtype))
+
+
+for _op in (
+    activation,
+    activation_backward,
+    activation_cast_transpose,
+    activation_backward_cast_transpose_dbias,
+):
+    LIBRARY.impl(_op.__name__, _op, "CUDA")
