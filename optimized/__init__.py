@@ -29,8 +29,15 @@ from reference import (
 
 __all__ = [
     "DelayedScaling",
+    "DotProductAttention",
     "Format",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerLayer",
     "autocast",
     "checkpoint",
     "formats",
@@ -58,3 +65,31 @@ class _OnHopper:
 
 class Linear(_OnHopper, reference.Linear):
     """`reference.Linear` with "cuda" as its default device."""
+
+
+class LayerNorm(_OnHopper, reference.LayerNorm):
+    """`reference.LayerNorm` with "cuda" as its default device."""
+
+
+class RMSNorm(_OnHopper, reference.RMSNorm):
+    """`reference.RMSNorm` with "cuda" as its default device."""
+
+
+class LayerNormLinear(_OnHopper, reference.LayerNormLinear):
+    """`reference.LayerNormLinear` with "cuda" as its default device."""
+
+
+class LayerNormMLP(_OnHopper, reference.LayerNormMLP):
+    """`reference.LayerNormMLP` with "cuda" as its default device."""
+
+
+class DotProductAttention(_OnHopper, reference.DotProductAttention):
+    """`reference.DotProductAttention` with "cuda" as its default device."""
+
+
+class MultiheadAttention(_OnHopper, reference.MultiheadAttention):
+    """`reference.MultiheadAttention` with "cuda" as its default device."""
+
+
+class TransformerLayer(_OnHopper, reference.TransformerLayer):
+    """`reference.TransformerLayer` with "cuda" as its default device."""

@@ -12,7 +12,12 @@ import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, philox, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
+from reference.nn.attention import DotProductAttention, MultiheadAttention
+from reference.nn.layernorm import LayerNorm, RMSNorm
+from reference.nn.layernorm_linear import LayerNormLinear
+from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import Linear
+from reference.nn.transformer_layer import TransformerLayer
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
 
@@ -20,8 +25,15 @@ check_denormals()
 
 __all__ = [
     "DelayedScaling",
+    "DotProductAttention",
     "Format",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerLayer",
     "autocast",
     "checkpoint",
     "formats",

@@ -1,0 +1,167 @@
+"""`LayerNormMLP` against the modules it fuses and against float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reference as te
+
+RECIPE = te.DelayedScaling(amax_history_len=4)
+ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def mlp(dtype: torch.dtype, **arguments: Any) -> te.LayerNormMLP:
+    torch.manual_seed(1)
+    layer = te.LayerNormMLP(48, 80, params_dtype=dtype, **arguments)
+    with torch.no_grad():
+        for i, p in enumerate(layer.parameters()):
+            p.add_((numbers(i, *p.shape) * 0.1).to(dtype))
+    return layer
+
+
+class Activation(torch.autograd.Function):
+    """The 16-bit activation as a module of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return torch.ops.twin.activation(x, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.twin.activation_backward(grad, *ctx.saved_tensors, ctx.kind), None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_in_16_bits_it_is_the_four_modules(dtype: torch.dtype, activation: str, normalization: str, same_bits) -> None:
+    """Both round at the same places, so every bit is equal."""
+    fused = mlp(dtype, activation=activation, normalization=normalization)
+    norm = getattr(te, normalization)(48, params_dtype=dtype)
+    fc1 = te.Linear(48, fused.fc1_weight.shape[0], params_dtype=dtype)
+    fc2 = te.Linear(80, 48, params_dtype=dtype)
+    modules = [norm, fc1, fc2]
+    unfused = [p for m in modules for p in m.parameters()]
+    with torch.no_grad():
+        for p, q in zip(unfused, fused.parameters(), strict=True):
+            p.copy_(q)
+    x, g = numbers(7, 3, 7, 48).to(dtype), numbers(8, 3, 7, 48).to(dtype)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = fused(a)
+    h = fc1(norm(b)).reshape(21, -1)
+    z = fc2(Activation.apply(h, activation)).view(3, 7, 48)
+    y.backward(g)
+    z.backward(g)
+    same_bits(y, z, "y")
+    same_bits(a.grad, b.grad, "dx")
+    for (name, p), q in zip(fused.named_parameters(), unfused, strict=True):
+        same_bits(p.grad, q.grad, name)
+
+
+def exact(layer: te.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
+    """The same function in float64."""
+    p = {name: value.detach().double().requires_grad_() for name, value in layer.named_parameters()}
+    layer.wide = p
+    h = torch.nn.functional.layer_norm(x, x.shape[-1:], p["layer_norm_weight"], p["layer_norm_bias"], layer.eps)
+    h = torch.nn.functional.linear(h, p["fc1_weight"], p["fc1_bias"])
+    if layer.activation in ("geglu", "swiglu"):
+        h, gate = h.chunk(2, dim=-1)
+    else:
+        gate = torch.ones(())
+    functions = {
+        "gelu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        "geglu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        "relu": torch.relu,
+        "silu": torch.nn.functional.silu,
+        "swiglu": torch.nn.functional.silu,
+    }
+    return torch.nn.functional.linear(functions[layer.activation](h) * gate, p["fc2_weight"], p["fc2_bias"])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_against_float64(activation: str, fp8: bool) -> None:
+    """16 bits: five roundings of bf16 (2^-9 each) in a row, and relu's slope may jump at a pre-activation that a
+    rounding moved across 0. FP8: E4M3 rounds by 2^-4, E5M2 by 2^-3; a few of them in a row."""
+    layer = mlp(torch.bfloat16, activation=activation)
+    x = numbers(9, 64, 48).bfloat16().requires_grad_()
+    g = numbers(10, 64, 48).bfloat16()
+    for _ in range(2 if fp8 else 1):  # the second step uses the first one's scales
+        layer.zero_grad()
+        x.grad = None
+        with te.autocast(enabled=fp8, recipe=RECIPE):
+            y = layer(x)
+        y.backward(g)
+    wide = x.detach().double().requires_grad_()
+    expected = exact(layer, wide)
+    expected.backward(g.double())
+    pairs = [(y, expected), (x.grad, wide.grad)]
+    pairs += [(p.grad, layer.wide[name].grad) for name, p in layer.named_parameters()]
+    for got, want in pairs:
+        error = (got.double() - want).norm() / want.norm()
+        assert error < (0.2 if fp8 else 0.05)
+
+
+def test_state_has_two_gemms() -> None:
+    layer = mlp(torch.bfloat16)
+    x = numbers(11, 16, 48).bfloat16().requires_grad_()
+    with te.autocast(recipe=RECIPE):
+        y = layer(x)
+    y.sum().backward()
+    forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
+    assert [s != 1 for s in forward.scale.tolist()] == [True, True, False, True, True, False]
+    assert [s != 1 for s in backward.scale.tolist()] == [True, False, True, False]
+    assert layer.state_dict()["scaling_fwd.amax_history"].shape == (4, 6)
+
+
+def test_checkpoint_cache_and_accumulation(same_bits) -> None:
+    results = []
+    for run in (lambda f, x, first: f(x, first), lambda f, x, first: te.checkpoint(f, x, first)):
+        layer = mlp(torch.bfloat16, fuse_wgrad_accumulation=True)
+        for p in (layer.fc1_weight, layer.fc2_weight):
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        for step in range(4):
+            x = numbers(step, 20, 48).bfloat16().requires_grad_()
+            with te.autocast(recipe=RECIPE):
+                y = run(layer, x, step % 2 == 0)
+            y.backward(torch.ones_like(y))
+        results.append((y, x.grad, layer.fc1_weight.main_grad, layer.fc2_weight.main_grad, layer.fc1_bias.grad))
+        assert layer.fc1_weight.grad is None
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
+
+
+def test_return_values_and_names(same_bits) -> None:
+    layer = mlp(torch.bfloat16, return_bias=True, return_layernorm_output=True)
+    x = numbers(12, 4, 48).bfloat16()
+    y, bias, normed = layer(x)
+    assert y.shape == normed.shape == x.shape
+    same_bits(bias, layer.fc2_bias)
+    assert [n for n, _ in layer.named_parameters()] == [
+        "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda: te.LayerNormMLP(16, 16, activation="tanh"), ValueError, "activation='tanh'; one of"),
+        (lambda: te.LayerNormMLP(16, 0), ValueError, "ffn_hidden_size=0; sizes >= 1"),
+        (lambda: te.LayerNormMLP(16, 16, checkpoint=True), NotImplementedError, "checkpoint=True is not offered"),
+        (lambda: te.LayerNormMLP(16, 16, normalization="none"), ValueError, "normalization='none'"),
+    ],
+)
+def test_refusals(make: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        make()
+    layer = te.LayerNormMLP(16, 24)
+    with pytest.raises(ValueError, match="LayerNormMLP: ffn_hidden_size=24 under FP8"), te.autocast(recipe=RECIPE):
+        layer(torch.ones(2, 16))

@@ -1,0 +1,211 @@
+"""On an H200 every layer equals its deep copy on the CPU in every bit, over training steps, dropout on."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optimized  # noqa: F401  (registers the CUDA implementations)
+import reference as te
+
+pytestmark = pytest.mark.gpu
+
+LEARNING_RATE = 0.03125
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = {"hybrid": te.Format.HYBRID, "e4m3": te.Format.E4M3}
+ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32) * scale).to(dtype)
+
+
+def states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Scales, histories and random states of every layer inside."""
+    found = {}
+    for name, part in module.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if key in getattr(part, "fp8_meta", {}):
+                found[f"{name}.{key}.scale"] = part.fp8_meta[key].scale
+                found[f"{name}.{key}.amax_history"] = part.fp8_meta[key].amax_history
+        if hasattr(part, "generator"):
+            found[f"{name}.generator"] = part.generator.state
+    return found
+
+
+def train_both(
+    layer: torch.nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recipe: te.DelayedScaling | None,
+    same_bits: Callable[..., None],
+    steps: int = 8,
+    **extra: Any,
+) -> None:
+    """Train a layer and its copy on the GPU side by side and compare everything they compute."""
+    pair = (layer, copy.deepcopy(layer).to("cuda"))
+    for step in range(steps):
+        growth = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)[step % 8]
+        x0, g0 = numbers(2 * step, shape, dtype, growth), numbers(2 * step + 1, shape, dtype, 1e-2 * growth)
+        both = []
+        for module in pair:
+            device = next(module.parameters()).device
+            x = x0.to(device, copy=True).requires_grad_()
+            module.zero_grad(set_to_none=True)
+            arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in extra.items()}
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = module(x, **arguments)
+            y.backward(g0.to(device)[..., : y.shape[-1]])
+            found = {"y": y, "dx": x.grad} | {f"d {n}": p.grad for n, p in module.named_parameters()}
+            both.append(found | states(module))
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.copy_(p - (p.grad * LEARNING_RATE))
+        assert both[0].keys() == both[1].keys()
+        for name, value in both[0].items():
+            same_bits(value, both[1][name], f"step {step}, {name}")
+        for (name, p), q in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
+            same_bits(p, q, f"step {step}, updated {name}")
+
+
+def recipe_of(fmt: str, algorithm: str = "max") -> te.DelayedScaling:
+    return te.DelayedScaling(fp8_format=FORMATS[fmt], amax_history_len=4, amax_compute_algo=algorithm)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float32])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms(kind: str, dtype: torch.dtype, same_bits) -> None:
+    train_both(getattr(te, kind)(200, params_dtype=dtype), (33, 200), dtype, None, same_bits)
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), list(itertools.product(DTYPES, [None, *FORMATS])))
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_layernorm_linear(dtype: str, fmt: str | None, kind: str, same_bits) -> None:
+    layer = te.LayerNormLinear(144, 80, normalization=kind, params_dtype=DTYPES[dtype], zero_centered_gamma=True)
+    train_both(layer, (37, 144), DTYPES[dtype], recipe_of(fmt) if fmt else None, same_bits)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("dtype", "fmt"), list(itertools.product(DTYPES, [None, *FORMATS])))
+def test_layernorm_mlp(dtype: str, fmt: str | None, activation: str, same_bits) -> None:
+    layer = te.LayerNormMLP(80, 112, activation=activation, params_dtype=DTYPES[dtype])
+    train_both(layer, (37, 80), DTYPES[dtype], recipe_of(fmt, "most_recent") if fmt else None, same_bits)
+
+
+PADDING = (torch.arange(50) >= torch.tensor([[50], [31]])).view(2, 1, 1, 50)
+LAYERS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "unmasked": {"self_attn_mask_type": "no_mask"},
+    "padded": {"self_attn_mask_type": "padding_causal"},
+    "gqa": {"num_gqa_groups": 2, "activation": "swiglu", "normalization": "RMSNorm", "bias": False},
+    "one qkv parameter, batch first": {"fuse_qkv_params": True, "attn_input_format": "bshd", "activation": "geglu"},
+    "post-norm residual": {"apply_residual_connection_post_layernorm": True, "activation": "relu"},
+    "output norm": {"output_layernorm": True, "activation": "silu"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+@pytest.mark.parametrize(("dtype", "fmt"), [("bf16", "hybrid"), ("fp16", "e4m3"), ("bf16", None)])
+def test_transformer_layer(variant: str, dtype: str, fmt: str | None, same_bits) -> None:
+    layer = te.TransformerLayer(64, 128, 4, params_dtype=DTYPES[dtype], **LAYERS[variant])
+    shape = (2, 50, 64) if "batch first" in variant else (50, 2, 64)
+    extra = {"attention_mask": PADDING} if variant == "padded" else {}
+    train_both(layer, shape, DTYPES[dtype], recipe_of(fmt) if fmt else None, same_bits, **extra)
+
+
+def test_decoder_with_cross_attention(same_bits) -> None:
+    layer = te.TransformerLayer(64, 128, 4, layer_type="decoder", params_dtype=torch.bfloat16)
+    other = numbers(99, (21, 2, 64), torch.bfloat16)
+    train_both(layer, (34, 2, 64), torch.bfloat16, recipe_of("hybrid"), same_bits, encoder_output=other)
+
+
+def test_rotary_and_recomputed_core_attention(same_bits) -> None:
+    layer = te.TransformerLayer(64, 128, 2, params_dtype=torch.bfloat16)
+    freqs = (numbers(98, (40, 16), torch.float32).abs() * 5).repeat(1, 2).view(40, 1, 1, 32)
+    train_both(
+        layer, (40, 2, 64), torch.bfloat16, recipe_of("hybrid"), same_bits, steps=3,
+        rotary_pos_emb=freqs, checkpoint_core_attention=True,
+    )  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 7, 16, 63, 129, 140]),
+    batch=st.sampled_from([1, 2, 3]),
+    heads=st.sampled_from([1, 2, 4]),
+    channels=st.sampled_from([16, 32, 48]),
+    ffn=st.sampled_from([16, 48, 144]),
+    dtype=st.sampled_from(list(DTYPES.values())),
+)
+def test_random_shapes(
+    tokens: int, batch: int, heads: int, channels: int, ffn: int, dtype: torch.dtype, same_bits
+) -> None:
+    layer = te.TransformerLayer(heads * channels, ffn, heads, params_dtype=dtype)
+    train_both(layer, (tokens, batch, heads * channels), dtype, recipe_of("hybrid"), same_bits, steps=2)
+
+
+def test_checkpoint_changes_no_bit(same_bits) -> None:
+    layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16).to("cuda")
+    other = copy.deepcopy(layer)
+    for step in range(3):
+        found = []
+        for module, run in ((layer, lambda f, x: f(x)), (other, te.checkpoint)):
+            x = numbers(step, (30, 2, 64), torch.bfloat16).to("cuda").requires_grad_()
+            with te.autocast(recipe=recipe_of("hybrid")):
+                y = run(module, x)
+            y.backward(torch.ones_like(y))
+            found.append([y, x.grad, *(p.grad for p in module.parameters()), *states(module).values()])
+        for a, b in zip(*found, strict=True):
+            same_bits(a, b)
+
+
+def test_a_layer_replays_as_a_cuda_graph(same_bits) -> None:
+    """Scale updates and dropout masks included: each replay is the next training step of the CPU's layer."""
+    layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16)
+    gpu = copy.deepcopy(layer).to("cuda")
+    recipe = recipe_of("hybrid")
+    static = {"x": torch.zeros(30, 2, 64, dtype=torch.bfloat16), "g": torch.zeros(30, 2, 64, dtype=torch.bfloat16)}
+    device = {name: t.cuda() for name, t in static.items()}
+    device["x"].requires_grad_()
+
+    def step(module: torch.nn.Module, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=recipe):
+            y = module(x)
+        y.backward(g)
+        return y
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(gpu, device["x"], device["g"])
+            step(layer, static["x"].clone().requires_grad_(), static["g"])
+    torch.cuda.current_stream().wait_stream(stream)
+    gpu.zero_grad(set_to_none=True)
+    device["x"].grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y_gpu = step(gpu, device["x"], device["g"])
+    for i in range(3):
+        x, g = numbers(i, (30, 2, 64), torch.bfloat16, 1.0 + i), numbers(9 + i, (30, 2, 64), torch.bfloat16, 0.1)
+        layer.zero_grad(set_to_none=True)
+        inp = x.clone().requires_grad_()
+        y = step(layer, inp, g)
+        with torch.no_grad():
+            device["x"].copy_(x)
+            device["g"].copy_(g)
+            device["x"].grad.zero_()
+            for p in gpu.parameters():
+                p.grad.zero_()
+        graph.replay()
+        same_bits(y, y_gpu, f"y, replay {i}")
+        same_bits(inp.grad, device["x"].grad, f"dx, replay {i}")
+        for (name, p), q in zip(layer.named_parameters(), gpu.parameters(), strict=True):
+            same_bits(p.grad, q.grad, f"{name}, replay {i}")
+        for (name, a), b in zip(states(layer).items(), states(gpu).values(), strict=True):
+            same_bits(a, b, f"{name}, replay {i}")

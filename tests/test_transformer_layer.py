@@ -1,0 +1,168 @@
+"""`TransformerLayer` against torch.nn in float64, against its parts, over training steps, and its refusals."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reference as te
+
+RECIPE = te.DelayedScaling(amax_history_len=4)
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def layer_of(**arguments: Any) -> te.TransformerLayer:
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
+    layer = te.TransformerLayer(64, 128, 4, **(settings | arguments))
+    with torch.no_grad():
+        for i, p in enumerate(layer.parameters()):
+            p.add_((numbers(i, *p.shape) * 0.05).to(p.dtype))
+    return layer
+
+
+def exact(layer: te.TransformerLayer, x: torch.Tensor, causal: bool) -> torch.Tensor:
+    """torch.nn's pre-norm encoder layer in float64 with the same parameters (q, k, v as one matrix)."""
+    p = dict(layer.named_parameters())
+    wide = torch.nn.TransformerEncoderLayer(
+        64, 4, 128, dropout=0.0, norm_first=True, dtype=torch.float64,
+        activation=lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+    )  # fmt: skip
+    qkv = "self_attention.layernorm_qkv."
+    names = {
+        "self_attn.in_proj_weight": torch.cat([p[qkv + f"{n}_weight"] for n in ("query", "key", "value")]),
+        "self_attn.in_proj_bias": torch.cat([p[qkv + f"{n}_bias"] for n in ("query", "key", "value")]),
+        "self_attn.out_proj.weight": p["self_attention.proj.weight"],
+        "self_attn.out_proj.bias": p["self_attention.proj.bias"],
+        "linear1.weight": p["layernorm_mlp.fc1_weight"],
+        "linear1.bias": p["layernorm_mlp.fc1_bias"],
+        "linear2.weight": p["layernorm_mlp.fc2_weight"],
+        "linear2.bias": p["layernorm_mlp.fc2_bias"],
+        "norm1.weight": p[qkv + "layer_norm_weight"],
+        "norm1.bias": p[qkv + "layer_norm_bias"],
+        "norm2.weight": p["layernorm_mlp.layer_norm_weight"],
+        "norm2.bias": p["layernorm_mlp.layer_norm_bias"],
+    }
+    wide.load_state_dict({name: value.detach().double() for name, value in names.items()})
+    layer.wide = wide
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[0], dtype=torch.float64) if causal else None
+    return wide(x, src_mask=mask, is_causal=causal)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_against_torchs_own_layer_in_float64(mask: str, fp8: bool) -> None:
+    """bf16 rounds by 2^-9 some ten times in a row; E4M3 by 2^-4 and E5M2 by 2^-3, beside residuals that are exact."""
+    layer = layer_of(self_attn_mask_type=mask)
+    x, g = numbers(7, 40, 2, 64).bfloat16().requires_grad_(), numbers(8, 40, 2, 64).bfloat16()
+    for _ in range(2):
+        layer.zero_grad()
+        x.grad = None
+        with te.autocast(enabled=fp8, recipe=RECIPE):
+            y = layer(x)
+        y.backward(g)
+    wide = x.detach().double().requires_grad_()
+    expected = exact(layer, wide, mask == "causal")
+    expected.backward(g.double())
+    own, theirs = dict(layer.named_parameters()), layer.wide
+    grads = [
+        (x.grad, wide.grad),
+        (own["self_attention.proj.weight"].grad, theirs.self_attn.out_proj.weight.grad),
+        (own["self_attention.layernorm_qkv.value_weight"].grad, theirs.self_attn.in_proj_weight.grad[128:]),
+        (own["layernorm_mlp.fc1_weight"].grad, theirs.linear1.weight.grad),
+        (own["layernorm_mlp.fc2_bias"].grad, theirs.linear2.bias.grad),
+        (own["layernorm_mlp.layer_norm_weight"].grad, theirs.norm2.weight.grad),
+    ]
+    assert (y.double() - expected).norm() / expected.norm() < (0.1 if fp8 else 0.01)
+    for got, want in grads:
+        assert (got.double() - want).norm() / want.norm() < (0.25 if fp8 else 0.03)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa, swiglu, rmsnorm, no bias": {
+        "num_gqa_groups": 2, "activation": "swiglu", "normalization": "RMSNorm", "bias": False,
+    },
+    "one qkv parameter, batch first": {"fuse_qkv_params": True, "attn_input_format": "bshd"},
+    "post-norm residual": {"apply_residual_connection_post_layernorm": True},
+    "output norm": {"output_layernorm": True, "zero_centered_gamma": True},
+    "decoder": {"layer_type": "decoder"},
+    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_variants_train_and_recompute(variant: str, fp8: bool, same_bits) -> None:
+    """Each variant learns to map x to 0, and `checkpoint` around it changes no bit of anything."""
+    results, losses = [], []
+    for wrapped in (False, True):
+        layer = layer_of(**VARIANTS[variant])
+        other = numbers(20, 12, 2, 64).bfloat16() if variant == "decoder" else None
+        for _ in range(4):
+            x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+            layer.zero_grad()
+            with te.autocast(enabled=fp8, recipe=RECIPE):
+                y = te.checkpoint(layer, x, encoder_output=other) if wrapped else layer(x, encoder_output=other)
+            y.backward(y.detach() / 10)
+            losses.append(y.float().square().mean().item())
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.copy_(p - (p.grad * 0.02))
+        results.append((y, x.grad, *layer.parameters()))
+    assert losses[3] < losses[0]
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
+
+
+def test_names_are_transformer_engines() -> None:
+    encoder = [n for n, _ in layer_of().named_parameters()]
+    assert encoder[:3] == [
+        f"self_attention.layernorm_qkv.{n}" for n in ("layer_norm_weight", "layer_norm_bias", "query_weight")
+    ]
+    assert encoder[-1] == "layernorm_mlp.fc2_bias"
+    decoder = {n for n, _ in layer_of(layer_type="decoder").named_children()}
+    assert {"self_attention", "inter_attention", "layernorm_mlp"} <= decoder
+    assert "layernorm.weight" in dict(layer_of(output_layernorm=True).named_parameters())
+
+
+def test_state_dict_round_trip(same_bits) -> None:
+    a, b = (
+        layer_of(),
+        te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, hidden_dropout=0, attention_dropout=0),
+    )
+    x = numbers(3, 16, 2, 64).bfloat16()
+    for _ in range(2):
+        with te.autocast(recipe=RECIPE):
+            a(x).sum().backward()
+    b.load_state_dict(a.state_dict())
+    with te.autocast(recipe=RECIPE):
+        same_bits(a(x), b(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"layer_type": "both"}, ValueError, "layer_type='both'; one of"),
+        ({"parallel_attention_mlp": True}, NotImplementedError, "parallel_attention_mlp=True"),
+        ({"drop_path_rate": 0.1}, NotImplementedError, "drop_path_rate=0.1"),
+        ({"hidden_dropout": 1.5}, ValueError, "hidden_dropout=1.5; 0 <= p < 1"),
+        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel=True is not offered"),
+        ({"activation": "tanh"}, ValueError, "activation='tanh'"),
+    ],
+)
+def test_constructor_refusals(arguments: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        layer_of(**arguments)
+
+
+def test_encoder_and_decoder_know_their_inputs() -> None:
+    x = torch.zeros(4, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="layer_type='encoder' takes no encoder_output"):
+        layer_of()(x, encoder_output=x)
+    with pytest.raises(ValueError, match="layer_type='decoder' takes an encoder_output"):
+        layer_of(layer_type="decoder")(x)
