@@ -16,6 +16,7 @@ import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES
+from reference.ops.activation import GATED, KINDS
 
 twin = torch.ops.twin
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,8 +84,29 @@ def norms() -> None:
                 twin.norm_cast_transpose(x, weight, bias, 1e-5, True, kind, scale, history, 1, FP8[0])
 
 
+def activations() -> None:
+    for (rows, cols), kind, dtype in itertools.product(((1, 16), (130, 272), (128, 256)), KINDS, WIDE):
+        grad = torch.randn(rows, cols).to(dtype).cuda()
+        x = torch.randn(rows, 2 * cols if kind in GATED else cols).to(dtype).cuda()
+        scale, history = torch.ones(3).cuda(), torch.zeros(5, 3).cuda()
+        twin.activation(x, kind)
+        twin.activation_backward(grad, x, kind)
+        for out in FP8:
+            twin.activation_cast_transpose(x, kind, scale, history, 0, out)
+            twin.activation_backward_cast_transpose_dbias(grad, x, kind, scale, history, 1, out)
+        odd = torch.randn(3, 10).to(dtype).cuda()
+        twin.activation_backward(twin.activation(odd, kind), odd, kind)
+
+
 def main() -> None:
-    parts = {"casts": casts, "scale_update": scale_update, "gemms": gemms, "gemm_tiles": gemm_tiles, "norms": norms}
+    parts = {
+        "casts": casts,
+        "scale_update": scale_update,
+        "gemms": gemms,
+        "gemm_tiles": gemm_tiles,
+        "norms": norms,
+        "activations": activations,
+    }
     with torch.no_grad():
         for name in sys.argv[1:] or parts:
             parts[name]()
