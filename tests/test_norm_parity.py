@@ -19,8 +19,8 @@ twin = torch.ops.twin
 
 # One hidden of each way through the selectors, and neighbours of their limits.
 HIDDEN = (
-    *(1, 7, 8, 100, 256, 1000, 1016, 1024, 1032, 2048, 2056, 3072, 4096, 4104, 5120, 7184, 7200, 8192, 8208, 9001),
-    *(14384, 14400, 16392, 32768, 32784),
+    *(1, 7, 8, 100, 256, 1000, 1016, 1024, 1032, 2048, 2056, 3072, 4096, 4104, 5120, 8192, 8208, 9001),
+    *(5744, 5760, 9584, 9600, 12288, 16384, 16392),
 )
 
 
@@ -122,7 +122,7 @@ def test_every_configuration_on_ragged_shapes(kind, dtype, monkeypatch):
     y = twin.norm(x, weight, bias, 1e-5, False, kind, BF16)
     cast = twin.norm_cast_transpose(x, weight, bias, 1e-5, False, kind, scale, history, 0, E4M3)
     there = [None if t is None else t.cuda() for t in (x, weight, bias, scale)]
-    for warps in (1, 2, 4, 8, 16, 32):
+    for warps in (1, 2, 4, 8, 16):
         monkeypatch.setattr(kernels, "row_warps", lambda hidden, warps=warps: warps)
         poison()
         for a, b in zip(y, twin.norm(*there[:3], 1e-5, False, kind, BF16), strict=True):

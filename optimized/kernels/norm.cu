@@ -1,4 +1,4 @@
-// norm: LayerNorm or RMSNorm of rows of up to 32768 elements, one warp to every 1024 of a row.
+// norm: LayerNorm or RMSNorm of rows of up to 16384 elements, one warp to every 1024 of a row.
 //
 //     layernorm: mean = rowsum(x) / n, xc = x - mean         rmsnorm: xc = x, no mean, no bias
 //     rstd = 1 / sqrt(rowsum(xc * xc) / n + eps)             IEEE division and square root
@@ -8,7 +8,8 @@
 // [hidden] of type `parameters`; gamma is weight, or weight + 1. mean, rstd fp32 [rows]. rowsum: norm_row.cuh.
 //
 // Bound by memory: 4 bytes an element in bf16. ROW_WARPS warps hold a row, 32 elements a lane, widened, in registers:
-// nothing is read, widened or centered twice. (A warp holding 4096 elements had to, and took 1.6 times as long.)
+// nothing is read, widened or centered twice. (A warp holding 4096 elements had to.) Blocks are persistent: a group
+// of warps has its next row on the way while it works on one, and gamma and beta stay in shared memory as fp32.
 #include "norm_row.cuh"
 
 constexpr int ROWS = ROW_WARPS < 4 ? 4 / ROW_WARPS : 1;  // of a block
@@ -31,31 +32,37 @@ __device__ __forceinline__ void store_output(void* y, int out, size_t at, const 
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void norm_rows(
+extern __shared__ float affine[];  // gamma and beta
+
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_rows(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
     int zero_centered, int parameters, int out) {
     __shared__ float slots[ROWS][2][ROW_WARPS];
     const int group = threadIdx.x / (32 * ROW_WARPS), part = threadIdx.x / 32 % ROW_WARPS;
-    const int index = blockIdx.x * ROWS + group;
-    if (index >= rows) return;
-    const size_t start = static_cast<size_t>(index) * hidden;
     const int first = part * STRIPE * STRIPES + threadIdx.x % 32 * 8;
-    Packed packed;
-    packed.load(x + start + first, hidden - first);
-    Values row(packed);
+    const int step = gridDim.x * ROWS;
+    const auto fetch = [&](Packed& packed, int index) {
+        if (index < rows) packed.load(x + static_cast<size_t>(index) * hidden + first, hidden - first);
+    };
     int turn = 0;
-    const Statistics s = center<ROW_WARPS>(row, hidden - first, hidden, eps, slots[group], turn, group + 1);
-    if (first == 0) {
-        if (KIND == 0) mean[index] = s.mean;
-        rstd[index] = s.rstd;
+    int index = blockIdx.x * ROWS + group;
+    Packed packed, next;
+    fetch(packed, index);
+    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, hidden);
+#pragma unroll 1
+    for (; index < rows; index += step) {
+        fetch(next, index + step);
+        Values row(packed);
+        const Statistics s = center<ROW_WARPS>(row, hidden - first, hidden, eps, slots[group], turn, group + 1);
+        if (first == 0) {
+            if (KIND == 0) mean[index] = s.mean;
+            rstd[index] = s.rstd;
+        }
+        const size_t start = static_cast<size_t>(index) * hidden;
+        for_each_output(row, s.rstd, affine, bias != nullptr, first, hidden, [&](int at, const float(&v)[8]) {
+            store_output(y, out, start + at, v);
+        });
+        packed = next;
     }
-    const Parameters affine(weight, bias, zero_centered);
-    const auto store = [&](int at, const float(&v)[8]) { store_output(y, out, start + at, v); };
-    if (parameters == 0)
-        for_each_output<0>(row, s.rstd, affine, first, hidden, store);
-    else if (parameters == 1)
-        for_each_output<1>(row, s.rstd, affine, first, hidden, store);
-    else
-        for_each_output<2>(row, s.rstd, affine, first, hidden, store);
 }

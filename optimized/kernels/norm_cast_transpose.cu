@@ -24,7 +24,7 @@ constexpr int RUN = 16;
 constexpr int RUNS = TILE_ROWS / RUN;
 constexpr int SKEW = 64;  // bytes between the two runs of rows: lanes of both read other banks
 
-extern __shared__ unsigned char codes[];  // [RUNS][16 rows][hidden], SKEW bytes between
+extern __shared__ __align__(16) unsigned char codes[];  // [RUNS][16 rows][hidden], SKEW bytes between; gamma and beta
 
 // The 16 rows by 4 columns of a thread to q_t.
 __device__ __forceinline__ void store_transposed(unsigned char* q_t, size_t stride, int tile, int hidden, int rows) {
@@ -59,7 +59,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_cast_transpos
     float* __restrict__ rstd, int rows, int hidden, float eps, int zero_centered, int parameters) {
     __shared__ float slots[AT_ONCE][2][ROW_WARPS];
     const float scale = *scale_slot;
-    const Parameters affine(weight, bias, zero_centered);
+    float* const affine = reinterpret_cast<float*>(codes + TILE_ROWS * hidden + SKEW);
     const int group = threadIdx.x / (32 * ROW_WARPS), part = threadIdx.x / 32 % ROW_WARPS;
     const int first = part * STRIPE * STRIPES + threadIdx.x % 32 * 8;
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -71,6 +71,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_cast_transpos
     };
     Packed packed, next;
     if (blockIdx.x < tiles) fetch(packed, blockIdx.x * TILE_ROWS + group);
+    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, hidden);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll 1
         for (int local = group; local < TILE_ROWS; local += AT_ONCE) {
@@ -88,7 +89,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_cast_transpos
                     rstd[index] = s.rstd;
                 }
                 unsigned char* const target = q + static_cast<size_t>(index) * hidden;
-                const auto store = [&](int at, const float(&y)[8]) {
+                for_each_output(row, s.rstd, affine, bias != nullptr, first, hidden, [&](int at, const float(&y)[8]) {
 #pragma unroll
                     for (int j = 0; j < 8; ++j) amax = amax_of(amax, y[j]);
                     const uint2 words = make_uint2(
@@ -96,13 +97,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_cast_transpos
                         quantize2(y[4], y[5], scale) | quantize2(y[6], y[7], scale) << 16);
                     *reinterpret_cast<uint2*>(target + at) = words;
                     *reinterpret_cast<uint2*>(staged + at) = words;
-                };
-                if (parameters == 0)
-                    for_each_output<0>(row, s.rstd, affine, first, hidden, store);
-                else if (parameters == 1)
-                    for_each_output<1>(row, s.rstd, affine, first, hidden, store);
-                else
-                    for_each_output<2>(row, s.rstd, affine, first, hidden, store);
+                });
             } else {
 #pragma unroll
                 for (int i = 0; i < STRIPES; ++i)

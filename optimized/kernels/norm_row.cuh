@@ -181,32 +181,56 @@ __device__ __forceinline__ Statistics center(
     return s;
 }
 
-// gamma and beta. `offset` is 1 for zero-centered weights and otherwise -0, which changes no number.
-struct Parameters {
-    const void* weight;
-    const void* bias;
-    float offset;
+// gamma and beta as fp32 in shared memory: [gamma, beta][first or second 4 of 8 columns][8 columns][4], the halves apart
+// so that a warp's 16-byte reads touch all banks. `hidden` floats each; gamma is weight, or weight + 1.
+__device__ __forceinline__ void stage_parameters(
+    float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
+    for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            const void* const from = which == 0 ? weight : bias;
+            if (from == nullptr) continue;
+            float v[8];
+            if (type == 0)
+                parameters8<0>(from, at, v);
+            else if (type == 1)
+                parameters8<1>(from, at, v);
+            else
+                parameters8<2>(from, at, v);
+            if (which == 0 && zero_centered)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = v[j] + 1.0f;
+            float4* const to = reinterpret_cast<float4*>(shared + which * hidden + at / 2);
+            to[0] = make_float4(v[0], v[1], v[2], v[3]);
+            to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);
+        }
+    }
+    __syncthreads();
+}
 
-    __device__ __forceinline__ Parameters(const void* weight, const void* bias, int zero_centered)
-        : weight(weight), bias(bias), offset(zero_centered ? 1.0f : -0.0f) {}
-};
+__device__ __forceinline__ void staged8(const float* shared, int hidden, int at, float (&out)[8]) {
+    const float4* const from = reinterpret_cast<const float4*>(shared + at / 2);
+    const float4 low = from[0], high = from[hidden / 8];
+    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
+    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
+}
 
-// y of a row, 8 columns at a time: store(at, y) for the stripes inside the row; TYPE: the parameters' type, `first` the
-// lane's first column. Without a bias nothing is added.
-template <int TYPE, typename Store>
+// y of a row, 8 columns at a time: store(at, y) for the stripes inside the row; `first` is the lane's first column.
+// Without a bias nothing is added.
+template <typename Store>
 __device__ __forceinline__ void for_each_output(
-    const Values& row, float rstd, const Parameters& parameters, int first, int hidden, Store store) {
+    const Values& row, float rstd, const float* shared, bool has_bias, int first, int hidden, Store store) {
 #pragma unroll
     for (int i = 0; i < STRIPES; ++i) {
         const int at = first + STRIPE * i;
         if (at < hidden) {
             float gamma[8], y[8];
-            parameters8<TYPE>(parameters.weight, at, gamma);
+            staged8(shared, hidden, at, gamma);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) y[j] = (row.v[i][j] * rstd) * (gamma[j] + parameters.offset);
-            if (parameters.bias != nullptr) {
+            for (int j = 0; j < 8; ++j) y[j] = (row.v[i][j] * rstd) * gamma[j];
+            if (has_bias) {
                 float beta[8];
-                parameters8<TYPE>(parameters.bias, at, beta);
+                staged8(shared + hidden, hidden, at, beta);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) y[j] = y[j] + beta[j];
             }

@@ -24,6 +24,7 @@ Defines = dict[str, int | str]
 _KIND = {kind: number for number, kind in enumerate(KINDS)}
 _WARP_ELEMENTS = 1024  # of a row
 _TILE_SHARED = 225 * 1024  # bytes, at most
+_ROWS_SHARED = 8 * 16 * _WARP_ELEMENTS
 _ANY_THREADS = 256
 _SKEW = 64
 _BACKWARD_THREADS = 512
@@ -34,14 +35,29 @@ _TOTAL_THREADS = 512
 
 def row_warps(hidden: int) -> int | None:
     """How many warps hold such a row in norm.cu; None if it is too long, or not whole vectors of 8."""
-    return None if hidden % 8 else next((n for n in (1, 2, 4, 8, 16, 32) if hidden <= n * _WARP_ELEMENTS), None)
+    return None if hidden % 8 else next((n for n in (1, 2, 4, 8, 16) if hidden <= n * _WARP_ELEMENTS), None)
+
+
+def rows_defines(x: torch.dtype, kind: str, warps: int, blocks: int | None = None) -> Defines:
+    """Macros of norm.cu; `blocks` is what tuning varied."""
+    if blocks is None:
+        # Of 4096 elements six would fit, but their parameters would leave L1 no room for the loads in flight.
+        blocks = {1: 6, 2: 6, 4: 4, 8: 2, 16: 1}[warps]
+        if x == torch.float32:
+            blocks = min(blocks, 4)
+    return {"WIDE": WIDE[x], "KIND": _KIND[kind], "ROW_WARPS": warps, "BLOCKS": blocks}
+
+
+def _tile_shared(tile_rows: int, hidden: int) -> int:
+    """Bytes of shared memory of norm_cast_transpose.cu: codes, gamma and beta."""
+    return tile_rows * hidden + _SKEW + 8 * hidden
 
 
 def tile_shape(hidden: int) -> tuple[int, int] | None:
     """(ROW_WARPS, TILE_ROWS) of norm_cast_transpose.cu for such rows; None if shared memory does not hold 16."""
     warps = row_warps(hidden)
     for rows in (32, 16):
-        if warps is not None and rows * hidden + _SKEW <= _TILE_SHARED:
+        if warps is not None and _tile_shared(rows, hidden) <= _TILE_SHARED:
             return warps, rows
     return None
 
@@ -75,10 +91,8 @@ def backward_shape(hidden: int) -> tuple[int, int] | None:
     return 16 // chains(hidden), 1
 
 
-def backward_defines(x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int | None = None) -> Defines:
+def backward_defines(x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int = 2) -> Defines:
     """Macros of norm_backward.cu; `stages` is what tuning varied."""
-    if stages is None:
-        stages = 2 if x == torch.float32 else 3
     return {
         "WIDE": WIDE[x],
         "KIND": _KIND[kind],
@@ -99,7 +113,7 @@ def _configurations() -> list[tuple[str, Defines]]:
             ("norm_backward", backward_defines(x, kind, warps, vectors))
             for warps, vectors in ((4, 1), (8, 1), (16, 1), (16, 2))
         ]
-        found += [("norm", {**base, "ROW_WARPS": warps}) for warps in (1, 2, 4, 8, 16, 32)]
+        found += [("norm", rows_defines(x, kind, warps)) for warps in (1, 2, 4, 8, 16)]
         shapes = ((1, 32), (2, 32), (4, 32), (8, 32), (8, 16), (16, 16))
         found += [("norm_cast_transpose", tile_defines(x, kind, q, shape)) for q in FP8 for shape in shapes]
     return found
@@ -112,8 +126,9 @@ _total = {dtype: launch.function("norm_total", "norm_total", {"WIDE": wide}) for
 
 
 @functools.cache
-def _rows_kernel(x: torch.dtype, kind: str, warps: int) -> launch.Kernel:
-    return launch.function("norm", "norm_rows", {"WIDE": WIDE[x], "KIND": _KIND[kind], "ROW_WARPS": warps})
+def rows_kernel(x: torch.dtype, kind: str, warps: int, blocks: int | None = None) -> launch.Kernel:
+    """norm.cu with the macros of `rows_defines`."""
+    return launch.function("norm", "norm_rows", rows_defines(x, kind, warps, blocks), _ROWS_SHARED)
 
 
 @functools.cache
@@ -136,9 +151,7 @@ def tile_kernel(
 
 
 @functools.cache
-def backward_kernel(
-    x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int | None = None
-) -> launch.Kernel:
+def backward_kernel(x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int = 2) -> launch.Kernel:
     """norm_backward.cu with the macros of `backward_defines`."""
     macros = backward_defines(x, kind, row_warps, vectors, stages)
     return launch.function("norm_backward", "norm_backward", macros, _BACKWARD_SHARED)
@@ -195,9 +208,12 @@ def _normalize(
     ]
     warps = row_warps(hidden)
     if warps is not None:
+        kernel = rows_kernel(x.dtype, kind, warps)
         in_block = max(1, 4 // warps)  # rows of a block of norm.cu
-        grid, threads = -(-rows // in_block), 32 * warps * in_block
-        launch.launch(_rows_kernel(x.dtype, kind, warps), (grid,), (threads,), args, device=x.device.index)
+        # Persistent blocks, as many as run at once.
+        at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
+        grid, threads = min(-(-rows // in_block), at_once), 32 * warps * in_block
+        launch.launch(kernel, (grid,), (threads,), args, smem=8 * hidden, device=x.device.index)
     else:
         kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
         launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)
@@ -258,7 +274,7 @@ def run_tile(
         np.int32(WIDE[weight.dtype]),
     ]
     tile_rows = int(kernel.defines["TILE_ROWS"])
-    shared = tile_rows * hidden + _SKEW
+    shared = _tile_shared(tile_rows, hidden)
     # Persistent blocks, as many as run at once. At least one: it writes scale_inv.
     at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
     blocks = max(1, min(-(-rows // tile_rows), at_once))
