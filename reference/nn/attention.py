@@ -62,6 +62,8 @@ def forward(
 def backward(call: AttentionCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
     *tensors, before = saved
+    if grad.stride(-1) != 1:  # an expanded gradient, as of a plain sum
+        grad = grad.contiguous()
     return twin.attention_backward(grad, *tensors, *call.arguments, before)
 
 
