@@ -160,6 +160,33 @@ def test_constructor_refusals(arguments: dict[str, Any], error: type[Exception],
         layer_of(**arguments)
 
 
+def test_torch_autocast_casts_the_input_first(same_bits) -> None:
+    layer, x = layer_of(params_dtype=torch.float32), numbers(4, 8, 2, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        z = layer(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    same_bits(y, z)
+
+
+def test_transformer_engines_arguments_keep_their_places(same_bits) -> None:
+    layer, x = layer_of(), numbers(4, 8, 2, 64).bfloat16()
+    same_bits(
+        layer(x, None, "causal", None, None, None, None, None, None, None, None, False, None, None, "no_bias"), layer(x)
+    )
+    with pytest.raises(NotImplementedError, match=r"TransformerLayer.forward: window_size=\(4, 0\) is not offered"):
+        layer(x, None, "causal", (4, 0))
+    with pytest.raises(NotImplementedError, match="alibi_slopes="):
+        layer(x, alibi_slopes=torch.ones(4))
+
+
+def test_fp32_attention_is_explained() -> None:
+    with pytest.raises(
+        ValueError, match=r"q is torch.float32; q, k and v must all be torch.bfloat16 .* torch.autocast"
+    ):
+        layer_of(params_dtype=torch.float32)(numbers(4, 8, 2, 64))
+
+
 def test_encoder_and_decoder_know_their_inputs() -> None:
     x = torch.zeros(4, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="layer_type='encoder' takes no encoder_output"):

@@ -104,11 +104,6 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
     ) -> None:
         super().__init__()
         refuse_not_offered("DotProductAttention", locals())
-        if window_size not in (None, (-1, -1), (-1, 0)) or softmax_type != "vanilla":
-            raise NotImplementedError(
-                f"DotProductAttention: window_size={window_size}, softmax_type={softmax_type!r}; "
-                f"None and 'vanilla' are accepted."
-            )
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(
@@ -153,10 +148,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         Returns:
             `[s, b, h·d]` or `[b, s, h·d]`.
         """
-        if core_attention_bias_type != "no_bias" or core_attention_bias is not None:
-            raise NotImplementedError(
-                f"DotProductAttention: core_attention_bias_type={core_attention_bias_type!r}; 'no_bias' is accepted."
-            )
+        refuse_not_offered("DotProductAttention.forward", locals())
         layout = check_format("DotProductAttention", qkv_format or self.qkv_format)
         kind = check_mask_type("DotProductAttention", attn_mask_type or self.attn_mask_type)
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
@@ -271,8 +263,6 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
     ) -> None:
         super().__init__()
         refuse_not_offered("MultiheadAttention", locals())
-        if qk_norm_type is not None:
-            raise NotImplementedError(f"MultiheadAttention: qk_norm_type={qk_norm_type!r}; None is accepted.")
         if attention_type not in ("self", "cross"):
             raise ValueError(f"MultiheadAttention: attention_type={attention_type!r}; 'self' and 'cross' are accepted.")
         if kv_channels is None and hidden_size % num_attention_heads:

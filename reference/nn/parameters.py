@@ -39,7 +39,16 @@ OFF = {
     "symmetric_ar_type": None,
     "save_original_input": False,
     "activation_params": None,
+    "bottom_right_diagonal": None,
+    "enc_dec_window_size": None,
+    "enc_dec_bottom_right_diagonal": None,
+    "inference_params": None,
+    "core_attention_bias_type": "no_bias",
+    "core_attention_bias": None,
+    "alibi_slopes": None,
     "checkpoint": False,
+    "qk_norm_type": None,
+    "softmax_type": "vanilla",
 }
 
 
@@ -48,6 +57,10 @@ def refuse_not_offered(layer: str, arguments: Mapping[str, Any]) -> None:
     for name, off in OFF.items():
         if name in arguments and arguments[name] != off:
             raise NotImplementedError(f"{layer}: {name}={arguments[name]!r} is not offered; {off!r} is accepted.")
+    if arguments.get("window_size") not in (None, (-1, -1), (-1, 0)):
+        raise NotImplementedError(
+            f"{layer}: window_size={arguments['window_size']!r} is not offered; None is accepted."
+        )
     if arguments.get("parallel_mode") not in (None, "row", "column"):
         raise ValueError(
             f"{layer}: parallel_mode={arguments['parallel_mode']!r}; None, 'row' and 'column' are accepted."

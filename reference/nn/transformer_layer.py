@@ -167,26 +167,40 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: Mask = None,
         self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         encoder_output: torch.Tensor | None = None,
         enc_dec_attn_mask: Mask = None,
         enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply the layer.
 
         Args:
-            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd").
+            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16 (or fp32 under
+                torch.autocast, whose dtype it is cast to).
             attention_mask, self_attn_mask_type: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type: of a decoder's cross-attention.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
             rotary_pos_emb: as in `MultiheadAttention.forward`.
+            window_size, bottom_right_diagonal, inference_params, core_attention_bias_type and the rest: Transformer
+                Engine's, in its order; only "off" is offered.
 
         Returns:
             a tensor like hidden_states.
         """
+        refuse_not_offered("TransformerLayer.forward", locals())
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         if (encoder_output is not None) != (self.layer_type == "decoder"):
             wanted = "an encoder_output" if self.layer_type == "decoder" else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")

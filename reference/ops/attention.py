@@ -115,10 +115,13 @@ def check_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be 4-D, [batch, heads, sequence, head_dim]; got {list(x.shape)}.")
-        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != q.dtype:
+        if x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"{op}: {name} is {x.dtype} and q {q.dtype}; q, k and v must all be torch.bfloat16 or torch.float16."
+                f"{op}: {name} is {x.dtype}; q, k and v must all be torch.bfloat16 or torch.float16 "
+                f"(torch.autocast casts to them)."
             )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{op}: {name} is {x.dtype} and q {q.dtype}; q, k and v must have one dtype.")
         if x.device != q.device:
             raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}.")
         if x.stride(3) != 1 and x.numel():
