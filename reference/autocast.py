@@ -45,11 +45,14 @@ def current() -> AutocastState:
     return _PROCESS.state
 
 
-def take_first_module() -> bool:
-    """True for the first FP8 module that runs in an outermost context: its backward updates the gradients' scales."""
-    first = _PROCESS.first_module_pending
+def first_module_pending() -> bool:
+    """True until the first FP8 module has run in an outermost context: its backward updates the gradients' scales."""
+    return _PROCESS.first_module_pending
+
+
+def take_first_module() -> None:
+    """Note that the first FP8 module has run."""
     _PROCESS.first_module_pending = False
-    return first
 
 
 @contextlib.contextmanager

@@ -94,7 +94,8 @@ def _recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
     """Raise if an FP8 module runs forward inside a backward pass that our `checkpoint` did not arrange."""
-    if fp8 and not _REPLAYING and torch._C._current_graph_task_id() != -1:
+    # A compiler traces forward only, and has no word for the question.
+    if fp8 and not _REPLAYING and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
             f"back neither autocast nor the scales of the first run: use `checkpoint` of this package instead."

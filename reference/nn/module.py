@@ -37,6 +37,10 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         self._fp8_workspaces: dict[str, Operand] = {}
         scaling.register(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the membership: a process group can be neither copied nor pickled."""
+        return {**self.__dict__, "_membership": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy or an unpickled module is a module of its own: it registers itself."""
         super().__setstate__(state)
@@ -54,18 +58,12 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
     def init_fp8_metadata(self) -> AutocastState:
         """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
         state = current()
-        recompute.refuse_foreign_recompute(self, self.fp8 or state.enabled)
+        recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
         self.fp8 = state.enabled
-        if not (state.enabled or state.calibrating):
-            return state
-        length = state.recipe.amax_history_len
-        for key in scaling.KEYS:
-            if key not in self.fp8_meta:
-                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), length, self._parameter_device())
-            elif self.fp8_meta[key].amax_history.shape[0] != length:
-                self.fp8_meta[key].resize(length)
-        self.fp8_meta["recipe"] = state.recipe
-        scaling.join(self, state.recipe, state.group)
+        if state.enabled or state.calibrating:
+            _make_state(self, state.recipe.amax_history_len)
+            self.fp8_meta["recipe"] = state.recipe
+            scaling.join(self, state.recipe, state.group)
         return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -201,6 +199,22 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             raise RuntimeError(
                 f"{name}: inp is on {inp.device} and the parameters are on {device}; one device is accepted."
             )
+
+
+def _make_state(module: TransformerEngineBaseModule, length: int) -> None:
+    """Make or resize the FP8 state where it is missing or has not `length` rows of history."""
+    for key in scaling.KEYS:
+        if key not in module.fp8_meta:
+            columns = module._columns(key)
+            module.fp8_meta[key] = FP8TensorMeta.fresh(columns, length, module._parameter_device())
+        elif module.fp8_meta[key].amax_history.shape[0] != length:
+            module.fp8_meta[key].resize(length)
+    module.fp8_meta.setdefault("recipe", None)  # set by the caller; there already, so that guards see no new key
+
+
+# `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while it traces and not
+# in its graph, where new state would be an intermediate result. Its guards on the state's shapes run it again.
+_make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_state(name: str, value: torch.Tensor, fits: bool, accepted: str) -> None:
