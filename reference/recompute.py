@@ -113,7 +113,8 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)`, keep only its inputs, and recompute the rest in backward.
 
-    The gradients have the bits they have without `checkpoint`, in FP8 too, and no amax is taken twice.
+    The gradients have the bits they have without `checkpoint`, in FP8 too, and no amax is taken twice. Inside
+    `torch.compile` nothing is recomputed.
 
     Args:
         function: a module or function that does the same each time it runs.
@@ -130,6 +131,8 @@ def checkpoint(
             raise NotImplementedError(
                 f"checkpoint: {name}={value!r}; tensor parallelism is not offered, leave it at its default."
             )
+    if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
+        return function(*args, **kwargs)
     frame = _Frame()
     return torch.utils.checkpoint.checkpoint(
         function,

@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)` runs the layers with the bits of eager mode, FP8 state included, and compiles once."""
+"""`torch.compile(fullgraph=True)` runs the layers with eager mode's bits, FP8 state included, and compiles once."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -9,9 +9,10 @@ import torch
 from conftest import assert_same_bits
 
 import reference as te
+from reference import scaling
 
-# Dynamo's own doing.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# The compiler itself uses what PyTorch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BF16 = torch.bfloat16
 HIDDEN, HEADS = 32, 2
 
@@ -49,8 +50,9 @@ def one_compilation() -> Iterator[None]:
 
 
 def fp8_state(module: torch.nn.Module) -> list[torch.Tensor]:
-    metas = (m.fp8_meta for m in module.modules() if getattr(m, "fp8_meta", None))
-    return [t for meta in metas for key in ("scaling_fwd", "scaling_bwd") for t in (meta[key].scale, meta[key].amax_history)]
+    """Scales and histories of every layer inside."""
+    metas = [m.fp8_meta[key] for m in module.modules() if getattr(m, "fp8_meta", None) for key in scaling.KEYS]
+    return [t for meta in metas for t in (meta.scale, meta.amax_history)]
 
 
 def train(run: Callable[..., Any], module: torch.nn.Module, inputs: Any, fp8: bool, steps: int) -> list[torch.Tensor]:
@@ -86,6 +88,8 @@ def compare(name: str, fp8: bool, backend: str, steps: int = 4) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_compiled_layer_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
     compare(name, fp8, "aot_eager")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", LAYERS)

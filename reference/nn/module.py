@@ -34,6 +34,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
+        self._history_rows: int | None = None  # what the state is known to have: no need to look
         self._fp8_workspaces: dict[str, Operand] = {}
         scaling.register(self)
 
@@ -61,7 +62,10 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
         self.fp8 = state.enabled
         if state.enabled or state.calibrating:
-            _make_state(self, state.recipe.amax_history_len)
+            length = state.recipe.amax_history_len
+            if self._history_rows != length:
+                _make_state(self, length)
+                self._history_rows = None if torch.compiler.is_compiling() else length
             self.fp8_meta["recipe"] = state.recipe
             scaling.join(self, state.recipe, state.group)
         return state
@@ -104,6 +108,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         )
         unexpected_keys[:] = [name for name in unexpected_keys if name not in present]
         self._fp8_workspaces.clear()
+        self._history_rows = None
         if present:
             device = self._parameter_device()
             for key in scaling.KEYS:
@@ -213,7 +218,8 @@ def _make_state(module: TransformerEngineBaseModule, length: int) -> None:
 
 
 # `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while it traces and not
-# in its graph, where new state would be an intermediate result. Its guards on the state's shapes run it again.
+# in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
+# eager mode has made the state serves every module like it.
 _make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
