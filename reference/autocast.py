@@ -57,17 +57,17 @@ def take_first_module() -> None:
 
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
-    """Run with `state` and update nothing: a checkpoint's recomputation.
+    """Run with `state` and update nothing: a checkpoint's recomputation, the capture of a CUDA graph.
 
     The depth is raised so that a context opened inside is not an outermost one either.
     """
-    outer = _PROCESS.state
-    _PROCESS.state = state
+    outer, pending = _PROCESS.state, _PROCESS.first_module_pending
+    _PROCESS.state, _PROCESS.first_module_pending = state, False
     _PROCESS.depth += 1
     try:
         yield
     finally:
-        _PROCESS.state = outer
+        _PROCESS.state, _PROCESS.first_module_pending = outer, pending
         _PROCESS.depth -= 1
 
 

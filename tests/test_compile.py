@@ -1,5 +1,6 @@
 """`torch.compile(fullgraph=True)` runs the layers with eager mode's bits, FP8 state included, and compiles once."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,11 @@ from conftest import assert_same_bits
 import reference as te
 from reference import scaling
 
-# The compiler itself uses what PyTorch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# The compiler's own: it uses what PyTorch deprecates, and looks at every tensor's grad.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 BF16 = torch.bfloat16
 HIDDEN, HEADS = 32, 2
 
@@ -55,33 +59,48 @@ def fp8_state(module: torch.nn.Module) -> list[torch.Tensor]:
     return [t for meta in metas for t in (meta.scale, meta.amax_history)]
 
 
-def train(run: Callable[..., Any], module: torch.nn.Module, inputs: Any, fp8: bool, steps: int) -> list[torch.Tensor]:
-    """Every output, gradient, scale and history of `steps` steps."""
+def train(
+    run: Callable[..., Any],
+    module: torch.nn.Module,
+    inputs: Any,
+    fp8: bool | None,
+    steps: int,
+    recipe: te.DelayedScaling | None = None,
+    **extra: Any,
+) -> list[torch.Tensor]:
+    """Every output, gradient, scale and history of `steps` steps; fp8 None leaves autocast to the module."""
     seen: list[torch.Tensor] = []
     for step in range(steps):
         tensors = [(t * 2.0**step).detach().requires_grad_() for t in inputs]
-        with te.autocast(enabled=fp8, recipe=te.DelayedScaling(amax_history_len=3)):
-            out = run(*tensors)
+        outside = te.autocast(enabled=bool(fp8), recipe=recipe or te.DelayedScaling(amax_history_len=3))
+        with contextlib.nullcontext() if fp8 is None else outside:
+            out = run(*tensors, **extra)
         out.backward(torch.ones_like(out) * 2.0**-step)
         seen += [out, *(t.grad for t in tensors)]
         for p in module.parameters():
             seen.append(p.grad)
-            p.data = p.data - 0.5 * p.grad
+            p.data = p.data - 0.125 * p.grad
             p.grad = None
         seen += [t.clone() for t in fp8_state(module)]
     return seen
 
 
-def compare(name: str, fp8: bool, backend: str, steps: int = 4) -> None:
+def compare_modules(
+    eager: torch.nn.Module, inputs: Any, fp8: bool | None, backend: str, *rest: Any, **extra: Any
+) -> None:
+    """Train a module and its compiled copy."""
+    module = copy.deepcopy(eager)
+    expected = train(eager, eager, inputs, fp8, *rest, **extra)
+    run = torch.compile(module, fullgraph=True, backend=backend)
+    actual = train(run, module, inputs, fp8, *rest, **extra)
+    for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
+
+
+def compare(name: str, fp8: bool, backend: str) -> None:
     torch.manual_seed(1)
     build, arguments = LAYERS[name]
-    eager, inputs = build(), arguments()
-    module = copy.deepcopy(eager)
-    expected = train(eager, eager, inputs, fp8, steps)
-    actual = train(torch.compile(module, fullgraph=True, backend=backend), module, inputs, fp8, steps)
-    assert len(expected) == len(actual)
-    for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
-        assert_same_bits(a, b, f"{name}, tensor {position} of {len(expected)}")
+    compare_modules(build(), arguments(), fp8, backend, 4)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -90,8 +109,106 @@ def test_a_compiled_layer_has_the_bits_of_eager_mode(name: str, fp8: bool) -> No
     compare(name, fp8, "aot_eager")
 
 
+@pytest.mark.parametrize(
+    ("name", "fp8"), [("LayerNormLinear", True), ("DotProductAttention", False), ("LayerNormMLP", True)]
+)
+def test_inductor_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
+    compare(name, fp8, "inductor")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_inductor_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
+def test_inductor_has_the_bits_of_eager_mode_in_every_layer(name: str, fp8: bool) -> None:
     compare(name, fp8, "inductor")
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "decoder": {"layer_type": "decoder"},
+    "gqa, swiglu, RMSNorm": {"num_gqa_groups": 1, "activation": "swiglu", "normalization": "RMSNorm"},
+    "checkpointed attention": {},
+    "rotary, padding": {"self_attn_mask_type": "padding"},
+    "output layernorm": {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformer_layers_of_every_kind(variant: str) -> None:
+    torch.manual_seed(1)
+    eager = te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=torch.float16, **VARIANTS[variant])
+    padding = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
+    padding[1, ..., 3:] = True
+    extra: dict[str, Any] = {
+        "decoder": {"encoder_output": torch.randn(3, 2, HIDDEN, dtype=torch.float16)},
+        "checkpointed attention": {"checkpoint_core_attention": True},
+        "rotary, padding": {"attention_mask": padding, "rotary_pos_emb": torch.randn(4, 1, 1, 16)},
+    }.get(variant, {})
+    recipe = te.DelayedScaling(amax_history_len=2, fp8_format=te.Format.E4M3, amax_compute_algo="most_recent")
+    compare_modules(eager, [t.to(torch.float16) for t in hidden()], True, "aot_eager", 3, recipe, **extra)
+
+
+class Twelve(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([te.Linear(HIDDEN, HIDDEN, params_dtype=BF16) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_layers_compiled_one_by_one_share_their_code_once_their_fp8_state_exists() -> None:
+    """Two graphs: that of the first module in an autocast, which asks for the gradients' update, and the others'."""
+    torch.manual_seed(1)
+    eager, inputs = Twelve(), hidden()
+    train(eager, eager, inputs, True, 1)
+    module = copy.deepcopy(eager)
+    torch._dynamo.utils.counters.clear()
+    for layer in module.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        actual = train(module, module, inputs, True, 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    for a, b in zip(train(eager, eager, inputs, True, 3), actual, strict=True):
+        assert_same_bits(a, b)
+
+
+class Inside(torch.nn.Module):
+    """A module that enters autocast, and recomputes a part, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16)
+        self.second = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=te.DelayedScaling(amax_history_len=3)):
+            return self.second(te.checkpoint(self.first, x))
+
+
+def test_autocast_inside_the_compiled_region() -> None:
+    """Its end updates every layer of the process: one that is garbage collected meanwhile costs a compilation."""
+    torch.manual_seed(1)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compare_modules(Inside(), hidden(), None, "aot_eager", 4)
+
+
+def test_a_new_history_length_compiles_again_and_keeps_the_bits() -> None:
+    eager, inputs = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16), hidden()
+    module = copy.deepcopy(eager)
+    run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for length in (2, 5, 3):
+            recipe = te.DelayedScaling(amax_history_len=length)
+            expected = train(eager, eager, inputs, True, 2, recipe)
+            for a, b in zip(expected, train(run, module, inputs, True, 2, recipe), strict=True):
+                assert_same_bits(a, b, f"length {length}")
+    assert module.fp8_meta["scaling_bwd"].amax_history.shape[0] == 3
+
+
+def test_opcheck_of_what_a_compiler_does_not_look_into() -> None:
+    twin = torch.ops.twin
+    torch.library.opcheck(twin.snapshot.default, (torch.tensor([3, 4]),), test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(RuntimeError, match="during backward pass"):
+        twin.request_scale_update(torch.ones(2))

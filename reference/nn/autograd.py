@@ -22,7 +22,6 @@ Forward = Callable[..., tuple[Any, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
-
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(

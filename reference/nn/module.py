@@ -36,6 +36,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         self.fp8_meta: dict[str, Any] = {}
         self._history_rows: int | None = None  # what the state is known to have: no need to look
         self._fp8_workspaces: dict[str, Operand] = {}
+        self._membership: scaling.Membership | None = None
         scaling.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
