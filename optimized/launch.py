@@ -140,10 +140,22 @@ class _Arguments:
 
 
 class _Thread(threading.local):
-    """Argument blocks are per thread: the driver reads them while the interpreter's lock is free."""
+    """What a thread keeps.
+
+    Argument blocks, because the driver reads them while the interpreter's lock is free; and the devices whose context
+    is current here: autograd's threads have none until the CUDA runtime is called in them, and we call the driver.
+    """
 
     def __init__(self) -> None:
         self.arguments: dict[Kernel, _Arguments] = {}
+        self.devices: set[int] = set()
+
+    def attach(self, index: int) -> None:
+        """Make the device's context current in this thread."""
+        from cupy_backends.cuda.api import runtime
+
+        runtime.setDevice(index)
+        self.devices.add(index)
 
 
 _thread = _Thread()
@@ -186,6 +198,8 @@ def launch(
     """
     previous = torch._C._cuda_exchangeDevice(device)
     try:
+        if device not in _thread.devices:
+            _thread.attach(device)
         handle = kernel.on(device)
         block_of_arguments = _thread.arguments.get(kernel)
         if block_of_arguments is None:

@@ -89,7 +89,7 @@ def powers_of_two() -> np.ndarray:
 
 
 @njit(**OPTIONS)
-def _power(n: np.float32, powers: np.ndarray) -> np.float32:
+def power_on_grid(n: np.float32, powers: np.ndarray) -> np.float32:
     """`ex2.approx.ftz` of a multiple of 2^-15."""
     if n >= OVERFLOW:
         return INFINITY
@@ -108,7 +108,7 @@ def exp_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     if x < EXP_LOWEST:
         x = EXP_LOWEST
     n = fma(x, LOG2E, GRID11) - GRID11  # x / ln 2 to a multiple of 2^-11
-    power = _power(n, powers)
+    power = power_on_grid(n, powers)
     f = fma(n, -LN2, x)
     f = fma(n, -LN2_LOW, f)  # x - n ln 2, |f| <= 1.7e-4
     return fma(power, f, power)  # 2^n (1 + f); f²/2 <= 1.5e-8 is left out
@@ -117,7 +117,7 @@ def exp_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
 @njit(**OPTIONS)
 def exp2_grid_scalar(y: np.float32, powers: np.ndarray) -> np.float32:
     """2^y to a relative 1.06e-5; 0 below 2^-126, inf from 2^128 on, NaN where y is."""
-    return _power((y + GRID15) - GRID15, powers)
+    return power_on_grid((y + GRID15) - GRID15, powers)
 
 
 @njit(**OPTIONS)
@@ -132,7 +132,7 @@ def _exp2_nonpositive(y: np.float32, powers: np.ndarray) -> np.float32:
     if not y > EXP2_LOWEST:
         y = EXP2_LOWEST
     n = (y + GRID11) - GRID11
-    power = _power(n, powers)
+    power = power_on_grid(n, powers)
     return fma(power, (y - n) * LN2, power)
 
 

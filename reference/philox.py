@@ -225,9 +225,7 @@ def _draw(shape: Sequence[int], piece: Callable[[int, int], Floats]) -> torch.Te
     return torch.from_numpy(out).reshape(tuple(shape))
 
 
-def uniform(
-    shape: Sequence[int], low: float = 0.0, high: float = 1.0, *, seed: int | None = None
-) -> torch.Tensor:
+def uniform(shape: Sequence[int], low: float = 0.0, high: float = 1.0, *, seed: int | None = None) -> torch.Tensor:
     """fp32 of `shape` on the CPU, uniform in [low, high): low + (high - low) · u, where u is 24 bits.
 
     u is the top 24 bits of word 0 over 2^24: with the default bounds the values are exact. Other bounds
@@ -244,9 +242,7 @@ def uniform(
     return _draw(shape, piece)
 
 
-def normal(
-    shape: Sequence[int], mean: float = 0.0, std: float = 1.0, *, seed: int | None = None
-) -> torch.Tensor:
+def normal(shape: Sequence[int], mean: float = 0.0, std: float = 1.0, *, seed: int | None = None) -> torch.Tensor:
     """fp32 of `shape` on the CPU, normal: mean + std · z in float64, rounded once.
 
     z is the normal quantile of 52 random bits, |z| < 8.3. `seed` None draws one from torch's CPU generator.

@@ -16,6 +16,7 @@ import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES
+from reference.ops.activation import GATED, KINDS
 
 twin = torch.ops.twin
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,8 +84,59 @@ def norms() -> None:
                 twin.norm_cast_transpose(x, weight, bias, 1e-5, True, kind, scale, history, 1, FP8[0])
 
 
+def activations() -> None:
+    for (rows, cols), kind, dtype in itertools.product(((1, 16), (130, 272), (128, 256)), KINDS, WIDE):
+        grad = torch.randn(rows, cols).to(dtype).cuda()
+        x = torch.randn(rows, 2 * cols if kind in GATED else cols).to(dtype).cuda()
+        scale, history = torch.ones(3).cuda(), torch.zeros(5, 3).cuda()
+        twin.activation(x, kind)
+        twin.activation_backward(grad, x, kind)
+        for out in FP8:
+            twin.activation_cast_transpose(x, kind, scale, history, 0, out)
+            twin.activation_backward_cast_transpose_dbias(grad, x, kind, scale, history, 1, out)
+        odd = torch.randn(3, 10).to(dtype).cuda()
+        twin.activation_backward(twin.activation(odd, kind), odd, kind)
+
+
+def attentions() -> None:
+    """Each head dimension's configuration; one row, ragged blocks, whole ones; masks, dropout, grouped heads."""
+    for (sq, skv), d, dtype in itertools.product(((1, 1), (130, 200), (128, 256)), (24, 64, 128, 200), WIDE[1:]):
+        q, grad = (torch.randn(1, 2, sq, d).to(dtype).cuda() for _ in range(2))
+        k, v = (torch.randn(1, 1, skv, d).to(dtype).cuda() for _ in range(2))
+        mask = (torch.rand(1, 1, 1, skv) < 0.5).cuda()
+        for p, hidden, kind in ((0.0, None, "causal"), (0.1, mask, "none")):
+            state = torch.tensor([1, 2]).cuda()
+            rest = (0.1, kind, hidden, p)
+            out, m, inv = twin.attention(q, k, v, *rest, state.clone())
+            twin.attention_backward(grad, q, k, v, out, m, inv, *rest, state)
+
+
+def around_attention() -> None:
+    for dtype, cols in itertools.product(WIDE, (7, 264, 1000, 2056)):
+        x = torch.randn(1, 2, 5, cols).to(dtype).cuda()
+        y = twin.softmax(x, 0.5, "causal", None)
+        twin.softmax_backward(x, y, 0.5)
+        rows = torch.randn(3, cols).to(dtype).cuda()
+        state = torch.tensor([1, 2]).cuda()
+        twin.bias_dropout_add(rows, rows[0].clone(), rows, 0.1, state)
+        twin.dropout_backward(rows, 0.1, state)
+        for d, d2 in ((64, 64), (64, 32), (10, 6)):
+            heads, freqs = torch.randn(5, 2, 3, d).to(dtype).cuda(), torch.randn(5, d2).cuda()
+            for interleaved in (False, True):
+                twin.rotary(heads, freqs, interleaved, False)
+
+
 def main() -> None:
-    parts = {"casts": casts, "scale_update": scale_update, "gemms": gemms, "gemm_tiles": gemm_tiles, "norms": norms}
+    parts = {
+        "casts": casts,
+        "scale_update": scale_update,
+        "gemms": gemms,
+        "gemm_tiles": gemm_tiles,
+        "norms": norms,
+        "activations": activations,
+        "attentions": attentions,
+        "around_attention": around_attention,
+    }
     with torch.no_grad():
         for name in sys.argv[1:] or parts:
             parts[name]()

@@ -1,7 +1,9 @@
 """The activations on the CPU: against float64, their written products, what the casts and sums are made of."""
 
+import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS, GATED = activation.KINDS, activation.GATED
 SIXTEEN = (torch.bfloat16, torch.float16)
 NAN, INF = float("nan"), float("inf")
+BANDWIDTH_OPS = (
+    "activation",
+    "activation_backward",
+    "activation_cast_transpose",
+    "activation_backward_cast_transpose_dbias",
+)
 twin = torch.ops.twin
 
 TRUTH = {
@@ -318,3 +326,22 @@ class TestRefusals:
         more = (torch.ones(1), None, 0, E4M3) if op.endswith("transpose") else ()
         with pytest.raises(RuntimeError, match=rf"twin::{op} has no derivative of its own"):
             getattr(twin, op)(torch.zeros(4, 32, requires_grad=True), "gelu", *more)
+
+
+class TestThePage:
+    """docs/activation.md states what docs/results/activation.json holds."""
+
+    FOLDER = Path(__file__).parents[1] / "docs"
+
+    @pytest.mark.parametrize("op", BANDWIDTH_OPS)
+    def test_bandwidths(self, op: str) -> None:
+        rows = json.loads((self.FOLDER / "results" / "activation.json").read_text("utf-8"))["rows"]
+        large = {
+            row["kind"]: row["of_copy"]
+            for row in rows
+            if (row["op"], row["dtype"]) == (op, "bf16")
+            and row["x_columns"] == (32768 if row["kind"] in GATED else 16384)
+        }
+        stated = " | ".join(f"{large[kind]:.2f}" for kind in ("gelu", "geglu", "relu", "silu", "swiglu"))
+        assert f"| `{op}` | {stated} |" in (self.FOLDER / "activation.md").read_text("utf-8")
+        assert min(large.values()) >= 0.75

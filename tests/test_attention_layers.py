@@ -67,6 +67,16 @@ def test_layouts_are_views_of_each_other(same_bits) -> None:
     same_bits(out, other.transpose(0, 1))
 
 
+def test_an_expanded_gradient_is_taken(same_bits) -> None:
+    layer, grads = te.DotProductAttention(2, 16), []
+    for reduce in (torch.Tensor.sum, lambda out: out.mul(1.0).sum()):
+        q, k, v = (numbers(i, 20, 2, 2, 16).bfloat16().requires_grad_() for i in (1, 2, 3))
+        reduce(layer(q, k, v)).backward()
+        grads.append((q.grad, k.grad, v.grad))
+    for a, b in zip(*grads, strict=True):
+        same_bits(a, b)
+
+
 def test_cross_attention_bottom_right_and_two_masks(same_bits) -> None:
     layer = te.DotProductAttention(2, 16, attention_type="cross", attn_mask_type="causal_bottom_right")
     q, k, v = numbers(1, 5, 1, 2, 16).bfloat16(), numbers(2, 9, 1, 2, 16).bfloat16(), numbers(3, 9, 1, 2, 16).bfloat16()

@@ -1,6 +1,7 @@
 """Loading and launching: what needs no GPU first, then streams, graphs and devices on one."""
 
 import ctypes
+import threading
 
 import numpy as np
 import pytest
@@ -213,3 +214,23 @@ def test_where_gradients_would_be_recorded_the_op_is_refused() -> None:
 def test_tensors_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="scale is on cpu"):
         twin.cast(torch.ones(16, 16, device="cuda"), torch.ones(1), None, 0, E4M3)
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_a_thread_may_be_a_kernel_of_ours() -> None:
+    """autograd's threads have no context before the CUDA runtime is called in them; we call the driver."""
+    x = torch.randn(70, 64, device="cuda").bfloat16()
+    torch.empty(4096, device="cuda")  # cached: the thread's own allocations need not call the runtime
+    results: list[torch.Tensor | BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(twin.dbias(x))
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert isinstance(results[0], torch.Tensor), results[0]
+    assert_same_bits(results[0], twin.dbias(x.cpu()))

@@ -18,7 +18,10 @@ FP32, BF16, FP16 = formats.WIDE_DTYPES
 twin = torch.ops.twin
 
 # One hidden of each way through the selectors, and neighbours of their limits.
-HIDDEN = (1, 7, 8, 100, 256, 1000, 1016, 1024, 1032, 2048, 2056, 3072, 4096, 4104, 5120, 7168, 7176, 8192, 8200, 9001)
+HIDDEN = (
+    *(1, 7, 8, 100, 256, 1000, 1016, 1024, 1032, 2048, 2056, 3072, 4096, 4104, 5120, 8192, 8208, 9001),
+    *(5744, 5760, 9584, 9600, 12288, 16384, 16392),
+)
 
 
 def values(rows, hidden, dtype, seed):
@@ -119,19 +122,23 @@ def test_every_configuration_on_ragged_shapes(kind, dtype, monkeypatch):
     y = twin.norm(x, weight, bias, 1e-5, False, kind, BF16)
     cast = twin.norm_cast_transpose(x, weight, bias, 1e-5, False, kind, scale, history, 0, E4M3)
     there = [None if t is None else t.cuda() for t in (x, weight, bias, scale)]
-    for count in (4, 8, 16) if dtype == FP32 else (4, 8, 16, 28):
-        monkeypatch.setattr(kernels, "stripes", lambda hidden, dtype, count=count: count)
+    for warps in (1, 2, 4, 8, 16):
+        monkeypatch.setattr(kernels, "row_warps", lambda hidden, warps=warps: warps)
         poison()
         for a, b in zip(y, twin.norm(*there[:3], 1e-5, False, kind, BF16), strict=True):
-            assert_same_bits(a, b, f"norm, {count} stripes")
+            assert_same_bits(a, b, f"norm, {warps} warps")
+    for shape in ((1, 32), (2, 32), (4, 32), (8, 32), (8, 16), (16, 16)):
+        monkeypatch.setattr(kernels, "tile_shape", lambda hidden, shape=shape: shape)
+        poison()
         found = torch.zeros(1, 1, device="cuda")
         for a, b in zip(
             cast, twin.norm_cast_transpose(*there[:3], 1e-5, False, kind, there[3], found, 0, E4M3), strict=True
         ):
-            assert_same_bits(a, b, f"norm_cast_transpose, {count} stripes")
+            assert_same_bits(a, b, f"norm_cast_transpose, {shape}")
         assert_same_bits(history, found, "amax")
     # The kernels for rows of any length, on this one.
-    monkeypatch.setattr(kernels, "stripes", lambda hidden, dtype: None)
+    monkeypatch.setattr(kernels, "row_warps", lambda hidden: None)
+    monkeypatch.setattr(kernels, "tile_shape", lambda hidden: None)
     check(twin.norm, x, weight, bias, 1e-5, False, kind, FP32)
     check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, scale, history, 0, E5M2)
     monkeypatch.setattr(kernels, "backward_shape", lambda hidden: None)

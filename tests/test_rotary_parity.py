@@ -41,6 +41,17 @@ def test_any_shape(s, b, h, d, part, dtype, layout, interleaved, backward, reach
     assert_same_bits(result("cpu"), result("cuda"), f"{shape}, {freqs.shape}, {dtype}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("d", "d2"), [(128, 128), (128, 64), (64, 48), (256, 0)])
+def test_whole_vectors(dtype: torch.dtype, backward: bool, interleaved: bool, d: int, d2: int) -> None:
+    x, freqs = torch.randn(37, 2, 5, d).to(dtype), torch.randn(40, d2) * 50
+    assert_same_bits(
+        twin.rotary(x, freqs, interleaved, backward), twin.rotary(x.cuda(), freqs.cuda(), interleaved, backward)
+    )
+
+
 def test_angles() -> None:
     """A million angles of every size, through cos and sin apart."""
     words = torch.randint(-(2**31), 2**31 - 1, (1 << 20,), generator=torch.Generator().manual_seed(0))

@@ -56,6 +56,6 @@ def test_any_shape(b, h, sq, skv, dtype, mask_type, mask_shape, scale, seed) -> 
     compare(b, h, sq, skv, dtype, mask_type, mask_shape, scale, seed)
 
 
-@pytest.mark.parametrize("skv", [2048, 4099])
+@pytest.mark.parametrize("skv", [1500, 2048, 2049, 4099])
 def test_long_rows(skv: int) -> None:
     compare(1, 2, 9, skv, torch.bfloat16, "causal_bottom_right", "none", 1.0, 3)

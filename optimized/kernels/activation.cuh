@@ -36,10 +36,38 @@ __device__ __forceinline__ float derivative(float x) {
 #endif
 }
 
+// act and act' together: in both directions of a gated kind. silu and dsilu share sigmoid as they are written; gelu and
+// dgelu do but for the clamp of x^2 in the latter, which changes no bit of the sigmoid (from x^2 = 128 on, it is 0 or 1).
+__device__ __forceinline__ void act_and_derivative(float x, float& y, float& slope) {
+#if KIND == 1 && WIDE == 0
+    const float square = fminf(x * x, 128.0f);
+    const float e = twin::exp2_nonpositive(
+        fmaxf(-fabsf(x) * __fmaf_rn(square, twin::kGelu3Log2e, twin::kGelu1Log2e), -127.0f));
+    const float r = twin::reciprocal_1_2(1.0f + e), h = e * r;
+    y = (x * (x < 0.0f ? e : 1.0f)) * r;
+    slope = __fmaf_rn((r * h) * __fmaf_rn(square, twin::kGeluSlope, twin::kGelu1), x, x < 0.0f ? h : r);
+#elif KIND == 1
+    const float square = fminf(x * x, 128.0f);
+    const float w = x * __fmaf_rn(square, -twin::kGelu3Log2e, -twin::kGelu1Log2e);
+    const float s = twin::rcp_approx(1.0f + twin::ex2_approx(w));
+    y = x * s;
+    slope = __fmaf_rn(__fmaf_rn(-s, s, s) * __fmaf_rn(square, twin::kGeluSlope, twin::kGelu1), x, s);
+#else
+    y = act(x);
+    slope = derivative(x);
+#endif
+}
+
 // The second argument is x2, which only the gated kinds read.
 __device__ __forceinline__ float forward(float x1, float x2) { return GATED ? act(x1) * x2 : act(x1); }
 
 __device__ __forceinline__ void backward(float grad, float x1, float x2, float (&dx)[HALVES]) {
-    dx[0] = (GATED ? grad * x2 : grad) * derivative(x1);
-    if constexpr (GATED) dx[1] = grad * act(x1);
+    if constexpr (GATED) {
+        float y, slope;
+        act_and_derivative(x1, y, slope);
+        dx[0] = (grad * x2) * slope;
+        dx[1] = grad * y;
+    } else {
+        dx[0] = grad * derivative(x1);
+    }
 }

@@ -106,6 +106,19 @@ __device__ __forceinline__ void drop(float (&s)[64], const Generator& generator,
     }
 }
 
+// Issue s = q kᵀ.
+__device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
+#pragma unroll
+    for (int step = 0; step < 4 * D_CHUNKS; step++)
+        wgmma_k16<FORMAT, 0, 0>(s, along_d(q, Map::kChunk, step), along_d(k, Map::kChunk, step), step > 0);
+}
+
+// Issue o += p v.
+__device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], const unsigned (&p)[8][4], unsigned v) {
+#pragma unroll
+    for (int step = 0; step < 8; step++) wgmma_k16<FORMAT, 1>(o, p[step], along_rows(v, Map::kChunk, step), 1);
+}
+
 __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a, void* out,
                                       float* m, float* inv, int row, int batch, int head) {
     const int lane = threadIdx.x % 4;
@@ -146,43 +159,65 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, voi
     float o[N_OUT / 2];
 #pragma unroll
     for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
-    Stage<STAGES> stage;
-    mbarrier_wait(shared + Map::kQFull, 0);
-    for (int j = 0; j < blocks; j++, stage.advance()) {
-        float s[64], alpha[2];
-        mbarrier_wait(shared + Map::kKFull + 8 * stage.index, stage.parity);
-        const unsigned k = shared + Map::kK + stage.index * Map::kTile;
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4 * D_CHUNKS; step++)
-            wgmma_k16<FORMAT, 0, 0>(s, along_d(q, Map::kChunk, step), along_d(k, Map::kChunk, step), step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(s);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kKEmpty + 8 * stage.index);
-
+    const unsigned long long counter = DROPOUT ? tile_counter(a, batch * a.heads + head, warp_row / 16, 0) : 0;
+    const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
         if (mask != nullptr || (j + 1) * kTileRows > key_limit(a, warp_row))
             hide(s, a, mask, row, j * kTileRows + 2 * (threadIdx.x % 4));
         weigh(s, rows, alpha, a.c);
-        if constexpr (DROPOUT)
-            drop(s, generator, tile_counter(a, batch * a.heads + head, warp_row / 16, j * 8), a.threshold);
+        if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
+    };
+    const auto release = [](unsigned barrier) {
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+    };
+
+    Stage<STAGES> keys, values;
+    unsigned p[8][4];
+    float s[64], alpha[2];
+    mbarrier_wait(shared + Map::kQFull, 0);
+    if (blocks > 0) {  // the first block: nothing to rescale
+        mbarrier_wait(shared + Map::kKFull, 0);
+        wgmma_fence();
+        score(s, q, shared + Map::kK);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        release(shared + Map::kKEmpty);
+        keys.advance();
+        soften(s, alpha, 0);
+#pragma unroll
+        for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
+    }
+    // While a block's scores become weights, the tensor cores are busy with the values of the block before.
+    for (int j = 1; j < blocks; j++, keys.advance(), values.advance()) {
+        mbarrier_wait(shared + Map::kKFull + 8 * keys.index, keys.parity);
+        wgmma_fence();
+        score(s, q, shared + Map::kK + keys.index * Map::kTile);
+        wgmma_commit();
+        mbarrier_wait(shared + Map::kVFull + 8 * values.index, values.parity);
+        wgmma_fence();
+        add_values(o, p, shared + Map::kV + values.index * Map::kValues);
+        wgmma_commit();
+        wgmma_wait<1>();
+        wgmma_hold(s);
+        release(shared + Map::kKEmpty + 8 * keys.index);
+        soften(s, alpha, j);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        release(shared + Map::kVEmpty + 8 * values.index);
         if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
             for (int i = 0; i < N_OUT / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
         }
-        unsigned p[8][4];
 #pragma unroll
         for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
-
-        mbarrier_wait(shared + Map::kVFull + 8 * stage.index, stage.parity);
-        const unsigned v = shared + Map::kV + stage.index * Map::kValues;
+    }
+    if (blocks > 0) {
+        mbarrier_wait(shared + Map::kVFull + 8 * values.index, values.parity);
         wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 8; step++) wgmma_k16<FORMAT, 1>(o, p[step], along_rows(v, Map::kChunk, step), 1);
+        add_values(o, p, shared + Map::kV + values.index * Map::kValues);
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_hold(o);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kVEmpty + 8 * stage.index);
     }
     store(o, rows, a, out, m, inv, row, batch, head);
 }

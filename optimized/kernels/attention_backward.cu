@@ -11,7 +11,7 @@
 // dv and dk are one tensor-core chain over the group's heads and the queries; dq one for each 128 keys, added in fp32.
 // grid: (blocks of 128 rows, b heads, chunks of N_OUT columns of d); scores are computed again for each chunk.
 //
-// `dots` makes the float4 of each query that the tiles need: (384 - m, inv, D, 0), zeros up to a multiple of 128.
+// `dots` makes what the tiles need of each query, 384 - m and inv, and D; zeros up to a multiple of 128 queries.
 //
 // Defines: as attention.cu, and DQ (0 | 1).
 #include "attention_tile.cuh"
@@ -139,26 +139,54 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
     }
 }
 
-// From the products s and dp, 16 columns of them, to the weights and the gradients of the scores as operands.
-__device__ __forceinline__ void differentiate(unsigned (&weights)[4], unsigned (&gradients)[4], float (&s)[32],
-                                              float (&dp)[32], int step, const Arguments& a, const Pairs& at,
-                                              const float4 (&own)[2], const float4* stats_of_column) {
+// What the tiles need of a query: 384 - m and inv; and D, apart, because it is needed later.
+struct Stats {
+    const float2* softmax;
+    const float* dots;
+};
+
+// The products s become the weights, in place; +0 where a pair is hidden.
+__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Pairs& at, const float2 (&own)[2],
+                                      const float2* of_column) {
 #pragma unroll
-    for (int pair = 0; pair < 4; pair++) {
+    for (int pair = 0; pair < 16; pair++) {  // the two rows of a column
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int t = 2 * step + pair / 2, n = 4 * t + 2 * r + pair % 2;
-            const float4 stats = DQ ? own[r] : stats_of_column[8 * t + pair % 2];
-            const bool hidden = at.hidden >> n & 1, keep = at.keep >> n & 1;
+            const int n = pair / 2 * 4 + 2 * r + pair % 2;
+            const float2 stats = DQ ? own[r] : of_column[pair / 2 * 8 + pair % 2];
             const float weighed = __fmul_rn(weight(s[n], a.c, stats.x), stats.y);
-            const float gradient = __fmul_rn(weighed, __fmaf_rn(keep ? dp[n] : 0.0f, a.kept, -stats.z));
-            s[n] = hidden || !keep ? 0.0f : weighed;
+            s[n] = at.hidden >> n & 1 ? 0.0f : weighed;
+        }
+    }
+}
+
+// The weights that dropout keeps, as operands.
+__device__ __forceinline__ void pack_kept(unsigned (&weights)[4][4], const float (&s)[32], unsigned keep) {
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        float eight[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) eight[i] = keep >> (8 * step + i) & 1 ? s[8 * step + i] : 0.0f;
+        pack_operand<FORMAT>(weights[step], eight, 0);
+    }
+}
+
+// From the weights and the products dp to the gradients of the scores, as operands.
+__device__ __forceinline__ void differentiate(unsigned (&gradients)[4][4], const float (&s)[32], float (&dp)[32],
+                                              const Arguments& a, const Pairs& at, const float (&own)[2],
+                                              const float* of_column) {
+#pragma unroll
+    for (int pair = 0; pair < 16; pair++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int n = pair / 2 * 4 + 2 * r + pair % 2;
+            const float dot = DQ ? own[r] : of_column[pair / 2 * 8 + pair % 2];
+            const bool hidden = at.hidden >> n & 1, keep = at.keep >> n & 1;
+            const float gradient = __fmul_rn(s[n], __fmaf_rn(keep ? dp[n] : 0.0f, a.kept, -dot));
             dp[n] = hidden ? 0.0f : gradient;
         }
-        if (pair % 2 == 1) asm volatile("" ::: "memory");  // or all stats are loaded first, and registers spill
+        if (pair % 4 == 3) pack_operand<FORMAT>(gradients[pair / 4], dp, pair / 4);
     }
-    pack_operand<FORMAT>(weights, s, step);
-    pack_operand<FORMAT>(gradients, dp, step);
 }
 
 // acc += A(values, 64 x 64) B, B of 64 rows in shared memory.
@@ -186,21 +214,27 @@ __device__ __forceinline__ void store(const float (&acc)[kAcc], float scale, con
     }
 }
 
-__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Walk& todo, const float4* stats,
+__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Walk& todo, const Stats& stats,
                                         void* first_out, void* second_out, int first, int batch, int head) {
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     unsigned x1 = shared + Map::kX1 + warpgroup * (64 * 128);
     const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
     Pairs at{batch * a.heads + (DQ ? head : head * a.group), first + static_cast<int>(threadIdx.x) / 32 * 16, 0, 0, 0};
-    float4 own[2] = {};
+    float2 own[2] = {};
+    float own_dots[2] = {};
     float acc1[kAcc], acc2[kAcc];  // dv and dk; or dq of 128 keys, and in all
 #pragma unroll
     for (int i = 0; i < kAcc; i++) acc1[i] = acc2[i] = 0.0f;
     Stage<STAGES> stage;
     mbarrier_wait(shared + Map::kFixedFull, 0);
     for (int n = 0; n < todo.heads; n++, at.head++) {
-        const float4* head_stats = stats + static_cast<long long>(at.head) * padded;
-        if constexpr (DQ) own[0] = head_stats[at.thread_row()], own[1] = head_stats[at.thread_row() + 8];
+        const float2* softmax = stats.softmax + static_cast<long long>(at.head) * padded;
+        const float* dots = stats.dots + static_cast<long long>(at.head) * padded;
+        if constexpr (DQ) {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                own[r] = softmax[at.thread_row() + 8 * r], own_dots[r] = dots[at.thread_row() + 8 * r];
+        }
         for (int from = todo.from; from < todo.to; from += kStreamRows, stage.advance()) {
             at.column = from;
             // Opaque, or the compiler keeps what it derives from them in registers that the tiles need, and spills.
@@ -213,25 +247,31 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, con
 #pragma unroll
             for (int step = 0; step < 4 * D_CHUNKS; step++)
                 wgmma_k16<FORMAT, 0, 0>(s, along_d(x1, Map::kFixedChunk, step), along_d(y1, Map::kChunk, step), step > 0);
+            wgmma_commit();
 #pragma unroll
             for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(dp, along_d(x1 + Map::kX2, Map::kFixedChunk, step), along_d(y2, Map::kChunk, step), step > 0);
+                wgmma_k16<FORMAT, 0, 0>(dp, along_d(x1 + Map::kX2, Map::kFixedChunk, step),
+                                        along_d(y2, Map::kChunk, step), step > 0);
             wgmma_commit();
-            wgmma_wait<0>();
+            wgmma_wait<1>();
             wgmma_hold(s);
-            wgmma_hold(dp);
-            unsigned weights[4][4], gradients[4][4];
-#pragma unroll
-            for (int step = 0; step < 4; step++)
-                differentiate(weights[step], gradients[step], s, dp, step, a, at, own, head_stats + at.thread_column());
+            weigh(s, a, at, own, softmax + at.thread_column());
             const unsigned chunk = blockIdx.z * (N_OUT / 64 * Map::kChunk);
-            wgmma_fence();
-            if constexpr (DQ) {
-                accumulate(acc1, gradients, y1 + chunk);
-            } else {
+            unsigned weights[4][4], gradients[4][4];
+            constexpr bool kEarly = !DQ && !DROPOUT;  // with dropout's mask beside them the registers would spill
+            if constexpr (kEarly) {
+                pack_kept(weights, s, at.keep);
+                wgmma_fence();
                 accumulate(acc1, weights, y2 + chunk);
-                accumulate(acc2, gradients, y1 + chunk);
+                wgmma_commit();
             }
+            wgmma_wait<kEarly>();
+            wgmma_hold(dp);
+            differentiate(gradients, s, dp, a, at, own_dots, dots + at.thread_column());
+            if constexpr (!DQ && !kEarly) pack_kept(weights, s, at.keep);
+            wgmma_fence();
+            if constexpr (!DQ && !kEarly) accumulate(acc1, weights, y2 + chunk);
+            accumulate(DQ ? acc1 : acc2, gradients, y1 + chunk);
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_hold(acc1);
@@ -265,14 +305,15 @@ using namespace twin;
 // One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements.
 extern "C" __global__ void __launch_bounds__(256)
     dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
-         long long grad_h, long long grad_s, const float* m, const float* inv, float4* stats) {
+         long long grad_h, long long grad_s, const float* m, const float* inv, float2* stats_softmax,
+         float* stats_dots) {
     const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
     const int query = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
     if (query >= padded) return;
-    float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float2 softmax = make_float2(0.0f, 0.0f);
+    float dot = 0.0f;
     if (query < a.sq) {
-        float dot = 0.0f;
         if (8 * lane < a.d) {
             const uint4 x = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s +
                                                             8 * lane);
@@ -284,15 +325,19 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int h = 16; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
         const long long at = static_cast<long long>(blockIdx.y) * a.sq + query;
-        result = make_float4(kGrid15 - m[at], inv[at], dot, 0.0f);
+        softmax = make_float2(kGrid15 - m[at], inv[at]);
     }
-    if (lane == 0) stats[static_cast<long long>(blockIdx.y) * padded + query] = result;
+    if (lane != 0) return;
+    const long long at = static_cast<long long>(blockIdx.y) * padded + query;
+    stats_softmax[at] = softmax;
+    stats_dots[at] = dot;
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     attention_backward(const __grid_constant__ CUtensorMap x1, const __grid_constant__ CUtensorMap x2,
                        const __grid_constant__ CUtensorMap y1, const __grid_constant__ CUtensorMap y2,
-                       const __grid_constant__ Arguments a, const float4* stats, void* first_out, void* second_out) {
+                       const __grid_constant__ Arguments a, const float2* stats_softmax, const float* stats_dots,
+                       void* first_out, void* second_out) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const int heads = DQ ? a.heads : a.heads / a.group;
@@ -321,6 +366,6 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
         }
     } else {
         setmaxnreg_inc<240>();
-        consume(shared, a, todo, stats, first_out, second_out, first, batch, head);
+        consume(shared, a, todo, {stats_softmax, stats_dots}, first_out, second_out, first, batch, head);
     }
 }

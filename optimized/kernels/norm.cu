@@ -1,4 +1,4 @@
-// norm: LayerNorm or RMSNorm of rows of up to 7168 elements, a warp to a row.
+// norm: LayerNorm or RMSNorm of rows of up to 16384 elements, one warp to every 1024 of a row.
 //
 //     layernorm: mean = rowsum(x) / n, xc = x - mean         rmsnorm: xc = x, no mean, no bias
 //     rstd = 1 / sqrt(rowsum(xc * xc) / n + eps)             IEEE division and square root
@@ -7,12 +7,13 @@
 // x, y [rows, hidden], x of type WIDE, y of type `out`; hidden a multiple of 8; rows 16-byte aligned. weight, bias
 // [hidden] of type `parameters`; gamma is weight, or weight + 1. mean, rstd fp32 [rows]. rowsum: norm_row.cuh.
 //
-// Bound by memory: 4 bytes an element in bf16. A warp holds its whole row, as loaded, in registers (STRIPES stripes
-// of 8 elements a lane), so nothing is read twice, all loads are in flight at once and no two warps wait for
-// each other; the two sums cost about 20 shuffles each for 4096 elements.
+// Bound by memory: 4 bytes an element in bf16. ROW_WARPS warps hold a row, 32 elements a lane, widened, in registers:
+// nothing is read, widened or centered twice. (A warp holding 4096 elements had to.) Blocks are persistent: a group
+// of warps has its next row on the way while it works on one, and gamma and beta stay in shared memory as fp32.
 #include "norm_row.cuh"
 
-constexpr int WARPS = 4;
+constexpr int ROWS = ROW_WARPS < 4 ? 4 / ROW_WARPS : 1;  // of a block
+constexpr int THREADS = 32 * ROW_WARPS * ROWS;
 
 // One rounding to `out`: 0 fp32, 1 bf16, 2 fp16.
 __device__ __forceinline__ void store_output(void* y, int out, size_t at, const float (&v)[8]) {
@@ -31,26 +32,37 @@ __device__ __forceinline__ void store_output(void* y, int out, size_t at, const 
     }
 }
 
-extern "C" __global__ __launch_bounds__(32 * WARPS, STRIPES <= 16 && sizeof(wide_t) == 2 ? 4 : 2) void norm_rows(
+extern __shared__ float affine[];  // gamma and beta
+
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_rows(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
     int zero_centered, int parameters, int out) {
-    const int index = blockIdx.x * WARPS + threadIdx.x / 32;
-    if (index >= rows) return;
-    const size_t first = static_cast<size_t>(index) * hidden;
-    Row<STRIPES> row;
-    row.load(x + first, hidden);
-    const Statistics s = statistics(row, hidden, eps);
-    if (threadIdx.x % 32 == 0) {
-        if (KIND == 0) mean[index] = s.mean;
-        rstd[index] = s.rstd;
+    __shared__ float slots[ROWS][2][ROW_WARPS];
+    const int group = threadIdx.x / (32 * ROW_WARPS), part = threadIdx.x / 32 % ROW_WARPS;
+    const int first = part * STRIPE * STRIPES + threadIdx.x % 32 * 8;
+    const int step = gridDim.x * ROWS;
+    const auto fetch = [&](Packed& packed, int index) {
+        if (index < rows) packed.load(x + static_cast<size_t>(index) * hidden + first, hidden - first);
+    };
+    int turn = 0;
+    int index = blockIdx.x * ROWS + group;
+    Packed packed, next;
+    fetch(packed, index);
+    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, hidden);
+#pragma unroll 1
+    for (; index < rows; index += step) {
+        fetch(next, index + step);
+        Values row(packed);
+        const Statistics s = center<ROW_WARPS>(row, hidden - first, hidden, eps, slots[group], turn, group + 1);
+        if (first == 0) {
+            if (KIND == 0) mean[index] = s.mean;
+            rstd[index] = s.rstd;
+        }
+        const size_t start = static_cast<size_t>(index) * hidden;
+        for_each_output(row, s.rstd, affine, bias != nullptr, first, hidden, [&](int at, const float(&v)[8]) {
+            store_output(y, out, start + at, v);
+        });
+        packed = next;
     }
-    const Parameters affine = {weight, bias, zero_centered != 0};
-    const auto store = [&](int at, const float(&v)[8]) { store_output(y, out, first + at, v); };
-    if (parameters == 0)
-        for_each_output<STRIPES, 0>(row, s, affine, hidden, store);
-    else if (parameters == 1)
-        for_each_output<STRIPES, 1>(row, s, affine, hidden, store);
-    else
-        for_each_output<STRIPES, 2>(row, s, affine, hidden, store);
 }

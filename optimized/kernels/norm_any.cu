@@ -1,6 +1,6 @@
 // norm_any: norm.cu's result for rows of any length, a block of threads to a row.
 //
-// For hidden beyond 7168 (VECTOR 1: a multiple of 8, 16-byte aligned rows) and for every other hidden (VECTOR 0:
+// For hidden beyond 16384 (VECTOR 1: a multiple of 8, 16-byte aligned rows) and for every other hidden (VECTOR 0:
 // element by element, at a fraction of the speed). The row is read three times, from L1 or L2 after the first. The
 // order of the sums is norm_row.cuh's: sums of 256 go to shared memory, where the tree over them continues.
 #include "norm_block.cuh"
@@ -38,7 +38,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void norm_any(
     center = sum_of(row, hidden, [](float v) { return v; }) / n;
 #endif
     const float squares = sum_of(row, hidden, [&](float v) {
-        const float xc = Row<1>::centered(v, center);
+        const float xc = centered(v, center);
         return xc * xc;
     });
     const float inverse = 1.0f / sqrtf(squares / n + eps);
@@ -48,7 +48,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void norm_any(
     }
     for (int at = threadIdx.x; at < hidden; at += THREADS) {
         const float gamma = parameter(weight, parameters, at);
-        float v = Row<1>::centered(widen(row[at]), center) * inverse;
+        float v = centered(widen(row[at]), center) * inverse;
         v = v * (zero_centered ? gamma + 1.0f : gamma);
         if (bias != nullptr) v = v + parameter(bias, parameters, at);
         store_one(y, out, first + at, v);

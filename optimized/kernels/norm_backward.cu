@@ -24,33 +24,32 @@ constexpr int CHAINS = THREADS / (32 * ROW_WARPS);
 constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // columns of a vector of all threads of a row
 constexpr int PIECES = sizeof(Eight) / 16;
 
-// Rows on their way: [stage][grad, x and, where there is one, residual][vector][piece][thread].
+constexpr int TENSORS = 3;
+constexpr int TENSOR = VECTORS * PIECES * THREADS;  // 16-byte pieces of one tensor at one stage
+
+// Rows on their way: [stage][grad, x, residual][vector][piece][thread].
 extern __shared__ uint4 arriving[];
 
-__device__ __forceinline__ Eight arrived(int stage, int tensors, int tensor, int vector) {
+// `mine`: the thread's first piece of a tensor at a stage.
+__device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
     Eight v;
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-        const uint4 piece = arriving[((((stage * tensors + tensor) * VECTORS) + vector) * PIECES + p) * THREADS + threadIdx.x];
+        const uint4 piece = mine[(vector * PIECES + p) * THREADS];
         v.words[4 * p] = piece.x, v.words[4 * p + 1] = piece.y;
         v.words[4 * p + 2] = piece.z, v.words[4 * p + 3] = piece.w;
     }
     return v;
 }
 
-__device__ __forceinline__ void fetch(
-    const wide_t* from, int stage, int tensors, int tensor, size_t first, int hidden, int column) {
+// `from`: the thread's first element of the row; `left`: elements from there to the row's end.
+__device__ __forceinline__ void fetch(uint4* mine, const wide_t* from, int left) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int at = column + i * WIDTH;
-        if (at < hidden) {
+    for (int i = 0; i < VECTORS; ++i)
+        if (i * WIDTH < left)
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                cp_async_16(
-                    &arriving[((((stage * tensors + tensor) * VECTORS) + i) * PIECES + p) * THREADS + threadIdx.x],
-                    from + first + at + p * LANES);
-        }
-    }
+                cp_async_16(mine + (i * PIECES + p) * THREADS, from + i * WIDTH + p * LANES);
 }
 
 // Waits for the threads of one row only: rows of one block go on independently.
@@ -58,9 +57,10 @@ __device__ __forceinline__ void row_barrier(int chain) {
     asm volatile("bar.sync %0, %1;" ::"r"(chain + 1), "n"(32 * ROW_WARPS) : "memory");
 }
 
-// Both sums of a row from a thread's (vectors of 8 columns); first: g, second: g * xhat. `slots` belong to this row.
-__device__ __forceinline__ float2 row_sums(
-    const float (&first)[VECTORS], const float (&second)[VECTORS], float (*slots)[VECTORS * ROW_WARPS], int chain) {
+// Both means of a row from a thread's (vectors of 8 columns); first: g, second: g * xhat. `slots` belong to this row.
+__device__ __forceinline__ float2 row_means(
+    const float (&first)[VECTORS], const float (&second)[VECTORS], float (*slots)[VECTORS * ROW_WARPS], int chain,
+    float n) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROW_WARPS;
     const bool odd = lane & 1;
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ float2 row_sums(
     for (int i = 1; i < VECTORS; i *= 2)
 #pragma unroll
         for (int k = 0; k + i < VECTORS; k += 2 * i) v[k] = v[k] + v[k + i];
-    const float mine = v[0];
+    const float mine = v[0] / n;
     const float other = __shfl_xor_sync(ALL, mine, 16);
     return lane < 16 ? make_float2(mine, other) : make_float2(other, mine);
 }
@@ -95,51 +95,44 @@ struct Columns {
     float gamma[VECTORS][8], weight[VECTORS][8], bias[VECTORS][8];
 };
 
-// One row, arrived at `stage`: dx, and what it adds to the columns' sums.
+// One row, which has arrived at `mine`: dx, and what it adds to the columns' sums.
 __device__ __forceinline__ void backward_row(
-    int stage, int tensors, float mean, float rstd, Columns& columns, wide_t* dx, int hidden, int column,
+    const uint4* mine, bool has_residual, float mean, float rstd, Columns& columns, wide_t* dx, int left, float n,
     float (*slots)[VECTORS * ROW_WARPS], int chain) {
-    const float n = static_cast<float>(hidden);
-    float first[VECTORS], second[VECTORS];
+    float first[VECTORS], second[VECTORS], xhat[VECTORS][8], g[VECTORS][8];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const Eight incoming = arrived(stage, tensors, 0, i), x = arrived(stage, tensors, 1, i);
-        float g[8], gx[8];
+        const Eight incoming = arrived(mine, i), x = arrived(mine + TENSOR, i);
+        float gx[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float grad = widen(incoming, j);
-            const float xhat = Row<1>::centered(widen(x, j), mean) * rstd;
-            g[j] = grad * columns.gamma[i][j];
-            gx[j] = g[j] * xhat;
-            columns.weight[i][j] = columns.weight[i][j] + grad * xhat;
+            xhat[i][j] = centered(widen(x, j), mean) * rstd;
+            g[i][j] = grad * columns.gamma[i][j];
+            gx[j] = g[i][j] * xhat[i][j];
+            columns.weight[i][j] = columns.weight[i][j] + grad * xhat[i][j];
             if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad;
         }
-        const bool inside = column + i * WIDTH < hidden;
-        first[i] = inside ? tree8(g) : 0.0f;
+        const bool inside = i * WIDTH < left;
+        first[i] = inside ? tree8(g[i]) : 0.0f;
         second[i] = inside ? tree8(gx) : 0.0f;
     }
-    // (The barrier in there also keeps the compiler from holding on to what it has read: it is read again.)
-    const float2 sums = row_sums(first, second, slots, chain);
-    const float c1 = sums.x / n, c2 = sums.y / n;
+    const float2 c = row_means(first, second, slots, chain, n);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const int at = column + i * WIDTH;
-        if (at < hidden) {
-            const Eight incoming = arrived(stage, tensors, 0, i), x = arrived(stage, tensors, 1, i);
+        if (i * WIDTH < left) {
             float v[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float xhat = Row<1>::centered(widen(x, j), mean) * rstd;
-                float g = widen(incoming, j) * columns.gamma[i][j];
-                if (KIND == 0) g = g - c1;
-                v[j] = rstd * (g - xhat * c2);
+                v[j] = KIND == 0 ? g[i][j] - c.x : g[i][j];
+                v[j] = rstd * (v[j] - xhat[i][j] * c.y);
             }
-            if (tensors == 3) {
-                const Eight residual = arrived(stage, tensors, 2, i);
+            if (has_residual) {
+                const Eight residual = arrived(mine + 2 * TENSOR, i);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = widen(narrow(v[j])) + widen(residual, j);
             }
-            store8(dx + at, v);
+            store8(dx + i * WIDTH, v);
         }
     }
 }
@@ -198,13 +191,15 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         }
     }
     const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
-    const int tensors = residual == nullptr ? 2 : 3;
+    const int left = hidden - column;
+    const bool has_residual = residual != nullptr;
     const auto fetch_row = [&](int row, int stage) {
         if (row < end) {
-            const size_t first = static_cast<size_t>(row) * hidden;
-            fetch(grad, stage, tensors, 0, first, hidden, column);
-            fetch(x, stage, tensors, 1, first, hidden, column);
-            if (tensors == 3) fetch(residual, stage, tensors, 2, first, hidden, column);
+            uint4* const mine = arriving + stage * TENSORS * TENSOR + threadIdx.x;
+            const size_t at = static_cast<size_t>(row) * hidden + column;
+            fetch(mine, grad + at, left);
+            fetch(mine + TENSOR, x + at, left);
+            if (has_residual) fetch(mine + 2 * TENSOR, residual + at, left);
         }
         cp_async_commit_group();  // an empty group too, so that the count of groups is that of rows
     };
@@ -218,6 +213,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         }
     };
     read_statistics(begin);
+    const float n = static_cast<float>(hidden);
     int stage = 0;
     for (int row = begin, parity = 0; row < end; row += CHAINS, parity ^= 1) {
         fetch_row(row + (STAGES - 1) * CHAINS, stage == 0 ? STAGES - 1 : stage - 1);
@@ -225,8 +221,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         const float row_mean = center, row_rstd = inverse;
         read_statistics(row + CHAINS);
         backward_row(
-            stage, tensors, row_mean, row_rstd, columns, dx + static_cast<size_t>(row) * hidden, hidden, column,
-            slots[parity][chain], chain);
+            arriving + stage * TENSORS * TENSOR + threadIdx.x, has_residual, row_mean, row_rstd, columns,
+            dx + static_cast<size_t>(row) * hidden + column, left, n, slots[parity][chain], chain);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     const size_t stride = static_cast<size_t>(gridDim.x) * hidden;

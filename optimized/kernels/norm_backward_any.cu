@@ -12,7 +12,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void rows(
     const size_t first = static_cast<size_t>(blockIdx.x) * hidden;
     const float n = static_cast<float>(hidden);
     const float center = KIND == 0 ? mean[blockIdx.x] : 0.0f, inverse = rstd[blockIdx.x];
-    const auto xhat = [&](int at) { return Row<1>::centered(widen(x[first + at]), center) * inverse; };
+    const auto xhat = [&](int at) { return centered(widen(x[first + at]), center) * inverse; };
     const auto scaled = [&](int at) {
         const float gamma = parameter(weight, parameters, at);
         return widen(grad[first + at]) * (zero_centered ? gamma + 1.0f : gamma);
@@ -44,7 +44,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void columns(
         for (int row = block * count + chain; row < end; row += chains) {
             const size_t at = static_cast<size_t>(row) * hidden + column;
             const float incoming = widen(grad[at]);
-            const float xhat = Row<1>::centered(widen(x[at]), KIND == 0 ? mean[row] : 0.0f) * rstd[row];
+            const float xhat = centered(widen(x[at]), KIND == 0 ? mean[row] : 0.0f) * rstd[row];
             weight[chain] = weight[chain] + incoming * xhat;
             bias[chain] = bias[chain] + incoming;
         }

@@ -99,116 +99,142 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[V]) {
     return v[0];
 }
 
-// A row as a warp holds it: lane l has elements 256 i + 8 l .. + 7 of stripe i; +0.0 beyond the end.
-template <int V>
-struct Row {
-    Eight stripe[V];
+// A row as ROW_WARPS warps hold it: warp p has elements 1024 p .. + 1023, lane l of it 256 i + 8 l .. + 7 of those, in
+// stripe i < 4, so that a warp's sum is a subtree of the row's. +0.0 beyond the end.
+constexpr int STRIPES = 4;
 
+struct Packed {
+    Eight stripe[STRIPES];
+
+    // `row` and `hidden` count from the lane's first element.
     __device__ __forceinline__ void load(const wide_t* row, int hidden) {
 #pragma unroll
-        for (int i = 0; i < V; ++i) {
-            const int at = STRIPE * i + threadIdx.x % 32 * 8;
-            stripe[i] = at < hidden ? load8(row + at) : Eight{};
-        }
-    }
-
-    // Called between two readings of the row: the compiler would keep every element widened, in registers that
-    // there are not, rather than widen it again.
-    __device__ __forceinline__ void forget() {
-#pragma unroll
-        for (int i = 0; i < V; ++i)
-#pragma unroll
-            for (int w = 0; w < static_cast<int>(sizeof(Eight) / 4); ++w) asm volatile("" : "+r"(stripe[i].words[w]));
-    }
-
-    __device__ __forceinline__ float sum() const {
-        float sums[V];
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-            float v[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = widen(stripe[i], j);
-            sums[i] = tree8(v);
-        }
-        return row_sum<V>(sums);
-    }
-
-    // Of (x - mean) squared; rmsnorm: of x squared.
-    __device__ __forceinline__ float sum_of_squares(float mean, int hidden) const {
-        float sums[V];
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-            float v[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                v[j] = centered(widen(stripe[i], j), mean);
-                v[j] = v[j] * v[j];
-            }
-            sums[i] = STRIPE * i + threadIdx.x % 32 * 8 < hidden ? tree8(v) : 0.0f;
-        }
-        return row_sum<V>(sums);
-    }
-
-    static __device__ __forceinline__ float centered(float x, float mean) {
-#if KIND == 0
-        return x - mean;
-#else
-        return x;
-#endif
+        for (int i = 0; i < STRIPES; ++i) stripe[i] = STRIPE * i < hidden ? load8(row + STRIPE * i) : Eight{};
     }
 };
+
+struct Values {
+    float v[STRIPES][8];
+
+    __device__ __forceinline__ explicit Values(const Packed& packed) {
+#pragma unroll
+        for (int i = 0; i < STRIPES; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] = widen(packed.stripe[i], j);
+    }
+};
+
+// x - mean; rmsnorm: x.
+__device__ __forceinline__ float centered(float x, float mean) {
+#if KIND == 0
+    return x - mean;
+#else
+    return x;
+#endif
+}
+
+// Continue the tree over the SPAN warps of a row; every lane gets the sum. `slots` are two sets of SPAN, used in turn:
+// a set is written again only after the barrier of the sum between.
+template <int SPAN>
+__device__ __forceinline__ float sum_over_warps(float sum, float (&slots)[2][SPAN], int& turn, int barrier) {
+    if constexpr (SPAN == 1) return sum;
+    const int lane = threadIdx.x % 32;
+    float* const mine = slots[turn];
+    turn ^= 1;
+    if (lane == 0) mine[threadIdx.x / 32 % SPAN] = sum;
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * SPAN) : "memory");
+    float v = mine[lane % SPAN];
+#pragma unroll
+    for (int bit = 1; bit < SPAN; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
+    return v;
+}
 
 struct Statistics {
     float mean, rstd;
 };
 
-template <int V>
-__device__ __forceinline__ Statistics statistics(Row<V>& row, int hidden, float eps) {
+// The row's statistics; leaves x - mean (rmsnorm: x) in `row`. `left`: elements from the lane's first to the end.
+template <int SPAN>
+__device__ __forceinline__ Statistics center(
+    Values& row, int left, int hidden, float eps, float (&slots)[2][SPAN], int& turn, int barrier) {
     const float n = static_cast<float>(hidden);
     Statistics s = {0.0f, 0.0f};
+    float sums[STRIPES];
 #if KIND == 0
-    s.mean = row.sum() / n;
-    row.forget();
+#pragma unroll
+    for (int i = 0; i < STRIPES; ++i) sums[i] = tree8(row.v[i]);
+    s.mean = sum_over_warps<SPAN>(row_sum<STRIPES>(sums), slots, turn, barrier) / n;
+#pragma unroll
+    for (int i = 0; i < STRIPES; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) row.v[i][j] = row.v[i][j] - s.mean;
 #endif
-    s.rstd = 1.0f / sqrtf(row.sum_of_squares(s.mean, hidden) / n + eps);
-    row.forget();
+#pragma unroll
+    for (int i = 0; i < STRIPES; ++i) {
+        float squares[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares[j] = row.v[i][j] * row.v[i][j];
+        sums[i] = STRIPE * i < left ? tree8(squares) : 0.0f;
+    }
+    const float mean_square = sum_over_warps<SPAN>(row_sum<STRIPES>(sums), slots, turn, barrier) / n;
+    s.rstd = 1.0f / sqrtf(mean_square + eps);
     return s;
 }
 
-// gamma and beta of 8 columns; TYPE: the parameters' type. Without a bias nothing is added.
-struct Parameters {
-    const void* weight;
-    const void* bias;
-    bool zero_centered;
-
-    template <int TYPE>
-    __device__ __forceinline__ void apply(const float (&xhat)[8], int at, float (&y)[8]) const {
-        float gamma[8];
-        parameters8<TYPE>(weight, at, gamma);
+// gamma and beta as fp32 in shared memory: [gamma, beta][first or second 4 of 8 columns][8 columns][4], the halves apart
+// so that a warp's 16-byte reads touch all banks. `hidden` floats each; gamma is weight, or weight + 1.
+__device__ __forceinline__ void stage_parameters(
+    float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
+    for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = xhat[j] * (zero_centered ? gamma[j] + 1.0f : gamma[j]);
-        if (bias != nullptr) {
-            float beta[8];
-            parameters8<TYPE>(bias, at, beta);
+        for (int which = 0; which < 2; ++which) {
+            const void* const from = which == 0 ? weight : bias;
+            if (from == nullptr) continue;
+            float v[8];
+            if (type == 0)
+                parameters8<0>(from, at, v);
+            else if (type == 1)
+                parameters8<1>(from, at, v);
+            else
+                parameters8<2>(from, at, v);
+            if (which == 0 && zero_centered)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) y[j] = y[j] + beta[j];
+                for (int j = 0; j < 8; ++j) v[j] = v[j] + 1.0f;
+            float4* const to = reinterpret_cast<float4*>(shared + which * hidden + at / 2);
+            to[0] = make_float4(v[0], v[1], v[2], v[3]);
+            to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);
         }
     }
-};
+    __syncthreads();
+}
 
-// y of row `row`, 8 columns at a time: each(i, y) for the stripes inside the row.
-template <int V, int TYPE, typename Each>
+__device__ __forceinline__ void staged8(const float* shared, int hidden, int at, float (&out)[8]) {
+    const float4* const from = reinterpret_cast<const float4*>(shared + at / 2);
+    const float4 low = from[0], high = from[hidden / 8];
+    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
+    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
+}
+
+// y of a row, 8 columns at a time: store(at, y) for the stripes inside the row; `first` is the lane's first column.
+// Without a bias nothing is added.
+template <typename Store>
 __device__ __forceinline__ void for_each_output(
-    const Row<V>& row, const Statistics& s, const Parameters& parameters, int hidden, Each each) {
+    const Values& row, float rstd, const float* shared, bool has_bias, int first, int hidden, Store store) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-        const int at = STRIPE * i + threadIdx.x % 32 * 8;
+    for (int i = 0; i < STRIPES; ++i) {
+        const int at = first + STRIPE * i;
         if (at < hidden) {
-            float xhat[8], y[8];
+            float gamma[8], y[8];
+            staged8(shared, hidden, at, gamma);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) xhat[j] = Row<V>::centered(widen(row.stripe[i], j), s.mean) * s.rstd;
-            parameters.apply<TYPE>(xhat, at, y);
-            each(at, y);
+            for (int j = 0; j < 8; ++j) y[j] = (row.v[i][j] * rstd) * gamma[j];
+            if (has_bias) {
+                float beta[8];
+                staged8(shared + hidden, hidden, at, beta);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) y[j] = y[j] + beta[j];
+            }
+            store(at, y);
         }
     }
 }

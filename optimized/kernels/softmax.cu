@@ -1,9 +1,10 @@
 // Softmax of rows of scores, scaled and masked, and its backward. Definition: reference/ops/softmax.py.
 //
 // x, y, grad, dx [rows, cols] of one type, rows = b h sq, cols = skv. One warp a row; lane l owns elements
-// 8 (32 i + l) + j. The row is read three times (maximum, sum, result), the last two from L1.
+// 8 (32 i + l) + j. A row of up to 256 GROUPS elements stays in registers; a longer one (GROUPS 0) is read again for
+// each of maximum, sum and result.
 //
-// Defines: WIDE (0 fp32, 1 bf16, 2 fp16).
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), GROUPS.
 #include "elementary.cuh"
 #include "row_sum.cuh"
 #include "wide.cuh"
@@ -13,6 +14,7 @@ using namespace twin;
 
 constexpr int kElements = 8;
 constexpr int kWarps = 4;
+constexpr int kStride = 32 * kElements;
 
 struct Mask {
     const unsigned char* pointer;
@@ -45,10 +47,19 @@ __device__ __forceinline__ void store(wide_t* y, const float (&v)[kElements], in
     }
 }
 
+// What a row's scores are taken from. A hidden score is -inf, and exp(-inf - top) is 0 if top is a number.
+__device__ __forceinline__ float start_of(float top) {
+#pragma unroll
+    for (int h = 16; h > 0; h /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, h));
+    return top == __int_as_float(static_cast<int>(0xFF800000u)) ? 0.0f : top;
+}
+
+__device__ __forceinline__ float inverse_of(float total) { return total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total); }
+
 // Scores of eight elements; -inf beyond `limit` (the end of what the causal rule shows) and where masked.
 __device__ __forceinline__ void scores(float (&v)[kElements], const wide_t* x, int at, int cols, int limit, float scale,
                                        const unsigned char* mask, long long mask_step, bool aligned) {
-    load(v, x, at, cols, aligned);
+    load(v, x, at, limit > at ? cols : 0, aligned);  // what the causal rule hides is not read
 #pragma unroll
     for (int i = 0; i < kElements; i++) {
         bool hidden = at + i >= limit;
@@ -82,30 +93,52 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     const int limit = min(cols, query + shift + 1);
     x += row * cols;
     y += row * cols;
-    float v[kElements], sums[kElements] = {};
+    float sums[kElements] = {};
     float top = __int_as_float(static_cast<int>(0xFF800000u));
-    for (int at = first; at < cols; at += 32 * kElements) {
+#if GROUPS > 0
+    float v[GROUPS][kElements];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        scores(v[g], x, first + kStride * g, cols, limit, scale, mask, m.j, aligned);
+#pragma unroll
+        for (int i = 0; i < kElements; i++) top = fmaxf(top, v[g][i]);
+    }
+    const float from = start_of(top);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+        for (int i = 0; i < kElements; i++) {
+            v[g][i] = twin::exp(v[g][i] - from);
+            sums[i] = sums[i] + v[g][i];
+        }
+    const float inverse = inverse_of(tree(sums));
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) v[g][i] = __fmul_rn(v[g][i], inverse);
+        store(y, v[g], first + kStride * g, cols, aligned);
+    }
+#else
+    float v[kElements];
+    for (int at = first; at < cols; at += kStride) {
         scores(v, x, at, cols, limit, scale, mask, m.j, aligned);
 #pragma unroll
         for (int i = 0; i < kElements; i++) top = fmaxf(top, v[i]);
     }
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, h));
-    // A hidden score is -inf, and exp(-inf - top) is 0, except where everything is hidden.
-    const float from = top == __int_as_float(static_cast<int>(0xFF800000u)) ? 0.0f : top;
-    for (int at = first; at < cols; at += 32 * kElements) {
+    const float from = start_of(top);
+    for (int at = first; at < cols; at += kStride) {
         scores(v, x, at, cols, limit, scale, mask, m.j, aligned);
 #pragma unroll
         for (int i = 0; i < kElements; i++) sums[i] = sums[i] + twin::exp(v[i] - from);
     }
-    const float total = tree(sums);
-    const float inverse = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
-    for (int at = first; at < cols; at += 32 * kElements) {
+    const float inverse = inverse_of(tree(sums));
+    for (int at = first; at < cols; at += kStride) {
         scores(v, x, at, cols, limit, scale, mask, m.j, aligned);
 #pragma unroll
         for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(twin::exp(v[i] - from), inverse);
         store(y, v, at, cols, aligned);
     }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
@@ -115,19 +148,40 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     if (row >= rows) return;
     const int first = threadIdx.x % 32 * kElements;
     grad += row * cols, y += row * cols, dx += row * cols;
-    float g[kElements], v[kElements], sums[kElements] = {};
-    for (int at = first; at < cols; at += 32 * kElements) {
+    float sums[kElements] = {};
+#if GROUPS > 0
+    float g[GROUPS][kElements], v[GROUPS][kElements];
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) {
+        load(g[n], grad, first + kStride * n, cols, aligned);
+        load(v[n], y, first + kStride * n, cols, aligned);
+    }
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+        for (int i = 0; i < kElements; i++) sums[i] = __fmaf_rn(v[n][i], g[n][i], sums[i]);
+    const float total = tree(sums);
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) v[n][i] = __fmul_rn(scale, __fmul_rn(v[n][i], g[n][i] - total));
+        store(dx, v[n], first + kStride * n, cols, aligned);
+    }
+#else
+    float g[kElements], v[kElements];
+    for (int at = first; at < cols; at += kStride) {
         load(g, grad, at, cols, aligned);
         load(v, y, at, cols, aligned);
 #pragma unroll
         for (int i = 0; i < kElements; i++) sums[i] = __fmaf_rn(v[i], g[i], sums[i]);
     }
     const float total = tree(sums);
-    for (int at = first; at < cols; at += 32 * kElements) {
+    for (int at = first; at < cols; at += kStride) {
         load(g, grad, at, cols, aligned);
         load(v, y, at, cols, aligned);
 #pragma unroll
         for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(scale, __fmul_rn(v[i], g[i] - total));
         store(dx, v, at, cols, aligned);
     }
+#endif
 }

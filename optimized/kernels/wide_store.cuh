@@ -1,4 +1,4 @@
-// Eight neighbouring results of a row, rounded to the element type of wide.cuh and stored 16 bytes at a time.
+// Neighbouring results of a row, rounded to the element type of wide.cuh and stored 16 bytes at a time.
 #pragma once
 
 #include "wide.cuh"
@@ -11,12 +11,15 @@ __device__ __forceinline__ unsigned word_of(const float* values) {
 #endif
 }
 
+// 16 bytes: LANES values. `address` is a multiple of 16.
+__device__ __forceinline__ void store_vector(wide_t* address, const float* values) {
+    constexpr int kStep = LANES / 4;  // values in a word
+    *reinterpret_cast<uint4*>(address) = make_uint4(word_of(values), word_of(values + kStep),
+                                                    word_of(values + 2 * kStep), word_of(values + 3 * kStep));
+}
+
 // `address` is a multiple of 16.
 __device__ __forceinline__ void store_eight(wide_t* address, const float (&values)[8]) {
-    constexpr int kStep = LANES / 4;  // values in a word
 #pragma unroll
-    for (int i = 0; i < 8; i += LANES)
-        *reinterpret_cast<uint4*>(address + i) = make_uint4(word_of(values + i), word_of(values + i + kStep),
-                                                            word_of(values + i + 2 * kStep),
-                                                            word_of(values + i + 3 * kStep));
+    for (int i = 0; i < 8; i += LANES) store_vector(address + i, values + i);
 }

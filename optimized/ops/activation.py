@@ -21,8 +21,7 @@ from reference.ops.library import LIBRARY
 KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
 _THREADS = 128
 _ROWS = 4  # of a block of kernels/activation.cu
-ACROSS = 2  # of the four warps of a block of kernels/activation_cast_transpose.cu, how many stand side by side
-_TILE_ROWS = 4 // ACROSS * 64
+_WARPS = 4  # of a block of kernels/activation_cast_transpose.cu, each 64 rows by 8 groups of columns
 
 Defines = dict[str, int | str]
 
@@ -30,17 +29,16 @@ Defines = dict[str, int | str]
 def cast_defines(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> Defines:
     """The macros of one configuration of kernels/activation_cast_transpose.cu.
 
-    A thread's columns, whether the loads of all its rows are in flight, and the blocks that must fit a
-    multiprocessor: measured (docs/activation.md), among those that keep everything in registers.
+    A thread's columns, whether the loads of all its rows are in flight, the blocks that must fit a multiprocessor,
+    and how many of a block's four warps stand side by side: the fastest measured (docs/activation.md), among those
+    that keep everything in registers.
     """
-    if x == torch.float32:
-        columns, unroll, blocks = 4, 1, 3
-    elif not backward:
-        columns, unroll, blocks = 8, 1, 4
-    elif kind in GATED:
-        columns, unroll, blocks = 4, 1, 3
+    if backward:
+        columns, unroll, blocks, across = (4, 1, 3, 2) if x == torch.float32 else (4, 1, 4 if kind in GATED else 5, 4)
+    elif x == torch.float32:
+        columns, unroll, blocks, across = (4, 2, 3, 2) if kind in GATED else (4, 1, 4, 2)
     else:
-        columns, unroll, blocks = 4, 2, 4
+        columns, unroll, blocks, across = 8, 1, 4, 2
     return {
         "KIND": KIND[kind],
         "WIDE": WIDE[x],
@@ -48,7 +46,7 @@ def cast_defines(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> D
         "BACKWARD": int(backward),
         "COLUMNS": columns,
         "UNROLL": unroll,
-        "ACROSS": ACROSS,
+        "ACROSS": across,
         "BLOCKS": blocks,
     }
 
@@ -73,11 +71,12 @@ def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
 
 
 @cache
-def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> tuple[launch.Kernel, int]:
-    """The kernel and the columns of y that a block of it takes."""
+def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> tuple[launch.Kernel, int, int]:
+    """The kernel, and the rows and columns of y that a block of it takes."""
     macros = cast_defines(kind, x, q, backward)
     kernel = launch.function("activation_cast_transpose", "activation_cast_transpose", macros)
-    return kernel, ACROSS * 8 * int(macros["COLUMNS"])
+    across = int(macros["ACROSS"])
+    return kernel, _WARPS // across * 64, across * 8 * int(macros["COLUMNS"])
 
 
 def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> None:
@@ -142,9 +141,9 @@ def _cast(
         np.int32(rows),
         np.int32(m),
     ]
-    kernel, tile_cols = _casting(kind, x.dtype, dtype, grad is not None)
+    kernel, tile_rows, tile_cols = _casting(kind, x.dtype, dtype, grad is not None)
     # At least one block: it writes scale_inv.
-    grid = (max(1, -(-rows // _TILE_ROWS) * -(-m // tile_cols)),)
+    grid = (max(1, -(-rows // tile_rows) * -(-m // tile_cols)),)
     launch.launch(kernel, grid, (_THREADS,), args, device=x.device.index)
     return q, q_t, scale_inv
 

@@ -76,7 +76,8 @@ def attention_backward(
     heads, skv = k.shape[1:3]
     grad, q, k, v, out = (loadable(x) for x in (grad, q, k, v, out))
     padded = -(-sq // BLOCK) * BLOCK
-    stats = torch.empty((b * h, padded, 4), dtype=torch.float32, device=q.device)
+    softmax = torch.empty((b * h, padded, 2), dtype=torch.float32, device=q.device)
+    dots = torch.empty((b * h, padded), dtype=torch.float32, device=q.device)
     device = q.device.index
 
     def of(written: torch.Tensor) -> object:
@@ -89,7 +90,8 @@ def attention_backward(
         *grad.stride()[:3],
         m.data_ptr(),
         inv.data_ptr(),
-        stats.data_ptr(),
+        softmax.data_ptr(),
+        dots.data_ptr(),
     ]
     launch.launch(_dots(q.dtype), (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=device)
 
@@ -106,8 +108,8 @@ def attention_backward(
         (True, ("q", "grad"), "kv", (dq, dq), sq, h),
     ):
         kernel = _kernel(q.dtype, capacity, threshold(dropout) > 0, is_dq)
-        args = [fixed[x[0]], fixed[x[1]], streamed[y[0]], streamed[y[1]], of(written[1]), stats.data_ptr()]
-        args += [written[0].data_ptr(), written[1].data_ptr()]
+        args = [fixed[x[0]], fixed[x[1]], streamed[y[0]], streamed[y[1]], of(written[1])]
+        args += [tensor.data_ptr() for tensor in (softmax, dots, *written)]
         grid = (-(-rows // BLOCK), b * count, columns)
         launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=device)
     if dv_written is not dv:

@@ -22,10 +22,10 @@ from reference.ops.norm import KINDS, block_rows, chains, check_backward, check_
 Defines = dict[str, int | str]
 
 _KIND = {kind: number for number, kind in enumerate(KINDS)}
-_STRIPE = 256  # elements of a row that a warp holds at a time
-_ROW_WARPS = 4  # rows of a block of norm.cu
+_WARP_ELEMENTS = 1024  # of a row
+_TILE_SHARED = 225 * 1024  # bytes, at most
+_ROWS_SHARED = 8 * 16 * _WARP_ELEMENTS
 _ANY_THREADS = 256
-_TILE_ROWS = 32
 _SKEW = 64
 _BACKWARD_THREADS = 512
 _BACKWARD_SHARED = 200 * 1024  # bytes, at most
@@ -33,30 +33,52 @@ _TOTAL_COLUMNS = 32
 _TOTAL_THREADS = 512
 
 
-def stripes(hidden: int, dtype: torch.dtype) -> int | None:
-    """How many stripes a warp's registers hold of such a row; None if it is too long, or not whole vectors of 8."""
-    if hidden % 8:
-        return None
-    longest = 16 if dtype == torch.float32 else 28
-    return next((n for n in (4, 8, 16, 28) if hidden <= n * _STRIPE and n <= longest), None)
+def row_warps(hidden: int) -> int | None:
+    """How many warps hold such a row in norm.cu; None if it is too long, or not whole vectors of 8."""
+    return None if hidden % 8 else next((n for n in (1, 2, 4, 8, 16) if hidden <= n * _WARP_ELEMENTS), None)
+
+
+def rows_defines(x: torch.dtype, kind: str, warps: int, blocks: int | None = None) -> Defines:
+    """Macros of norm.cu; `blocks` is what tuning varied."""
+    if blocks is None:
+        # Of 4096 elements six would fit, but their parameters would leave L1 no room for the loads in flight.
+        blocks = {1: 6, 2: 6, 4: 4, 8: 2, 16: 1}[warps]
+        if x == torch.float32:
+            blocks = min(blocks, 4)
+    return {"WIDE": WIDE[x], "KIND": _KIND[kind], "ROW_WARPS": warps, "BLOCKS": blocks}
+
+
+def _tile_shared(tile_rows: int, hidden: int) -> int:
+    """Bytes of shared memory of norm_cast_transpose.cu: codes, gamma and beta."""
+    return tile_rows * hidden + _SKEW + 8 * hidden
+
+
+def tile_shape(hidden: int) -> tuple[int, int] | None:
+    """(ROW_WARPS, TILE_ROWS) of norm_cast_transpose.cu for such rows; None if shared memory does not hold 16."""
+    warps = row_warps(hidden)
+    for rows in (32, 16):
+        if warps is not None and _tile_shared(rows, hidden) <= _TILE_SHARED:
+            return warps, rows
+    return None
 
 
 def tile_defines(
-    x: torch.dtype, kind: str, q: torch.dtype, count: int, warps: int | None = None, blocks: int | None = None
+    x: torch.dtype,
+    kind: str,
+    q: torch.dtype,
+    shape: tuple[int, int],
+    warps: int | None = None,
+    blocks: int | None = None,
 ) -> Defines:
-    """Macros of norm_cast_transpose.cu for rows of `count` stripes; `warps` and `blocks` are what tuning varied."""
-    registers = count * (2 if x == torch.float32 else 1)
-    if warps is None:
-        warps = 16 if registers <= 16 else 8
-    if blocks is None:
-        blocks = 2 if registers <= 4 else 1
+    """Macros of norm_cast_transpose.cu for a `tile_shape`; `warps` and `blocks` are what tuning varied."""
     return {
         "WIDE": WIDE[x],
         "KIND": _KIND[kind],
         "FP8": FP8[q],
-        "STRIPES": count,
-        "TILE_WARPS": warps,
-        "BLOCKS": blocks,
+        "ROW_WARPS": shape[0],
+        "TILE_ROWS": shape[1],
+        "TILE_WARPS": warps or (8 if shape[0] <= 2 else 16),
+        "BLOCKS": blocks or (2 if shape[0] <= 2 else 1),
     }
 
 
@@ -69,10 +91,8 @@ def backward_shape(hidden: int) -> tuple[int, int] | None:
     return 16 // chains(hidden), 1
 
 
-def backward_defines(x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int | None = None) -> Defines:
+def backward_defines(x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int = 2) -> Defines:
     """Macros of norm_backward.cu; `stages` is what tuning varied."""
-    if stages is None:
-        stages = 2 if x == torch.float32 else 4
     return {
         "WIDE": WIDE[x],
         "KIND": _KIND[kind],
@@ -93,9 +113,9 @@ def _configurations() -> list[tuple[str, Defines]]:
             ("norm_backward", backward_defines(x, kind, warps, vectors))
             for warps, vectors in ((4, 1), (8, 1), (16, 1), (16, 2))
         ]
-        for count in (4, 8, 16) if x == torch.float32 else (4, 8, 16, 28):
-            found.append(("norm", {**base, "STRIPES": count}))
-            found += [("norm_cast_transpose", tile_defines(x, kind, q, count)) for q in FP8]
+        found += [("norm", rows_defines(x, kind, warps)) for warps in (1, 2, 4, 8, 16)]
+        shapes = ((1, 32), (2, 32), (4, 32), (8, 32), (8, 16), (16, 16))
+        found += [("norm_cast_transpose", tile_defines(x, kind, q, shape)) for q in FP8 for shape in shapes]
     return found
 
 
@@ -106,8 +126,9 @@ _total = {dtype: launch.function("norm_total", "norm_total", {"WIDE": wide}) for
 
 
 @functools.cache
-def _rows_kernel(x: torch.dtype, kind: str, count: int) -> launch.Kernel:
-    return launch.function("norm", "norm_rows", {"WIDE": WIDE[x], "KIND": _KIND[kind], "STRIPES": count})
+def rows_kernel(x: torch.dtype, kind: str, warps: int, blocks: int | None = None) -> launch.Kernel:
+    """norm.cu with the macros of `rows_defines`."""
+    return launch.function("norm", "norm_rows", rows_defines(x, kind, warps, blocks), _ROWS_SHARED)
 
 
 @functools.cache
@@ -117,18 +138,20 @@ def _any_kernel(x: torch.dtype, kind: str, vector: int) -> launch.Kernel:
 
 @functools.cache
 def tile_kernel(
-    x: torch.dtype, kind: str, q: torch.dtype, count: int, warps: int | None = None, blocks: int | None = None
+    x: torch.dtype,
+    kind: str,
+    q: torch.dtype,
+    shape: tuple[int, int],
+    warps: int | None = None,
+    blocks: int | None = None,
 ) -> launch.Kernel:
     """norm_cast_transpose.cu with the macros of `tile_defines`."""
-    macros = tile_defines(x, kind, q, count, warps, blocks)
-    # 28 stripes are the most.
-    return launch.function("norm_cast_transpose", "norm_cast_transpose", macros, _TILE_ROWS * _STRIPE * 28 + _SKEW)
+    macros = tile_defines(x, kind, q, shape, warps, blocks)
+    return launch.function("norm_cast_transpose", "norm_cast_transpose", macros, _TILE_SHARED)
 
 
 @functools.cache
-def backward_kernel(
-    x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int | None = None
-) -> launch.Kernel:
+def backward_kernel(x: torch.dtype, kind: str, row_warps: int, vectors: int, stages: int = 2) -> launch.Kernel:
     """norm_backward.cu with the macros of `backward_defines`."""
     macros = backward_defines(x, kind, row_warps, vectors, stages)
     return launch.function("norm_backward", "norm_backward", macros, _BACKWARD_SHARED)
@@ -183,10 +206,14 @@ def _normalize(
         np.int32(WIDE[weight.dtype]),
         np.int32(WIDE[out_dtype]),
     ]
-    count = stripes(hidden, x.dtype)
-    if count is not None:
-        grid, threads = -(-rows // _ROW_WARPS), 32 * _ROW_WARPS
-        launch.launch(_rows_kernel(x.dtype, kind, count), (grid,), (threads,), args, device=x.device.index)
+    warps = row_warps(hidden)
+    if warps is not None:
+        kernel = rows_kernel(x.dtype, kind, warps)
+        in_block = max(1, 4 // warps)  # rows of a block of norm.cu
+        # Persistent blocks, as many as run at once.
+        at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
+        grid, threads = min(-(-rows // in_block), at_once), 32 * warps * in_block
+        launch.launch(kernel, (grid,), (threads,), args, smem=8 * hidden, device=x.device.index)
     else:
         kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
         launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)
@@ -246,10 +273,11 @@ def run_tile(
         np.int32(zero_centered),
         np.int32(WIDE[weight.dtype]),
     ]
-    shared = _TILE_ROWS * hidden + _SKEW
+    tile_rows = int(kernel.defines["TILE_ROWS"])
+    shared = _tile_shared(tile_rows, hidden)
     # Persistent blocks, as many as run at once. At least one: it writes scale_inv.
     at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
-    blocks = max(1, min(-(-rows // _TILE_ROWS), at_once))
+    blocks = max(1, min(-(-rows // tile_rows), at_once))
     threads = 32 * int(kernel.defines["TILE_WARPS"])
     launch.launch(kernel, (blocks,), (threads,), args, smem=shared, device=x.device.index)
     return q, q_t, scale_inv, mean, rstd
@@ -270,9 +298,9 @@ def norm_cast_transpose(
     """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd)."""
     check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
     check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
-    count = stripes(x.shape[1], x.dtype)
-    if count is not None:
-        kernel = tile_kernel(x.dtype, kind, dtype, count)
+    shape = tile_shape(x.shape[1])
+    if shape is not None:
+        kernel = tile_kernel(x.dtype, kind, dtype, shape)
         return run_tile(kernel, x, weight, bias, eps, zero_centered, kind, scale, amax_history, column, dtype)
     # Rows that do not fit: fp32 y goes through memory. The same bits, three times the traffic.
     y, mean, rstd = _normalize(x, weight, bias, eps, zero_centered, kind, torch.float32)
@@ -308,8 +336,7 @@ def _backward_rows(
         np.int32(zero_centered),
         np.int32(WIDE[weight.dtype]),
     ]
-    tensors = 2 if residual_grad is None else 3
-    stage = _BACKWARD_THREADS * tensors * int(kernel.defines["VECTORS"]) * 8 * x.element_size()
+    stage = _BACKWARD_THREADS * 3 * int(kernel.defines["VECTORS"]) * 8 * x.element_size()
     shared = int(kernel.defines["STAGES"]) * stage
     launch.launch(kernel, (partial.shape[1],), (_BACKWARD_THREADS,), args, smem=shared, device=x.device.index)
 

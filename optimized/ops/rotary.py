@@ -1,5 +1,7 @@
 """`twin::rotary` on the GPU: kernels/rotary.cu. Semantics: `reference.ops.rotary`."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -8,28 +10,45 @@ from optimized.ops.amax import WIDE
 from reference.ops.library import LIBRARY
 from reference.ops.rotary import check_rotary
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("rotary", {"WIDE": wide}) for wide in WIDE.values()]
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("rotary", {"WIDE": wide, "VECTOR": vector}) for wide, vector in itertools.product(WIDE.values(), (0, 1))
+]
 
-_RUN = 16  # heads for which a thread uses its sines and cosines
-_kernels = {dtype: launch.function("rotary", "rotary", {"WIDE": wide}) for dtype, wide in WIDE.items()}
+_THREADS = 256
+_MAX_DIMENSIONS = 4096  # of freqs: their table lies in shared memory
+_kernels = {
+    (dtype, vector): launch.function("rotary", "rotary", {"WIDE": wide, "VECTOR": vector})
+    for (dtype, wide), vector in itertools.product(WIDE.items(), (0, 1))
+}
 
 
 def _strides(x: torch.Tensor) -> object:
     return launch.by_value(np.array(x.stride()[:3], np.int64))
 
 
+def _vector(x: torch.Tensor, out: torch.Tensor, d2: int, interleaved: bool) -> bool:
+    """Whether every run of 16 bytes is whole and aligned."""
+    lanes = 16 // x.element_size()
+    pieces = (x.shape[3], d2 if interleaved else d2 // 2)
+    steps = (stride for t in (x, out) for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True) if size > 1)
+    aligned = x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    return aligned and all(value % lanes == 0 for value in (*pieces, *steps))
+
+
 def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
     """`x` `[s, b, h, d]`, freqs fp32 `[positions, d2]` -> like x."""
     check_rotary("twin::rotary", x, freqs)
+    d2 = freqs.shape[1]
+    if d2 > _MAX_DIMENSIONS:
+        raise ValueError(f"twin::rotary: freqs must have at most {_MAX_DIMENSIONS} dimensions on a GPU; got {d2}.")
     out = torch.empty_like(x)
     if not x.numel():
         return out
     s, b, h, d = x.shape
-    d2 = freqs.shape[1]
     args = [x.data_ptr(), out.data_ptr(), freqs.data_ptr(), _strides(x), _strides(out)]
-    args += [np.int32(value) for value in (h, b * h, d, d2, interleaved, backward, _RUN)]
-    threads = min(128, -(-(d2 // 2 + d - d2) // 32) * 32)
-    launch.launch(_kernels[x.dtype], (s, -(-b * h // _RUN)), (threads,), args, device=x.device.index)
+    args += [np.int32(value) for value in (h, b * h, d, d2, interleaved, backward)]
+    kernel = _kernels[x.dtype, int(_vector(x, out, d2, interleaved))]
+    launch.launch(kernel, (s,), (_THREADS,), args, 8 * d2, device=x.device.index)
     return out
 
 

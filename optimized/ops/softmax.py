@@ -1,5 +1,8 @@
 """`twin::softmax` and `twin::softmax_backward` on the GPU: kernels/softmax.cu. Semantics: `reference.ops.softmax`."""
 
+import functools
+import itertools
+
 import numpy as np
 import torch
 
@@ -9,13 +12,21 @@ from reference.ops.attention import causal_shift
 from reference.ops.library import LIBRARY
 from reference.ops.softmax import check_softmax, check_softmax_backward
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("softmax", {"WIDE": wide}) for wide in WIDE.values()]
+# Rows of up to 256 · groups elements are kept in registers; 0: of any length, read again.
+_GROUPS = (1, 2, 4, 8)
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("softmax", {"WIDE": wide, "GROUPS": groups}) for wide, groups in itertools.product(WIDE.values(), (0, *_GROUPS))
+]
 
 _WARPS = 4  # rows of a block
 _NO_SHIFT = 1 << 30
 _MASK = np.dtype([("pointer", "u8"), ("strides", "i8", 4)])
-_forward = {dtype: launch.function("softmax", "softmax", {"WIDE": wide}) for dtype, wide in WIDE.items()}
-_backward = {dtype: launch.function("softmax", "softmax_backward", {"WIDE": wide}) for dtype, wide in WIDE.items()}
+
+
+@functools.cache
+def _kernel(name: str, dtype: torch.dtype, cols: int) -> launch.Kernel:
+    groups = next((groups for groups in _GROUPS if cols <= 256 * groups), 0)
+    return launch.function("softmax", name, {"WIDE": WIDE[dtype], "GROUPS": groups})
 
 
 def _aligned(*tensors: torch.Tensor) -> np.int32:
@@ -45,7 +56,7 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
         launch.by_value(masked),
         _aligned(x, y),
     ]
-    launch.launch(_forward[x.dtype], (-(-rows // _WARPS),), (32 * _WARPS,), args, device=x.device.index)
+    launch.launch(_kernel("softmax", x.dtype, skv), (-(-rows // _WARPS),), (32 * _WARPS,), args, device=x.device.index)
     return y
 
 
@@ -59,7 +70,8 @@ def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch
     rows = y.numel() // cols
     args = [grad.data_ptr(), y.data_ptr(), dx.data_ptr(), np.int64(rows), np.int32(cols), np.float32(scale)]
     args.append(_aligned(grad, y, dx))
-    launch.launch(_backward[y.dtype], (-(-rows // _WARPS),), (32 * _WARPS,), args, device=y.device.index)
+    kernel = _kernel("softmax_backward", y.dtype, cols)
+    launch.launch(kernel, (-(-rows // _WARPS),), (32 * _WARPS,), args, device=y.device.index)
     return dx
 
 

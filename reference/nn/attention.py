@@ -63,6 +63,8 @@ def forward(
 def backward(call: AttentionCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
     *tensors, state_before = saved
+    if grad.stride(-1) != 1:  # an expanded gradient, as of a plain sum
+        grad = grad.contiguous()
     return twin.attention_backward(grad, *tensors, *call.arguments, state_before)
 
 

@@ -47,7 +47,7 @@ from numba import njit
 
 from reference import elementary, philox, tensor_core
 from reference.elementary import GRID15, OPTIONS, ZERO, fma
-from reference.elementary import _power as power
+from reference.elementary import power_on_grid as power
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define, fake
 

@@ -28,7 +28,7 @@ from numba import njit
 
 from reference import elementary, tensor_core
 from reference.elementary import GRID15, OPTIONS, ZERO, fma
-from reference.elementary import _power as power
+from reference.elementary import power_on_grid as power
 from reference.ops.attention import (
     BLOCK,
     causal_shift,

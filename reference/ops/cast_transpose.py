@@ -49,9 +49,7 @@ def cast_transpose_dbias(
     return q, transposed(q), scale_inv, sum_rows(x)
 
 
-def _empty(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, cols = x.shape
     return (
         x.new_empty(x.shape, dtype=dtype),

@@ -1,0 +1,119 @@
+"""The activations against the device copy of the same run (docs/results/activation.json).
+
+All are bound by memory, so the figure is bandwidth: the bytes that must move (each input read once, each output
+written once) over the time, against `Tensor.copy_` of 512 MiB. A sample is a few calls over inputs that together
+exceed L2, replayed as a CUDA graph, so that the host's time is not in it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import measure
+from reference.ops.activation import KINDS, width
+
+NAME = "activation"
+KERNELS = ("activation", "activation_cast_transpose", "dbias")
+# dtype, rows and columns of y (of x too, or half of x's for the gated kinds).
+CASES = (("bf16", 8192, 16384), ("bf16", 8192, 4096), ("fp32", 8192, 4096))
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+_CALLS = 4
+_FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
+_COPY_BYTES = 1 << 29
+
+twin = torch.ops.twin
+
+
+def bytes_moved(op: str, rows: int, n: int, m: int, size: int) -> int:
+    """The fewest bytes an op moves, for x of n columns and y of m."""
+    return (
+        rows
+        * {
+            "activation": (n + m) * size,
+            "activation_backward": (m + 2 * n) * size,
+            "activation_cast_transpose": n * size + 2 * m,
+            "activation_backward_cast_transpose_dbias": (m + n) * size + 2 * n,
+        }[op]
+    )
+
+
+def graph(call: Callable[[int], object]) -> Callable[[], None]:
+    """A few calls, the argument counting them, as one CUDA graph."""
+    call(0)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i in range(_CALLS):
+            call(i)
+    return captured.replay
+
+
+def variants(
+    xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], kind: str
+) -> dict[str, Callable[[int], object]]:
+    """One call per op; call i takes its inputs from `xs` and `grads`, in turn."""
+    state = (torch.full((1,), 2.0, device="cuda"), torch.zeros(16, 1, device="cuda"), 0)
+    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+
+    def pick(tensors: Sequence[torch.Tensor], i: int) -> torch.Tensor:
+        return tensors[i % len(tensors)]
+
+    return {
+        "activation": lambda i: twin.activation(pick(xs, i), kind),
+        "activation_backward": lambda i: twin.activation_backward(pick(grads, i), pick(xs, i), kind),
+        "activation_cast_transpose": lambda i: twin.activation_cast_transpose(pick(xs, i), kind, *state, forward),
+        "activation_backward_cast_transpose_dbias": lambda i: twin.activation_backward_cast_transpose_dbias(
+            pick(grads, i), pick(xs, i), kind, *state, backward
+        ),
+    }
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    flush = measure.Flush()
+    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    results: list[dict[str, Any]] = []
+    cases = [(*case, kind) for case in CASES for kind in KINDS]
+    with torch.no_grad():
+        for done, (name, rows, m, kind) in enumerate(cases):
+            dtype = DTYPES[name]
+            n = m * (m // width(kind, m))
+            count = max(1, min(_CALLS, -(-_FOOTPRINT // (rows * m * dtype.itemsize))))
+            xs = [torch.empty(rows, n, dtype=dtype, device="cuda").normal_() for _ in range(count)]
+            grads = [torch.empty(rows, m, dtype=dtype, device="cuda").normal_() for _ in range(count)]
+            calls: dict[str, Callable[[], object]] = {op: graph(call) for op, call in variants(xs, grads, kind).items()}
+            calls["large copy"] = lambda: target.copy_(source)
+            times = {
+                op: measure.summary(samples)
+                for op, samples in measure.interleave(calls, repeats=repeats, warmup=2, flush=flush).items()
+            }
+            ceiling = 2 * _COPY_BYTES / times.pop("large copy")["median"]
+            for op, time in times.items():
+                ms = {key: value / _CALLS for key, value in time.items()}
+                rate = bytes_moved(op, rows, n, m, dtype.itemsize) / ms["median"]
+                results.append(
+                    {
+                        "op": op,
+                        "kind": kind,
+                        "dtype": name,
+                        "rows": rows,
+                        "x_columns": n,
+                        "ms": ms,
+                        "terabytes_per_second": rate / 1e9,
+                        "copy_terabytes_per_second": ceiling / 1e9,
+                        "of_copy": rate / ceiling,
+                    }
+                )
+            if progress is not None:
+                progress((done + 1) / len(cases))
+    return {
+        "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB in the same interleaved run",
+        "calls_per_sample": _CALLS,
+        "repeats": repeats,
+        "rows": results,
+        "provenance": measure.provenance(KERNELS),
+    }
