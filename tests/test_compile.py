@@ -97,10 +97,10 @@ def compare_modules(
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
 
 
-def compare(name: str, fp8: bool, backend: str) -> None:
+def compare(name: str, fp8: bool, backend: str, device: str = "cpu") -> None:
     torch.manual_seed(1)
     build, arguments = LAYERS[name]
-    compare_modules(build(), arguments(), fp8, backend, 4)
+    compare_modules(build().to(device), [t.to(device) for t in arguments()], fp8, backend, 4)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -109,11 +109,8 @@ def test_a_compiled_layer_has_the_bits_of_eager_mode(name: str, fp8: bool) -> No
     compare(name, fp8, "aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("name", "fp8"), [("LayerNormLinear", True), ("DotProductAttention", False), ("LayerNormMLP", True)]
-)
-def test_inductor_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
-    compare(name, fp8, "inductor")
+def test_inductor_has_the_bits_of_eager_mode() -> None:
+    compare("LayerNormMLP", True, "inductor")
 
 
 @pytest.mark.slow
@@ -121,6 +118,16 @@ def test_inductor_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_inductor_has_the_bits_of_eager_mode_in_every_layer(name: str, fp8: bool) -> None:
     compare(name, fp8, "inductor")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["LayerNormMLP", "DotProductAttention", "TransformerLayer"])
+def test_a_compiled_layer_has_the_bits_of_eager_mode_on_a_gpu(name: str, fp8: bool, backend: str) -> None:
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
+    compare(name, fp8, backend, "cuda")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -132,8 +139,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformer_layers_of_every_kind(variant: str) -> None:
+def test_transformer_layers_of_every_kind(variant: str, backend: str) -> None:
     torch.manual_seed(1)
     eager = te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=torch.float16, **VARIANTS[variant])
     padding = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
@@ -144,7 +152,7 @@ def test_transformer_layers_of_every_kind(variant: str) -> None:
         "rotary, padding": {"attention_mask": padding, "rotary_pos_emb": torch.randn(4, 1, 1, 16)},
     }.get(variant, {})
     recipe = te.DelayedScaling(amax_history_len=2, fp8_format=te.Format.E4M3, amax_compute_algo="most_recent")
-    compare_modules(eager, [t.to(torch.float16) for t in hidden()], True, "aot_eager", 3, recipe, **extra)
+    compare_modules(eager, [t.to(torch.float16) for t in hidden()], True, backend, 3, recipe, **extra)
 
 
 class Twelve(torch.nn.Module):
