@@ -202,6 +202,18 @@ def test_autocast_inside_the_compiled_region() -> None:
         compare_modules(Inside(), hidden(), None, "aot_eager", 4)
 
 
+def test_checkpoint_around_a_compiled_layer() -> None:
+    """Two graphs: the first run's and the recomputation's."""
+    torch.manual_seed(1)
+    eager, inputs = te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=BF16), hidden()
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        actual = train(lambda x: te.checkpoint(compiled, x), module, inputs, True, 3)
+    for a, b in zip(train(eager, eager, inputs, True, 3), actual, strict=True):
+        assert_same_bits(a, b)
+
+
 def test_a_new_history_length_compiles_again_and_keeps_the_bits() -> None:
     eager, inputs = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16), hidden()
     module = copy.deepcopy(eager)
