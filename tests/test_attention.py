@@ -40,13 +40,14 @@ def kept_pairs(case: Case, state: torch.Tensor | None) -> torch.Tensor:
 def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results of float64 autograd, and how far the op may be from each.
 
-    With u the unit of rounding of the 16-bit type, t its smallest subnormal, e = 2^-22 a generous unit of one
+    With u the unit of rounding of the 16-bit type, t its smallest subnormal, f = max(t, 2^-125) the weight below which
+    one may count as 0 (2^n does below n = -126, and 1/2 <= l), e = 2^-22 a generous unit of one
     tensor-core step (which truncates at 2^-25 of its largest term, 17 terms) and n the number of steps:
       scores   |dS| <= n e Σ|q||k|; a weight is off by a factor 1 + w, w = 1.1e-5 (grid) + 2 max(scale |dS|) + sum
-      out      u |out| + Σ weight |v| (u + 2 w + n e) + t Σ|v|              (P is rounded; l >= 1/2)
-      ds       weight (Σ|grad| B_out + n e Σ|grad||v|) + (u + 2 w)(weight |dP - D|) + t
+      out      u |out| + Σ weight |v| (u + 2 w + n e) + f Σ|v|              (P is rounded; l >= 1/2)
+      ds       weight (Σ|grad| B_out + n e Σ|grad||v|) + (u + 2 w + f / weight)(weight |dP - D|) + t
       dq, dk   scale Σ (B_ds + n e |ds|) |k or q| + u |dq or dk|
-      dv       Σ weight |grad| (u + 2 w + n e) + u |dv| + t Σ|grad|
+      dv       Σ weight |grad| (u + 2 w + n e) + u |dv| + f Σ|grad|
     """
     hidden, keep, kept = (
         hidden_pairs(case, given["mask"]),
@@ -64,7 +65,7 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     truth = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
     unit, tiny = (2.0**-8, 2.0**-133) if case.dtype == torch.bfloat16 else (2.0**-11, 2.0**-24)
-    step = 2.0**-22
+    step, least = 2.0**-22, max(tiny, 2.0**-125)
     along_d, along_keys, along_queries = (math.ceil(n / 16) + 1 for n in (case.d, case.skv, case.sq * case.group))
     qa, ka, va, ga = (x.detach().abs() for x in (q, keys, values, grad))
     a = weights.detach()
@@ -72,18 +73,18 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     factor = 1.1e-5 + 2 * score_error.amax(-1, keepdim=True) + (case.skv + 8) * 2.0**-23
     loose = unit + 2 * factor
     bound = {"out": unit * truth["out"].abs()}
-    bound["out"] += kept * ((a * (loose + along_keys * step)) @ va + tiny * va.sum(2, keepdim=True))
+    bound["out"] += kept * ((a * (loose + along_keys * step)) @ va + least * va.sum(2, keepdim=True))
     dp = (grad @ values.detach().transpose(2, 3)) * keep * kept
     dots = (grad * truth["out"]).sum(-1, keepdim=True)
     error = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1, keepdim=True)
     error = error + kept * along_d * step * (ga @ va.transpose(2, 3))
     ds = a * (dp - dots)
-    ds_bound = a * error + loose * ds.abs() + tiny
+    ds_bound = a * error + loose * ds.abs() + least * (dp - dots).abs() + tiny
     ds_bound = torch.where(hidden, 0.0, ds_bound)
     bound["dq"] = scale * (ds_bound + along_keys * step * ds.abs()) @ ka + unit * truth["dq"].abs()
     groups = (case.b, case.hkv, case.group)
     dk = (scale * (ds_bound + along_queries * step * ds.abs()).transpose(2, 3) @ qa).unflatten(1, groups[1:]).sum(2)
-    dv = (kept * ((a * (loose + along_queries * step) + tiny).transpose(2, 3) @ ga)).unflatten(1, groups[1:]).sum(2)
+    dv = (kept * ((a * (loose + along_queries * step) + least).transpose(2, 3) @ ga)).unflatten(1, groups[1:]).sum(2)
     bound["dk"], bound["dv"] = dk + unit * truth["dk"].abs(), dv + unit * truth["dv"].abs()
     # Results below the smallest subnormal round to a multiple of it.
     return truth, {name: b + tiny for name, b in bound.items()}

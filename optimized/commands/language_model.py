@@ -1,22 +1,22 @@
-"""A byte-level language model of `Linear` layers, trained the same way on the CPU and, where there is one, on a GPU.
+"""A byte-level GPT of `TransformerLayer`s, trained the same way on the CPU and, where there is one, on a GPU.
 
-The model guesses the next byte from the `context` bytes before it. Each byte is looked up in a fixed table of
-`code` signs (±1: exact in every format), the signs of the context lie side by side, and `Linear` layers with
-ReLU between them turn them into 256 logits:
+It guesses each next byte of a text from the bytes before it. Activations are `[sequence, rows, hidden]` in bf16:
 
-    h_0 = signs[bytes]                            bf16 [rows, context · code]
-    h_i = max(h_{i-1}·wᵀ + b, 0)                  bf16 [rows, width]
-    logits = h·wᵀ + b                             bf16 [rows, 256]
+    h = onehot·Eᵀ                     the byte's row of a table plus the position's, as one Linear of a one-hot vector
+    h = TransformerLayer(h)           `layers` times, causal; these layers are what runs in FP8
+    logits = LayerNorm(h)·wᵀ + b      [sequence, rows, 256]
 
-Everything that is not a `Linear` is exact (lookup, ReLU), or happens once on the CPU for both devices (softmax
-and the gradient of the cross-entropy), or is spelled out in single roundings (the optimizer), so that both
-devices must agree in every bit:
+The lookup is a product because its gradient then is one, too: torch's own adds rows in an order that differs between
+devices. The loss and its gradient are computed once, on the CPU, for both devices. Parameters are fp32, and the
+optimizer is Adam in single operations, each rounded once, so that both devices must agree in every bit:
 
-    velocity = fp32(fp32(momentum · velocity) + gradient)        parameter = fp32(parameter - fp32(lr · velocity))
+    m = fp32(fp32(β₁·m) + fp32(fp32(1 - β₁)·g))
+    v = fp32(fp32(β₂·v) + fp32(fp32(1 - β₂)·fp32(g·g)))
+    p = fp32(p - fp32(rate·fp32(m / fp32(fp32(√v) + ε))))
 """
 
 import copy
-import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,86 +28,136 @@ import reference as te
 from optimized.commands.corpus import Corpus
 from optimized.commands.sides import Tally
 from reference import formats, philox
+from reference.nn import init
 
 VOCABULARY = 256
 TENSORS = ("input", "weight", "grad_output")
+# The linear maps of a TransformerLayer: module, then columns of input and weight in its scaling_fwd, of the output's
+# gradient in its scaling_bwd.
+PRODUCTS = {
+    "QKV": ("self_attention.layernorm_qkv", 0, 1, 0),
+    "proj": ("self_attention.proj", 0, 1, 0),
+    "fc1": ("layernorm_mlp", 0, 1, 0),
+    "fc2": ("layernorm_mlp", 3, 4, 2),
+}
+Key = tuple[str, str]
+"""(product, tensor), as ("layer 0 fc1", "weight")."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and the training schedule; the learning rate falls to zero over the last half of the steps."""
+    """Sizes and the training schedule; the rate rises over `warmup` steps and falls to zero over the last half."""
 
-    context: int = 8
-    code: int = 32
-    width: int = 256
-    layers: int = 3
-    rows: int = 256
-    steps: int = 1000
-    learning_rate: float = 0.1
-    momentum: float = 0.9
+    sequence: int = 64
+    hidden: int = 128
+    heads: int = 2
+    layers: int = 2
+    rows: int = 8
+    steps: int = 220
+    learning_rate: float = 0.003
+    warmup: int = 10
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    std: float = 0.03
     amax_history_len: int = 16
     seed: int = 2026
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
-        return self.learning_rate * min(1.0, 2 * (self.steps - step) / self.steps)
+        """The factor of a step's update: the learning rate with Adam's corrections for its start from zero."""
+        schedule = min(1.0, (step + 1) / self.warmup, 2 * (self.steps - step) / self.steps)
+        first, second = (1 - beta ** (step + 1) for beta in self.betas)
+        return self.learning_rate * schedule * math.sqrt(second) / first
 
 
 class ByteModel(torch.nn.Module):
     """The model of the module's docstring, parameters fp32, drawn from `settings.seed`."""
 
-    signs: torch.Tensor
-
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        bits = philox.element_words(settings.seed, 0, VOCABULARY * settings.code)[0] & 1
-        signs = torch.from_numpy(bits.astype("float32")) * 2 - 1
-        self.register_buffer("signs", signs.view(VOCABULARY, settings.code).bfloat16())
-        sizes = [settings.context * settings.code] + [settings.width] * (settings.layers - 1) + [VOCABULARY]
+        self.settings = settings
+        common: dict[str, Any] = {"params_dtype": torch.float32, "device": "cpu"}
+
+        def normal(weight: torch.Tensor) -> None:
+            init.normal_(weight, std=settings.std)
+
+        def smaller(weight: torch.Tensor) -> None:  # 2·layers sums meet in the residual stream
+            init.normal_(weight, std=settings.std / math.sqrt(2 * settings.layers))
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.layers = torch.nn.ModuleList(
-                te.Linear(a, b, params_dtype=torch.float32, device="cpu") for a, b in itertools.pairwise(sizes)
+            self.embedding = te.Linear(
+                VOCABULARY + settings.sequence, settings.hidden, bias=False, init_method=normal, **common
             )
-        # Transformer Engine's normal(0, 0.023) suits wide layers; before a ReLU of 256 inputs it is 4 times too small.
-        with torch.no_grad():
-            for parameter in self.layers[:-1].parameters():
-                parameter.mul_(4)  # the biases are 0
+            self.layers = torch.nn.ModuleList(
+                te.TransformerLayer(
+                    settings.hidden,
+                    4 * settings.hidden,
+                    settings.heads,
+                    hidden_dropout=0.0,
+                    attention_dropout=0.0,
+                    self_attn_mask_type="causal",
+                    fuse_qkv_params=True,
+                    init_method=normal,
+                    output_layer_init_method=smaller,
+                    **common,
+                )
+                for _ in range(settings.layers)
+            )
+            self.norm = te.LayerNorm(settings.hidden, **common)
+            self.head = te.Linear(settings.hidden, VOCABULARY, init_method=normal, **common)
 
-    def forward(self, windows: torch.Tensor) -> torch.Tensor:
-        """Bytes int64 [rows, context] to logits bf16 [rows, 256]."""
-        h = self.signs[windows].flatten(1)
-        for layer in self.layers[:-1]:
-            h = torch.relu(layer(h))
-        return self.layers[-1](h)
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.head.get_parameter("weight").device
+
+    def forward(self, text: torch.Tensor, recipe: te.DelayedScaling | None) -> torch.Tensor:
+        """Bytes int64 [sequence, rows] to logits bf16 [sequence, rows, 256]; the layers in FP8 if there is a recipe."""
+        length = len(text)
+        onehot = torch.zeros(*text.shape, VOCABULARY + self.settings.sequence, dtype=torch.bfloat16)
+        onehot.scatter_(2, text[:, :, None], 1.0)
+        places = torch.arange(length)
+        onehot[places, :, VOCABULARY + places] = 1.0
+        h = self.embedding(onehot.to(self.device))
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            for layer in self.layers:
+                h = layer(h)
+        return self.head(self.norm(h))
+
+    def products(self) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
+        """Every linear map inside the layers: its name, its module and its columns in the FP8 state."""
+        for index, layer in enumerate(self.layers):
+            for name, (path, *columns) in PRODUCTS.items():
+                yield f"layer {index} {name}", layer.get_submodule(path), (columns[0], columns[1], columns[2])
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The mean loss in nats, and its gradient bf16 [rows, 256], computed on the CPU.
+    """The mean loss in nats of logits [.., 256], and its gradient in bf16, computed on the CPU.
 
     In float64, of which the gradient keeps eight bits: it is computed once and given to both devices.
     """
-    z = logits.detach().cpu().double()
+    z = logits.detach().cpu().double().flatten(0, -2)
+    targets = targets.flatten()
     logarithms = torch.log_softmax(z, 1)
     rows = torch.arange(len(targets))
     gradient = logarithms.exp()
     gradient[rows, targets] -= 1
-    return float(-logarithms[rows, targets].mean()), (gradient / len(targets)).bfloat16()
+    return float(-logarithms[rows, targets].mean()), (gradient / len(targets)).bfloat16().view(logits.shape)
 
 
 @dataclass
 class Run:
     """What one training left behind.
 
-    `amax` and `scale` hold a value per step for each (layer, tensor). `codes` [256] counts the FP8 codes of the middle
-    layer's tensors at a (moment, tensor), and `lost` is the share of their nonzero elements that the cast made zero.
+    `amax` and `scale` hold a value per step for each product's tensors. `codes` [256] counts the FP8 codes of the last
+    projection's tensors at a (moment, tensor), and `lost` is the share of their nonzero elements that became zero.
     """
 
     precision: str
     model: ByteModel
     losses: list[float] = field(default_factory=list)
-    amax: dict[tuple[int, str], list[float]] = field(default_factory=dict)
-    scale: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+    amax: dict[Key, list[float]] = field(default_factory=dict)
+    scale: dict[Key, list[float]] = field(default_factory=dict)
     codes: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     lost: dict[tuple[str, str], float] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
@@ -117,18 +167,15 @@ class Side:
     """The model on one device with its optimizer."""
 
     def __init__(self, model: ByteModel, settings: Settings, fp8: bool) -> None:
-        self.model, self.settings, self.fp8 = model, settings, fp8
-        self.device = model.signs.device
-        self.velocity = [torch.zeros_like(p) for p in model.parameters()]
-        self.recipe = te.DelayedScaling(amax_history_len=settings.amax_history_len)
+        self.model, self.settings = model, settings
+        self.device = model.device
+        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+        self.recipe = te.DelayedScaling(amax_history_len=settings.amax_history_len) if fp8 else None
 
-    def forward(self, windows: torch.Tensor) -> torch.Tensor:
-        """Logits, in bf16 or FP8."""
-        with (
-            torch.autocast(self.device.type, torch.bfloat16),
-            te.autocast(enabled=self.fp8, recipe=self.recipe),
-        ):
-            return self.model(windows.to(self.device))
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Logits of bytes int64 [sequence, rows], in bf16 or FP8."""
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.model(text, self.recipe)
 
     def backward(self, logits: torch.Tensor, gradient: torch.Tensor) -> None:
         """Gradients of the parameters."""
@@ -137,22 +184,25 @@ class Side:
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
-        """One step of the optimizer: four operations, each rounded once."""
-        for parameter, velocity in zip(self.model.parameters(), self.velocity, strict=True):
-            assert parameter.grad is not None
-            velocity.mul_(self.settings.momentum).add_(parameter.grad)
-            parameter.sub_(velocity * rate)
+        """One step of Adam, as the module's docstring writes it: every operation is rounded by itself."""
+        first, second = self.settings.betas
+        for parameter, (m, v) in zip(self.model.parameters(), self.moments, strict=True):
+            g = parameter.grad
+            assert g is not None
+            m.mul_(first).add_(g * (1 - first))
+            v.mul_(second).add_((g * g) * (1 - second))
+            parameter.sub_((m / (v.sqrt() + self.settings.epsilon)) * rate)
 
 
 @contextmanager
 def _watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the layer's input, weight and output gradient while the context is open."""
+    """Collect the input, weight and output gradient of a projection (`return_bias`) while the context is open."""
     seen: dict[str, torch.Tensor] = {}
 
-    def hook(module: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
+    def hook(module: torch.nn.Module, args: tuple[torch.Tensor], out: tuple[torch.Tensor, torch.Tensor]) -> None:
         weight = module.get_parameter("weight")
         seen["input"], seen["weight"] = args[0].detach(), weight.detach().clone()
-        out.register_hook(lambda gradient: seen.update(grad_output=gradient.detach()))
+        out[0].register_hook(lambda gradient: seen.update(grad_output=gradient.detach()))
 
     handle = layer.register_forward_hook(hook)
     try:
@@ -161,31 +211,33 @@ def _watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         handle.remove()
 
 
-def scales(model: ByteModel) -> dict[tuple[int, str], tuple[float, float]]:
-    """(scale, newest amax) of each layer's input, weight and output gradient, after an FP8 step."""
+def scales(model: ByteModel) -> dict[Key, tuple[float, float]]:
+    """(scale, newest amax) of each product's input, weight and output gradient, after an FP8 step."""
     found = {}
-    layers: Any = model.layers
-    for index, layer in enumerate(layers):
-        for name, key, column in (
-            ("input", "scaling_fwd", 0),
-            ("weight", "scaling_fwd", 1),
-            ("grad_output", "scaling_bwd", 0),
-        ):
-            meta = layer.fp8_meta[key]
-            found[index, name] = (float(meta.scale[column]), float(meta.amax_history[-1, column]))
+    for product, module, columns in model.products():
+        for name, column in zip(TENSORS, columns, strict=True):
+            meta = module.fp8_meta["scaling_bwd" if name == "grad_output" else "scaling_fwd"]
+            found[product, name] = (float(meta.scale[column]), float(meta.amax_history[-1, column]))
     return found
 
 
-def _count_codes(
-    run: Run, moment: str, seen: dict[str, torch.Tensor], layer: int, used: dict[tuple[int, str], float]
-) -> None:
+def _count_codes(run: Run, moment: str, seen: dict[str, torch.Tensor], product: str, used: dict[Key, float]) -> None:
     """Count the FP8 codes of the watched tensors, under the scales of that step."""
     for name, tensor in seen.items():
         fmt = formats.E5M2 if name == "grad_output" else formats.E4M3
-        codes = formats.cast(tensor, fmt, used.get((layer, name), 1.0)).view(torch.uint8).flatten()
+        codes = formats.cast(tensor, fmt, used.get((product, name), 1.0)).view(torch.uint8).flatten()
         run.codes[moment, name] = torch.bincount(codes.int(), minlength=256)
         alive = tensor.flatten() != 0
         run.lost[moment, name] = float(((codes & 0x7F) == 0)[alive].float().mean())
+
+
+def _states(model: ByteModel) -> Iterator[torch.Tensor]:
+    """Scales and amax histories of every FP8 module."""
+    for module in model.layers.modules():
+        meta: Any = getattr(module, "fp8_meta", {})
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if key in meta:
+                yield from (meta[key].scale, meta[key].amax_history)
 
 
 def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -196,12 +248,8 @@ def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.T
         assert other.grad is not None
         run.tally.add(one.grad, other.grad)
         run.tally.add(one, other)
-    if cpu.fp8:
-        layers: Any = zip(cpu.model.layers, gpu.model.layers, strict=True)
-        for here, there in layers:
-            for key in ("scaling_fwd", "scaling_bwd"):
-                run.tally.add(here.fp8_meta[key].scale, there.fp8_meta[key].scale)
-                run.tally.add(here.fp8_meta[key].amax_history, there.fp8_meta[key].amax_history)
+    for here, there in zip(_states(cpu.model), _states(gpu.model), strict=True):
+        run.tally.add(here, there)
 
 
 @contextmanager
@@ -213,6 +261,12 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def lesson(corpus: Corpus, settings: Settings, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of a step and the byte after each: int64 [sequence, rows]."""
+    windows, after = corpus.batch(settings.seed, step, settings.rows, settings.sequence)
+    return windows.t(), torch.cat([windows[:, 1:], after[:, None]], 1).t()
 
 
 @one_thread()
@@ -229,20 +283,21 @@ def train(
     sides = [Side(model, settings, fp8)]
     if gpu is not None:
         sides.append(Side(copy.deepcopy(model).to(gpu), settings, fp8))
-    middle = settings.layers // 2
-    used: dict[tuple[int, str], float] = {}  # the scales a step's casts use; 1 before the first update
+    watched: Any = model.layers[-1]
+    last = f"layer {settings.layers - 1} proj"
+    used: dict[Key, float] = {}  # the scales a step's casts use; 1 before the first update
     for step in range(settings.steps):
-        windows, targets = corpus.batch(settings.seed, step, settings.rows, settings.context)
+        text, targets = lesson(corpus, settings, step)
         moments = [name for name, at in (("first step", 0), ("last step", settings.steps - 1)) if at == step]
-        with _watched(model.layers[middle]) as seen:
-            outs = [side.forward(windows) for side in sides]
+        with _watched(watched.self_attention.proj) as seen:
+            outs = [side.forward(text) for side in sides]
             loss, gradient = cross_entropy(outs[0], targets)
             for side, out in zip(sides, outs, strict=True):
                 side.backward(out, gradient)
                 side.update(settings.rate(step))
         if fp8:
             for moment in moments:
-                _count_codes(run, moment, seen, middle, used)
+                _count_codes(run, moment, seen, last, used)
             for key, (scale, amax) in scales(model).items():
                 run.amax.setdefault(key, []).append(amax)
                 run.scale.setdefault(key, []).append(used.get(key, 1.0))
@@ -269,8 +324,8 @@ def write(
     text = prompt
     draws = philox.uniform((length,), seed=settings.seed)
     for place in range(length):
-        window = torch.tensor([list(text[-settings.context :].rjust(settings.context, b"\n"))])
-        heights = torch.softmax(side.forward(window).double() / temperature, 1)[0].cumsum(0)
+        window = torch.tensor(list(text[-settings.sequence :]))[:, None]
+        heights = torch.softmax(side.forward(window)[-1, 0].double() / temperature, 0).cumsum(0)
         text += bytes([min(int((heights < draws[place]).sum()), 255)])
         progress()
     return text.decode("ascii", "replace")

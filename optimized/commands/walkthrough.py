@@ -1,8 +1,9 @@
 """Walk from the FP8 number line to a trained model, and write an HTML report of it.
 
-The steps: the FP8 number line; one Linear in plain PyTorch, in 16 bits and in FP8; the CPU predicting words that
-an H200 recorded; a small language model of the standard library's sources, trained in bf16 and in FP8. On a
-machine with a Hopper GPU every step runs on both sides, and any word that differs makes the exit code 1.
+The steps: the FP8 number line; one Linear in plain PyTorch, in 16 bits and in FP8; one Transformer layer in plain
+PyTorch, of modules, of fused modules, as one TransformerLayer and in FP8; the CPU predicting words that an H200
+recorded; a small GPT of the standard library's sources, trained in bf16 and in FP8. On a machine with a Hopper GPU
+every step runs on both sides, and any word that differs makes the exit code 1.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,11 +25,11 @@ from optimized.commands import CommandError, corpus, positive
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.sides import hopper
-from optimized.commands.steps import Outcome, linear, number_line, recorded, training
+from optimized.commands.steps import Outcome, linear, number_line, recorded, training, tutorial
 from optimized.commands.steps.style import styled
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
-QUICK = {"steps": 12, "rows": 64, "width": 64}
+QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
 QUICK_FILES = 40
 
 
@@ -92,6 +94,7 @@ def _steps(report: Report, settings: Settings, files: int | None, bars: _Bars) -
     for step in (
         lambda: number_line.run(report),
         linear_step,
+        lambda: tutorial.run(report, bars),
         lambda: recorded.run(report, bars),
         training_step,
     ):

@@ -113,7 +113,7 @@ def run(report: Report) -> Outcome:
         error_picture(),
         "<b>What a cast costs.</b> Inside its range a format has a flat error: at most 1/17 for E4M3 and 1/9 for "
         "E5M2. Outside it the error goes to 100 %. So before a cast every tensor is multiplied by a "
-        "<code>scale</code> that moves it into the flat part; where that scale comes from is the subject of step 4.",
+        "<code>scale</code> that moves it into the flat part; where that scale comes from is the subject of step 5.",
         "Relative error of casts to E4M3 and E5M2 over magnitude",
     )
     count = " and ".join(f"{len(fmt.values())} ({fmt.name})" for fmt in formats.FORMATS)

@@ -1,4 +1,4 @@
-"""Step 3, prediction: this CPU computes the words that cuBLASLt gave on an H200."""
+"""Step 4, prediction: this CPU computes the words that cuBLASLt gave on an H200."""
 
 from collections.abc import Callable
 

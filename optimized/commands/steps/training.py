@@ -1,4 +1,4 @@
-"""Step 4, training: a byte-level language model of the standard library's sources, in bf16 and in FP8."""
+"""Step 5, training: a byte-level GPT of the standard library's sources, in bf16 and in FP8."""
 
 import math
 import time
@@ -10,13 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from optimized.commands.corpus import Corpus
-from optimized.commands.language_model import TENSORS, Run, Settings, train, write
+from optimized.commands.language_model import PRODUCTS, TENSORS, Run, Settings, train, write
 from optimized.commands.report import Report, escape
 from optimized.commands.sides import Tally, hopper
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
 from reference import formats
 
+PRODUCT_COLOURS = dict(zip(PRODUCTS, ("#2456a6", "#d1682b", "#1a7f4b", "#7a3f9d"), strict=True))
 PROMPT = b"def __init__(self, "
 TITLES = {"input": "input (E4M3)", "weight": "weight (E4M3)", "grad_output": "gradient (E5M2)"}
 
@@ -60,18 +61,19 @@ def loss_picture(runs: list[Run]) -> Figure:
 
 
 def scale_picture(run: Run, layers: int) -> Figure:
-    """amax and scale of every tensor over the steps."""
+    """amax and scale of every tensor of the last layer over the steps."""
     fig = figure(9, 6.2)
     grid = fig.subplots(3, 2, sharex=True)
     for row, name in enumerate(TENSORS):
-        for layer in range(layers):
-            shade = 0.35 + 0.65 * layer / max(1, layers - 1)
+        for (product, colour), width in zip(PRODUCT_COLOURS.items(), (1.8, 1.5, 1.2, 1.0), strict=True):
+            key = (f"layer {layers - 1} {product}", name)
             for axes, values in zip(grid[row], (run.amax, run.scale), strict=True):
-                later = values[layer, name][1:]  # the scale of the first step is 1
-                axes.step(range(1, len(later) + 1), later, color=COLOURS[name], alpha=shade, linewidth=1.2)
+                later = values[key][1:]  # the scale of the first step is 1
+                axes.step(range(1, len(later) + 1), later, color=colour, linewidth=width, alpha=0.85, label=product)
                 axes.set_yscale("log", base=2)
         grid[row][0].set_title(f"{TITLES[name]}: amax")
         grid[row][1].set_title("scale")
+    fig.legend(*grid[0][0].get_legend_handles_labels(), ncols=4, fontsize=9, loc="outside upper right")
     for axes in grid[-1]:
         axes.set_xlabel("step")
     return fig
@@ -114,13 +116,15 @@ def codes_picture(run: Run) -> Figure:
 
 
 def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
-    sizes = [settings.context * settings.code] + [settings.width] * (settings.layers - 1) + [256]
+    tokens = settings.rows * settings.sequence
     report.text(
         f"The text is the standard library's own source code: {corpus.files:,} files, {len(corpus.data):,} bytes "
-        f"(<code>{corpus.digest}</code>), already on this machine. A model of {settings.layers} <code>Linear</code> "
-        f"layers ({' → '.join(map(str, sizes))}, ReLU between them) guesses each byte from the {settings.context} "
-        f"before it, over {settings.steps} steps of {settings.rows} guesses. It is trained twice from the same start "
-        "on the same bytes: once in bf16, once in FP8 with delayed scaling (HYBRID)."
+        f"(<code>{corpus.digest}</code>), already on this machine. A GPT of {settings.layers} causal "
+        f"<code>te.TransformerLayer</code>s ({settings.heads} heads, {settings.hidden} → {4 * settings.hidden} → "
+        f"{settings.hidden}), a table for bytes and positions before them and a norm and a <code>Linear</code> behind "
+        f"them, guesses each byte from the up to {settings.sequence} before it: {settings.steps} steps of "
+        f"{tokens} guesses. It is trained twice from the same start on the same bytes: once in bf16, once with the "
+        "layers in FP8 with delayed scaling (HYBRID). Parameters are fp32, the optimizer is Adam."
     )
 
 
@@ -130,21 +134,23 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
         loss_picture(runs),
         "<b>FP8 learns as bf16 does.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
         f"strong: the mean over neighbours. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per "
-        "byte. The lower panel is the difference, step by step on the same bytes.",
+        "byte. The lower panel is the difference, step by step on the same bytes. (A GPT worth reading sees many "
+        "thousand times more text than these few minutes of a CPU.)",
         "Loss curves of bf16 and FP8 training",
     )
     report.picture(
         scale_picture(fp8, settings.layers),
-        "<b>Scales follow amaxes.</b> Left: the largest magnitude of each tensor at each step (light to dark: first "
-        "to last layer). Right: the scale its cast used. It is 1 in the first step (not drawn), then the format's "
-        f"largest value over the largest amax of the {settings.amax_history_len} steps before: it steps down one step "
-        "after an amax has grown, and up again when the large one has left the history.",
+        "<b>Scales follow amaxes.</b> Left: the largest magnitude of each tensor at each step, for the four "
+        "linear maps of the last layer. Right: the scale its cast used. It is 1 in the first step (not drawn), then "
+        f"the format's largest value over the largest amax of the {settings.amax_history_len} steps before: it "
+        "steps down one step after an amax has grown, and up again when the large one has left the history.",
         "amax and scale of each tensor over the training steps",
     )
     first, last = (100 * fp8.lost[moment, "grad_output"] for moment in ("first step", "last step"))
     report.picture(
         codes_picture(fp8),
-        "<b>Which codes are used</b> (middle layer; bars are magnitudes in order, signs together, without zeros). "
+        "<b>Which codes are used</b> (the last layer's projection; bars are magnitudes in order, signs together, "
+        "without zeros). "
         f"In the first step the scale is 1: the gradient sits at the bottom of its range, and {first:.0f} % of its "
         f"nonzero elements become zero. In the last step its scale has moved it to the top: {last:.2g} % do. The right "
         "edge of each panel is the format's largest value; hardly anything reaches it.",

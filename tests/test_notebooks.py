@@ -1,0 +1,30 @@
+"""The notebooks as they are checked in: run from top to bottom, with their outputs, and small.
+
+They run under `pytest --nbmake notebooks` (extra `notebooks`); here only their files are read.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
+    assert len(NOTEBOOKS) >= 3
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_of_one_run_and_without_complaints(path):
+    assert path.stat().st_size < 1_000_000
+    text = path.read_text()
+    assert "/home/" not in text
+    assert "site-packages" not in text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
