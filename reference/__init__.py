@@ -12,6 +12,7 @@ import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, philox, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
+from reference.graph import make_graphed_callables
 from reference.nn.attention import DotProductAttention, MultiheadAttention
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_linear import LayerNormLinear
@@ -38,6 +39,7 @@ __all__ = [
     "checkpoint",
     "formats",
     "fp8_autocast",
+    "make_graphed_callables",
     "philox",
     "recipe",
     "tensor_core",

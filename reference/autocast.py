@@ -45,26 +45,29 @@ def current() -> AutocastState:
     return _PROCESS.state
 
 
-def take_first_module() -> bool:
-    """True for the first FP8 module that runs in an outermost context: its backward updates the gradients' scales."""
-    first = _PROCESS.first_module_pending
+def first_module_pending() -> bool:
+    """True until the first FP8 module has run in an outermost context: its backward updates the gradients' scales."""
+    return _PROCESS.first_module_pending
+
+
+def take_first_module() -> None:
+    """Note that the first FP8 module has run."""
     _PROCESS.first_module_pending = False
-    return first
 
 
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
-    """Run with `state` and update nothing: a checkpoint's recomputation.
+    """Run with `state` and update nothing: a checkpoint's recomputation, the capture of a CUDA graph.
 
     The depth is raised so that a context opened inside is not an outermost one either.
     """
-    outer = _PROCESS.state
-    _PROCESS.state = state
+    outer, pending = _PROCESS.state, _PROCESS.first_module_pending
+    _PROCESS.state, _PROCESS.first_module_pending = state, False
     _PROCESS.depth += 1
     try:
         yield
     finally:
-        _PROCESS.state = outer
+        _PROCESS.state, _PROCESS.first_module_pending = outer, pending
         _PROCESS.depth -= 1
 
 

@@ -94,7 +94,8 @@ def _recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
     """Raise if an FP8 module runs forward inside a backward pass that our `checkpoint` did not arrange."""
-    if fp8 and not _REPLAYING and torch._C._current_graph_task_id() != -1:
+    # A compiler traces forward only, and has no word for the question.
+    if fp8 and not _REPLAYING and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
             f"back neither autocast nor the scales of the first run: use `checkpoint` of this package instead."
@@ -112,7 +113,8 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)`, keep only its inputs, and recompute the rest in backward.
 
-    The gradients have the bits they have without `checkpoint`, in FP8 too, and no amax is taken twice.
+    The gradients have the bits they have without `checkpoint`, in FP8 too, and no amax is taken twice. Inside
+    `torch.compile` nothing is recomputed.
 
     Args:
         function: a module or function that does the same each time it runs.
@@ -129,6 +131,8 @@ def checkpoint(
             raise NotImplementedError(
                 f"checkpoint: {name}={value!r}; tensor parallelism is not offered, leave it at its default."
             )
+    if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
+        return function(*args, **kwargs)
     frame = _Frame()
     return torch.utils.checkpoint.checkpoint(
         function,

@@ -68,23 +68,26 @@ class Membership(NamedTuple):
     group: Any
 
 
-_MODULES: "weakref.WeakKeyDictionary[torch.nn.Module, Membership | None]" = weakref.WeakKeyDictionary()
+# A dictionary for its order, that of construction: ranks must agree on it. A module keeps its membership itself,
+# as an attribute, because a compiler can follow that and not a write to this registry.
+_MODULES: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
 
 
-def register(module: torch.nn.Module) -> None:
+def register(module: Any) -> None:
     """Add a module at its construction (or copy); it is updated from its first FP8 forward on."""
     _MODULES[module] = None
+    module._membership = None
 
 
-def join(module: torch.nn.Module, recipe: DelayedScaling, group: Any) -> None:
+def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
     """Note what `module` runs under; its next update follows that recipe."""
-    _MODULES[module] = Membership(recipe, group)
+    module._membership = Membership(recipe, group)
 
 
-def _members() -> Iterator[tuple[torch.nn.Module, Membership]]:
-    for module, membership in list(_MODULES.items()):
-        if membership is not None:
-            yield module, membership
+def _members() -> Iterator[tuple[Any, Membership]]:
+    for module in list(_MODULES):
+        if module._membership is not None:
+            yield module, module._membership
 
 
 def _reduce(histories: list[torch.Tensor], group: Any) -> None:
@@ -104,7 +107,7 @@ def update(forward: bool) -> None:
     key = KEYS[0] if forward else KEYS[1]
     buckets: dict[tuple[DelayedScaling, int, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
     for module, (recipe, group) in _members():
-        meta: FP8TensorMeta = getattr(module, "fp8_meta")[key]  # noqa: B009  (nn.Module types attributes as tensors)
+        meta: FP8TensorMeta = module.fp8_meta[key]
         bucket = buckets.setdefault((recipe, id(group), meta.scale.device), (group, []))
         bucket[1].append(meta)
     for (recipe, _, _), (group, metas) in buckets.items():

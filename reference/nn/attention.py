@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reference.compiled import before
 from reference.nn.autograd import differentiable
 from reference.nn.dropout import Generator
 from reference.nn.layernorm_linear import LayerNormLinear
@@ -54,17 +55,17 @@ def forward(
     call: AttentionCall, needs: tuple[bool, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
     """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`."""
-    before = None if call.state is None else call.state.clone()
+    state_before = before(call.state)
     out, m, inv = twin.attention(q, k, v, *call.arguments, call.state)
-    return out, (q, k, v, out, m, inv, before)
+    return out, (q, k, v, out, m, inv, state_before)
 
 
 def backward(call: AttentionCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
-    *tensors, before = saved
+    *tensors, state_before = saved
     if grad.stride(-1) != 1:  # an expanded gradient, as of a plain sum
         grad = grad.contiguous()
-    return twin.attention_backward(grad, *tensors, *call.arguments, before)
+    return twin.attention_backward(grad, *tensors, *call.arguments, state_before)
 
 
 class DotProductAttention(DeviceDefault, torch.nn.Module):

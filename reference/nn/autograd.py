@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from reference import recompute, scaling
-from reference.autocast import take_first_module
+from reference import compiled, recompute
+from reference.autocast import first_module_pending, take_first_module
 from reference.nn.precision import Call
 
 Forward = Callable[..., tuple[Any, tuple[torch.Tensor | None, ...]]]
@@ -24,13 +24,18 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Backward, call: Call, *tensors: torch.Tensor | None) -> Any:
-        ctx.needs = call.needs(*ctx.needs_input_grad[3:])
-        out, saved = forward(call, ctx.needs, *tensors)
+    def forward(
+        ctx: Any,
+        forward: Forward,
+        backward: Backward,
+        call: Call,
+        needs: tuple[bool, ...],
+        updates: bool,
+        *tensors: torch.Tensor | None,
+    ) -> Any:
+        out, saved = forward(call, needs, *tensors)
         ctx.save_for_backward(*saved)
-        ctx.backward_function, ctx.call = backward, call
-        # The first FP8 module of an outermost autocast runs backward last, and then updates the gradients' scales.
-        ctx.updates = call.fp8 and any(ctx.needs) and not recompute.replaying() and take_first_module()
+        ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates
         return out
 
     @staticmethod
@@ -38,10 +43,16 @@ class _Pair(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         results = ctx.backward_function(ctx.call, ctx.needs, ctx.saved_tensors, *grads)
         if ctx.updates:
-            scaling.update(forward=False)
-        return None, None, None, *results
+            compiled.update_gradient_scales(ctx.call.layer)
+        return None, None, None, None, None, *results
 
 
 def differentiable(forward: Forward, backward: Backward, call: Call, *tensors: torch.Tensor | None) -> Any:
     """`forward`'s output, with `backward` as its derivative with respect to `tensors`."""
-    return _Pair.apply(forward, backward, call, *tensors)
+    needs = call.needs(*(t is not None and t.requires_grad for t in tensors))
+    # The first FP8 module of an outermost autocast runs backward last, and then updates the gradients' scales.
+    updates = call.fp8 and any(needs) and not recompute.replaying() and first_module_pending()
+    out = _Pair.apply(forward, backward, call, needs, updates, *tensors)
+    if updates:
+        take_first_module()
+    return out

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from reference import philox, recompute
+from reference.compiled import before
 from reference.nn.autograd import differentiable
 from reference.nn.precision import Call
 
@@ -42,8 +43,8 @@ def drop_forward(
     call: "DropCall", needs: tuple[bool, ...], x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, hidden]`."""
-    before = None if call.state is None else call.state.clone()
-    return twin.bias_dropout_add(x, bias, residual, call.p, call.state), (before,)
+    state_before = before(call.state)
+    return twin.bias_dropout_add(x, bias, residual, call.p, call.state), (state_before,)
 
 
 def drop_backward(call: "DropCall", needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:

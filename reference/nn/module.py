@@ -34,8 +34,14 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
+        self._history_rows: int | None = None  # what the state is known to have: no need to look
         self._fp8_workspaces: dict[str, Operand] = {}
+        self._membership: scaling.Membership | None = None
         scaling.register(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the membership: a process group can be neither copied nor pickled."""
+        return {**self.__dict__, "_membership": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy or an unpickled module is a module of its own: it registers itself."""
@@ -54,18 +60,15 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
     def init_fp8_metadata(self) -> AutocastState:
         """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
         state = current()
-        recompute.refuse_foreign_recompute(self, self.fp8 or state.enabled)
+        recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
         self.fp8 = state.enabled
-        if not (state.enabled or state.calibrating):
-            return state
-        length = state.recipe.amax_history_len
-        for key in scaling.KEYS:
-            if key not in self.fp8_meta:
-                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), length, self._parameter_device())
-            elif self.fp8_meta[key].amax_history.shape[0] != length:
-                self.fp8_meta[key].resize(length)
-        self.fp8_meta["recipe"] = state.recipe
-        scaling.join(self, state.recipe, state.group)
+        if state.enabled or state.calibrating:
+            length = state.recipe.amax_history_len
+            if self._history_rows != length:
+                _make_state(self, length)
+                self._history_rows = None if torch.compiler.is_compiling() else length
+            self.fp8_meta["recipe"] = state.recipe
+            scaling.join(self, state.recipe, state.group)
         return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -106,6 +109,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         )
         unexpected_keys[:] = [name for name in unexpected_keys if name not in present]
         self._fp8_workspaces.clear()
+        self._history_rows = None
         if present:
             device = self._parameter_device()
             for key in scaling.KEYS:
@@ -201,6 +205,23 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             raise RuntimeError(
                 f"{name}: inp is on {inp.device} and the parameters are on {device}; one device is accepted."
             )
+
+
+def _make_state(module: TransformerEngineBaseModule, length: int) -> None:
+    """Make or resize the FP8 state where it is missing or has not `length` rows of history."""
+    for key in scaling.KEYS:
+        if key not in module.fp8_meta:
+            columns = module._columns(key)
+            module.fp8_meta[key] = FP8TensorMeta.fresh(columns, length, module._parameter_device())
+        elif module.fp8_meta[key].amax_history.shape[0] != length:
+            module.fp8_meta[key].resize(length)
+    module.fp8_meta.setdefault("recipe", None)  # set by the caller; there already, so that guards see no new key
+
+
+# `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while it traces and not
+# in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
+# eager mode has made the state serves every module like it.
+_make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_state(name: str, value: torch.Tensor, fits: bool, accepted: str) -> None:

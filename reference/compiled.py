@@ -1,0 +1,49 @@
+"""What `torch.compile` must not look into, as ops that it does not.
+
+A compiled graph works on copies of the tensors it changes and writes them back at its end; it may compute a cheap
+value a second time where it is used, and it removes an op that seems to do nothing. Eager mode goes past these ops.
+"""
+
+from typing import Any
+
+import torch
+
+from reference import scaling
+from reference.ops.library import LIBRARY
+
+
+def update_gradient_scales(layer: Any) -> None:
+    """`scaling.update(forward=False)` after the backward of `layer`, the first FP8 module of a step.
+
+    A compiled backward can only ask for it, and autograd's engine runs it when the whole pass is over: inside the graph
+    the histories are not written yet, and of the modules outside nothing is known.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.twin.request_scale_update(layer.fp8_meta["scaling_bwd"].scale)
+    else:
+        scaling.update(forward=False)
+
+
+def before(state: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of a random state that the next op advances, for backward.
+
+    Were it a plain `clone`, a compiler would rather keep `state` and copy it in backward, when it has advanced.
+    """
+    if state is None:
+        return None
+    return torch.ops.twin.snapshot(state) if torch.compiler.is_compiling() else state.clone()
+
+
+def _request(scale: torch.Tensor) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: scaling.update(forward=False))
+
+
+# `scale` counts as changed, though it changes later: otherwise the op would seem to do nothing. The tag keeps it out of
+# the CUDA graphs of `torch.compile(mode="reduce-overhead")`, which replay kernels and no Python.
+LIBRARY.define("request_scale_update(Tensor(a!) scale) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.impl("request_scale_update", _request, "CompositeExplicitAutograd")
+torch.library.register_fake("twin::request_scale_update", lambda scale: None, lib=LIBRARY)
+
+LIBRARY.define("snapshot(Tensor(a!) state) -> Tensor")
+LIBRARY.impl("snapshot", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("twin::snapshot", torch.empty_like, lib=LIBRARY)

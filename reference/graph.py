@@ -1,0 +1,260 @@
+"""`make_graphed_callables`: modules whose forward and backward replay CUDA graphs, FP8 state included.
+
+Scales, amax histories and random states are tensors that kernels read and change in place, so a replay does to them
+what the module does. What a replay cannot do is the host's part: autocast's updates of the scales, which therefore stay
+outside the graphs. Warm-up and capture change no state.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from reference import scaling
+from reference.autocast import AutocastState, current, first_module_pending, restored, take_first_module
+from reference.nn.dropout import Generator
+from reference.nn.module import TransformerEngineBaseModule
+from reference.recipe import DelayedScaling
+
+__all__ = ["make_graphed_callables"]
+
+log = logging.getLogger("twin")
+
+# Transformer Engine's arguments that are not offered, at the value that means "off".
+OFF: dict[str, Any] = {
+    "cache_quantized_params": False,
+    "_order": None,
+    "_num_layers_per_chunk": None,
+    "retain_graph_in_backward": False,
+    "_reuse_graph_input_output_buffers": False,
+    "pre_warmup_hook": None,
+    "post_warmup_hook": None,
+    "capture_time_hooks": None,
+}
+
+
+OLDER_NAMES = {
+    "enabled": "fp8_enabled",
+    "calibrating": "fp8_calibrating",
+    "recipe": "fp8_recipe",
+    "amax_reduction_group": "fp8_group",
+    "cache_quantized_params": "fp8_weight_caching",
+}
+
+
+def make_graphed_callables(
+    modules: Any,
+    sample_args: tuple[Any, ...],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    fp8_enabled: bool | tuple[bool, ...] | None = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: DelayedScaling | None = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | tuple[bool, ...] | None = None,
+    calibrating: bool | None = None,
+    recipe: DelayedScaling | None = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool | None = None,
+    _order: list[int] | None = None,
+    _num_layers_per_chunk: list[int] | None = None,
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+    capture_time_hooks: list[Any] | None = None,
+) -> Any:
+    """Capture modules as CUDA graphs; on a CPU, where there is nothing to capture, give them back unchanged.
+
+    Call the result as the module, under an `autocast` of the same settings: the updates of the scales are that
+    autocast's. In the other of training and evaluation mode the module runs without a graph. Outputs live in the
+    graph's memory and are overwritten by the next call.
+
+    Args:
+        modules: a layer, or a tuple of layers in the order in which they run.
+        sample_args: a tuple of tensors, or one such per module; shapes, dtypes and requires_grad as in later calls.
+        num_warmup_iters: runs before the capture.
+        allow_unused_input: accept inputs that get no gradient.
+        sample_kwargs: keyword arguments, or one dict per module. Tensors may change from call to call, whatever else
+            is in them is fixed by the capture.
+        enabled, calibrating, recipe, amax_reduction_group: as in `autocast`; `enabled` may be one per module.
+        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: their older names.
+        pool: memory pool of another graph to share.
+        clone_param_grads_on_return: copy the parameters' gradients out of the graph's memory, which the next backward
+            overwrites.
+        cache_quantized_params and the rest: only "off" is offered.
+
+    Source: Transformer Engine's `pytorch/graph.py`.
+    """
+    given = locals()
+    for name, older in OLDER_NAMES.items():
+        if given[name] is not None and given[older] is not None:
+            raise ValueError(f"make_graphed_callables: {name} and {older}, its older name, are given; one is accepted.")
+        given[name] = given[older] if given[name] is None else given[name]
+    for name, off in OFF.items():
+        if given[name] is not None and given[name] != off:
+            raise NotImplementedError(
+                f"make_graphed_callables: {name}={given[name]!r} is not offered; {off!r} is accepted."
+            )
+    targets, args, kwargs = _one_each(modules, sample_args, sample_kwargs)
+    flags = given["enabled"] if isinstance(given["enabled"], tuple) else (given["enabled"],) * len(targets)
+    if len(flags) != len(targets):
+        raise ValueError(
+            f"make_graphed_callables: enabled has {len(flags)} entries for {len(targets)} modules; one flag or as many "
+            f"as modules are accepted."
+        )
+    if _nothing_to_capture(args):
+        _notice()
+        return modules
+    shared = (bool(given["calibrating"]), given["recipe"] or DelayedScaling(), given["amax_reduction_group"])
+    graphs = [
+        _Graphed(module, keywords, AutocastState(bool(flag), *shared))
+        for module, keywords, flag in zip(targets, kwargs, flags, strict=True)
+    ]
+    kept = [tensor for graph in graphs for tensor in graph.state()]
+    before = [tensor.clone() for tensor in kept]
+    torch.cuda.make_graphed_callables(
+        targets,
+        tuple((*tensors, *graph.tensors.values()) for tensors, graph in zip(args, graphs, strict=True)),
+        num_warmup_iters=num_warmup_iters,
+        allow_unused_input=allow_unused_input,
+        pool=pool,
+    )
+    with torch.no_grad():
+        for tensor, value in zip(kept, before, strict=True):
+            tensor.copy_(value)
+    for graph in graphs:
+        graph.install(clone_param_grads_on_return)
+    return modules
+
+
+def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[Any, ...], ...]:
+    """Modules, their sample tensors and their sample keywords, as tuples of one length."""
+    if not isinstance(modules, tuple):
+        modules, sample_args, sample_kwargs = (modules,), (sample_args,), (sample_kwargs,)
+    kwargs = ({},) * len(modules) if sample_kwargs is None else tuple(keywords or {} for keywords in sample_kwargs)
+    for name, given in (("sample_args", sample_args), ("sample_kwargs", kwargs)):
+        if len(given) != len(modules):
+            raise ValueError(
+                f"make_graphed_callables: {name} has {len(given)} entries for {len(modules)} modules; one for each is "
+                f"accepted."
+            )
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"make_graphed_callables: modules={module!r}; a module or a tuple of them is accepted.")
+    for args in sample_args:
+        if not isinstance(args, tuple) or not all(isinstance(arg, torch.Tensor) for arg in args):
+            raise TypeError(f"make_graphed_callables: sample_args={args!r}; a tuple of tensors for each is accepted.")
+    return modules, tuple(sample_args), kwargs
+
+
+def _nothing_to_capture(sample_args: tuple[tuple[torch.Tensor, ...], ...]) -> bool:
+    return all(tensor.device.type == "cpu" for args in sample_args for tensor in args)
+
+
+_noticed = False
+
+
+def _notice() -> None:
+    """Say once per process that there are no graphs on a CPU."""
+    global _noticed
+    if not _noticed:
+        _noticed = True
+        log.warning(
+            "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are (said once)."
+        )
+
+
+class _Graphed:
+    """One module: how it runs while it is captured, and around its replays."""
+
+    def __init__(self, module: torch.nn.Module, keywords: Mapping[str, Any], settings: AutocastState) -> None:
+        self.module = module
+        self.settings = settings
+        self.tensors = {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor)}
+        self.constants = {name: value for name, value in keywords.items() if name not in self.tensors}
+        if self.constants.get("is_first_microbatch") is not None:
+            raise NotImplementedError(
+                f"make_graphed_callables: is_first_microbatch={self.constants['is_first_microbatch']!r} is not "
+                f"offered; None is accepted: a graph casts its weights at each replay."
+            )
+        self.original: Callable[..., Any] = module.forward
+        self.training = module.training
+        self.layers = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8_sizes]
+        # A layer is updated from its first call on, not from its capture on.
+        self.memberships = [layer._membership for layer in self.layers]
+        with restored(settings):
+            for layer in self.layers:
+                layer.init_fp8_metadata()
+        module.forward = self.captured  # type: ignore[method-assign]
+
+    def state(self) -> list[torch.Tensor]:
+        """What warm-up runs change: FP8 state, random states, gradients accumulated in main_grad."""
+        found = [m.state for m in self.module.modules() if isinstance(m, Generator)]
+        for layer in self.layers:
+            for key in scaling.KEYS:
+                if key in layer.fp8_meta:
+                    found += [layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history]
+        main_grads = (getattr(parameter, "main_grad", None) for parameter in self.module.parameters())
+        return found + [grad for grad in main_grads if grad is not None]
+
+    def captured(self, *args: torch.Tensor) -> Any:
+        """The module's forward while it is warmed up and captured: under the settings, updating nothing."""
+        count = len(args) - len(self.tensors)
+        with restored(self.settings):
+            return self.original(*args[:count], **dict(zip(self.tensors, args[count:], strict=True)), **self.constants)
+
+    def install(self, clone_gradients: bool) -> None:
+        """Put the replay behind the module's forward."""
+        for layer, membership in zip(self.layers, self.memberships, strict=True):
+            layer._membership = membership
+        self.replay = self.module.forward
+        self.module.forward = self.forward  # type: ignore[method-assign]
+        if clone_gradients:
+            for parameter in self.module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(torch.clone)
+
+    def forward(self, *args: torch.Tensor, **kwargs: Any) -> Any:
+        """The module's forward from now on."""
+        if self.module.training != self.training:
+            return self.original(*args, **kwargs)
+        self._check(kwargs)
+        state = current()
+        if state.enabled or state.calibrating:
+            for layer in self.layers:
+                scaling.join(layer, state.recipe, state.group)
+        out = self.replay(*args, *(kwargs[name] for name in self.tensors))
+        first = out[0] if isinstance(out, tuple) else out
+        # As in `reference.nn.autograd`: the first FP8 module runs backward last, then updates the gradients' scales.
+        if state.enabled and self.layers and first.grad_fn is not None and first_module_pending():
+            take_first_module()
+            first.grad_fn.register_hook(lambda *_: scaling.update(forward=False))
+        return out
+
+    def _check(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call that would want another graph."""
+        name = type(self.module).__name__
+        state, captured = current(), self.settings
+        for what, now, then in (
+            ("enabled", state.enabled, captured.enabled),
+            ("calibrating", state.calibrating, captured.calibrating),
+            ("recipe", state.recipe, captured.recipe),
+        ):
+            if now != then and (what != "recipe" or captured.enabled or captured.calibrating):
+                raise RuntimeError(
+                    f"{name}: its CUDA graph was captured with {what}={then!r} and is called with {what}={now!r}; call "
+                    f"it under an autocast like the one given to make_graphed_callables."
+                )
+        missing = [key for key in self.tensors if key not in kwargs]
+        other = [key for key, value in kwargs.items() if key not in self.tensors and self.constants.get(key) != value]
+        if missing or other:
+            raise TypeError(
+                f"{name}: its CUDA graph was captured with keywords {[*self.tensors, *self.constants]} and is called "
+                f"with {list(kwargs)}; the same are accepted, with other tensors but no other values."
+            )

@@ -1,0 +1,234 @@
+"""`torch.compile(fullgraph=True)` runs the layers with eager mode's bits, FP8 state included, and compiles once."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import reference as te
+from reference import scaling
+
+# The compiler's own: it uses what PyTorch deprecates, and looks at every tensor's grad.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+BF16 = torch.bfloat16
+HIDDEN, HEADS = 32, 2
+
+
+def attention_input(heads: int = HEADS) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(4, 2, heads, 8, dtype=BF16, requires_grad=True) for _ in range(3))
+
+
+def hidden() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(4, 2, HIDDEN, dtype=BF16, requires_grad=True),)
+
+
+LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "Linear": (lambda: te.Linear(HIDDEN, 48, params_dtype=BF16), hidden),
+    "LayerNorm": (lambda: te.LayerNorm(HIDDEN, params_dtype=BF16), hidden),
+    "RMSNorm": (lambda: te.RMSNorm(HIDDEN, params_dtype=BF16), hidden),
+    "LayerNormLinear": (lambda: te.LayerNormLinear(HIDDEN, 48, params_dtype=BF16), hidden),
+    "LayerNormMLP": (lambda: te.LayerNormMLP(HIDDEN, 64, activation="swiglu", params_dtype=BF16), hidden),
+    "DotProductAttention": (lambda: te.DotProductAttention(HEADS, 8, attention_dropout=0.1), attention_input),
+    "MultiheadAttention": (
+        lambda: te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, fuse_qkv_params=True, params_dtype=BF16),
+        hidden,
+    ),
+    "TransformerLayer": (lambda: te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=BF16), hidden),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_compilation() -> Iterator[None]:
+    """A second compilation of the same code is an error."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+def fp8_state(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Scales and histories of every layer inside."""
+    metas = [m.fp8_meta[key] for m in module.modules() if getattr(m, "fp8_meta", None) for key in scaling.KEYS]
+    return [t for meta in metas for t in (meta.scale, meta.amax_history)]
+
+
+def train(
+    run: Callable[..., Any],
+    module: torch.nn.Module,
+    inputs: Any,
+    fp8: bool | None,
+    steps: int,
+    recipe: te.DelayedScaling | None = None,
+    **extra: Any,
+) -> list[torch.Tensor]:
+    """Every output, gradient, scale and history of `steps` steps; fp8 None leaves autocast to the module."""
+    seen: list[torch.Tensor] = []
+    for step in range(steps):
+        tensors = [(t * 2.0**step).detach().requires_grad_() for t in inputs]
+        outside = te.autocast(enabled=bool(fp8), recipe=recipe or te.DelayedScaling(amax_history_len=3))
+        with contextlib.nullcontext() if fp8 is None else outside:
+            out = run(*tensors, **extra)
+        out.backward(torch.ones_like(out) * 2.0**-step)
+        seen += [out, *(t.grad for t in tensors)]
+        for p in module.parameters():
+            seen.append(p.grad)
+            p.data = p.data - 0.125 * p.grad
+            p.grad = None
+        seen += [t.clone() for t in fp8_state(module)]
+    return seen
+
+
+def compare_modules(
+    eager: torch.nn.Module, inputs: Any, fp8: bool | None, backend: str, *rest: Any, **extra: Any
+) -> None:
+    """Train a module and its compiled copy."""
+    module = copy.deepcopy(eager)
+    expected = train(eager, eager, inputs, fp8, *rest, **extra)
+    run = torch.compile(module, fullgraph=True, backend=backend)
+    actual = train(run, module, inputs, fp8, *rest, **extra)
+    for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
+
+
+def compare(name: str, fp8: bool, backend: str, device: str = "cpu") -> None:
+    torch.manual_seed(1)
+    build, arguments = LAYERS[name]
+    compare_modules(build().to(device), [t.to(device) for t in arguments()], fp8, backend, 4)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_compiled_layer_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
+    compare(name, fp8, "aot_eager")
+
+
+def test_inductor_has_the_bits_of_eager_mode() -> None:
+    compare("LayerNormMLP", True, "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_inductor_has_the_bits_of_eager_mode_in_every_layer(name: str, fp8: bool) -> None:
+    compare(name, fp8, "inductor")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["LayerNormMLP", "DotProductAttention", "TransformerLayer"])
+def test_a_compiled_layer_has_the_bits_of_eager_mode_on_a_gpu(name: str, fp8: bool, backend: str) -> None:
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
+    compare(name, fp8, backend, "cuda")
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "decoder": {"layer_type": "decoder"},
+    "gqa, swiglu, RMSNorm": {"num_gqa_groups": 1, "activation": "swiglu", "normalization": "RMSNorm"},
+    "checkpointed attention": {},
+    "rotary, padding": {"self_attn_mask_type": "padding"},
+    "output layernorm": {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformer_layers_of_every_kind(variant: str, backend: str) -> None:
+    torch.manual_seed(1)
+    eager = te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=torch.float16, **VARIANTS[variant])
+    padding = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
+    padding[1, ..., 3:] = True
+    extra: dict[str, Any] = {
+        "decoder": {"encoder_output": torch.randn(3, 2, HIDDEN, dtype=torch.float16)},
+        "checkpointed attention": {"checkpoint_core_attention": True},
+        "rotary, padding": {"attention_mask": padding, "rotary_pos_emb": torch.randn(4, 1, 1, 16)},
+    }.get(variant, {})
+    recipe = te.DelayedScaling(amax_history_len=2, fp8_format=te.Format.E4M3, amax_compute_algo="most_recent")
+    compare_modules(eager, [t.to(torch.float16) for t in hidden()], True, backend, 3, recipe, **extra)
+
+
+class Twelve(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([te.Linear(HIDDEN, HIDDEN, params_dtype=BF16) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_layers_compiled_one_by_one_share_their_code_once_their_fp8_state_exists() -> None:
+    """Two graphs: that of the first module in an autocast, which asks for the gradients' update, and the others'."""
+    torch.manual_seed(1)
+    eager, inputs = Twelve(), hidden()
+    train(eager, eager, inputs, True, 1)
+    module = copy.deepcopy(eager)
+    torch._dynamo.utils.counters.clear()
+    for layer in module.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        actual = train(module, module, inputs, True, 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    for a, b in zip(train(eager, eager, inputs, True, 3), actual, strict=True):
+        assert_same_bits(a, b)
+
+
+class Inside(torch.nn.Module):
+    """A module that enters autocast, and recomputes a part, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16)
+        self.second = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=te.DelayedScaling(amax_history_len=3)):
+            return self.second(te.checkpoint(self.first, x))
+
+
+def test_autocast_inside_the_compiled_region() -> None:
+    """Its end updates every layer of the process: one that is garbage collected meanwhile costs a compilation."""
+    torch.manual_seed(1)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compare_modules(Inside(), hidden(), None, "aot_eager", 4)
+
+
+def test_checkpoint_around_a_compiled_layer() -> None:
+    """Two graphs: the first run's and the recomputation's."""
+    torch.manual_seed(1)
+    eager, inputs = te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=BF16), hidden()
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        actual = train(lambda x: te.checkpoint(compiled, x), module, inputs, True, 3)
+    for a, b in zip(train(eager, eager, inputs, True, 3), actual, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_a_new_history_length_compiles_again_and_keeps_the_bits() -> None:
+    eager, inputs = te.Linear(HIDDEN, HIDDEN, params_dtype=BF16), hidden()
+    module = copy.deepcopy(eager)
+    run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for length in (2, 5, 3):
+            recipe = te.DelayedScaling(amax_history_len=length)
+            expected = train(eager, eager, inputs, True, 2, recipe)
+            for a, b in zip(expected, train(run, module, inputs, True, 2, recipe), strict=True):
+                assert_same_bits(a, b, f"length {length}")
+    assert module.fp8_meta["scaling_bwd"].amax_history.shape[0] == 3
+
+
+def test_opcheck_of_what_a_compiler_does_not_look_into() -> None:
+    twin = torch.ops.twin
+    torch.library.opcheck(twin.snapshot.default, (torch.tensor([3, 4]),), test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(RuntimeError, match="during backward pass"):
+        twin.request_scale_update(torch.ones(2))

@@ -1,0 +1,181 @@
+"""`make_graphed_callables`: replays have the bits of eager mode, and FP8 state moves only in training steps."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import reference as te
+from reference import graph, scaling
+from reference.nn.dropout import Generator
+
+BF16 = torch.bfloat16
+RECIPE = te.DelayedScaling(amax_history_len=3)
+HIDDEN = 32
+
+
+def state(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of scales, histories and random states."""
+    found = [m.state for m in module.modules() if isinstance(m, Generator)]
+    for m in module.modules():
+        for key in scaling.KEYS:
+            if key in getattr(m, "fp8_meta", {}):
+                found += [m.fp8_meta[key].scale, m.fp8_meta[key].amax_history]
+    return [t.clone() for t in found]
+
+
+def train(modules: tuple[torch.nn.Module, ...], device: str, fp8: bool, steps: int) -> list[torch.Tensor]:
+    """Every output, gradient and state of `steps` steps through a chain of modules, two backward passes each."""
+    seen: list[torch.Tensor] = []
+    numbers = torch.Generator().manual_seed(3)
+    for step in range(steps):
+        for module in modules:
+            module.zero_grad(set_to_none=True)
+        for _ in range(2):
+            x = torch.randn(4, 2, HIDDEN, generator=numbers).to(device, BF16).requires_grad_()
+            with te.autocast(enabled=fp8, recipe=RECIPE):
+                y = x * 2.0**step
+                for module in modules:
+                    y = module(y)
+            y.backward(torch.full_like(y, 2.0**-step))
+            seen += [y.clone(), x.grad.clone(), *(t for module in modules for t in state(module))]
+        with torch.no_grad():
+            for p in (p for module in modules for p in module.parameters()):
+                seen.append(p.grad.clone())
+                p.copy_(p - p.grad * 0.125)
+    return seen
+
+
+def chain(package: Any) -> tuple[torch.nn.Module, ...]:
+    torch.manual_seed(2)
+    first = package.TransformerLayer(HIDDEN, 64, 2, params_dtype=BF16)
+    return first, package.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=BF16)
+
+
+def compare(modules: tuple[torch.nn.Module, ...], device: str, fp8: bool) -> None:
+    eager = copy.deepcopy(modules)
+    samples = tuple((torch.randn(4, 2, HIDDEN, device=device, dtype=BF16, requires_grad=True),) for _ in modules)
+    before = [t for module in modules for t in state(module)]
+    graphed = te.make_graphed_callables(modules, samples, enabled=fp8, recipe=RECIPE)
+    after = [t for module in modules for t in state(module)]
+    assert all(t.eq(1 if t.dim() == 1 else 0).all() for t in after if t.dtype == torch.float32)
+    for a, b in zip(before, (t for t in after if t.dtype == torch.int64), strict=True):
+        assert_same_bits(a, b, "random state after capture")
+    expected, actual = train(eager, device, fp8, 4), train(graphed, device, fp8, 4)
+    for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_graph_replays_the_bits_of_eager_mode(fp8: bool) -> None:
+    import optimized
+
+    compare(chain(optimized), "cuda", fp8)
+
+
+class Replay(torch.autograd.Function):
+    """A captured module's node: its backward is a pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], count: int, *tensors: torch.Tensor) -> torch.Tensor:
+        inputs = [t.detach().requires_grad_(t.requires_grad) if i < count else t for i, t in enumerate(tensors)]
+        with torch.enable_grad():
+            ctx.out = run(*inputs[:count])
+        ctx.inputs = inputs
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = iter(torch.autograd.grad(ctx.out, [t for t in ctx.inputs if t.requires_grad], grad))
+        return None, None, *(next(grads) if t.requires_grad else None for t in ctx.inputs)
+
+
+def pretend(modules: Any, samples: Any, num_warmup_iters: int, allow_unused_input: bool, pool: Any) -> None:
+    """`torch.cuda.make_graphed_callables` with functions in the place of graphs."""
+    for module, args in zip(modules, samples, strict=True):
+        run = module.forward
+        for _ in range(num_warmup_iters):
+            run(*args).sum().backward()
+        module.zero_grad()
+
+        def replay(*args: torch.Tensor, run: Any = run, module: Any = module) -> torch.Tensor:
+            return Replay.apply(run, len(args), *args, *module.parameters())
+
+        module.forward = replay
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", pretend)
+    monkeypatch.setattr(graph, "_nothing_to_capture", lambda args: False)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_warm_up_changes_no_state_and_replays_update_the_scales(fp8: bool) -> None:
+    compare(chain(te), "cpu", fp8)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_call_that_wants_another_graph_is_refused() -> None:
+    x = torch.randn(4, HIDDEN, dtype=BF16)
+    layer = te.make_graphed_callables(te.Linear(HIDDEN, 16, params_dtype=BF16), (x,), fp8_enabled=True)
+    with pytest.raises(RuntimeError, match="Linear: its CUDA graph was captured with enabled=True and is called with "):
+        layer(x)
+    with te.autocast(recipe=RECIPE), pytest.raises(RuntimeError, match="captured with recipe=DelayedScaling"):
+        layer(x)
+    with te.autocast(), pytest.raises(TypeError, match="captured with keywords"):
+        layer(x, is_first_microbatch=True)
+    assert layer.eval()(x).dtype == BF16  # without a graph, as it is
+
+
+@pytest.mark.usefixtures("pretended")
+def test_tensors_by_keyword_change_from_call_to_call() -> None:
+    x = torch.randn(4, 2, HIDDEN, dtype=BF16, requires_grad=True)
+    hidden = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
+    layer = te.MultiheadAttention(HIDDEN, 2, attention_dropout=0.0, attn_mask_type="padding", params_dtype=BF16)
+    eager = copy.deepcopy(layer)
+    te.make_graphed_callables(layer, (x,), sample_kwargs={"attention_mask": hidden, "attn_mask_type": "padding"})
+    other = hidden.clone()
+    other[1, ..., 2:] = True
+    assert_same_bits(layer(x, attention_mask=other), eager(x, attention_mask=other))
+    assert not torch.equal(layer(x, attention_mask=other), eager(x, attention_mask=hidden))
+
+
+def test_on_a_cpu_modules_come_back_unchanged_with_one_notice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "_noticed", False)
+    layer, x = te.Linear(HIDDEN, 16), torch.randn(4, HIDDEN)
+    with caplog.at_level(logging.WARNING, logger="twin"):
+        assert te.make_graphed_callables(layer, (x,), enabled=True) is layer
+        assert te.make_graphed_callables((layer, layer), ((x,), (x,))) == (layer, layer)
+    assert [r.message for r in caplog.records] == [
+        "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are (said once)."
+    ]
+    assert "forward" not in vars(layer)
+    assert layer.fp8_meta == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "arguments"),
+    [
+        (ValueError, "enabled and fp8_enabled, its older name, are given", {"enabled": True, "fp8_enabled": True}),
+        (NotImplementedError, "fp8_weight_caching|cache_quantized_params=True is not", {"fp8_weight_caching": True}),
+        (NotImplementedError, "retain_graph_in_backward=True is not offered", {"retain_graph_in_backward": True}),
+        (NotImplementedError, r"_order=\[1, -1\] is not offered; None is accepted", {"_order": [1, -1]}),
+        (ValueError, "enabled has 2 entries for 1 modules", {"enabled": (True, False)}),
+        (TypeError, "sample_args=1; a tuple of tensors", {"sample_args": 1}),
+        (TypeError, "modules=3; a module or a tuple of them", {"modules": 3}),
+        (ValueError, "sample_args has 0 entries for 1 modules", {"modules": (te.Linear(16, 16),), "sample_args": ()}),
+    ],
+)
+def test_refusals(error: type[Exception], sentence: str, arguments: dict[str, Any]) -> None:
+    given = {"modules": te.Linear(16, 16), "sample_args": (torch.randn(2, 16),)} | arguments
+    with pytest.raises(error, match=sentence):
+        te.make_graphed_callables(**given)
