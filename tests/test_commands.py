@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from optimized import device
-from optimized.commands import corpus, language_model, main, parity, parity_cases, recordings
+from optimized.commands import corpus, language_model, main
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
-from optimized.commands.sides import Tally, differing
+from optimized.commands.sides import differing
 from optimized.commands.steps import training, tutorial
 from reference import tensor_core
 
@@ -58,83 +58,10 @@ def test_bad_requests_are_refused_in_a_sentence(
     assert re.search(sentence, capsys.readouterr().err)
 
 
-def test_without_recordings_parity_says_where_they_come_from(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    recordings.arrays.cache_clear()
-    monkeypatch.setattr(recordings, "GOLDEN", tmp_path / "absent")
-    assert main(["parity"]) == 2
-    assert "They come with the repository" in capsys.readouterr().err
-
-
-def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity"]) == 0
-    out = capsys.readouterr().out
-    assert "replay: the CPU against recordings" in out
-    for op in ("wgmma e4m3 × e5m2", "cuBLASLt product (fast)", "cuBLASLt product (split)", "Linear by cuBLASLt"):
-        assert op in out
-    single = [op for op in ("cast_transpose", "scale_update", "gemm_fp8 (split)") if op in out]
-    if recordings.exists(parity.RECORDING):
-        assert len(single) == 3
-    else:
-        assert single == []
-        sentence = "parity_h200.npz is missing, so the single ops are left out: record it on a Hopper machine"
-        assert sentence in " ".join(out.split())
-
-
-def test_parity_finds_one_wrong_bit(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gemm = tensor_core.gemm
-
-    def wrong(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Tensor:
-        out = gemm(a, b, accumulate)
-        out.view(torch.int32)[0, 0] ^= 1 << 10
-        return out
-
-    monkeypatch.setattr(tensor_core, "gemm", wrong)
-    assert main(["parity", "--op", "cuBLASLt product (split)"]) == 1
-    # One bit in one word of every product; in the products that are sums of slices it is one of several.
-    wrong = sum(product.accumulate == "split" for product in recordings.products())
-    assert re.search(rf"all\s+│\s+[\d,]+ │\s+{wrong}\b", capsys.readouterr().out)
-
-
-def test_a_case_that_was_never_recorded_is_an_error(no_gpu: None) -> None:
-    case = parity_cases.Case("new op", "case", lambda where: {"out": torch.zeros(1)})
-    with pytest.raises(Exception, match="no 'new op/case/out': it is older than this case"):
-        parity.replay(case, {})
-
-
-def test_parity_cases_are_repeatable_and_named_once() -> None:
-    names = [(case.op, case.name) for case in parity_cases.cases()]
-    assert len(names) == len(set(names))
-    case = next(case for case in parity_cases.cases() if case.op == "Linear (FP8)")
-    one, other = case.run(torch.device("cpu")), case.run(torch.device("cpu"))
-    assert {key: differing(one[key], other[key]) for key in one} == dict.fromkeys(one, 0)
-
-
-@pytest.mark.gpu
-def test_parity_live() -> None:
-    assert main(["parity"]) == 0
-
-
 @pytest.mark.gpu
 def test_walkthrough_on_both_sides(tmp_path: Path) -> None:
     assert main(["walkthrough", "--quick", "--output", str(tmp_path / "report.html")]) == 0
     assert "GPU = CPU in every word" in (tmp_path / "report.html").read_text()
-
-
-def test_differing_counts_words() -> None:
-    nan = torch.tensor([float("nan"), 1.0, 0.0])
-    other = torch.tensor([0x7FC00001, 0x3F800000, -0x80000000], dtype=torch.int32).view(torch.float32)
-    assert differing(nan, other) == 1  # NaN equals NaN; -0 is not +0
-    codes = torch.tensor([0x7F, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    assert differing(codes, torch.tensor([0xFF, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)) == 1
-    with pytest.raises(ValueError, match="same dtype and shape"):
-        differing(nan, nan[:2])
-    assert not Tally().equal
-    assert Tally(3, 0).equal
-    assert not Tally(3, 1).equal
 
 
 def test_walkthrough_writes_one_self_contained_page(

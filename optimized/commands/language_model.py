@@ -53,12 +53,12 @@ class Settings:
     heads: int = 2
     layers: int = 2
     rows: int = 8
-    steps: int = 220
-    learning_rate: float = 0.003
+    steps: int = 240
+    learning_rate: float = 0.002
     warmup: int = 10
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
-    std: float = 0.03
+    std: float = 0.02
     amax_history_len: int = 16
     seed: int = 2026
 

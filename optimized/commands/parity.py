@@ -1,30 +1,28 @@
 """Compare the two sides op by op: how many words were compared, and how many of them differ.
 
 On a machine with a Hopper GPU both sides run (live). Elsewhere the CPU is compared with what an H200 recorded:
-outputs of this project's kernels, of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt.
+outputs of this project's kernels, of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt. A recording
+holds large outputs as digests: equal means equal in every word, and a difference counts as one word at least.
 The exit code is 1 if any word differs.
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from optimized.commands import CommandError, parity_cases, recorded_linear, recordings
-from optimized.commands.parity_cases import Case
-from optimized.commands.sides import INTEGERS, Tally, differing, hopper
+from optimized.commands import CommandError, parity_cases, parity_recording, recorded_linear, recordings
+from optimized.commands.parity_inputs import Case
+from optimized.commands.parity_recording import RECORDING, Recording
+from optimized.commands.sides import Tally, differing, hopper
 from reference import tensor_core
 
 SUMMARY = "op by op: words compared and words different, against a GPU or an H200's recordings"
-RECORDING = "parity_h200"
 Results = dict[str, Tally]
 
 
@@ -49,16 +47,11 @@ def live(case: Case, gpu: torch.device) -> Tally:
     return tally
 
 
-def replay(case: Case, words: dict[str, np.ndarray]) -> Tally:
+def replay(case: Case, recording: Recording) -> Tally:
     """Run a case on the CPU and compare with its recording."""
     tally = Tally()
     for name, tensor in case.run(torch.device("cpu")).items():
-        if case.key(name) not in words:
-            raise CommandError(
-                f"the recording {RECORDING}.npz has no {case.key(name)!r}: it is older than this case; record it anew "
-                f"on a Hopper machine with `twin parity --record tests/golden`."
-            )
-        tally.add(tensor, torch.from_numpy(words[case.key(name)]).view(tensor.dtype).view(tensor.shape))
+        tally.merge(recording.compare(case.key(name), tensor))
     return tally
 
 
@@ -88,10 +81,10 @@ def _jobs(gpu: torch.device | None, cases: list[Case]) -> Iterator[tuple[str, Ca
             yield case.op, partial(live, case, gpu)
         return
     if recordings.exists(RECORDING):
-        words = recordings.arrays(RECORDING)
+        recording = parity_recording.read(recordings.folder())
         for case in cases:
             if not case.live:
-                yield case.op, partial(replay, case, words)
+                yield case.op, partial(replay, case, recording)
     for recorded in recordings.steps():
         yield f"wgmma {recorded.formats.replace('.', ' × ')}", partial(_steps, recorded)
     for product in recordings.products():
@@ -116,27 +109,19 @@ def compare(gpu: torch.device | None, wanted: str | None, console: Console) -> R
 
 
 def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
-    """Write the GPU's outputs of every case that is small enough."""
+    """Write the GPU's outputs of every case that is quickly replayed."""
     if gpu is None:
         raise CommandError("--record needs a Hopper GPU; `twin info` says what this machine lacks.")
     if not folder.is_dir():
         raise CommandError(f"--record is {str(folder)!r}, which is not a folder.")
-    words: dict[str, np.ndarray] = {}
-    for case in parity_cases.cases():
-        if not case.live:
-            for name, tensor in case.run(gpu).items():
-                integer = INTEGERS[tensor.element_size()]
-                words[case.key(name)] = tensor.detach().cpu().contiguous().view(integer).numpy()
-    about = {
-        "what": "outputs of this project's CUDA kernels; recorded by `twin parity --record`",
-        "gpu": torch.cuda.get_device_name(gpu),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    path = folder / f"{RECORDING}.npz"
-    np.savez_compressed(path, about=np.array(json.dumps({"provenance": about})), **words)  # type: ignore[arg-type]
-    console.print(f"{len(words)} outputs of {torch.cuda.get_device_name(gpu)} written to {path}")
+    found = [case for case in parity_cases.cases() if not case.live]
+    outputs: parity_recording.Outputs = {}
+    with Progress(console=console, transient=True) as progress:
+        for case in progress.track(found, description="recording"):
+            outputs |= {case.key(name): tensor for name, tensor in case.run(gpu).items()}
+    path = parity_recording.write(folder, outputs, gpu)
+    size = path.stat().st_size / 1e6
+    console.print(f"{len(outputs):,} outputs of {len(found)} cases written to {path} ({size:.2f} MB)")
     return 0
 
 

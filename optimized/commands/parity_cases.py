@@ -1,11 +1,11 @@
 """The cases of `twin parity`: each runs one operation on one device and returns its outputs.
 
 Inputs come from Philox, so a case is the same on every machine, and a recording holds outputs only. Cases marked
-`live` are too large to be recorded: they run where there is a GPU to compare with.
+`live` are too large to be replayed in a few seconds: they run where there is a GPU to compare with. Here are casts,
+products and `Linear`; `parity_ops` has the other ops, `parity_layers` the other layers.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,53 +13,11 @@ from typing import Any
 import torch
 
 import reference as te
+from optimized.commands import parity_layers, parity_ops
+from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
 from reference import philox
 
 twin = torch.ops.twin
-Outputs = dict[str, torch.Tensor]
-WIDE = (torch.bfloat16, torch.float16, torch.float32)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@dataclass(frozen=True)
-class Case:
-    """`run(device)` gives the outputs of `op` on that device."""
-
-    op: str
-    name: str
-    run: Callable[[torch.device], Outputs]
-    live: bool = False
-
-    def key(self, output: str) -> str:
-        """The name of an output in a recording."""
-        return f"{self.op}/{self.name}/{output}"
-
-
-def short(dtype: torch.dtype) -> str:
-    """A dtype as kernels name it: bf16, fp16, fp32, e4m3, e5m2."""
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-    return names[str(dtype).removeprefix("torch.")]
-
-
-def every_word(dtype: torch.dtype) -> torch.Tensor:
-    """[256, 256]: all words of a 16-bit dtype; for fp32, 65,536 random ones, NaN and infinities among them."""
-    if dtype == torch.float32:
-        words = philox.element_words(11, 0, 1 << 16)[0].astype("uint32").view("int32")
-        words[:8] = [0x7F800000, -0x800000, 0x7FC00000, -0x400000, 0, -0x80000000, 1, 0x7F7FFFFF]
-        return torch.from_numpy(words).view(torch.float32).view(256, 256)
-    return torch.arange(1 << 16).to(torch.int16).view(dtype).view(256, 256)
-
-
-def numbers(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers whose rows differ in magnitude, from 2⁻⁸ to 2⁷."""
-    x = philox.normal(shape, seed=seed)
-    powers = torch.arange(shape[0]) % 16 - 8
-    return (x * torch.exp2(powers.float())[:, None]).to(dtype)
-
-
-def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """FP8 numbers from a bell curve that fills most of the format."""
-    return te.formats.cast(philox.normal(shape, seed=seed), te.formats.format_of(dtype), 24.0)
 
 
 def _cast(op: str, make: Callable[[], torch.Tensor], dtype: torch.dtype, scale: float, device: torch.device) -> Outputs:
@@ -238,4 +196,6 @@ def cases() -> Iterator[Case]:
     yield from casts()
     yield from updates()
     yield from products()
+    yield from parity_ops.cases()
     yield from layers()
+    yield from parity_layers.cases()

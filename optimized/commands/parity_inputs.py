@@ -1,0 +1,54 @@
+"""What the cases of `twin parity` are made of: their class, and inputs that Philox draws alike on every machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import reference as te
+from reference import philox
+
+Outputs = dict[str, torch.Tensor]
+WIDE = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(device)` gives the outputs of `op` on that device."""
+
+    op: str
+    name: str
+    run: Callable[[torch.device], Outputs]
+    live: bool = False
+
+    def key(self, output: str) -> str:
+        """The name of an output in a recording."""
+        return f"{self.op}/{self.name}/{output}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype as kernels name it: bf16, fp16, fp32, e4m3, e5m2."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    return names[str(dtype).removeprefix("torch.")]
+
+
+def every_word(dtype: torch.dtype) -> torch.Tensor:
+    """[256, 256]: all words of a 16-bit dtype; for fp32, 65,536 random ones, NaN and infinities among them."""
+    if dtype == torch.float32:
+        words = philox.element_words(11, 0, 1 << 16)[0].astype("uint32").view("int32")
+        words[:8] = [0x7F800000, -0x800000, 0x7FC00000, -0x400000, 0, -0x80000000, 1, 0x7F7FFFFF]
+        return torch.from_numpy(words).view(torch.float32).view(256, 256)
+    return torch.arange(1 << 16).to(torch.int16).view(dtype).view(256, 256)
+
+
+def numbers(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Normal numbers whose rows differ in magnitude, from 2⁻⁸ to 2⁷."""
+    x = philox.normal(shape, seed=seed)
+    powers = torch.arange(shape[0]) % 16 - 8
+    return (x * torch.exp2(powers.float())[:, None]).to(dtype)
+
+
+def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """FP8 numbers from a bell curve that fills most of the format."""
+    return te.formats.cast(philox.normal(shape, seed=seed), te.formats.format_of(dtype), 24.0)

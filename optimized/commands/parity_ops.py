@@ -1,0 +1,196 @@
+"""Cases of `twin parity`: norms, activations, attention, softmax, rotary embedding, dropout."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, every_word, numbers, short
+from reference import philox
+
+twin = torch.ops.twin
+HALVES = (torch.bfloat16, torch.float16)
+NORMS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
+GATED = ("geglu", "swiglu")
+EPSILON = 1e-5
+
+
+def _named(names: str, results: Any) -> Outputs:
+    return dict(zip(names.split(), results, strict=True))
+
+
+def _state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, history) of three columns; the cases use column 1."""
+    return torch.tensor([1.0, 3.0, 1.0], device=device), torch.zeros(4, 3, device=device)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.tensor([0x1234567890ABCDEF, 5], dtype=torch.int64, device=device)
+
+
+def _norm(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    """Forward, backward, backward with the residual's gradient, and the FP8 cast where the width allows it."""
+    x, grad, residual = (numbers(shape, dtype, 101 + n).to(device) for n in range(3))
+    zero_centered = shape[0] % 2 == 0
+    weight, bias = (philox.normal((shape[1],), 1.0 - n, 0.3, seed=104 + n).to(dtype).to(device) for n in range(2))
+    beta = bias if kind == "layernorm" else None
+    y, mean, rstd = twin.norm(x, weight, beta, EPSILON, zero_centered, kind, dtype)
+    found = _named("y mean rstd", (y, mean, rstd))
+    for name, extra in (("", None), (" + residual", residual)):
+        results = twin.norm_backward(grad, x, weight, mean, rstd, zero_centered, kind, extra)
+        found |= _named(f"dx{name} dweight{name} dbias{name}".replace(" + ", "+"), results)
+    if shape[1] % 16 == 0:
+        for target in FP8:
+            scales, history = _state(device)
+            cast = twin.norm_cast_transpose(
+                x, weight, beta, EPSILON, zero_centered, kind, scales, history, 1, target
+            )  # fmt: skip
+            found |= _named(" ".join(f"{n}.{short(target)}" for n in ("q", "q_t", "scale_inv", "m", "r")), cast)
+            found[f"amax.{short(target)}"] = history
+    return found
+
+
+def norms() -> Iterator[Case]:
+    """Norms: forward, backward, and forward to FP8."""
+    for kind, dtype in product(NORMS, WIDE):
+        for shape in ((1, 16), (7, 80), (34, 201), (66, 1040), (5, 4096), (1000, 2048)):
+            size = "x".join(map(str, shape))
+            yield Case(kind, f"{short(dtype)} {size}", partial(_norm, shape, dtype, kind), live=shape[0] > 500)
+
+
+def _words_through(dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    """All words of a 16-bit dtype through an activation and its derivative."""
+    x = every_word(dtype).to(device)
+    if kind in GATED:  # the activated half holds every word
+        x = torch.cat([x, numbers((256, 256), dtype, 111).to(device)], 1)
+    grad = numbers((256, 256), dtype, 112).to(device)
+    return {"y": twin.activation(x, kind), "dx": twin.activation_backward(grad, x, kind)}
+
+
+def _activation_cast(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    rows, width = shape
+    x = numbers((rows, 2 * width if kind in GATED else width), dtype, 121).to(device)
+    grad = numbers(shape, dtype, 122).to(device)
+    found: Outputs = {}
+    for target in FP8:
+        scales, history = _state(device)
+        label = short(target)
+        forward = twin.activation_cast_transpose(x, kind, scales, history, 1, target)
+        backward = twin.activation_backward_cast_transpose_dbias(grad, x, kind, scales, history, 1, target)
+        found |= _named(f"q.{label} q_t.{label} scale_inv.{label}", forward)
+        found |= _named(f"dq.{label} dq_t.{label} dscale_inv.{label} dbias.{label}", backward)
+        found[f"amax.{label}"] = history
+    return found
+
+
+def activations() -> Iterator[Case]:
+    """Activations: every word, forward and backward; and both directions to FP8."""
+    for kind, dtype in product(ACTIVATIONS, WIDE):
+        yield Case(f"{kind}", f"{short(dtype)}, 65,536 words", partial(_words_through, dtype, kind))
+        for shape in ((1, 16), (37, 80), (130, 144), (1000, 2048)):
+            size = "x".join(map(str, shape))
+            run = partial(_activation_cast, shape, dtype, kind)
+            yield Case(f"{kind} to FP8", f"{short(dtype)} {size}", run, live=shape[0] > 500)
+
+
+def _mask(kind: str, b: int, h: int, sq: int, skv: int) -> torch.Tensor | None:
+    """A padding mask [b, 1, 1, skv] whose last sequence is all padding, or a random one [b, h, sq, skv]."""
+    if kind == "padding":
+        lengths = torch.tensor([skv * (n + 1) // b for n in range(b)][::-1])
+        lengths[-1] = 0
+        return (torch.arange(skv) >= lengths[:, None]).view(b, 1, 1, skv)
+    if kind == "arbitrary":
+        return philox.uniform((b, h, sq, skv), seed=131) < 0.4
+    return None
+
+
+def _attention(
+    sizes: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    mask_type: str,
+    mask: str,
+    dropout: float,
+    device: torch.device,
+) -> Outputs:
+    b, h, hkv, sq, skv, d = sizes
+
+    def heads(n: int, s: int, seed: int) -> torch.Tensor:
+        return philox.normal((s, b, n, d), seed=seed).to(dtype).to(device).permute(1, 2, 0, 3)
+
+    q, k, v, grad = heads(h, sq, 132), heads(hkv, skv, 133), heads(hkv, skv, 134), heads(h, sq, 135)
+    hidden = _mask(mask, b, h, sq, skv)
+    rest = (d**-0.5, mask_type, None if hidden is None else hidden.to(device), dropout)
+    state = _random_state(device) if dropout else None
+    before = None if state is None else state.clone()
+    out, m, inv = twin.attention(q, k, v, *rest, state)
+    gradients = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before)
+    found = _named("out m inv dq dk dv", (out, m, inv, *gradients))
+    return found if state is None else {**found, "rng_state": state}
+
+
+def attentions() -> Iterator[Case]:
+    """Attention, forward and backward."""
+    for dtype in HALVES:
+        for label, sizes, mask_type, mask, dropout in (
+            ("no mask", (1, 2, 2, 70, 150, 64), "none", "", 0.0),
+            ("one query", (2, 1, 1, 1, 129, 8), "none", "", 0.0),
+            ("causal", (1, 2, 2, 150, 150, 32), "causal", "", 0.0),
+            ("causal, GQA", (2, 4, 2, 65, 65, 80), "causal", "", 0.0),
+            ("bottom right", (1, 2, 1, 40, 140, 128), "causal_bottom_right", "", 0.0),
+            ("padding", (3, 2, 2, 50, 66, 32), "none", "padding", 0.0),
+            ("causal, padding, dropout", (2, 2, 2, 70, 70, 64), "causal", "padding", 0.1),
+            ("arbitrary mask, dropout", (1, 2, 2, 33, 130, 16), "none", "arbitrary", 0.5),
+            ("wide heads", (1, 1, 1, 40, 40, 256), "causal", "", 0.0),
+            ("2048 tokens", (2, 4, 4, 2048, 2048, 128), "causal", "", 0.1),
+        ):
+            run = partial(_attention, sizes, dtype, mask_type, mask, dropout)
+            yield Case("attention", f"{short(dtype)}, {label}", run, live=sizes[3] > 1000)
+
+
+def _softmax(dtype: torch.dtype, mask_type: str, mask: str, device: torch.device) -> Outputs:
+    shape = (2, 3, 40, 150)
+    x, grad = (philox.normal(shape, std=4.0 - 3 * n, seed=141 + n).to(dtype).to(device) for n in range(2))
+    hidden = _mask(mask, *shape)
+    y = twin.softmax(x, 0.3, mask_type, None if hidden is None else hidden.to(device))
+    return {"y": y, "dx": twin.softmax_backward(grad, y, 0.3)}
+
+
+def _rotary(dtype: torch.dtype, interleaved: bool, device: torch.device) -> Outputs:
+    x, grad = (philox.normal((33, 2, 3, 48), seed=151 + n).to(dtype).to(device) for n in range(2))
+    positions = torch.arange(40.0)[:, None]
+    freqs = (positions * philox.uniform((1, 32), seed=153) * 7).to(device)
+    return {"y": twin.rotary(x, freqs, interleaved, False), "dx": twin.rotary(grad, freqs, interleaved, True)}
+
+
+def _dropout(dtype: torch.dtype, p: float, parts: str, device: torch.device) -> Outputs:
+    x, residual = (numbers((45, 100), dtype, 161 + n).to(device) for n in range(2))
+    bias = philox.normal((100,), seed=163).to(dtype).to(device)
+    state = _random_state(device) if p else None
+    before = None if state is None else state.clone()
+    out = twin.bias_dropout_add(x, bias if "b" in parts else None, residual if "r" in parts else None, p, state)
+    found = {"out": out, "dx": twin.dropout_backward(x, p, before)}
+    return found if state is None else {**found, "rng_state": state}
+
+
+def elementwise() -> Iterator[Case]:
+    """Softmax, rotary embedding, and bias + dropout + residual; forward and backward."""
+    for dtype, (mask_type, mask) in product(
+        HALVES, (("none", ""), ("causal", ""), ("causal_bottom_right", "padding"), ("none", "arbitrary"))
+    ):
+        yield Case("softmax", f"{short(dtype)} {mask_type} {mask}".strip(), partial(_softmax, dtype, mask_type, mask))
+    for dtype, interleaved in product(WIDE, (False, True)):
+        label = f"{short(dtype)}{', interleaved' * interleaved}"
+        yield Case("rotary", label, partial(_rotary, dtype, interleaved))
+    for dtype, p, parts in product(WIDE, (0.0, 0.1), ("br", "b", "r", "-")):
+        yield Case("bias_dropout_add", f"{short(dtype)} p={p} {parts}", partial(_dropout, dtype, p, parts))
+
+
+def cases() -> Iterator[Case]:
+    """Every case of this file."""
+    yield from norms()
+    yield from activations()
+    yield from attentions()
+    yield from elementwise()

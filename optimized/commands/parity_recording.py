@@ -1,0 +1,104 @@
+"""tests/golden/parity_h200.npz: what an H200 computed for the cases of `twin parity`, small enough to be committed.
+
+An output of up to `WHOLE` words is stored as it is. Of a larger one the first `SHOWN` words are stored and a digest
+of all, in which every NaN of 16 and 32 bits is one NaN: the digest is equal if and only if (but for chance, 2⁻¹²⁸)
+every word is.
+"""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from optimized.commands import CommandError
+from optimized.commands.sides import FLOAT8, INTEGERS, Tally, differing
+
+RECORDING = "parity_h200"
+WHOLE, SHOWN = 96, 32
+Outputs = dict[str, torch.Tensor]
+
+
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's words as integers, flat, on the CPU; in 16 and 32 bits every NaN is the same word."""
+    tensor = tensor.detach().cpu().contiguous().flatten()
+    if tensor.dtype.is_floating_point and tensor.dtype not in FLOAT8:
+        tensor = torch.where(torch.isnan(tensor), torch.full_like(tensor, float("nan")), tensor)
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """128 bits in hexadecimal that stand for every word, the dtype and the shape."""
+    name = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return hashlib.blake2b(canonical(tensor).numpy().tobytes(), digest_size=16, key=name[:64]).hexdigest()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`index` has an entry per output: dtype, shape, place and number of its stored words in `data`, digest or None."""
+
+    index: dict[str, dict[str, Any]]
+    data: np.ndarray
+
+    def compare(self, key: str, tensor: torch.Tensor) -> Tally:
+        """Compare a tensor with the recorded output. A differing digest counts as one different word at least."""
+        entry = self.index.get(key)
+        if entry is None:
+            raise CommandError(
+                f"the recording {RECORDING}.npz has no {key!r}: it is older than this case; record it anew on a "
+                f"Hopper machine with `twin parity --record tests/golden`."
+            )
+        if entry["dtype"] != str(tensor.dtype) or entry["shape"] != list(tensor.shape):
+            raise CommandError(
+                f"{key!r} was recorded as {entry['dtype']} {entry['shape']} and is {tensor.dtype} "
+                f"{list(tensor.shape)} now; record it anew with `twin parity --record tests/golden`."
+            )
+        words = self.data[entry["at"] : entry["at"] + entry["bytes"]]
+        stored = torch.from_numpy(words.copy().view(f"i{tensor.element_size()}")).view(tensor.dtype)
+        different = differing(tensor.detach().cpu().flatten()[: len(stored)], stored)
+        if entry["digest"] is not None and entry["digest"] != digest(tensor):
+            different = max(different, 1)
+        return Tally(tensor.numel(), different)
+
+
+def write(folder: Path, outputs: Outputs, gpu: torch.device) -> Path:
+    """Store the outputs of `gpu` in `folder` and return the file's path."""
+    index, parts, at = {}, [], 0
+    for key, tensor in outputs.items():
+        count = tensor.numel() if tensor.numel() <= WHOLE else SHOWN
+        words = canonical(tensor)[:count].numpy().tobytes()
+        index[key] = {
+            "dtype": str(tensor.dtype),
+            "shape": list(tensor.shape),
+            "at": at,
+            "bytes": len(words),
+            "digest": digest(tensor) if count < tensor.numel() else None,
+        }
+        parts.append(words)
+        at += len(words)
+    cuda = gpu.type == "cuda"
+    about = {
+        "what": "outputs of this project's CUDA kernels; recorded by `twin parity --record`",
+        "gpu": torch.cuda.get_device_name(gpu) if cuda else "none: recorded on a CPU",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    path = folder / f"{RECORDING}.npz"
+    np.savez_compressed(
+        path,
+        about=np.array(json.dumps({"provenance": about})),
+        index=np.frombuffer(json.dumps(index).encode(), np.uint8),
+        data=np.frombuffer(b"".join(parts), np.uint8),
+    )
+    return path
+
+
+def read(folder: Path) -> Recording:
+    """The recording in `folder`."""
+    with np.load(folder / f"{RECORDING}.npz") as found:
+        return Recording(json.loads(found["index"].tobytes()), found["data"])

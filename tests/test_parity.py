@@ -1,0 +1,183 @@
+"""`twin parity`: its cases, its recorder, its replay, and what they count."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from optimized import device
+from optimized.commands import (
+    CommandError,
+    main,
+    parity,
+    parity_cases,
+    parity_ops,
+    parity_recording,
+    recorded_linear,
+    recordings,
+)
+from optimized.commands.parity_inputs import Case
+from optimized.commands.sides import Tally, differing
+from reference import tensor_core
+from reference.ops import library
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, wherever the tests run."""
+    monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
+
+
+def test_without_recordings_parity_says_where_they_come_from(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recordings.arrays.cache_clear()
+    monkeypatch.setattr(recordings, "GOLDEN", tmp_path / "absent")
+    assert main(["parity"]) == 2
+    assert "They come with the repository" in capsys.readouterr().err
+
+
+def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity"]) == 0
+    out = capsys.readouterr().out
+    assert "replay: the CPU against recordings" in out
+    for op in ("wgmma e4m3 × e5m2", "cuBLASLt product (fast)", "cuBLASLt product (split)", "Linear by cuBLASLt"):
+        assert op in out
+    single = [op for op in ("cast_transpose", "scale_update", "gemm_fp8 (split)") if op in out]
+    if recordings.exists(parity_recording.RECORDING):
+        assert len(single) == 3
+    else:
+        assert single == []
+        sentence = "parity_h200.npz is missing, so the single ops are left out: record it on a Hopper machine"
+        assert sentence in " ".join(out.split())
+
+
+def test_parity_finds_one_wrong_bit(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gemm = tensor_core.gemm
+
+    def wrong(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast") -> torch.Tensor:
+        out = gemm(a, b, accumulate)
+        out.view(torch.int32)[0, 0] ^= 1 << 10
+        return out
+
+    monkeypatch.setattr(tensor_core, "gemm", wrong)
+    assert main(["parity", "--op", "cuBLASLt product (split)"]) == 1
+    # One bit in one word of every product; in the products that are sums of slices it is one of several.
+    wrong = sum(product.accumulate == "split" for product in recordings.products())
+    assert re.search(rf"all\s+│\s+[\d,]+ │\s+{wrong}\b", capsys.readouterr().out)
+
+
+def _case(*values: float, dtype: torch.dtype = torch.float32) -> Case:
+    return Case("new op", "case", lambda where: {"out": torch.tensor(values, dtype=dtype)})
+
+
+def test_a_case_that_was_never_recorded_is_an_error(tmp_path: Path) -> None:
+    empty = parity_recording.Recording({}, np.zeros(0, np.uint8))
+    with pytest.raises(CommandError, match="no 'new op/case/out': it is older than this case"):
+        parity.replay(_case(0.0), empty)
+    parity_recording.write(tmp_path, {"new op/case/out": torch.zeros(1)}, CPU)
+    with pytest.raises(CommandError, match=r"recorded as torch.float32 \[1\] and is torch.bfloat16 \[1\] now"):
+        parity.replay(_case(0.0, dtype=torch.bfloat16), parity_recording.read(tmp_path))
+
+
+@pytest.mark.parametrize("size", [parity_recording.WHOLE, 1000])
+def test_a_recording_sees_every_word(tmp_path: Path, size: int) -> None:
+    """Words stored whole and words behind a digest; NaN is NaN, -0 is not 0."""
+    out = torch.linspace(-1, 1, size)
+    out[5] = float("nan")
+    out[7] = 0.0
+    parity_recording.write(tmp_path, {"new op/case/out": out}, CPU)
+    recording = parity_recording.read(tmp_path)
+    assert recording.compare("new op/case/out", out) == Tally(size, 0)
+    other = out.clone()
+    other.view(torch.int32)[5] = 0x7FC12345
+    assert recording.compare("new op/case/out", other) == Tally(size, 0)
+    for place in (0, 7, size - 1):
+        other = out.clone()
+        other.view(torch.int32)[place] ^= -0x80000000 if place == 7 else 1
+        assert recording.compare("new op/case/out", other) == Tally(size, 1)
+
+
+def test_parity_records_what_it_replays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recorder, with the CPU in the GPU's place: a case of every op and layer, recorded and replayed."""
+    console = Console(width=200)
+    every = list(parity_cases.cases())
+    some = list({case.op: case for case in every if not case.live}.values())
+    monkeypatch.setattr(parity_cases, "cases", lambda: some)
+    assert parity.record(tmp_path, CPU, console) == 0
+    monkeypatch.setattr(recordings, "exists", lambda name: True)
+    recording = parity_recording.read(tmp_path)
+    monkeypatch.setattr(parity_recording, "read", lambda folder: recording)
+    monkeypatch.setattr(recordings, "steps", lambda: [])
+    monkeypatch.setattr(recordings, "products", lambda: [])
+    monkeypatch.setattr(recorded_linear, "names", lambda: [])
+    results = parity.compare(None, None, console)
+    assert set(results) == {case.op for case in every}
+    assert all(tally.equal for tally in results.values())
+    ops = {name.split(" (")[0] for name in results}
+    layers = {"LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "DotProductAttention", "MultiheadAttention"}
+    assert {"Linear", "TransformerLayer"} | layers <= ops
+    monkeypatch.setattr(parity_ops, "EPSILON", 2e-5)
+    results = parity.compare(None, "rmsnorm", console)
+    assert not results["rmsnorm"].equal
+
+
+def test_every_op_has_a_parity_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases of ops, layers apart, call every operation of the library."""
+    called = set()
+    real = parity_ops.twin
+
+    class Spy:
+        def __getattr__(self, name: str) -> Any:
+            called.add(name)
+            return getattr(real, name)
+
+    for module in (parity_cases, parity_ops):
+        monkeypatch.setattr(module, "twin", Spy())
+    for case in {case.op: case for case in parity_cases.cases() if not case.live}.values():
+        case.run(CPU)
+    assert called == set(library.SCHEMAS)
+
+
+def test_parity_cases_are_repeatable_and_named_once() -> None:
+    names = [(case.op, case.name) for case in parity_cases.cases()]
+    assert len(names) == len(set(names))
+    finite = [
+        float(tensor.float().isfinite().float().mean())
+        for case in parity_cases.cases()
+        if case.op.startswith("TransformerLayer") and case.name.startswith("fp16") and "causal" in case.name
+        for tensor in case.run(CPU).values()
+        if tensor.dtype.is_floating_point
+    ]
+    assert min(finite) == 1.0  # NaN equals NaN: a training that has overflowed would compare nothing
+    case = next(case for case in parity_cases.cases() if case.op == "Linear (FP8)")
+    one, other = case.run(torch.device("cpu")), case.run(torch.device("cpu"))
+    assert {key: differing(one[key], other[key]) for key in one} == dict.fromkeys(one, 0)
+
+
+@pytest.mark.gpu
+def test_parity_live() -> None:
+    assert main(["parity"]) == 0
+
+
+def test_differing_counts_words() -> None:
+    nan = torch.tensor([float("nan"), 1.0, 0.0])
+    other = torch.tensor([0x7FC00001, 0x3F800000, -0x80000000], dtype=torch.int32).view(torch.float32)
+    assert differing(nan, other) == 1  # NaN equals NaN; -0 is not +0
+    codes = torch.tensor([0x7F, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert differing(codes, torch.tensor([0xFF, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)) == 1
+    with pytest.raises(ValueError, match="same dtype and shape"):
+        differing(nan, nan[:2])
+    assert not Tally().equal
+    assert Tally(3, 0).equal
+    assert not Tally(3, 1).equal
