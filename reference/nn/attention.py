@@ -149,7 +149,8 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         Returns:
             `[s, b, h·d]` or `[b, s, h·d]`.
         """
-        refuse_not_offered("DotProductAttention.forward", locals())
+        refused = {"core_attention_bias_type": core_attention_bias_type, "core_attention_bias": core_attention_bias}
+        refuse_not_offered("DotProductAttention.forward", refused)
         layout = check_format("DotProductAttention", qkv_format or self.qkv_format)
         kind = check_mask_type("DotProductAttention", attn_mask_type or self.attn_mask_type)
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)

@@ -198,7 +198,17 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         Returns:
             a tensor like hidden_states.
         """
-        refuse_not_offered("TransformerLayer.forward", locals())
+        refused = {
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
+            "enc_dec_window_size": enc_dec_window_size,
+            "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal,
+            "inference_params": inference_params,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+        }
+        refuse_not_offered("TransformerLayer.forward", refused)
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         if (encoder_output is not None) != (self.layer_type == "decoder"):
