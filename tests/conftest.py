@@ -1,9 +1,16 @@
-"""Shared by every test: the `gpu` mark, `--require-gpu`, and the comparison of bits."""
+"""Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
+import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+# CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
