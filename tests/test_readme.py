@@ -97,6 +97,24 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ],
         "provenance": {**origin, "kernels": {}},
     }
+    norm = {
+        "rows": [
+            {"op": "norm_backward", "kind": "layernorm", "of_copy": 0.5},
+            {"op": "norm_backward", "kind": "layernorm", "of_copy": 0.7},
+            {"op": "norm_backward", "kind": "rmsnorm", "of_copy": 0.9},
+        ],
+        "provenance": {**origin, "kernels": {}},
+    }
+    times = {"forward": 2.0, "cuDNN forward": 1.0, "backward": 4.0, "cuDNN backward": 5.0}
+    attention = {
+        "ms": {
+            "attention": {"b=1 s=8 none dropout=0.0": {name: {"median": ms} for name, ms in times.items()}},
+            "elementwise": {"copy": {"TB/s": 4.0}, "softmax_backward": {"TB/s": 3.0}},
+        },
+        "provenance": {**origin, "kernels": {}},
+    }
+    (tmp_path / "norm.json").write_text(json.dumps(norm))
+    (tmp_path / "attention.json").write_text(json.dumps(attention))
     (tmp_path / "gemm_equality.json").write_text(json.dumps(equality))
     (tmp_path / "gemm.json").write_text(json.dumps(gemm))
     (tmp_path / "cast_transpose.json").write_text(json.dumps(cast))
@@ -111,6 +129,10 @@ def test_tables_are_built_from_the_results(results: Path) -> None:
     assert "| 1 of 2 products | 16 | 0 |  |" in text
     assert "| 2×16×32, fast | 32 | 5 | K split by 2 |" in text
     assert "| cast | 80 % (50 %) |" in text
+    assert "| kernel | LayerNorm | RMSNorm |" in text
+    assert "| norm backward | 60 % (50 %) | 90 % (90 %) |" in text
+    assert "| b=1 s=8 | 2.00 | 50 % | 4.00 | 125 % |" in text
+    assert "| softmax backward | 3.00 | 75 % |" in text
     assert "An H200, driver 1.2, CUDA 13.0, torch 2.11, CuPy 14, 2026-01-02." in text
     assert text.count("Measured before the last change of gemm.") == 1
 
@@ -122,6 +144,25 @@ def test_bench_shows_the_recorded_results_and_says_so(results: Path, capsys: pyt
     assert "120 %" in out
     assert main(["bench", "--table", "--only", "cast_transpose"]) == 0
     assert capsys.readouterr().out.startswith("**Casts and reductions**")
+
+
+def test_bench_lists_every_benchmark_and_its_results(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines if line[:1].strip()} >= set(tables.BUILDERS)
+    (line,) = (line for line in lines if line.startswith("gemm "))
+    assert "2026-01-02, before the last change" in line
+    (line,) = (line for line in lines if line.startswith("activation"))
+    assert line.endswith("not yet") or "not yet " in line
+
+
+def test_every_recorded_result_has_its_table() -> None:
+    recorded = {path.stem for path in measure.RESULTS.glob("*.json")}
+    assert recorded <= set(tables.BUILDERS)
+    for name in recorded:
+        for table in tables.recorded(name):
+            assert table.rows
+            assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_bench_says_what_is_not_recorded(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from optimized import measure
 from reference import philox
 
 twin = torch.ops.twin
+NAME = "attention"
 KERNELS = ("attention", "attention_backward", "dropout", "rotary", "softmax")
 
 
@@ -101,15 +102,26 @@ def _elementwise(repeats: int) -> dict[str, Any]:
     return found
 
 
+def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    found = {"attention": _attention(repeats)}
+    if progress is not None:
+        progress(0.8)
+    found["elementwise"] = _elementwise(repeats)
+    if progress is not None:
+        progress(1.0)
+    return {"ms": found, "provenance": measure.provenance(KERNELS)}
+
+
 def main() -> None:
     """Print the times, and write docs/results/attention.json if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/results/attention.json")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    found = {"attention": _attention(options.repeats), "elementwise": _elementwise(options.repeats)}
+    payload = run(repeats=options.repeats)
     if options.write:
-        measure.write_result("attention", {"ms": found, "provenance": measure.provenance(KERNELS)})
+        measure.write_result(NAME, payload)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Speed against the experts' libraries, and the list of products that equal cuBLASLt's in every word.
 
 On a machine with a Hopper GPU the benchmarks run: ours and theirs in one run, interleaved. Elsewhere the results
-recorded on an H200 are shown (docs/results), and where the kernels have changed since, that is said.
+recorded on an H200 are shown (docs/results), and where the kernels have changed since, that is said. `--list` says
+what there is.
 """
 
 import argparse
@@ -13,20 +14,49 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.bench import cast, gemm, gemm_equality
+from optimized.bench import activation, attention, cast, gemm, gemm_equality, gemm_sweep, norm
 from optimized.commands import CommandError, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
-BENCHMARKS = {module.NAME: module for module in (gemm, gemm_equality, cast)}
+BENCHMARKS = {module.NAME: module for module in (gemm, gemm_equality, gemm_sweep, cast, norm, activation, attention)}
+# Measured by a program of its own, which takes minutes and compares 2^32 words a function; here it is only shown.
+APART = {"elementary": "python -m optimized.bench.elementary"}
+
+
+WHAT = {
+    "gemm": "FP8 and 16-bit products of a GPT layer against cuBLASLt",
+    "gemm_equality": "every word of FP8 products against cuBLASLt's",
+    "gemm_sweep": "every tile on products of many sizes; what the selector chooses",
+    "cast_transpose": "casts, transposes and reductions against a copy",
+    "norm": "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy",
+    "activation": "five activations, forward, backward and to FP8, against a copy",
+    "attention": "attention against cuDNN's; softmax, rotary embedding and dropout against a copy",
+    "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `twin bench`."""
-    parser.add_argument("--only", choices=sorted(BENCHMARKS), help="one benchmark")
+    parser.add_argument("--only", choices=sorted({*BENCHMARKS, *APART}), help="one benchmark")
+    parser.add_argument("--list", action="store_true", help="name the benchmarks, what each measures, and its results")
     parser.add_argument("--recorded", action="store_true", help="show the recorded results even on a Hopper machine")
     parser.add_argument("--table", action="store_true", help="print the recorded results as README's Markdown tables")
     parser.add_argument("--write", action="store_true", help="after measuring, replace the files in docs/results")
+
+
+def _list(console: Console) -> None:
+    """One line per benchmark: what it measures, and when that was recorded."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("benchmark", "what", "recorded"):
+        table.add_column(column, no_wrap=column != "what")
+    for name in (*BENCHMARKS, *APART):
+        payload = tables.load(name)
+        recorded = "not yet" if payload is None else payload["provenance"]["date"][:10]
+        if payload is not None and measure.outdated(payload):
+            recorded += ", before the last change"
+        table.add_row(name, escape(WHAT[name]), recorded)
+    console.print(table)
 
 
 def _show(console: Console, found: list[tables.Table]) -> None:
@@ -53,7 +83,10 @@ def _measure(names: list[str], console: Console, write: bool) -> list[tables.Tab
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run `twin bench`."""
-    names = [args.only] if args.only else list(BENCHMARKS)
+    if args.list:
+        _list(console)
+        return 0
+    names = [args.only] if args.only else [*BENCHMARKS, *APART]
     live = hopper() is not None and not args.recorded and not args.table
     if args.write and not live:
         raise CommandError("--write stores what was measured, and nothing is measured here: it needs a Hopper GPU.")
@@ -61,7 +94,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         print(tables.markdown(names))
         return 0
     if live:
-        _show(console, _measure(names, console, args.write))
+        for name in (name for name in names if name in APART):
+            console.print(f"{name} is measured apart, by `{APART[name]}`; `twin bench --recorded` shows its results.")
+        _show(console, _measure([name for name in names if name in BENCHMARKS], console, args.write))
         return 0
     console.print("Recorded on an H200, not measured now (no Hopper GPU here, or --recorded).")
     missing = [name for name in names if tables.load(name) is None]

@@ -125,11 +125,107 @@ def cast_transpose(payload: dict[str, Any]) -> list[Table]:
     return [Table("Casts and reductions", columns, tuple(rows), note)]
 
 
+def _of_copy(payload: dict[str, Any], title: str, group: str, label: Callable[[str], str]) -> list[Table]:
+    """One row per op, one column per value of `group`: median and smallest share of a copy over all shapes."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in payload["rows"]:
+        found.setdefault(row["op"], {}).setdefault(row[group], []).append(row["of_copy"])
+    groups = list(dict.fromkeys(row[group] for row in payload["rows"]))
+    rows = []
+    for op, values in found.items():
+        cells = (f"{_percent(statistics.median(values[g]))} ({_percent(min(values[g]))})" for g in groups)
+        rows.append((op.replace("_", " "), *cells))
+    note = f"Median over shapes (smallest), as a share of `Tensor.copy_` in the same run. {_note(payload)}"
+    return [Table(title, ("kernel", *(label(g) for g in groups)), tuple(rows), note)]
+
+
+def norm(payload: dict[str, Any]) -> list[Table]:
+    """Norms against the device copy."""
+    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    return _of_copy(payload, "Norms, bf16, share of a copy", "kind", lambda kind: names[kind])
+
+
+def activation(payload: dict[str, Any]) -> list[Table]:
+    """Activations against the device copy, every kind in its column."""
+    return _of_copy(payload, "Activations, share of a copy", "kind", str)
+
+
+def attention(payload: dict[str, Any]) -> list[Table]:
+    """Attention against cuDNN's, and the ops around it against the device copy."""
+    rows = []
+    for name, times in payload["ms"]["attention"].items():
+        cells = [name.replace(" none", "").replace(" dropout=0.0", "")]
+        for way in ("forward", "backward"):
+            ours, theirs = times[way]["median"], times[f"cuDNN {way}"]["median"]
+            cells += [f"{ours:.2f}", _percent(theirs / ours)]
+        rows.append(tuple(cells))
+    columns = ("attention, bf16", "forward ms", "of cuDNN", "backward ms", "of cuDNN")
+    note = (
+        "100 % is the speed of cuDNN's attention as torch calls it, interleaved in the same run. cuDNN's bits are its "
+        f"own; these are reproducible on a CPU. {_note(payload)}"
+    )
+    around = payload["ms"]["elementwise"]
+    others = tuple(
+        (name.replace("_", " "), f"{value['TB/s']:.2f}", _percent(value["TB/s"] / around["copy"]["TB/s"]))
+        for name, value in around.items()
+    )
+    return [
+        Table("Attention", columns, tuple(rows), note),
+        Table("Around attention, bf16", ("kernel", "TB/s", "of copy"), others, _note(payload)),
+    ]
+
+
+def gemm_sweep(payload: dict[str, Any]) -> list[Table]:
+    """What the selector chooses on problems of many sizes, against the best tile and against cuBLASLt."""
+    from optimized.bench.gemm_sweep import choice
+
+    kinds = list(dict.fromkeys(row["kind"] for row in payload["rows"]))
+    rows = []
+    for kind in kinds:
+        chosen = [choice(row, payload["processors"]) for row in payload["rows"] if row["kind"] == kind]
+        slowdown = [one["over_best"] for one in chosen]
+        speed = [one["speed_over_theirs"] for one in chosen]
+        rows.append(
+            (
+                kind,
+                str(len(chosen)),
+                f"{statistics.geometric_mean(slowdown):.3f} ({max(slowdown):.2f})",
+                f"{_percent(statistics.geometric_mean(speed))} ({_percent(min(speed))})",
+            )
+        )
+    columns = ("products of many sizes", "problems", "time over the best tile's", "of cuBLASLt")
+    note = f"Geometric mean (worst), L2 flushed. {_note(payload)}"
+    return [Table("The choice of tiles", columns, tuple(rows), note)]
+
+
+def elementary(payload: dict[str, Any]) -> list[Table]:
+    """The functions in use: their price and their error."""
+    rows = []
+    cycles, times = payload["scheduler_cycles_per_warp"], payload["stream"]["times"]
+    for name in ("exp", "rsqrt", "gelu", "dgelu", "silu", "dsilu"):
+        stream = times.get(f"{name} bf16", {}).get("over_base")
+        rows.append(
+            (
+                name,
+                f"{cycles[name]:.1f}" if name in cycles else "–",
+                "–" if stream is None else f"{stream:.2f}",
+            )
+        )
+    columns = ("function", "cycles a warp", "stream over identity")
+    return [Table("Elementary functions", columns, tuple(rows), f"docs/elementary.md has the rest. {_note(payload)}")]
+
+
 BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "gemm": gemm,
     "gemm_equality": gemm_equality,
+    "gemm_sweep": gemm_sweep,
     "cast_transpose": cast_transpose,
+    "norm": norm,
+    "activation": activation,
+    "attention": attention,
+    "elementary": elementary,
 }
+IN_README = ("gemm", "gemm_equality", "cast_transpose", "norm", "activation", "attention")
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -147,7 +243,7 @@ def recorded(name: str) -> list[Table]:
     return [] if payload is None else BUILDERS[name](payload)
 
 
-def markdown(names: Iterable[str] = tuple(BUILDERS)) -> str:
+def markdown(names: Iterable[str] = IN_README) -> str:
     """Every recorded table, as README shows them."""
     found = [table.markdown() for name in names for table in recorded(name)]
     return "\n\n".join(found) if found else "Nothing has been recorded yet."

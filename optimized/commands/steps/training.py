@@ -132,10 +132,10 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
     fp8 = runs[1]
     report.picture(
         loss_picture(runs),
-        "<b>FP8 learns as bf16 does.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
+        "<b>FP8 follows bf16.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
         f"strong: the mean over neighbours. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per "
-        "byte. The lower panel is the difference, step by step on the same bytes. (A GPT worth reading sees many "
-        "thousand times more text than these few minutes of a CPU.)",
+        "byte. The lower panel is the difference, step by step on the same bytes: what eight bits cost a model this "
+        "small, this early. (A GPT worth reading sees many thousand times more text than two minutes of a CPU.)",
         "Loss curves of bf16 and FP8 training",
     )
     report.picture(
