@@ -13,11 +13,12 @@ from reference import formats, philox, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.graph import make_graphed_callables
-from reference.nn.attention import DotProductAttention, MultiheadAttention
+from reference.nn.attention import DotProductAttention
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import Linear
+from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.transformer_layer import TransformerLayer
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint

@@ -72,57 +72,7 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tens
 
 
 class _Norm(TransformerEngineBaseModule):
-    kind: str
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None,
-        eps: float,
-        params_dtype: torch.dtype | None,
-        zero_centered_gamma: bool,
-        hidden_size: int | None,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        name = type(self).__name__
-        shape = hidden_size if normalized_shape is None else normalized_shape
-        shape = (shape,) if isinstance(shape, int) else tuple(shape or ())
-        if len(shape) != 1:
-            raise ValueError(f"{name}: normalized_shape={shape}; one dimension, the last, is accepted.")
-        check_sizes(name, normalized_shape=shape[0])
-        self.hidden_size = shape[0]
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
-        dtype, where = parameter_dtype(name, params_dtype), self.resolve_device(device)
-        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
-        if self.kind == "layernorm":
-            self.bias = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
-        if where.type != "meta":
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """γ = 1, β = 0; from the meta device, move to the default one first."""
-        if self._parameter_device().type == "meta":
-            self.to_empty(device=self.resolve_device(None))
-        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-        if self.kind == "layernorm":
-            self.bias.zero_()
-
-    def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""
-        self.check_input(inp, self.hidden_size)
-        call = Call(self, self.activation_dtype(inp))
-        bias = self.bias if self.kind == "layernorm" else None
-        return differentiable(forward, backward, call, rows_of(inp), self.weight, bias).view(inp.shape)
-
-    def extra_repr(self) -> str:
-        """Size, eps and the form of γ."""
-        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
-
-
-class LayerNorm(_Norm):
-    """Layer normalisation over the last dimension, with Transformer Engine's arguments and parameter names.
+    """What both norms are, with Transformer Engine's arguments.
 
     Args:
         normalized_shape: size of the last dimension.
@@ -134,7 +84,9 @@ class LayerNorm(_Norm):
         device: None is the package's own.
     """
 
-    kind = "layernorm"
+    kind: str
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -147,25 +99,53 @@ class LayerNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_not_offered("LayerNorm", locals())
-        super().__init__(normalized_shape, eps, params_dtype or dtype, zero_centered_gamma, hidden_size, device)
+        super().__init__()
+        name = type(self).__name__
+        refuse_not_offered(name, {"sequence_parallel": sequence_parallel})
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        shape = (shape,) if isinstance(shape, int) else tuple(shape or ())
+        if len(shape) != 1:
+            raise ValueError(f"{name}: normalized_shape={shape}; one dimension, the last, is accepted.")
+        check_sizes(name, normalized_shape=shape[0])
+        self.hidden_size = shape[0]
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        empty = torch.empty(
+            shape, dtype=parameter_dtype(name, params_dtype or dtype), device=self.resolve_device(device)
+        )
+        self.weight = torch.nn.Parameter(empty)
+        beta = torch.nn.Parameter(torch.empty_like(empty)) if self.kind == "layernorm" else None
+        self.register_parameter("bias", beta)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """γ = 1, β = 0; from the meta device, move to the default one first."""
+        if self._parameter_device().type == "meta":
+            self.to_empty(device=self.resolve_device(None))
+        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""
+        self.check_input(inp, self.hidden_size)
+        call = Call(self, self.activation_dtype(inp))
+        return differentiable(forward, backward, call, rows_of(inp), self.weight, self.bias).view(inp.shape)
+
+    def extra_repr(self) -> str:
+        """Size, eps and the form of γ."""
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """Layer normalisation over the last dimension; parameters `weight` (γ) and `bias` (β). Arguments: `_Norm`."""
+
+    kind = "layernorm"
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square normalisation over the last dimension; arguments as `LayerNorm`'s, no β."""
+    """Root-mean-square normalisation over the last dimension; parameter `weight` (γ). Arguments: `_Norm`."""
 
     kind = "rmsnorm"
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        refuse_not_offered("RMSNorm", locals())
-        super().__init__(normalized_shape, eps, params_dtype or dtype, zero_centered_gamma, hidden_size, device)

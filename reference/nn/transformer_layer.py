@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from reference.nn.attention import Mask, MultiheadAttention
+from reference.nn.attention import Mask
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
+from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.parameters import DeviceDefault, InitMethod, refuse_not_offered
 
 LAYER_TYPES = ("encoder", "decoder")

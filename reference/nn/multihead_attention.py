@@ -1,0 +1,235 @@
+"""`MultiheadAttention`: (norm +) the QKV projection, optional rotary embedding, attention, the output projection.
+
+Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reference.nn.attention import DotProductAttention, Mask, Saved, check_format
+from reference.nn.autograd import differentiable
+from reference.nn.layernorm_linear import LayerNormLinear
+from reference.nn.linear import Linear
+from reference.nn.parameters import DeviceDefault, InitMethod, refuse_not_offered
+from reference.nn.precision import Call
+
+twin = torch.ops.twin
+
+
+class MultiheadAttention(DeviceDefault, torch.nn.Module):
+    """Attention with its projections, with Transformer Engine's arguments and submodule names.
+
+    Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
+    `query_layer`) and `key_value`; `core_attention`; `proj`. Without `fuse_qkv_params` the projection's parameters are
+    `query_weight`, `key_weight`, `value_weight` and their biases.
+
+    Args:
+        hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes; kv_channels None is hidden / heads.
+        attention_dropout, attn_mask_type, qkv_format: as in `DotProductAttention`.
+        attention_type: "self" or "cross".
+        input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
+            `LayerNormLinear`.
+        fuse_qkv_params, qkv_weight_interleaved: one parameter for q, k, v, its rows `[group, q.. k v, channel]` if
+            interleaved, else `[q.. k v, group, channel]`.
+        bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
+            `Linear`.
+        rotary_pos_interleaved: layout of the rotary embedding.
+        qk_norm_type and parallelism's arguments: only "off" is offered.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        refuse_not_offered("MultiheadAttention", locals())
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"MultiheadAttention: attention_type={attention_type!r}; 'self' and 'cross' are accepted.")
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"MultiheadAttention: hidden_size={hidden_size} with num_attention_heads={num_attention_heads}; a "
+                f"multiple of it is accepted, or a kv_channels."
+            )
+        channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.num_attention_heads, self.num_gqa_groups, self.channels = num_attention_heads, groups, channels
+        self.attention_type = attention_type
+        self.input_layernorm = input_layernorm
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.qkv_format = check_format("MultiheadAttention", qkv_format)
+        device = self.resolve_device(device)
+        common: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        q_size, kv_size = channels * num_attention_heads, channels * groups
+
+        def project(out: int, split: Any, normed: bool) -> Linear | LayerNormLinear:
+            split = None if fuse_qkv_params else split
+            arguments = {"init_method": init_method, "parameters_split": split, **common}
+            if normed:
+                return LayerNormLinear(hidden_size, out, **norm, **arguments)
+            return Linear(hidden_size, out, **arguments)
+
+        if attention_type == "self":
+            parts = {"query": q_size, "key": kv_size, "value": kv_size}
+            qkv = project(q_size + 2 * kv_size, parts, input_layernorm)
+            setattr(self, "layernorm_qkv" if input_layernorm else "qkv", qkv)
+        else:
+            query = project(q_size, {"query": q_size} if input_layernorm else None, input_layernorm)
+            setattr(self, "layernorm_query" if input_layernorm else "query_layer", query)
+            self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            device=device,
+        )
+        self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Any:
+        """Attend within `hidden_states`, or from it to `encoder_output`.
+
+        Args:
+            hidden_states: `[s, b, hidden]` or `[b, s, hidden]`.
+            attention_mask, attn_mask_type, checkpoint_core_attention: as in `DotProductAttention.forward`.
+            encoder_output: what cross-attention looks at.
+            is_first_microbatch: as in `Linear.forward`.
+            rotary_pos_emb: angles `[s, 1, 1, channels]`, or one such for queries and one for keys.
+
+        Returns:
+            the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
+        """
+        if (encoder_output is None) != (self.attention_type == "self"):
+            wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
+            raise ValueError(f"MultiheadAttention: attention_type={self.attention_type!r} takes {wanted}.")
+        normed = None
+        if self.attention_type == "self":
+            mixed = self._first(hidden_states, is_first_microbatch)
+            mixed, normed = mixed if self._returns_norm() else (mixed, None)
+            q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
+        else:
+            query = self._first(hidden_states, is_first_microbatch)
+            query, normed = query if self._returns_norm() else (query, None)
+            q = query.view(*query.shape[:-1], self.num_attention_heads, self.channels)
+            k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
+        if rotary_pos_emb is not None:
+            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            q, k = (self._rotate(t, freqs) for t, freqs in zip((q, k), both, strict=True))
+        context = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask,
+            attn_mask_type=attn_mask_type,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
+        out = self.proj(context, is_first_microbatch)
+        results = out if self.return_bias else (out,)
+        results = (*results, normed) if self.return_layernorm_output and self.input_layernorm else results
+        return results[0] if len(results) == 1 else results
+
+    def _first(self, hidden_states: torch.Tensor, is_first_microbatch: bool | None) -> Any:
+        names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
+        return getattr(self, names[0 if self.input_layernorm else 1])(hidden_states, is_first_microbatch)
+
+    def _returns_norm(self) -> bool:
+        return self.return_layernorm_output and self.input_layernorm
+
+    def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
+        """`[.., ..]` to q (if `queries` per group > 0), k, v as `[.., .., heads, channels]`."""
+        parts = (queries, 1, 1) if queries else (1, 1)
+        lead = mixed.shape[:-1]
+        if self.interleaved:
+            pieces = mixed.view(*lead, self.num_gqa_groups, sum(parts), self.channels).split(parts, dim=-2)
+        else:
+            pieces = mixed.view(*lead, sum(parts), self.num_gqa_groups, self.channels).split(parts, dim=-3)
+        return tuple(piece.reshape(*lead, -1, self.channels) for piece in pieces)
+
+    def _rotate(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        return rotated(x, freqs, self.rotary_pos_interleaved, self.qkv_format)
+
+
+class _RotaryCall(Call):
+    def __init__(self, dtype: torch.dtype, freqs: torch.Tensor, interleaved: bool) -> None:
+        super().__init__(None, dtype)  # type: ignore[arg-type]
+        self.freqs, self.interleaved = freqs, interleaved
+
+
+def _rotary_forward(call: _RotaryCall, needs: tuple[bool, ...], x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    return twin.rotary(x, call.freqs, call.interleaved, False), ()
+
+
+def _rotary_backward(call: _RotaryCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    return (twin.rotary(grad, call.freqs, call.interleaved, True),)
+
+
+def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:
+    """x `[s, b, h, d]` or `[b, s, h, d]` turned by the angles `freqs [s, 1, 1, d]`."""
+    x = x if qkv_format == "sbhd" else x.transpose(0, 1)
+    call = _RotaryCall(x.dtype, freqs.reshape(freqs.shape[0], -1), interleaved)
+    out = differentiable(_rotary_forward, _rotary_backward, call, x.contiguous())
+    return out if qkv_format == "sbhd" else out.transpose(0, 1)
