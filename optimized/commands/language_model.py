@@ -191,7 +191,9 @@ class Side:
             assert g is not None
             m.mul_(first).add_(g * (1 - first))
             v.mul_(second).add_((g * g) * (1 - second))
-            parameter.sub_((m / (v.sqrt() + self.settings.epsilon)) * rate)
+            # In fp32 torch's root on a CPU is not the nearest; one of float64, rounded, is on every device.
+            root = v.double().sqrt().float()
+            parameter.sub_((m / (root + self.settings.epsilon)) * rate)
 
 
 @contextmanager

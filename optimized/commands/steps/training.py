@@ -146,14 +146,15 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
         "steps down one step after an amax has grown, and up again when the large one has left the history.",
         "amax and scale of each tensor over the training steps",
     )
-    first, last = (100 * fp8.lost[moment, "grad_output"] for moment in ("first step", "last step"))
+    lost = {key: f"{100 * share:.2g} %" for key, share in fp8.lost.items()}
     report.picture(
         codes_picture(fp8),
         "<b>Which codes are used</b> (the last layer's projection; bars are magnitudes in order, signs together, "
-        "without zeros). "
-        f"In the first step the scale is 1: the gradient sits at the bottom of its range, and {first:.0f} % of its "
-        f"nonzero elements become zero. In the last step its scale has moved it to the top: {last:.2g} % do. The right "
-        "edge of each panel is the format's largest value; hardly anything reaches it.",
+        "without zeros). In the first step the scale is 1: weight and gradient sit at the bottom of their ranges; "
+        f"{lost['first step', 'weight']} and {lost['first step', 'grad_output']} of their nonzero elements become 0. "
+        f"In the last step their scales have moved them to the top: {lost['last step', 'weight']} and "
+        f"{lost['last step', 'grad_output']} do. The right edge of each panel is the format's largest value; hardly "
+        "anything reaches it.",
         "Histograms of FP8 codes in the first and last step",
     )
 
