@@ -127,9 +127,25 @@ def test_parity_records_what_it_replays(
     ops = {name.split(" (")[0] for name in results}
     layers = {"LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "DotProductAttention", "MultiheadAttention"}
     assert {"Linear", "TransformerLayer"} | layers <= ops
+    assert set(recording.provenance["kernels"]) >= {"norm", "attention", "gemm_fp8"}
+    recording.provenance["kernels"]["attention"] = "another day's hash"
+    parity._say_what_changed(console)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("before the last change of: attention")
     monkeypatch.setattr(parity_ops, "EPSILON", 2e-5)
     results = parity.compare(None, "rmsnorm", console)
     assert not results["rmsnorm"].equal
+
+
+def test_the_recorder_goes_on_behind_a_case_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(where: torch.device) -> dict[str, torch.Tensor]:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(parity_cases, "cases", lambda: [Case("bad op", "case", fails), _case(1.0, 2.0)])
+    assert parity.record(tmp_path, CPU, Console(width=200)) == 1
+    assert "bad op, case: not recorded: RuntimeError('no such kernel')" in capsys.readouterr().out
+    assert parity.replay(_case(1.0, 2.0), parity_recording.read(tmp_path)) == Tally(2, 0)
 
 
 def test_every_op_has_a_parity_case(monkeypatch: pytest.MonkeyPatch) -> None:

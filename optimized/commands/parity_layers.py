@@ -96,7 +96,8 @@ def _case(
     extra: dict[str, torch.Tensor] | None = None,
 ) -> Case:
     name = ", ".join(filter(None, (short(dtype), "" if fmt is None else fmt.name, label)))
-    return Case(f"{layer} ({FORMATS[fmt]})", name, partial(_trained, make, shape, dtype, fmt, extra or {}))
+    precision = "fp32" if dtype == torch.float32 else FORMATS[fmt]
+    return Case(f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, fmt, extra or {}))
 
 
 def _of(layer: str, *sizes: int, **arguments: Any) -> Make:

@@ -7,14 +7,14 @@ every word is.
 
 import hashlib
 import json
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from optimized import compiler, measure
 from optimized.commands import CommandError
 from optimized.commands.sides import FLOAT8, INTEGERS, Tally, differing
 
@@ -39,10 +39,14 @@ def digest(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Recording:
-    """`index` has an entry per output: dtype, shape, place and number of its stored words in `data`, digest or None."""
+    """`index` has an entry per output: dtype, shape, place and number of its stored words in `data`, digest or None.
+
+    `provenance` is that of `measure.provenance`.
+    """
 
     index: dict[str, dict[str, Any]]
     data: np.ndarray
+    provenance: dict[str, Any] = field(default_factory=lambda: {"kernels": {}})
 
     def compare(self, key: str, tensor: torch.Tensor) -> Tally:
         """Compare a tensor with the recorded output. A differing digest counts as one different word at least."""
@@ -80,13 +84,10 @@ def write(folder: Path, outputs: Outputs, gpu: torch.device) -> Path:
         }
         parts.append(words)
         at += len(words)
-    cuda = gpu.type == "cuda"
+    kernels = sorted(path.stem for path in compiler.KERNELS.glob("*.cu"))
     about = {
-        "what": "outputs of this project's CUDA kernels; recorded by `twin parity --record`",
-        "gpu": torch.cuda.get_device_name(gpu) if cuda else "none: recorded on a CPU",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "what": f"outputs of this project's ops and layers on {gpu}; recorded by `twin parity --record`",
+        **measure.provenance(kernels),
     }
     path = folder / f"{RECORDING}.npz"
     np.savez_compressed(
@@ -101,4 +102,5 @@ def write(folder: Path, outputs: Outputs, gpu: torch.device) -> Path:
 def read(folder: Path) -> Recording:
     """The recording in `folder`."""
     with np.load(folder / f"{RECORDING}.npz") as found:
-        return Recording(json.loads(found["index"].tobytes()), found["data"])
+        about = json.loads(str(found["about"]))["provenance"]
+        return Recording(json.loads(found["index"].tobytes()), found["data"], about)
