@@ -2,17 +2,15 @@
 
 Inputs come from Philox, so a case is the same on every machine, and a recording holds outputs only. Cases marked
 `live` are too large to be replayed in a few seconds: they run where there is a GPU to compare with. Here are casts,
-products and `Linear`; `parity_ops` has the other ops, `parity_layers` the other layers.
+the scale update and products; `parity_ops` has the other ops, `parity_layers` the layers.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
-import reference as te
 from optimized.commands import parity_layers, parity_ops
 from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
 from reference import philox
@@ -144,58 +142,10 @@ def products() -> Iterator[Case]:
             )
 
 
-def _linear(
-    dtype: torch.dtype, recipe: te.DelayedScaling | None, shape: tuple[int, int, int], device: torch.device
-) -> Outputs:
-    """Three training steps; every result and the FP8 state after the last."""
-    tokens, inputs, outputs = shape
-    layer: Any = te.Linear(inputs, outputs, params_dtype=dtype, device="cpu")
-    with torch.no_grad():
-        layer.weight.copy_(philox.normal((outputs, inputs), std=0.05, seed=81))
-    layer = layer.to(device)
-    results: Outputs = {}
-    for step in range(3):
-        x = (philox.normal((tokens, inputs), std=3.0**step, seed=82 + step)).to(device, dtype).requires_grad_()
-        gradient = philox.normal((tokens, outputs), std=1e-4, seed=92 + step).to(device, dtype)
-        layer.zero_grad(set_to_none=True)
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            out = layer(x)
-        out.backward(gradient)
-        for name, tensor in (("out", out), ("dx", x.grad), ("dw", layer.weight.grad), ("db", layer.bias.grad)):
-            assert tensor is not None
-            results[f"{name}{step}"] = tensor.detach().clone()
-    for key, meta in layer.fp8_meta.items() if recipe is not None else ():
-        if key.startswith("scaling_"):
-            results[f"{key}.scale"], results[f"{key}.amax_history"] = meta.scale, meta.amax_history
-    return results
-
-
-def layers() -> Iterator[Case]:
-    """`Linear` over training steps."""
-    for shape, live in (((7, 48, 32), False), ((200, 272, 144), True)):
-        size = "x".join(map(str, shape))
-        for dtype in (torch.bfloat16, torch.float16):
-            yield Case(
-                "Linear (16 bits)",
-                f"{short(dtype)} {size}",
-                partial(_linear, dtype, None, shape),
-                live,
-            )
-        for dtype, fmt, algorithm in product(WIDE, (te.Format.HYBRID, te.Format.E4M3), ("max", "most_recent")):
-            recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
-            yield Case(
-                "Linear (FP8)",
-                f"{short(dtype)} {fmt.name} {algorithm} {size}",
-                partial(_linear, dtype, recipe, shape),
-                live,
-            )
-
-
 def cases() -> Iterator[Case]:
     """Every case, op by op."""
     yield from casts()
     yield from updates()
     yield from products()
     yield from parity_ops.cases()
-    yield from layers()
     yield from parity_layers.cases()

@@ -1,4 +1,4 @@
-"""Cases of `twin parity`: the layers beyond `Linear`, each trained for eight steps, dropout on where it has one.
+"""Cases of `twin parity`: the layers, each trained for eight steps, dropout on where it has one.
 
 After each step p = round(p - round(lr·g)) in p's dtype. Compared are y, dx and every gradient of each step, and the
 parameters, FP8 scales, amax histories and random states after the last.
@@ -57,7 +57,7 @@ def _trained(
     make: Make,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    fmt: te.Format | None,
+    recipe: te.DelayedScaling | None,
     extra: dict[str, torch.Tensor],
     device: torch.device,
 ) -> Outputs:
@@ -65,7 +65,6 @@ def _trained(
         torch.manual_seed(171)
         layer = make(dtype)
     layer = layer.to(device)
-    recipe = None if fmt is None else te.DelayedScaling(fp8_format=fmt, amax_history_len=3)
     arguments = {name: tensor.to(device) for name, tensor in extra.items()}
     found: Outputs = {}
     for step, growth in enumerate(GROWTH):
@@ -94,14 +93,30 @@ def _case(
     dtype: torch.dtype,
     fmt: te.Format | None = None,
     extra: dict[str, torch.Tensor] | None = None,
+    algorithm: str = "max",
+    live: bool = False,
 ) -> Case:
     name = ", ".join(filter(None, (short(dtype), "" if fmt is None else fmt.name, label)))
-    precision = "fp32" if dtype == torch.float32 else FORMATS[fmt]
-    return Case(f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, fmt, extra or {}))
+    precision = "fp32" if dtype == torch.float32 and fmt is None else FORMATS[fmt]
+    recipe = None
+    if fmt is not None:
+        recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
+    return Case(f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, recipe, extra or {}), live)
 
 
 def _of(layer: str, *sizes: int, **arguments: Any) -> Make:
     return lambda dtype: getattr(te, layer)(*sizes, params_dtype=dtype, device="cpu", **arguments)
+
+
+def linears() -> Iterator[Case]:
+    """`Linear`."""
+    for (tokens, inputs, outputs), live in (((7, 48, 32), False), ((200, 272, 144), True)):
+        size, make = f"{tokens}x{inputs}x{outputs}", _of("Linear", inputs, outputs)
+        for dtype in HALVES:
+            yield _case("Linear", size, make, (tokens, inputs), dtype, live=live)
+        for dtype, fmt, algorithm in product(WIDE, (te.Format.HYBRID, te.Format.E4M3), ("max", "most_recent")):
+            label = f"{algorithm}, {size}"
+            yield _case("Linear", label, make, (tokens, inputs), dtype, fmt, None, algorithm, live)
 
 
 def norms() -> Iterator[Case]:
@@ -183,6 +198,7 @@ def transformer_layers() -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     """Every case of this file."""
+    yield from linears()
     yield from norms()
     yield from attention()
     yield from transformer_layers()
