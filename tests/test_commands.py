@@ -126,6 +126,7 @@ def test_training_is_repeatable_and_learns() -> None:
     assert one.losses[-1] < one.losses[0] - 1
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert differing(a, b) == 0
+    assert one.scale["layer 0 fc1", "weight"][1] == one.scale["layer 0 fc1", "weight"][2]  # step 0 updated nothing
     # Step 1 uses the amaxes of step 0: the first scale is 1, the second is largest / amax.
     for key in (("layer 0 QKV", "input"), ("layer 1 fc2", "input"), ("layer 1 proj", "weight")):
         assert one.scale[key][0] == 1.0

@@ -296,7 +296,9 @@ def train(
             loss, gradient = cross_entropy(outs[0], targets)
             for side, out in zip(sides, outs, strict=True):
                 side.backward(out, gradient)
-                side.update(settings.rate(step))
+                # All scales are 1 in an FP8 run's first step: it finds the scales, and its gradients are not used.
+                if not fp8 or step > 0:
+                    side.update(settings.rate(step))
         if fp8:
             for moment in moments:
                 _count_codes(run, moment, seen, last, used)

@@ -124,7 +124,8 @@ def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
         f"{settings.hidden}), a table for bytes and positions before them and a norm and a <code>Linear</code> behind "
         f"them, guesses each byte from the up to {settings.sequence} before it: {settings.steps} steps of "
         f"{tokens} guesses. It is trained twice from the same start on the same bytes: once in bf16, once with the "
-        "layers in FP8 with delayed scaling (HYBRID). Parameters are fp32, the optimizer is Adam."
+        "layers in FP8 with delayed scaling (HYBRID), where the first step only finds the scales and updates nothing. "
+        "Parameters are fp32, the optimizer is Adam."
     )
 
 
@@ -134,8 +135,8 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
         loss_picture(runs),
         "<b>FP8 follows bf16.</b> A model that knows nothing needs 8 bits for a byte. Faint: each step; "
         f"strong: the mean over neighbours. At the end: bf16 {final(runs[0]):.2f}, FP8 {final(fp8):.2f} bits per "
-        "byte. The lower panel is the difference, step by step on the same bytes: what eight bits cost a model this "
-        "small, this early. (A GPT worth reading sees many thousand times more text than two minutes of a CPU.)",
+        "byte. The lower panel is the difference, step by step on the same bytes. (A GPT worth reading "
+        "sees many thousand times more text than two minutes of a CPU.)",
         "Loss curves of bf16 and FP8 training",
     )
     report.picture(
