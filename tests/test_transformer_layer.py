@@ -181,9 +181,7 @@ def test_transformer_engines_arguments_keep_their_places(same_bits) -> None:
 
 
 def test_fp32_attention_is_explained() -> None:
-    with pytest.raises(
-        ValueError, match=r"q is torch.float32; q, k and v must all be torch.bfloat16 .*torch.autocast"
-    ):
+    with pytest.raises(ValueError, match=r"q is torch.float32; q, k and v must all be torch.bfloat16 .*torch.autocast"):
         layer_of(params_dtype=torch.float32)(numbers(4, 8, 2, 64))
 
 
