@@ -57,6 +57,18 @@ def reset_norm(layer: Any) -> None:
         layer.layer_norm_bias.zero_()
 
 
+def with_extras(
+    layer: Any, inp: torch.Tensor, results: Any, features: int, bias: torch.Tensor | None, dtype: torch.dtype
+) -> Any:
+    """What a fused layer returns: y; with `return_bias` its last bias, with `return_layernorm_output` norm(x) last."""
+    y, *normed = results if layer.return_layernorm_output else (results,)
+    out = [y.view(*inp.shape[:-1], features)]
+    if layer.return_bias:
+        out.append(None if bias is None else bias.to(dtype))
+    out += [t.view(inp.shape) for t in normed]
+    return out[0] if len(out) == 1 else tuple(out)
+
+
 def forward(
     call: Call, needs: tuple[bool, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:

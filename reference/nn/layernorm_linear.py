@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from reference.nn.autograd import differentiable
-from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm
+from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
 from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, LinearBase, Saved
 from reference.nn.parameters import InitMethod, Split, refuse_not_offered
 from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
@@ -153,9 +153,4 @@ class LayerNormLinear(LinearBase):
         bias = self.joined_bias()
         tensors = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         results = differentiable(forward, backward, call, rows_of(inp), *tensors, None if self.return_bias else bias)
-        y, *normed = results if self.return_layernorm_output else (results,)
-        out: list[torch.Tensor | None] = [y.view(*inp.shape[:-1], self.out_features)]
-        if self.return_bias:
-            out.append(None if bias is None else bias.to(call.dtype))
-        out += [t.view(inp.shape) for t in normed]
-        return out[0] if len(out) == 1 else tuple(out)  # type: ignore[return-value]
+        return with_extras(self, inp, results, self.out_features, bias, call.dtype)

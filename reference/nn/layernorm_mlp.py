@@ -15,7 +15,7 @@ import torch
 
 from reference.nn import init
 from reference.nn.autograd import differentiable
-from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm
+from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, check_sizes, forked, parameter_dtype, refuse_not_offered
 from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
@@ -214,12 +214,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.fc2_weight,
             None if self.return_bias else fc2_bias,
         )
-        y, *normed = results if self.return_layernorm_output else (results,)
-        out: list[torch.Tensor | None] = [y.view(inp.shape)]
-        if self.return_bias:
-            out.append(None if fc2_bias is None else fc2_bias.to(call.dtype))
-        out += [t.view(inp.shape) for t in normed]
-        return out[0] if len(out) == 1 else tuple(out)  # type: ignore[return-value]
+        return with_extras(self, inp, results, self.hidden_size, fc2_bias, call.dtype)
 
     def extra_repr(self) -> str:
         """Sizes, activation, bias and the recipe last run under."""

@@ -5,6 +5,7 @@ operands along K, so a backward wants the transposed copies: FP8 has them as ten
 Rounding points stand in the layers, the ops' arithmetic in `reference.ops`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -231,12 +232,11 @@ class FP8Call(Call):
         *cast, mean, rstd = twin.norm_cast_transpose(
             x, *norm, self.scale, self.amax_history, column, self.forward_dtype
         )
-        return Operand(*cast), mean, rstd
+        return _operand(cast, transpose), mean, rstd
 
     def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
-        return Operand(
-            *twin.activation_cast_transpose(x, kind, self.scale, self.amax_history, column, self.forward_dtype)
-        )
+        state = (self.scale, self.amax_history, column, self.forward_dtype)
+        return _operand(twin.activation_cast_transpose(x, kind, *state), transpose)
 
     def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
         meta = self.layer.fp8_meta["scaling_bwd"]
@@ -253,7 +253,13 @@ class FP8Call(Call):
         *cast, db = twin.activation_backward_cast_transpose_dbias(
             g, x, kind, meta.scale, meta.amax_history, column, self.backward_dtype
         )
-        return Operand(*cast), db if dbias else None
+        return _operand(cast, transpose), db if dbias else None
+
+
+def _operand(cast: Sequence[torch.Tensor], transpose: bool) -> Operand:
+    """What a cast with transpose gave; the transpose is let go where no backward will read it."""
+    q, q_t, scale_inv = cast
+    return Operand(q, q_t if transpose else None, scale_inv)
 
 
 def _cast(
