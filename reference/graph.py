@@ -6,6 +6,7 @@ outside the graphs. Warm-up and capture change no state.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,13 +119,16 @@ def make_graphed_callables(
     ]
     kept = [tensor for graph in graphs for tensor in graph.state()]
     before = [tensor.clone() for tensor in kept]
-    torch.cuda.make_graphed_callables(
-        targets,
-        tuple((*tensors, *graph.tensors.values()) for tensors, graph in zip(args, graphs, strict=True)),
-        num_warmup_iters=num_warmup_iters,
-        allow_unused_input=allow_unused_input,
-        pool=pool,
-    )
+    with warnings.catch_warnings():
+        # torch keeps the last warm-up's outputs alive into the capture, on another stream, and warns of it itself.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        torch.cuda.make_graphed_callables(
+            targets,
+            tuple((*tensors, *graph.tensors.values()) for tensors, graph in zip(args, graphs, strict=True)),
+            num_warmup_iters=num_warmup_iters,
+            allow_unused_input=allow_unused_input,
+            pool=pool,
+        )
     with torch.no_grad():
         for tensor, value in zip(kept, before, strict=True):
             tensor.copy_(value)

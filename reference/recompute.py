@@ -65,7 +65,7 @@ _REPLAYING: list[_Frame] = []
 
 def replaying() -> bool:
     """True while a checkpointed part is being recomputed."""
-    return bool(_REPLAYING)
+    return len(_REPLAYING) > 0
 
 
 def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,11 @@ def register(module: Any) -> None:
     module._membership = None
 
 
+def registered(identity: int) -> Any:
+    """The registered module whose `id` is `identity`."""
+    return next(module for module in list(_MODULES) if id(module) == identity)
+
+
 def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
     """Note what `module` runs under; its next update follows that recipe."""
     module._membership = Membership(recipe, group)
@@ -105,10 +110,10 @@ def update(forward: bool) -> None:
     One op call (one kernel launch on a GPU) per recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
-    buckets: dict[tuple[DelayedScaling, int, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
+    buckets: dict[tuple[DelayedScaling, int | None, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
     for module, (recipe, group) in _members():
         meta: FP8TensorMeta = module.fp8_meta[key]
-        bucket = buckets.setdefault((recipe, id(group), meta.scale.device), (group, []))
+        bucket = buckets.setdefault((recipe, None if group is None else id(group), meta.scale.device), (group, []))
         bucket[1].append(meta)
     for (recipe, _, _), (group, metas) in buckets.items():
         histories = [meta.amax_history for meta in metas]

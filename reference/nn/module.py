@@ -65,7 +65,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         if state.enabled or state.calibrating:
             length = state.recipe.amax_history_len
             if self._history_rows != length:
-                _make_state(self, length)
+                _make_state(id(self), length)
                 self._history_rows = None if torch.compiler.is_compiling() else length
             self.fp8_meta["recipe"] = state.recipe
             scaling.join(self, state.recipe, state.group)
@@ -207,8 +207,9 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             )
 
 
-def _make_state(module: TransformerEngineBaseModule, length: int) -> None:
-    """Make or resize the FP8 state where it is missing or has not `length` rows of history."""
+def _make_state(identity: int, length: int) -> None:
+    """Make or resize the FP8 state of the module with that `id` where it is missing or has not `length` rows."""
+    module = scaling.registered(identity)
     for key in scaling.KEYS:
         if key not in module.fp8_meta:
             columns = module._columns(key)
@@ -220,7 +221,7 @@ def _make_state(module: TransformerEngineBaseModule, length: int) -> None:
 
 # `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while it traces and not
 # in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
-# eager mode has made the state serves every module like it.
+# eager mode has made the state serves every module like it. torch 2.11 lets only constants in: hence the `id`.
 _make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
