@@ -1,12 +1,15 @@
-"""Amaxes are maximised over a process group (gloo, two processes), and scales stay equal on all ranks."""
+"""Amaxes are maximised over a process group of two processes, and scales stay equal on all ranks."""
 
 import copy
+import itertools
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import assert_same_bits
 
 import reference as te
 
@@ -24,21 +27,23 @@ def data(rank: int, step: int) -> torch.Tensor:
 def steps(layer: te.Linear, rank: int, recipe: te.DelayedScaling, group: object = None) -> dict[str, torch.Tensor]:
     for step in range(3):
         with te.autocast(recipe=recipe, amax_reduction_group=group):
-            y = layer(data(rank, step))
+            y = layer(data(rank, step).to(layer.weight.device))
         y.backward(torch.full_like(y, 2.0**rank))
     forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
-    return {
-        "fwd": forward.scale.clone(),
-        "bwd": backward.scale.clone(),
-        "history": forward.amax_history.clone(),
-    }
+    return {"fwd": forward.scale.cpu(), "bwd": backward.scale.cpu(), "history": forward.amax_history.cpu()}
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def worker(rank: int, backend: str, port: int, folder: str) -> None:
+    device = torch.device("cpu")
+    if backend == "nccl":
+        import optimized  # noqa: F401  (registers the CUDA implementations)
+
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
-        layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
+        layer = te.Linear(32, 16, params_dtype=torch.bfloat16).to(device)
         fresh = copy.deepcopy(layer)
         lonely = copy.deepcopy(layer)
         group = dist.new_group([0, 1])
@@ -53,9 +58,14 @@ def worker(rank: int, port: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+def run(backend: str, folder: Path) -> list[dict[str, dict[str, torch.Tensor]]]:
+    folder.mkdir()
+    mp.spawn(worker, args=(backend, free_port(), str(folder)), nprocs=2, join=True)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
 def test_amax_reduction(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(free_port(), str(tmp_path)), nprocs=2, join=True)
-    ranks = [torch.load(tmp_path / f"rank{r}.pt") for r in range(2)]
+    ranks = run("gloo", tmp_path / "gloo")
     for name in ("default", "group"):
         for key in ("fwd", "bwd", "history"):
             assert torch.equal(ranks[0][name][key], ranks[1][name][key]), (name, key)
@@ -63,3 +73,13 @@ def test_amax_reduction(tmp_path: Path) -> None:
         assert ranks[0][name]["bwd"][0].item() == 57344 / 2
     assert not torch.equal(ranks[0]["off"]["fwd"], ranks[1]["off"]["fwd"])
     assert ranks[0]["off"]["fwd"][0].item() == torch.tensor(448.0).div(3 * 3).item()
+
+
+@pytest.mark.gpu
+def test_two_gpus_over_nccl_have_the_scales_of_two_cpus_over_gloo(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    expected, actual = run("gloo", tmp_path / "gloo"), run("nccl", tmp_path / "nccl")
+    for rank, name in itertools.product(range(2), expected[0]):
+        for key, value in expected[rank][name].items():
+            assert_same_bits(value, actual[rank][name][key], f"rank {rank}, {name}, {key}")

@@ -1,5 +1,6 @@
 """Loading and launching: what needs no GPU first, then streams, graphs and devices on one."""
 
+import copy
 import ctypes
 import threading
 
@@ -172,6 +173,31 @@ def test_every_device_computes_and_the_current_one_stays() -> None:
         assert torch.cuda.current_device() == 0
         torch.cuda.synchronize(index)
         compare_with_cpu(out, state, x)
+
+
+@pytest.mark.gpu
+def test_a_model_may_lie_on_several_devices() -> None:
+    """One autocast over layers of every device; the current device is another than most of them."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] * 2
+    torch.manual_seed(1)
+    cpu = [optimized.LayerNormLinear(64, 64, params_dtype=torch.bfloat16, device="cpu") for _ in devices]
+    gpu = [copy.deepcopy(layer).to(device) for layer, device in zip(cpu, devices, strict=True)]
+    for step in range(3):
+        x = torch.randn(33, 64).bfloat16() * 2.0**step
+        grads = []
+        for layers, places in ((cpu, [torch.device("cpu")] * len(cpu)), (gpu, devices)):
+            y = x.clone().requires_grad_()
+            grads.append(y)
+            with optimized.autocast(recipe=optimized.DelayedScaling(amax_history_len=2)):
+                for layer, place in zip(layers, places, strict=True):
+                    y = layer(y.to(place))
+            y.backward(torch.ones_like(y))
+        assert_same_bits(grads[1].grad, grads[0].grad, f"dx of step {step}")
+    for a, b in zip(gpu, cpu, strict=True):
+        assert_same_bits(a.weight.grad.cpu(), b.weight.grad)
+        for key in ("scaling_fwd", "scaling_bwd"):
+            assert_same_bits(a.fp8_meta[key].scale.cpu(), b.fp8_meta[key].scale)
+            assert_same_bits(a.fp8_meta[key].amax_history.cpu(), b.fp8_meta[key].amax_history)
 
 
 @pytest.mark.gpu
