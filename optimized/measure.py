@@ -7,7 +7,9 @@ and when it was measured, with a hash of the kernel sources, so that `outdated` 
 """
 
 import datetime
+import hashlib
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -81,6 +83,26 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(samples), "p10": tenths[0], "p90": tenths[-1]}
 
 
+def interval(samples: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
+    """Median, and the narrowest pair of order statistics that holds the true median with at least `confidence`.
+
+    Of n independent samples, the k-th smallest exceeds the true median with the chance that fewer than k of n fair
+    coins fall heads, whatever the distribution. Fewer than 6 samples cannot give 0.95: then all of them are spanned.
+    """
+    ordered, n = sorted(samples), len(samples)
+    below, rank = 0.5**n, 0  # the chance of `rank` heads or fewer
+    while 2 * below <= 1 - confidence:
+        rank += 1
+        below += math.comb(n, rank) * 0.5**n
+    rank = max(rank - 1, 0)
+    return {"median": statistics.median(ordered), "low": ordered[rank], "high": ordered[n - 1 - rank]}
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """`summary` and `interval` in one."""
+    return {**summary(samples), **interval(samples)}
+
+
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT, check=True)
@@ -135,6 +157,22 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
         "commit_is_clean": None if commit is None else status == "",
         "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},
     }
+
+
+def sources() -> dict[str, str]:
+    """A hash of every source file that a test depends on, by path."""
+    found = (path for folder in ("reference", "optimized", "tests") for path in (ROOT / folder).rglob("*.*"))
+    return {
+        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(found)
+        if path.suffix in (".py", ".cu", ".cuh", ".npz")
+    }
+
+
+def changed_sources(then: Mapping[str, str]) -> list[str]:
+    """The files that are not what they were when `sources` gave `then`."""
+    now = sources()
+    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
 
 
 def outdated(result: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,14 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
+import json
 import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from optimized import measure
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -41,6 +44,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.skipped and item.config.getoption("--require-gpu") and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped under --require-gpu: {report.longrepr}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """When the GPU suite last ran, and what has changed since: CI has no GPU."""
+    recorded = measure.RESULTS / "gpu_suite.json"
+    if not recorded.is_file():
+        return
+    suite = json.loads(recorded.read_text("utf-8"))
+    where, when = suite["provenance"]["gpu"]["name"], suite["provenance"]["date"][:10]
+    changed = measure.changed_sources(suite["sources"])
+    terminalreporter.write_line(
+        f"The GPU suite: {suite['passed']} passed and {suite['failed']} failed on an {where} on {when}; source files "
+        f"changed since: {', '.join(changed) if changed else 'none'}."
+    )
 
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

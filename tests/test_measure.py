@@ -31,6 +31,15 @@ def test_kernels_that_changed_since_are_named(tmp_path: Path) -> None:
     assert measure.outdated(written) == ["amax", "gone"]
 
 
+def test_sources_that_changed_are_named() -> None:
+    then = measure.sources()
+    assert {"optimized/kernels/cast.cu", "reference/ops/cast.py", "tests/test_measure.py"} <= then.keys()
+    assert measure.changed_sources(then) == []
+    then["reference/ops/cast.py"] = "0" * 16
+    then["reference/gone.py"] = then.pop("tests/test_measure.py")
+    assert measure.changed_sources(then) == ["reference/gone.py", "reference/ops/cast.py", "tests/test_measure.py"]
+
+
 def test_summary_is_the_median_with_its_spread() -> None:
     assert measure.summary([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0}
     found = measure.summary([float(i) for i in range(101)])

@@ -215,7 +215,15 @@ def elementary(payload: dict[str, Any]) -> list[Table]:
     return [Table("Elementary functions", columns, tuple(rows), f"docs/elementary.md has the rest. {_note(payload)}")]
 
 
+def gpu_suite(payload: dict[str, Any]) -> list[Table]:
+    """How the GPU suite went."""
+    row = (f"`{payload['command']}`", str(payload["passed"]), str(payload["failed"]))
+    title = "The GPU suite: every op and layer against the CPU, in every bit"
+    return [Table(title, ("on an H200", "passed", "failed"), (row,), _note(payload))]
+
+
 BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+    "gpu_suite": gpu_suite,
     "gemm": gemm,
     "gemm_equality": gemm_equality,
     "gemm_sweep": gemm_sweep,
@@ -225,7 +233,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "attention": attention,
     "elementary": elementary,
 }
-IN_README = ("gemm", "gemm_equality", "cast_transpose", "norm", "activation", "attention")
+IN_README = ("gpu_suite", "gemm", "gemm_equality", "cast_transpose", "norm", "activation", "attention")
 
 
 def load(name: str) -> dict[str, Any] | None:
