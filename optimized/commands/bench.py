@@ -20,8 +20,11 @@ from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
 BENCHMARKS = {module.NAME: module for module in (gemm, gemm_equality, gemm_sweep, cast, norm, activation, attention)}
-# Measured by a program of its own, which takes minutes and compares 2^32 words a function; here it is only shown.
-APART = {"elementary": "python -m optimized.bench.elementary"}
+# Measured by programs of their own, which take minutes and compare words too; here they are only shown.
+APART = {
+    "elementary": "python -m optimized.bench.elementary",
+    "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
+}
 
 
 WHAT = {
@@ -33,6 +36,7 @@ WHAT = {
     "activation": "five activations, forward, backward and to FP8, against a copy",
     "attention": "attention against cuDNN's; softmax, rotary embedding and dropout against a copy",
     "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
+    "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
 }
 
 
