@@ -301,7 +301,7 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) 
     """Compile `<root>/<kernel>.cu` for sm_90a with `defines`, or take the cubin from the cache.
 
     Args:
-        kernel: name of the file, without `.cu`.
+        kernel: name of the file, without `.cu`, in a folder too (`ladder/2_tma`).
         defines: preprocessor macros, name to value.
         root: folder of the kernel and its headers.
 
@@ -309,7 +309,7 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) 
         CompileError: NVRTC refused the source; the message carries the log.
         MissingDependency: NVRTC is not installed.
     """
-    path = cache_folder() / f"{kernel}-{key(kernel, defines, root)}.cubin"
+    path = cache_folder() / f"{kernel.replace('/', '-')}-{key(kernel, defines, root)}.cubin"
     with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is not None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import optimized.ops
 from optimized import measure
 from optimized.bench import gemm as gemm_bench
-from optimized.bench import gemm_sweep
+from optimized.bench import gemm_shapes, gemm_sweep
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES, Tile, select_tile
 
@@ -232,6 +232,19 @@ def test_recorded_sweep_agrees_with_the_choice_of_tiles() -> None:
     losses = [gemm_sweep.choice(row, result["processors"])["over_best"] for row in result["rows"]]
     assert statistics.geometric_mean(losses) < 1.01
     assert max(losses) < 1.3
+
+
+def test_the_list_of_shapes_is_what_it_says() -> None:
+    listed = gemm_shapes.problems()
+    assert len(set(listed)) == len(listed) >= 200
+    assert listed == gemm_shapes.problems()
+    for m, n, k in listed:
+        assert 1 <= m <= 32768
+        assert all(16 <= extent <= 32768 and extent % 16 == 0 for extent in (n, k))
+    for extents in zip(*listed, strict=True):
+        powers = [extent for extent in extents if extent & (extent - 1) == 0]
+        assert 0.4 < len(powers) / len(listed) < 0.8
+    assert sum(gemm_shapes.kinds(m, n) == ("fast", "split") for m, n, _ in listed) >= 50
 
 
 def test_recorded_equality_explains_every_difference() -> None:

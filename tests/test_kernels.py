@@ -61,7 +61,7 @@ def builds() -> Iterator[Builds]:
 
 
 def test_every_kernel_file_has_a_configuration() -> None:
-    files = {path.stem for path in compiler.KERNELS.glob("*.cu")}
+    files = {path.relative_to(compiler.KERNELS).with_suffix("").as_posix() for path in compiler.KERNELS.rglob("*.cu")}
     assert files == {kernel for kernel, _ in ALL}
 
 

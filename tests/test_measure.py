@@ -59,3 +59,11 @@ def test_interleave_times_every_variant() -> None:
     times = measure.interleave({"small": small.clone, "large": large.clone}, repeats=5, flush=measure.Flush(1 << 24))
     assert {name: len(samples) for name, samples in times.items()} == {"small": 5, "large": 5}
     assert measure.summary(times["small"])["median"] < measure.summary(times["large"])["median"]
+
+
+def test_the_interval_of_a_median_is_what_the_binomial_says() -> None:
+    twenty = [float(i) for i in range(20, 0, -1)]
+    # P(at most 5 heads of 20) = 0.0207: the 6th and the 15th value enclose the median with 95.9 %.
+    assert measure.interval(twenty) == {"median": 10.5, "low": 6.0, "high": 15.0}
+    assert measure.interval([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.0, "high": 3.0}
+    assert measure.spread(twenty) == {**measure.summary(twenty), **measure.interval(twenty)}

@@ -14,12 +14,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.bench import activation, attention, cast, gemm, gemm_equality, gemm_sweep, norm
+from optimized.bench import activation, attention, cast, gemm, gemm_equality, gemm_shapes, gemm_sweep, ladder, norm
 from optimized.commands import CommandError, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
-BENCHMARKS = {module.NAME: module for module in (gemm, gemm_equality, gemm_sweep, cast, norm, activation, attention)}
+MODULES = (gemm, gemm_equality, gemm_sweep, gemm_shapes, ladder, cast, norm, activation, attention)
+BENCHMARKS = {module.NAME: module for module in MODULES}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
 APART = {
     "elementary": "python -m optimized.bench.elementary",
@@ -31,6 +32,8 @@ WHAT = {
     "gemm": "FP8 and 16-bit products of a GPT layer against cuBLASLt",
     "gemm_equality": "every word of FP8 products against cuBLASLt's",
     "gemm_sweep": "every tile on products of many sizes; what the selector chooses",
+    "gemm_shapes": "FP8 products of random shapes against cuBLASLt",
+    "ladder": "eight FP8 kernels, from a naive one to the production design, against cuBLASLt",
     "cast_transpose": "casts, transposes and reductions against a copy",
     "norm": "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy",
     "activation": "five activations, forward, backward and to FP8, against a copy",

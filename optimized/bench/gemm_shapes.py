@@ -1,0 +1,152 @@
+"""The FP8 GEMM on shapes that nobody tuned for (docs/results/gemm_shapes.json): a fixed random list against cuBLASLt.
+
+`problems` is the list, written down before it was measured: M from 1 to 32768, N and K from 16 to 32768, each spread
+evenly over the octaves and a power of two half of the time, so that ragged and tiny problems weigh as much as large
+ones. Split accumulation is measured on all of them, fast on those with at least as many 128 x 128 tiles as an H200 has
+multiprocessors: with fewer, its one chain over K leaves processors idle by definition.
+"""
+
+import functools
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import measure
+from optimized.bench.gemm import scaled_mm
+from optimized.ops.gemm_tile import multiprocessors, select_tile
+
+NAME = "gemm_shapes"
+PLOT = Path(__file__).parents[2] / "docs" / "gemm_shapes.png"
+COUNT, SEED = 320, 4
+MULTIPLY_ADDS = 1 << 40  # at most, 1.5 ms: fc1 of the layer has half as many
+BYTES = 1 << 30  # of operands and output, at most
+PROCESSORS = 132
+
+twin = torch.ops.twin
+
+
+def problems() -> list[tuple[int, int, int]]:
+    """M, N, K of the whole list, always the same."""
+    draw = random.Random(SEED)
+
+    def extent(low: int, multiple: int) -> int:
+        octave = draw.uniform(math.log2(low), 15)
+        size = 2 ** round(octave) if draw.random() < 0.5 else round(2**octave)
+        return max(low, size // multiple * multiple)
+
+    found: list[tuple[int, int, int]] = []
+    while len(found) < COUNT:
+        m, n, k = extent(1, 1), extent(16, 16), extent(16, 16)
+        if m * n * k <= MULTIPLY_ADDS and (m + n) * k + 2 * m * n <= BYTES and (m, n, k) not in found:
+            found.append((m, n, k))
+    return found
+
+
+def kinds(m: int, n: int) -> tuple[str, ...]:
+    """The accumulations that a problem is measured with."""
+    return ("fast", "split") if -(-m // 128) * -(-n // 128) >= PROCESSORS else ("split",)
+
+
+def measure_one(kind: str, m: int, n: int, k: int, repeats: int, flush: Callable[[], object]) -> dict[str, Any]:
+    """One row of the result."""
+    a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+    one = torch.ones(1, device="cuda")
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "ours": functools.partial(twin.gemm_fp8, a, b, one, one, None, torch.bfloat16, kind),
+        "theirs": functools.partial(scaled_mm, a, b, one, torch.bfloat16, kind),
+    }
+    differing = int((calls["ours"]().view(torch.int16) != calls["theirs"]().view(torch.int16)).sum())
+    samples = measure.interleave(calls, repeats=repeats, warmup=2, flush=flush)
+    ms = {side: statistics.median(times) for side, times in samples.items()}
+    return {
+        "kind": kind,
+        "m": m,
+        "n": n,
+        "k": k,
+        "tile": str(select_tile(m, n, k, kind == "split", multiprocessors(0))),
+        "differing_words": differing,
+        "ms": ms,
+        "speed_over_theirs": ms["theirs"] / ms["ours"],
+    }
+
+
+def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By kind: how many problems, the geometric mean of our speed over theirs, the worst."""
+    found = {}
+    for kind in sorted({row["kind"] for row in rows}):
+        mine = [row for row in rows if row["kind"] == kind]
+        ratios = [row["speed_over_theirs"] for row in mine]
+        worst = min(mine, key=lambda row: row["speed_over_theirs"])
+        found[kind] = {
+            "problems": len(mine),
+            "geometric_mean": statistics.geometric_mean(ratios),
+            "worst": min(ratios),
+            "worst_shape": [worst["m"], worst["n"], worst["k"]],
+            "below_0.75": sum(ratio < 0.75 for ratio in ratios),
+        }
+    return found
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    torch.manual_seed(0)
+    flush = measure.Flush(1 << 27)
+    cases = [(kind, m, n, k) for m, n, k in problems() for kind in kinds(m, n)]
+    rows = []
+    with torch.no_grad():
+        for done, case in enumerate(cases):
+            rows.append(measure_one(*case, repeats=repeats, flush=flush))
+            if progress is not None:
+                progress((done + 1) / len(cases))
+    return {
+        "what": "time of torch._scaled_mm over ours on a fixed random list of shapes, E4M3, bf16 output, L2 flushed",
+        "repeats": repeats,
+        "summary": summaries(rows),
+        "rows": rows,
+        "provenance": measure.provenance(("gemm_fp8",)),
+    }
+
+
+def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
+    """Our speed over cuBLASLt's by the size of the problem, one panel per accumulation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    for axes, kind in zip(panels, ("fast", "split"), strict=True):
+        rows = [row for row in payload["rows"] if row["kind"] == kind]
+        sizes = [2 * row["m"] * row["n"] * row["k"] for row in rows]
+        ratios = [row["speed_over_theirs"] for row in rows]
+        tiles = [min(PROCESSORS, -(-row["m"] // 128) * -(-row["n"] // 128)) for row in rows]
+        points = axes.scatter(sizes, ratios, c=tiles, s=14, cmap="viridis", vmin=1, vmax=PROCESSORS)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.axhline(1, color="black", lw=0.8)
+        axes.axhline(0.75, color="#C44E52", lw=0.8, ls="--")
+        found = payload["summary"][kind]
+        axes.set_title(
+            f"{kind}: {found['problems']} problems, geometric mean {found['geometric_mean']:.3f}, "
+            f"worst {found['worst']:.2f}",
+            fontsize=10,
+        )
+        axes.set_xlabel("operations of the product")
+    panels[0].set_ylabel("our speed over cuBLASLt's")
+    ticks = [0.5, 0.75, 1, 1.5, 2, 3]
+    panels[0].set_yticks(ticks, [str(tick) for tick in ticks])
+    panels[0].minorticks_off()
+    figure.colorbar(points, ax=panels, label="128x128 tiles, up to the multiprocessors")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    plot(json.loads((measure.RESULTS / f"{NAME}.json").read_text("utf-8")))

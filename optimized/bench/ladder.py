@@ -1,0 +1,211 @@
+"""The ladder (docs/results/ladder.json): from a naive wgmma kernel to the production design, one idea a rung.
+
+kernels/ladder/<n>_<idea>.cu are eight kernels of the same product, D[M, N] = bf16(A[M, K] · B[N, K]ᵀ) in E4M3 with fast
+accumulation, each a file that reads alone. `product` runs one; `run` times all of them, the production kernel and
+cuBLASLt interleaved. docs/ladder.md tells the story; its table and docs/ladder.png are built from the result
+(`python -m optimized.commands.tables`, `python -m optimized.bench.ladder`).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import launch, measure
+from optimized.bench import cublaslt
+from optimized.bench.gemm import scaled_mm
+from optimized.ops.gemm_tile import multiprocessors
+from optimized.tensor_map import TensorMap, encode
+
+NAME = "ladder"
+PLOT = Path(__file__).parents[2] / "docs" / "ladder.png"
+# fc1's and fc2's forward product: a short K with many tiles, and a long K.
+SHAPES = {"fc1.fprop": (8192, 16384, 4096), "fc2.fprop": (8192, 4096, 16384)}
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kernel: its tile, what M, N and K are multiples of, how it is launched, and what was expected of it.
+
+    `expected` is TFLOP/s on fc1.fprop, from and to, written down before it was measured.
+    """
+
+    name: str
+    idea: str
+    expected: tuple[int, int]
+    block_m: int = 128
+    block_n: int = 256
+    threads: int = 384
+    stages: int = 4
+    multiple_k: int = 128
+    copy_engine: bool = True
+    persistent: bool = True
+    permuted: bool = False
+    cluster: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def kernel(self) -> str:
+        """The kernel file."""
+        return f"ladder/{self.name}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the stages of A and B, and two barriers a stage."""
+        return self.stages * ((self.block_m + self.block_n) * 128 + 16)
+
+
+RUNGS = (
+    Rung("1_naive_wgmma", "ordinary loads, wgmma", (300, 600), 64, 128, 128, 1, copy_engine=False, persistent=False),
+    Rung("2_tma", "copy engine and mbarrier", (700, 900), 64, 128, 128, 1, persistent=False),
+    Rung("3_pipeline", "ring of 4 stages, producer warp", (750, 950), 64, 128, 160, persistent=False),
+    Rung("4_large_tile", "128x256, two consumers, setmaxnreg", (1150, 1300), persistent=False),
+    Rung("5_persistent", "persistent blocks, order of tiles for L2", (1250, 1350)),
+    Rung("6_permuted", "permuted B, 16-byte stores", (1280, 1380), permuted=True),
+    Rung("7_cluster", "clusters of 2 share B", (1280, 1400), permuted=True, cluster=2),
+    Rung("8_deferred", "stores behind the next tile", (1350, 1420), permuted=True, cluster=2, multiple_k=1024),
+)
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [(rung.kernel, {}) for rung in RUNGS]
+
+
+def check(rung: Rung, m: int, n: int, k: int) -> None:
+    """Refuse a size that the rung does not take, with a sentence."""
+    for name, size, multiple in (
+        ("M", m, rung.block_m * rung.cluster),
+        ("N", n, rung.block_n),
+        ("K", k, rung.multiple_k),
+    ):
+        if size < 1 or size % multiple:
+            raise ValueError(f"{name} = {size}; ladder kernel {rung.name} takes positive multiples of {multiple}.")
+
+
+def _map(x: torch.Tensor, rows: int) -> TensorMap:
+    """A row-major matrix in boxes of `rows` x 128."""
+    return encode(x.data_ptr(), x.dtype, (x.shape[1], x.shape[0]), (x.shape[1],), (128, rows), 128, 256)
+
+
+def _permuted_map(b: torch.Tensor, rows: int) -> TensorMap:
+    """B in boxes of `rows` rows in the order 32 g + 8 q + 2 j + e, e fastest; see kernels/ladder/6_permuted.cu."""
+    n, k = b.shape
+    shape, strides = (k, 2, 4, 4, n // 32), (k, 8 * k, 2 * k, 32 * k)
+    return encode(b.data_ptr(), b.dtype, shape, strides, (128, 2, 4, 4, rows // 32), 128, 256)
+
+
+def product(rung: Rung, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a `[M, K]` and b `[N, K]` E4M3, contiguous, on the GPU -> `[M, N]` bf16.
+
+    Raises:
+        ValueError: the rung does not take the sizes.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    check(rung, m, n, k)
+    out = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
+    kernel = launch.function(rung.kernel, "rung", {}, rung.shared_bytes)
+    operands: list[Any] = [a.data_ptr(), b.data_ptr()]
+    if rung.copy_engine:
+        b_map = _permuted_map if rung.permuted else _map
+        operands = [_map(a, rung.block_m).argument, b_map(b, rung.block_n // rung.cluster).argument]
+    sizes = [np.int32(n), np.int32(k)]
+    grid: tuple[int, ...] = (n // rung.block_n, m // rung.block_m)
+    if rung.persistent:
+        sizes.insert(0, np.int32(m))
+        blocks = min(grid[0] * grid[1], multiprocessors(a.device.index) // rung.cluster * rung.cluster)
+        grid = (blocks,)
+    launch.launch(
+        kernel, grid, (rung.threads,), [*operands, out.data_ptr(), *sizes], rung.shared_bytes, device=a.device.index
+    )
+    return out
+
+
+def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, Any]]:
+    """The rows of one shape: every rung, the production kernel, and cuBLASLt's first and best algorithm."""
+    a, b = (torch.randn(rows, k, device="cuda").to(E4M3) for rows in (m, n))
+    one = torch.ones(1, device="cuda")
+    calls: dict[str, Callable[[], torch.Tensor]] = {rung.name: functools.partial(product, rung, a, b) for rung in RUNGS}
+    calls["twin::gemm_fp8"] = functools.partial(torch.ops.twin.gemm_fp8, a, b, one, one, None, torch.bfloat16, "fast")
+    calls["cuBLASLt, first"] = functools.partial(scaled_mm, a, b, one, torch.bfloat16, "fast")
+    calls["cuBLASLt, best"] = cublaslt.fastest(cublaslt.Product(a, b, one, one, torch.bfloat16, "fast"))
+    words = calls["cuBLASLt, first"]().view(torch.int16)
+    differing = {key: int((call().view(torch.int16) != words).sum()) for key, call in calls.items()}
+    samples = measure.interleave(calls, repeats=repeats, warmup=2)
+    first = measure.interval(samples["cuBLASLt, first"])["median"]
+    return [
+        {
+            "shape": name,
+            "m": m,
+            "n": n,
+            "k": k,
+            "kernel": key,
+            "differing_words": differing[key],
+            "ms": measure.interval(times),
+            "tflops": 2e-9 * m * n * k / measure.interval(times)["median"],
+            "of_cublaslt": first / measure.interval(times)["median"],
+        }
+        for key, times in samples.items()
+    ]
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 21) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    rows: list[dict[str, Any]] = []
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for done, (name, shape) in enumerate(SHAPES.items()):
+            rows += _measure(name, *shape, repeats)
+            if progress is not None:
+                progress((done + 1) / len(SHAPES))
+    return {
+        "what": "the ladder, the production kernel and cuBLASLt, interleaved, E4M3, fast accumulation, bf16 out",
+        "repeats": repeats,
+        "rungs": {rung.name: {"idea": rung.idea, "expected_tflops": list(rung.expected)} for rung in RUNGS},
+        "rows": rows,
+        "provenance": measure.provenance([*(rung.kernel for rung in RUNGS), "gemm_fp8"]),
+    }
+
+
+def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
+    """Bars of TFLOP/s by rung and shape, cuBLASLt as lines, the expectation as brackets on fc1.fprop."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [*payload["rungs"], "twin::gemm_fp8"]
+    figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
+    for side, (shape, color) in enumerate(zip(SHAPES, ("#4C72B0", "#DD8452"), strict=True)):
+        found = {row["kernel"]: row for row in payload["rows"] if row["shape"] == shape}
+        places = [i + 0.4 * (side - 0.5) for i in range(len(names))]
+        heights = [found[name]["tflops"] for name in names]
+        size = "x".join(str(extent) for extent in SHAPES[shape])
+        axes.bar(places, heights, 0.38, color=color, label=f"{shape}, {size}")
+        for place, name in zip(places, names, strict=True):
+            row = found[name]
+            axes.text(place, row["tflops"] + 12, f"{100 * row['of_cublaslt']:.0f}%", ha="center", fontsize=7.5)
+        axes.axhline(found["cuBLASLt, first"]["tflops"], color=color, lw=1, ls="--")
+    spans = [rung["expected_tflops"] for rung in payload["rungs"].values()]
+    middle = [(low + high) / 2 for low, high in spans]
+    half = [(high - low) / 2 for low, high in spans]
+    places = [i - 0.36 for i in range(len(spans))]
+    axes.errorbar(places, middle, half, fmt="none", ecolor="black", capsize=3, lw=1, label="expected, fc1.fprop")
+    axes.set_xticks(range(len(names)), [name.replace("_", "\n", 1).replace("_", " ") for name in names], fontsize=8)
+    axes.set_ylabel("TFLOP/s, and % of cuBLASLt")
+    axes.set_title("The ladder: E4M3, fast accumulation, bf16 out. Dashed: cuBLASLt as torch calls it", fontsize=10)
+    axes.set_ylim(0, 1.12 * max(row["tflops"] for row in payload["rows"]))
+    axes.legend(loc="lower right", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    import json
+
+    plot(json.loads((measure.RESULTS / f"{NAME}.json").read_text("utf-8")))
