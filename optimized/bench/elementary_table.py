@@ -39,7 +39,7 @@ def _stream(result: dict[str, Any], function: str) -> str:
 
 def rows(result: dict[str, Any], names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Name, cycles and the rest of a row for every candidate, without the instructions."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for function in (candidate for name in names for candidate in CANDIDATES[name]):
         errors = result["errors"][function]
         start = (_name(function), f"{result['scheduler_cycles_per_warp'][function]:.1f}")
