@@ -38,11 +38,12 @@ def test_the_fastest_is_one_of_them_and_its_kernel_has_a_name() -> None:
     p = product(256, 512, 512, E4M3, torch.bfloat16, "fast")
     call = cublaslt.fastest(p, repeats=3)
     assert_same_bits(call(), torchs(p), "the fastest")
-    assert cublaslt.kernel_name(call)
+    assert "nvjet" in cublaslt.kernel_name(call)
 
 
 @pytest.mark.gpu
 def test_a_problem_that_cublaslt_refuses_is_an_error() -> None:
-    p = product(64, 64, 24, E4M3, torch.bfloat16, "fast")  # rows must be multiples of 16 bytes
-    with pytest.raises(RuntimeError, match=r"^cublasLtMatmulAlgoGetHeuristic returned cublasStatus_t \d+"):
-        cublaslt.algorithms(p)
+    p = product(64, 64, 64, E5M2, torch.bfloat16, "fast")
+    refused = Product(p.a, p.a, p.a_scale, p.b_scale, p.out_dtype, p.accumulate)
+    with pytest.raises(RuntimeError, match=r"^(cublasLtMatmulAlgoGetHeuristic returned|cuBLASLt offers no algorithm)"):
+        cublaslt.algorithms(refused)

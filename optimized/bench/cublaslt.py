@@ -109,7 +109,7 @@ def algorithms(product: Product, count: int = ALGORITHMS) -> list[Callable[[], t
     All of them write to, and return, one output.
 
     Raises:
-        RuntimeError: cuBLASLt refuses the problem; the message names the function and its status.
+        RuntimeError: cuBLASLt refuses the problem (E5M2 on both sides, say), or a call failed: its name and status.
     """
     a, b = product.a, product.b
     out = torch.empty(a.shape[0], b.shape[0], dtype=product.out_dtype, device=a.device)
@@ -142,7 +142,14 @@ def algorithms(product: Product, count: int = ALGORITHMS) -> list[Callable[[], t
         )
         return out
 
-    return [functools.partial(multiply, result) for result in results[: found.value] if result.state == 0]
+    offered: list[Callable[[], torch.Tensor]] = [
+        functools.partial(multiply, result) for result in results[: found.value] if result.state == 0
+    ]
+    if not offered:
+        raise RuntimeError(
+            f"cuBLASLt offers no algorithm for {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}."
+        )
+    return offered
 
 
 def fastest(product: Product, repeats: int = 7) -> Callable[[], torch.Tensor]:
@@ -156,8 +163,8 @@ def kernel_name(call: Callable[[], object]) -> str:
     """The names of the kernels that a call launches; cuBLASLt's say the tile, the stages and the cluster."""
     call()
     torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
-    return " + ".join(event.key for event in profile.key_averages())
+    on_gpu = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return " + ".join(name for name in on_gpu if not name.startswith(("Memset", "Activity Buffer")))

@@ -193,7 +193,7 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
     spans = [rung["expected_tflops"] for rung in payload["rungs"].values()]
     middle = [(low + high) / 2 for low, high in spans]
     half = [(high - low) / 2 for low, high in spans]
-    places = [i - 0.36 for i in range(len(spans))]
+    places = [i - 0.42 for i in range(len(spans))]
     axes.errorbar(places, middle, half, fmt="none", ecolor="black", capsize=3, lw=1, label="expected, fc1.fprop")
     axes.set_xticks(range(len(names)), [name.replace("_", "\n", 1).replace("_", " ") for name in names], fontsize=8)
     axes.set_ylabel("TFLOP/s, and % of cuBLASLt")
