@@ -3,11 +3,15 @@
 The choice changes no bit of any result (the order over K is fixed by contract), only the time. It is a pure
 function of the problem and the number of multiprocessors:
 
-    time = waves · (k-blocks · cycles of a k-block + cycles of a tile's ends)
+    time = waves · max(k-blocks · cycles of a k-block + cycles of a tile's ends, cycles of its copies)
 
-with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json, written by optimized/bench/gemm_sweep.py).
+with cycles fitted to sweeps on an H200 (docs/results/gemm_sweep.json, gemm_shapes.json, by optimized/bench).
 A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block of a
 128 x 256 tile in either, and a smaller tile is bound by its operands' way from L2 and through shared memory.
+
+The copy engine fetches a row of a k-block in 2.4 cycles or less if it starts at a multiple of 128 bytes, which the
+costs of k-blocks contain. Where K is no such multiple, most rows straddle two lines, and the last k-block reaches
+over the end of every row: then the copies may take longer than the products, and what counts is to copy few rows.
 """
 
 import functools
@@ -92,6 +96,19 @@ COSTS = {
 TILES = tuple(COSTS)
 
 
+# Cycles of the copy engine for a row of a k-block: starting at a multiple of 32 bytes, of 16; reaching over its end.
+ROW_32, ROW_16, ROW_END = 3.0, 4.5, 20.0
+
+
+def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
+    """The time of `select_tile`'s model, in cycles; arguments as there."""
+    blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
+    cost = COSTS[tile][split]
+    rows = tile.block_m + tile.block_n // tile.cluster
+    copies = rows * (blocks * (ROW_32 if k_bytes % 32 == 0 else ROW_16) + ROW_END) if rest else 0.0
+    return -(-tile.count(m, n) // sms) * max((blocks + (rest > 0)) * cost.block + cost.ends, copies)
+
+
 @functools.lru_cache(maxsize=4096)
 def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int) -> Tile:
     """The tile with the least modelled time for `[m, k] · [n, k]ᵀ` on `sms` multiprocessors.
@@ -103,14 +120,9 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int) -> Tile:
         split: whether the accumulation is split.
         sms: multiprocessors, each of which runs one persistent block.
     """
-    blocks = -(-k_bytes // K_BLOCK_BYTES)
-
-    def cycles(tile: Tile) -> int:
-        cost = COSTS[tile][split]
-        return -(-tile.count(m, n) // sms) * (blocks * cost.block + cost.ends)
-
     # A cluster needs a second row of tiles, or its second block has nothing to do.
-    return min((tile for tile in TILES if tile.cluster == 1 or m > tile.block_m), key=cycles)
+    candidates = (tile for tile in TILES if tile.cluster == 1 or m > tile.block_m)
+    return min(candidates, key=lambda tile: modelled_cycles(tile, m, n, k_bytes, split, sms))
 
 
 @functools.cache
