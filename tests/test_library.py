@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from reference.ops import library
@@ -55,6 +56,48 @@ def test_the_amax_history_gets_a_new_version() -> None:
     torch.ops.twin.cast(torch.ones(2, 16), torch.ones(3), history, 1, torch.float8_e4m3fn)
     assert history._version > before
     assert history[0].tolist() == [0, 1, 0]
+
+
+class Watch(TorchDispatchMode):
+    """Notes the ops of namespace `twin` that pass the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "twin":
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_way_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take it where grad mode is off: same results and new versions; whoever looks at ops still sees them."""
+    x, history = torch.ones(2, 16), torch.zeros(2, 3)
+    arguments = (x, torch.ones(3), history, 1, torch.float8_e4m3fn)
+    calls: list[str] = []
+    cast = library._IMPLEMENTATIONS["CPU"]["cast"]
+    monkeypatch.setitem(library._IMPLEMENTATIONS["CPU"], "cast", lambda *args: (calls.append("direct"), cast(*args))[1])
+    with torch.no_grad():
+        before = history._version
+        q, scale_inv = library.twin.cast(*arguments)
+        assert calls == ["direct"]
+        assert history._version > before
+        assert history[0].tolist() == [0, 1, 0]
+        for ours, theirs in zip((q, scale_inv), torch.ops.twin.cast(*arguments), strict=True):
+            assert torch.equal(ours.float(), theirs.float())
+        with Watch() as watch:
+            library.twin.cast(*arguments)
+        assert watch.seen == ["twin.cast.default"]
+        assert library.twin.dbias(torch.empty(2, 16, device="meta")).is_meta
+        library.twin.cast(x.as_subclass(Subclass), *arguments[1:])
+        assert calls == ["direct"]
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        library.twin.dbias(x.requires_grad_())
+
+
+class Subclass(torch.Tensor):
+    """One that wants to see calls."""
 
 
 def test_gradients_are_refused_only_where_they_would_be_recorded() -> None:

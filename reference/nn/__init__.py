@@ -1,4 +1,4 @@
-"""The layers, written once for both sides: they call `torch.ops.twin`, and the device decides."""
+"""The layers, written once for both sides: they call the ops of namespace `twin`, and the device decides."""
 
 from reference.nn.linear import Linear
 

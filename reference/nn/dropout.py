@@ -12,8 +12,8 @@ from reference import philox, recompute
 from reference.compiled import before
 from reference.nn.autograd import differentiable
 from reference.nn.precision import Call
+from reference.ops.library import twin
 
-twin = torch.ops.twin
 Saved = tuple[torch.Tensor | None, ...]
 
 

@@ -15,8 +15,8 @@ from reference.nn.autograd import differentiable
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import check_sizes, parameter_dtype, refuse_not_offered
 from reference.nn.precision import Call, NormArguments, rows_of
+from reference.ops.library import twin
 
-twin = torch.ops.twin
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 Saved = tuple[torch.Tensor | None, ...]
 

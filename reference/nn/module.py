@@ -55,7 +55,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         return self.num_gemms * len(names)
 
     def _parameter_device(self) -> torch.device:
-        return next(self.parameters()).device
+        return next(parameter for parameter in self._parameters.values() if parameter is not None).device
 
     def init_fp8_metadata(self) -> AutocastState:
         """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from reference.ops.library import twin
 from reference.recipe import DelayedScaling
 
 if TYPE_CHECKING:
     from reference.nn.module import TransformerEngineBaseModule
-
-twin = torch.ops.twin
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The namespace `twin`: every operation both sides implement, with its schema.
 
 `reference.ops.<name>` registers the CPU implementation of `twin::<name>`, which is its definition;
-`optimized.ops.<name>` registers the CUDA one under the same schema. A layer calls
-`torch.ops.twin.<name>` and the device of the tensors decides which runs.
+`optimized.ops.<name>` registers the CUDA one under the same schema. The device of the tensors decides which runs:
+through torch's dispatcher as `torch.ops.twin.<name>`, and in the layers past it as `twin.<name>` of this file, because
+its two Python levels cost more than most launches (docs/layer.md). Compilers, dispatch modes and everything else that
+looks at ops sees both alike.
 
 Three rules, each the answer to a bug found by trial:
 
@@ -14,11 +16,28 @@ Three rules, each the answer to a bug found by trial:
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("twin", "DEF")
+_IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that wants to see the call
+
+
+class _Library(torch.library.Library):
+    """torch's, which also notes the implementations of both sides."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        """Register `fn` as `twin::<op_name>` for a dispatch key."""
+        super().impl(op_name, fn, dispatch_key, **options)
+        if dispatch_key in _IMPLEMENTATIONS:
+            _IMPLEMENTATIONS[dispatch_key][op_name] = fn
+
+
+LIBRARY = _Library("twin", "DEF")
+twin = SimpleNamespace()
+"""The ops by name, for the layers: `torch.ops.twin` without the dispatcher, where nothing would look at the call."""
 
 SCHEMAS = {
     "activation": "(Tensor x, str kind) -> Tensor",
@@ -84,11 +103,17 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare `twin::<name>` with its schema and register the decorated function as its CPU implementation."""
     LIBRARY.define(name + SCHEMAS[name])
     overload = getattr(torch.ops.twin, name).default
+    on_cpu, on_cuda = _IMPLEMENTATIONS.values()
     mutated = [
         position
         for position, argument in enumerate(overload._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+    def new_versions(args: Sequence[Any]) -> None:
+        for tensor in _tensors([args[position] for position in mutated]):
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
     def autograd(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args)):
@@ -98,17 +123,28 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             )
         with torch._C._AutoDispatchBelowAutograd():
             out = overload(*args)
-        for position in mutated:
-            for tensor in _tensors(args[position : position + 1]):
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
+        new_versions(args)
         return out
 
     def missing(*args: Any) -> Any:
         raise RuntimeError(no_implementation(name, {t.device for t in _tensors(args)}))
 
+    def direct(*args: Any) -> Any:
+        # A compiler takes the first way out. Inside an autograd.Function, as in every layer, grad mode is off.
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+            return overload(*args)
+        first = args[0]
+        side = None if type(first) not in _PLAIN else on_cuda if first.is_cuda else on_cpu if first.is_cpu else None
+        function = None if side is None else side.get(name)
+        if function is None:
+            return overload(*args)
+        out = function(*args)
+        new_versions(args)
+        return out
+
     LIBRARY.impl(name, autograd, "Autograd")
     LIBRARY.impl(name, missing, "CompositeExplicitAutograd")
+    setattr(twin, name, direct)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         LIBRARY.impl(name, function, "CPU")
