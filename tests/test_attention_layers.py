@@ -179,6 +179,42 @@ def test_generator_follows_device_and_copy() -> None:
     assert layer.state_dict() == {}
 
 
+def with_cudnn(kind: str, lengths: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    layer = te.DotProductAttention(2, 16, attn_mask_type=kind, attention_backend="cudnn")
+    q, k, v = (torch.ones(s, 1, 2, 16, dtype=dtype) for s in (lengths[0], lengths[1], lengths[1]))
+    return layer(q, k, v)
+
+
+def test_cudnn_is_said_once_to_be_outside_the_contract(caplog, monkeypatch) -> None:
+    monkeypatch.setattr("reference.nn.attention._noticed", False)
+    for _ in range(2):
+        te.TransformerLayer(64, 64, 4, attention_backend="cudnn")
+    assert [record.message for record in caplog.records] == [
+        "attention_backend='cudnn': attention is cuDNN's and outside the bit contract (said once)."
+    ]
+    assert te.TransformerLayer(64, 64, 4).self_attention.core_attention.attention_backend == "exact"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["no_mask", "causal"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
+    import optimized
+
+    sizes = ((1, 4), (2, groups), (3, groups))
+    q, k, v = (numbers(i, 128, 2, h, 64).bfloat16().cuda().requires_grad_() for i, h in sizes)
+    g = numbers(4, 128, 2, 256).bfloat16().cuda()
+    found = []
+    for backend in ("exact", "cudnn"):
+        layer = optimized.DotProductAttention(4, 64, groups, attn_mask_type=kind, attention_backend=backend)
+        q.grad = k.grad = v.grad = None
+        out = layer(q, k, v)
+        out.backward(g)
+        found.append((out, q.grad, k.grad, v.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.double() - theirs.double()).norm() / ours.double().norm() < 0.02  # as in test_masks_and_groups
+
+
 @pytest.mark.parametrize(
     ("make", "error", "sentence"),
     [
@@ -217,6 +253,19 @@ def test_generator_follows_device_and_copy() -> None:
             ),
             ValueError,
             r"attention_mask of the queries is torch.bool \[1, 1, 1, 5\]; bool \[batch, 1, 1, 4\]",
+        ),
+        (
+            lambda: te.DotProductAttention(1, 16, attention_backend="flash"),
+            ValueError,
+            r"attention_backend='flash'; one of \('exact', 'cudnn'\)",
+        ),
+        (lambda: with_cudnn("no_mask", (4, 4)), RuntimeError, "attention_backend='cudnn' on cpu; 'cuda' is accepted"),
+        (lambda: with_cudnn("causal", (4, 4), torch.float32), TypeError, "'cudnn' with torch.float32; bfloat16 and"),
+        (lambda: with_cudnn("causal", (4, 6)), ValueError, "4 queries and 6 keys under a causal mask; as many keys"),
+        (
+            lambda: with_cudnn("causal_bottom_right", (4, 4)),
+            ValueError,
+            r"attn_mask_type='causal_bottom_right'; one of \('no_mask', 'causal'\)",
         ),
     ],
 )

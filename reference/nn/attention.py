@@ -1,22 +1,26 @@
 """`DotProductAttention`: softmax(q·kᵀ·scale, masked)·v per head.
 
 Arithmetic: `reference.ops.attention`. A mask says True where a pair is hidden, and a query that sees no key gets zeros
-(Transformer Engine's conventions). Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
+(Transformer Engine's conventions). `attention_backend="cudnn"` leaves the arithmetic to cuDNN: faster, and outside the
+bit contract. Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from reference.compiled import before
 from reference.nn.autograd import differentiable
 from reference.nn.dropout import Generator
 from reference.nn.parameters import DeviceDefault, refuse_not_offered
 from reference.nn.precision import Call
+from reference.ops.library import twin
 from reference.recompute import checkpoint
 
-twin = torch.ops.twin
 Saved = tuple[torch.Tensor | None, ...]
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -33,6 +37,10 @@ MASK_TYPES = {
     "padding_causal_bottom_right": ("causal_bottom_right", True),
 }
 FORMATS = ("sbhd", "bshd")
+BACKENDS = ("exact", "cudnn")
+CUDNN_MASK_TYPES = ("no_mask", "causal")
+
+log = logging.getLogger("twin")
 
 
 class AttentionCall(Call):
@@ -77,6 +85,10 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         attention_type: "self" or "cross".
         window_size, softmax_type, tp_*, sequence_parallel, ...: only "off" is offered.
         device: where the random state lives; None is the package's own.
+        attention_backend: "exact", the bits of `reference.ops.attention` on every device; or "cudnn", PyTorch's SDPA
+            on its cuDNN backend, for speed: on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
+            queries. Its bits are cuDNN's, and may change with cuDNN's version, the GPU, and from run to run; its
+            dropout draws from torch's generator. (Transformer Engine chooses by NVTE_FUSED_ATTN and its kin.)
     """
 
     def __init__(
@@ -97,6 +109,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         device: torch.device | str | None = None,
+        attention_backend: str = "exact",
     ) -> None:
         super().__init__()
         refuse_not_offered("DotProductAttention", locals())
@@ -116,6 +129,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.softmax_scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.attention_backend = check_backend("DotProductAttention", attention_backend)
         self.generator = Generator(self.resolve_device(device))
 
     def forward(
@@ -160,9 +174,46 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, mask: torch.Tensor | None
     ) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0
+        if self.attention_backend == "cudnn":
+            return cudnn_attention(q, k, v, self.softmax_scale, kind, p)
         state = self.generator.take() if p > 0 else None
         call = AttentionCall(q.dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
         return differentiable(forward, backward, call, q, k, v)
+
+
+def cudnn_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kind: str, p: float
+) -> torch.Tensor:
+    """`forward`'s out by cuDNN, differentiable, outside the bit contract; refuses what cuDNN is not offered for."""
+    name = "DotProductAttention: attention_backend='cudnn'"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"{name} with {q.dtype}; bfloat16 and float16 are accepted.")
+    if kind not in CUDNN_MASK_TYPES:
+        raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
+    if kind == "causal" and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{name} with {q.shape[2]} queries and {k.shape[2]} keys under a causal mask; as many keys are accepted."
+        )
+    if not q.is_cuda:
+        raise RuntimeError(f"{name} on {q.device}; 'cuda' is accepted, or attention_backend='exact'.")
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(
+            q, k, v, dropout_p=p, is_causal=kind == "causal", scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+_noticed = False
+
+
+def check_backend(layer: str, attention_backend: str) -> str:
+    """`attention_backend`, if it is offered; says once per process what "cudnn" gives up."""
+    global _noticed
+    if attention_backend not in BACKENDS:
+        raise ValueError(f"{layer}: attention_backend={attention_backend!r}; one of {BACKENDS} is accepted.")
+    if attention_backend == "cudnn" and not _noticed:
+        _noticed = True
+        log.warning("attention_backend='cudnn': attention is cuDNN's and outside the bit contract (said once).")
+    return attention_backend
 
 
 def check_format(layer: str, qkv_format: str) -> str:

@@ -14,8 +14,7 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod, refuse_not_offered
 from reference.nn.precision import Call
-
-twin = torch.ops.twin
+from reference.ops.library import twin
 
 
 class MultiheadAttention(DeviceDefault, torch.nn.Module):
@@ -27,7 +26,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
 
     Args:
         hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes; kv_channels None is hidden / heads.
-        attention_dropout, attn_mask_type, qkv_format: as in `DotProductAttention`.
+        attention_dropout, attn_mask_type, qkv_format, attention_backend: as in `DotProductAttention`.
         attention_type: "self" or "cross".
         input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
             `LayerNormLinear`.
@@ -76,6 +75,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
+        attention_backend: str = "exact",
     ) -> None:
         super().__init__()
         refuse_not_offered("MultiheadAttention", locals())
@@ -138,6 +138,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             attention_type=attention_type,
             softmax_type=softmax_type,
             device=device,
+            attention_backend=attention_backend,
         )
         self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
 

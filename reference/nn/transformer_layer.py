@@ -34,6 +34,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
         init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
         layer_number: accepted for Transformer Engine's sake.
+        attention_backend: "exact", or "cudnn" for speed and outside the bit contract, as in `DotProductAttention`.
         self_attn_mask_type, enc_dec_attn_mask_type: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
@@ -85,6 +86,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         name: str | None = None,
         qk_norm_type: str | None = None,
         softmax_type: str = "vanilla",
+        attention_backend: str = "exact",
     ) -> None:
         super().__init__()
         refuse_not_offered("TransformerLayer", locals())
@@ -129,6 +131,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             "qkv_format": attn_input_format,
             "qk_norm_type": qk_norm_type,
             "softmax_type": softmax_type,
+            "attention_backend": attention_backend,
             **common,
         }
         self.self_attention = MultiheadAttention(
