@@ -134,7 +134,7 @@ def test_two_runs_and_a_graph_give_the_same_bits() -> None:
 
 @pytest.mark.gpu
 def test_the_padded_copy_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    optimized.ops.gemm._tell_once.cache_clear()
+    optimized.ops.gemm.tell_once.cache_clear()
     a = draw(1, 5, 7, torch.bfloat16).cuda()
     with caplog.at_level(logging.WARNING):
         twin.gemm(a, a, None, torch.bfloat16)

@@ -9,7 +9,7 @@
 // PLAIN 1: the bf16 store alone, in the same loop: what the price is counted from.
 // Only the bench launches this. Shapes are multiples of the tile; K has at least SPREAD blocks of 128.
 #include "elementary_candidates.cuh"
-#include "gemm_fp8.cu"
+#include "gemm_fp8_mainloop.cuh"
 
 #ifndef FUNCTION
 #define FUNCTION identity
@@ -70,6 +70,8 @@ __device__ __forceinline__ void finish(int from, int to_quarter, const unsigned 
 
 }  // namespace twin
 
+using namespace twin;
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
     gemm_activation(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
                     const void* bias, int bias_type, const float* a_scale_inv, const float* b_scale_inv, int m, int n,
@@ -84,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
 
     if (threadIdx.x >= 128 * WARPGROUPS) {
         setmaxnreg_dec<40>();
-        if (threadIdx.x == 128 * WARPGROUPS) produce(&a_map, &b_map, shared, tiles, k_blocks);
+        if (threadIdx.x == 128 * WARPGROUPS) produce(&a_map, &b_map, shared, tiles, k_blocks, 0);
     } else {
         setmaxnreg_inc<232>();
         const int lane = threadIdx.x % 32;
@@ -109,10 +111,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
                     finish(kb * kStep, (kb + 1) * kStep, words, to, codes, q_scale, amax, first);
                 }
             }
-            for (; kb < k_blocks; kb++) chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb == 0, issue);
-            wgmma_wait<0>();
-            wgmma_hold(acc);
-            release<CLUSTER>(shared + Map::kEmpty + 8 * previous);
+            chain_tile<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous);
             scale_and_bias<kRun>(acc, scale, bias, bias_type, tile.column + column, n);
             to = destination<2>(out, tile.row + row, tile.column + column, m, n);
             codes[0] = q + static_cast<long long>(tile.row + row) * n + tile.column + column;

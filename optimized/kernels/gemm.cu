@@ -11,9 +11,12 @@
 // wgmma gives lane q = lane % 4 columns 8 j + 2 q + e. For 16-bit output the four lanes of a quad transpose four
 // such blocks among themselves (8 shuffles for 16 words), so that each owns 8 consecutive columns: 16 bytes.
 //
-// Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major),
+// ACCUMULATE: the product, without a bias, is added to what out holds:  out = round(fp32(out) + acc).
+//
+// Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major), ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, STAGES, CLUSTER (1, or 2 blocks that share B).
 #include "gemm_mainloop.cuh"
+#include "transpose.cuh"
 
 namespace twin {
 
@@ -80,6 +83,16 @@ __device__ __forceinline__ float bias_at(const void* bias, int type, int column)
     return widen_bias(__ldg(static_cast<const unsigned short*>(bias) + column), type);
 }
 
+// In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds; kCount accumulators from `first`.
+template <int kCount>
+__device__ __forceinline__ void add_stored_pairs(float (&acc)[kAcc], const Destination& to, int first) {
+#pragma unroll
+    for (int i = first; i < first + kCount; i++) {
+        const int h = i / 2 % 2, c = i / 4 * 8 + i % 2;
+        if (to.valid[h] && c < to.columns_left) acc[i] = __fadd_rn(stored<OUT>(to.pointer[h], c), acc[i]);
+    }
+}
+
 // acc -> fp32(acc + bias). `column` is that of the thread's first accumulator.
 __device__ __forceinline__ void add_bias(float (&acc)[kAcc], const void* bias, int type, int column, int n) {
     if (type == kNoBias) return;
@@ -94,17 +107,6 @@ __device__ __forceinline__ void add_bias(float (&acc)[kAcc], const void* bias, i
         }
 }
 
-// Transpose the 4 x 4 words that the lanes of a quad hold: lane q's word s becomes lane s's word q.
-__device__ __forceinline__ void quad_transpose(unsigned& w0, unsigned& w1, unsigned& w2, unsigned& w3) {
-    const auto exchange = [](unsigned& low, unsigned& high, int mask) {
-        const bool upper = threadIdx.x & mask;
-        const unsigned received = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, mask);
-        (upper ? low : high) = received;
-    };
-    exchange(w0, w1, 1), exchange(w2, w3, 1);
-    exchange(w0, w2, 2), exchange(w1, w3, 2);
-}
-
 // The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q.
 __device__ __forceinline__ void pack_transposed(unsigned (&words)[kAcc / 2], const float (&acc)[kAcc]) {
 #pragma unroll
@@ -114,7 +116,7 @@ __device__ __forceinline__ void pack_transposed(unsigned (&words)[kAcc / 2], con
             unsigned* w = words + 8 * g + 4 * h;
 #pragma unroll
             for (int j = 0; j < 4; j++) w[j] = pack<OUT>(acc[16 * g + 4 * j + 2 * h], acc[16 * g + 4 * j + 2 * h + 1]);
-            quad_transpose(w[0], w[1], w[2], w[3]);
+            transpose_lanes<1>(w[0], w[1], w[2], w[3]);
         }
 }
 
@@ -129,11 +131,17 @@ __device__ __forceinline__ void store_ragged(const unsigned (&words)[kAcc / 2], 
     }
 }
 
-__device__ __forceinline__ void store_fp32_pairs(const float (&acc)[kAcc], const Destination& to) {
+// ACCUMULATE: part by part, since all loads at once would not fit the registers, nor would what they are guarded by.
+__device__ __forceinline__ void store_fp32_pairs(float (&acc)[kAcc], const Destination& to) {
+    constexpr int kPart = 32;
 #pragma unroll
-    for (int i = 0; i < kAcc; i++) {
-        const int h = i / 2 % 2, c = i / 4 * 8 + i % 2;
-        if (to.valid[h] && c < to.columns_left) reinterpret_cast<float*>(to.pointer[h])[c] = acc[i];
+    for (int first = 0; first < kAcc; first += kPart) {
+        if constexpr (ACCUMULATE) add_stored_pairs<kPart>(acc, to, first);
+#pragma unroll
+        for (int i = first; i < first + kPart; i++) {
+            const int h = i / 2 % 2, c = i / 4 * 8 + i % 2;
+            if (to.valid[h] && c < to.columns_left) reinterpret_cast<float*>(to.pointer[h])[c] = acc[i];
+        }
     }
 }
 
@@ -148,17 +156,8 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
     const unsigned shared = shared_address(memory);
     const Tiles tiles(m, n);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
-    init_barriers<Map, kStages, CLUSTER, 4 * WARPGROUPS>(shared);
-
-    if (threadIdx.x >= 128 * WARPGROUPS) {  // the producer is the last warpgroup
-        if constexpr (WARPGROUPS == 2) setmaxnreg_dec<40>();
-        if (threadIdx.x == 128 * WARPGROUPS) {
-            prefetch_tensor_map(&a_map);
-            prefetch_tensor_map(&b_map);
-            produce(&a_map, &b_map, shared, tiles, k_blocks);
-        }
-    } else {
-        if constexpr (WARPGROUPS == 2) setmaxnreg_inc<232>();
+    const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks); };
+    const auto consuming = [&] {
         const int lane = threadIdx.x % 32, quad = lane % 4;
         const int row = threadIdx.x / 32 * 16 + lane / 4;
         const Issue issue{shared + Map::kA + warpgroup_index() * kChunkBytes, shared + Map::kB};
@@ -171,10 +170,11 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             float acc[kAcc];
             chain_tile<Map, CLUSTER, !kFP32, 8>(acc, shared, stage, k_blocks, pending, words, to, issue);
             add_bias(acc, bias, bias_type, tile.column + 2 * quad, n);
+            to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n);
             if constexpr (kFP32) {
-                to = destination<4>(out, tile.row + row, tile.column + 2 * quad, m, n);
                 store_fp32_pairs(acc, to);
             } else {
+                if constexpr (ACCUMULATE) add_stored_pairs<kAcc>(acc, to, 0);
                 pack_transposed(words, acc);
                 to = destination<2>(out, tile.row + row, tile.column + 8 * quad, m, n);
                 pending = n % 8 == 0;
@@ -182,6 +182,6 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             }
         }
         if (pending) store_packed_tile<8>(words, to);
-    }
-    end_together<CLUSTER>();
+    };
+    run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, a_map, b_map, producing, consuming, [] {});
 }

@@ -47,16 +47,15 @@ __device__ __forceinline__ void load_bias(float (&values)[kCount], const void* b
 #pragma unroll
     for (int i = 0; i < kCount / 4; i++) {
         const uint2 four = __ldg(source + i);
-        const unsigned short bits[4] = {
-            static_cast<unsigned short>(four.x), static_cast<unsigned short>(four.x >> 16),
-            static_cast<unsigned short>(four.y), static_cast<unsigned short>(four.y >> 16)};
 #pragma unroll
-        for (int e = 0; e < 4; e++) values[4 * i + e] = widen_bias(bits[e], type);
+        for (int e = 0; e < 4; e++)
+            values[4 * i + e] = widen_bias(static_cast<unsigned short>((e < 2 ? four.x : four.y) >> (e % 2 * 16)), type);
     }
 }
 
-// In place: acc -> fp32(fp32(acc * scale) + bias). `column` is the thread's first column of the tile.
-template <int kRun, int kCount>
+// In place: acc -> fp32(fp32(acc * scale) + bias). `column` is the thread's first column of the tile; with kHalves 2 the
+// second half of its groups are the same columns n / 2 further.
+template <int kRun, int kHalves = 1, int kCount>
 __device__ __forceinline__ void scale_and_bias(float (&acc)[kCount], float scale, const void* bias, int bias_type,
                                                int column, int n) {
 #pragma unroll
@@ -64,9 +63,11 @@ __device__ __forceinline__ void scale_and_bias(float (&acc)[kCount], float scale
     if (bias_type == kNoBias) return;
 #pragma unroll
     for (int g = 0; g < kCount / (2 * kRun); g++) {
-        if (column + 4 * kRun * g >= n) break;
+        constexpr int kGroups = kCount / (2 * kRun) / kHalves;
+        const int c = column + 4 * kRun * (g % kGroups);
+        if (c >= n / kHalves) continue;
         float values[kRun];
-        load_bias(values, bias, bias_type, column + 4 * kRun * g);
+        load_bias(values, bias, bias_type, c + g / kGroups * (n / kHalves));
 #pragma unroll
         for (int j = 0; j < kRun / 2; j++)
 #pragma unroll
@@ -94,6 +95,32 @@ __device__ __forceinline__ Destination destination(void* out, int row, int colum
     }
     d.columns_left = n - column;
     return d;
+}
+
+// Element `column` of a row of an output, in fp32.
+template <class Out>
+__device__ __forceinline__ float stored(const char* row, int column) {
+    if constexpr (same_type<Out, FP32>) return reinterpret_cast<const float*>(row)[column];
+    return widen_bias(reinterpret_cast<const unsigned short*>(row)[column],
+                      same_type<Out, BF16> ? kBiasBF16 : kBiasFP16);
+}
+
+// In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds.
+template <class Out, int kRun, int kCount>
+__device__ __forceinline__ void add_stored(float (&acc)[kCount], const Destination& to) {
+#pragma unroll
+    for (int g = 0; g < kCount / (2 * kRun); g++) {
+        if (4 * kRun * g >= to.columns_left) return;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (!to.valid[h]) continue;
+#pragma unroll
+            for (int i = 0; i < kRun; i++) {
+                float& x = acc[2 * kRun * g + 4 * (i / 2) + 2 * h + i % 2];
+                x = __fadd_rn(stored<Out>(to.pointer[h], 4 * kRun * g + i), x);
+            }
+        }
+    }
 }
 
 // The tile's results as words of two 16-bit values; words[(kRun g + kRun/2 h) + j] is row half h, columns 2j, 2j+1.

@@ -26,7 +26,17 @@ __device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared,
     stage.advance();
 }
 
-// All k-blocks of a tile. If `pending`, `words` (the tile before) is stored to `to` on the way.
+// All k-blocks of a tile.
+template <class Map, int kCluster, int kStages, int kAcc, class Issue>
+__device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
+                                           const Issue& issue, int kb = 0, int previous = 0) {
+    for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
+    wgmma_wait<0>();
+    wgmma_hold(acc);
+    release<kCluster>(shared + Map::kEmpty + 8 * previous);
+}
+
+// The same; if `pending`, `words` (the tile before) is stored to `to` on the way.
 template <class Map, int kCluster, bool kDeferred, int kRun, int kStages, int kAcc, class Issue>
 __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
                                            bool pending, const unsigned (&words)[kAcc / 2], const Destination& to,
@@ -47,10 +57,30 @@ __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, 
             store_packed_tile<kRun>(words, to);
         }
     }
-    for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
-    wgmma_wait<0>();
-    wgmma_hold(acc);
-    release<kCluster>(shared + Map::kEmpty + 8 * previous);
+    chain_tile<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous);
+}
+
+// A persistent block: barriers, the roles, the end. `produce` runs in one thread of the last warpgroup, `consume` in
+// the warpgroups before it, `assist` in the other three warps of the last.
+template <class Map, int kStages, int kCluster, int kWarpgroups, int kConsumer, int kOthers, class Produce,
+          class Consume, class Assist>
+__device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_map, const CUtensorMap& b_map,
+                                          const Produce& produce, const Consume& consume, const Assist& assist) {
+    init_barriers<Map, kStages, kCluster, 4 * kWarpgroups>(shared);
+    if (threadIdx.x >= 128 * kWarpgroups) {
+        if constexpr (kWarpgroups == 2) setmaxnreg_dec<kOthers>();
+        if (threadIdx.x >= 128 * kWarpgroups + 32) {
+            assist();
+        } else if (threadIdx.x == 128 * kWarpgroups) {
+            prefetch_tensor_map(&a_map);
+            prefetch_tensor_map(&b_map);
+            produce();
+        }
+    } else {
+        if constexpr (kWarpgroups == 2) setmaxnreg_inc<kConsumer>();
+        consume();
+    }
+    end_together<kCluster>();
 }
 
 // The index of this thread's warpgroup, in a form of which the compiler knows that it is the same in a warp.

@@ -1,4 +1,4 @@
-// Transposing bytes in registers.
+// Transposing bytes in registers, and words among lanes.
 #pragma once
 
 // Four rows of four codes to four columns of four codes, first row or column in the low byte.
@@ -9,4 +9,16 @@ __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, u
     out[1] = __byte_perm(ab_low, cd_low, 0x7632);
     out[2] = __byte_perm(ab_high, cd_high, 0x5410);
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
+// The words that four lanes hold, kLane and 2 kLane apart: word s of lane q of the four becomes word q of lane s.
+template <int kLane>
+__device__ __forceinline__ void transpose_lanes(unsigned& w0, unsigned& w1, unsigned& w2, unsigned& w3) {
+    const auto exchange = [](unsigned& low, unsigned& high, int mask) {
+        const bool upper = threadIdx.x & mask;
+        const unsigned received = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, mask);
+        (upper ? low : high) = received;
+    };
+    exchange(w0, w1, kLane), exchange(w2, w3, kLane);
+    exchange(w0, w2, 2 * kLane), exchange(w1, w3, 2 * kLane);
 }

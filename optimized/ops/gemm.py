@@ -5,31 +5,31 @@ The definition, with its rounding points, is reference/ops/gemm.py. Every tile g
 
 import functools
 import itertools
-import logging
 
 import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_fp8 import BIAS_TYPES, OUTPUTS
+from optimized.ops.gemm_fp8 import BIAS_TYPES, OUTPUTS, UNWRITABLE, tell_once, writable
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm import check
+from reference.ops.gemm_fp8 import check_accumulate
 from reference.ops.library import LIBRARY
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-_logger = logging.getLogger(__name__)
 
 
 def defines(
-    dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile
+    dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile, add: bool = False
 ) -> dict[str, int | str]:
-    """The macros of one configuration of kernels/gemm.cu."""
+    """The macros of one configuration of kernels/gemm.cu; `add`: to what the output holds."""
     return {
         "FORMAT": FORMATS[dtype],
         "OUT": OUTPUTS[out],
         "TRANSPOSE_A": int(transpose_a),
         "TRANSPOSE_B": int(transpose_b),
+        "ACCUMULATE": int(add),
         "WARPGROUPS": tile.warpgroups,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
@@ -44,12 +44,17 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
         *itertools.product([torch.bfloat16], [torch.bfloat16], (False, True), (False, True), TILES),
         *itertools.product(FORMATS, (torch.float16, torch.float32), [False], [False], TILES[:1]),
     ]
+] + [
+    ("gemm", defines(torch.bfloat16, out, True, True, tile, add=True))
+    for out, tile in itertools.product(OUTPUTS, TILES)
 ]
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile) -> launch.Kernel:
-    return launch.function("gemm", "gemm", defines(dtype, out, transpose_a, transpose_b, tile), tile.shared_bytes)
+def _kernel(
+    dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile, add: bool
+) -> launch.Kernel:
+    return launch.function("gemm", "gemm", defines(dtype, out, transpose_a, transpose_b, tile, add), tile.shared_bytes)
 
 
 def _transposed(x: torch.Tensor) -> bool:
@@ -58,12 +63,10 @@ def _transposed(x: torch.Tensor) -> bool:
     return not (x.stride(1) == 1 or depth == 1) and (x.stride(0) == 1 or rows == 1)
 
 
-@functools.cache
-def _tell_once() -> None:
-    _logger.warning(
-        "twin::gemm got a matrix whose rows do not start at multiples of 16 bytes, which the copy engine needs; "
-        "it is copied into padded memory first (a fallback: features that are a multiple of 8 avoid it)."
-    )
+UNALIGNED = (
+    "got a matrix whose rows do not start at multiples of 16 bytes, which the copy engine needs; it is copied into "
+    "padded memory first: features that are a multiple of 8 avoid it"
+)
 
 
 def _loadable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -74,7 +77,7 @@ def _loadable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     stride = padded if lines == 1 else x.stride(1 if _transposed(x) else 0)
     if x.data_ptr() % 16 == 0 and stride % 8 == 0 and stride > 0:
         return x, stride
-    _tell_once()
+    tell_once("gemm", UNALIGNED)
     memory = x.new_empty((lines, padded))[:, :line]
     copy = memory.t() if _transposed(x) else memory
     return copy.copy_(x), padded
@@ -93,11 +96,30 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype:
     Each of a and b may be row-major or a transposed view; neither is copied unless its rows are not aligned.
     """
     check(a, b, bias, out_dtype)
-    for name, other in (("b", b), ("bias", bias)):
+    _check_devices(a, b=b, bias=bias)
+    return gemm_tiled(a, b, bias, out_dtype, _tile(a, b))
+
+
+def _check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, other in others.items():
         if other is not None and other.device != a.device:
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm runs on one device.")
-    tile = select_tile(a.shape[0], b.shape[0], 2 * a.shape[1], False, multiprocessors(a.device.index))
-    return gemm_tiled(a, b, bias, out_dtype, tile)
+
+
+def _tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
+    return select_tile(a.shape[0], b.shape[0], 2 * a.shape[1], False, multiprocessors(a.device.index))
+
+
+def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """a `[M, K]` and b `[N, K]`, both bf16 or both fp16; out `[M, N]` fp32, bf16 or fp16 is added to."""
+    check(a, b, None, torch.float32)
+    check_accumulate(a, b, out)
+    _check_devices(a, b=b, out=out)
+    if writable(out):
+        gemm_tiled(a, b, None, out.dtype, _tile(a, b), out, add=True)
+    else:
+        tell_once("gemm_accumulate", UNWRITABLE)
+        out.copy_(out.float() + gemm(a, b, None, torch.float32))
 
 
 def gemm_tiled(
@@ -107,12 +129,14 @@ def gemm_tiled(
     out_dtype: torch.dtype,
     tile: Tile,
     out: torch.Tensor | None = None,
+    add: bool = False,
 ) -> torch.Tensor:
     """`gemm` with a given tile, for tests and tuning; arguments are those that `check` accepts.
 
     Args:
         tile: one of `gemm_tile.TILES`, or any that fits.
         out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
+        add: to what `out` holds, in fp32.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
@@ -120,7 +144,8 @@ def gemm_tiled(
     if m == 0 or n == 0:
         return out
     if k == 0:
-        return out.zero_() if bias is None else out.copy_(bias.expand(m, n))
+        zero = torch.zeros(n, device=a.device) if bias is None else bias.expand(m, n)
+        return out.copy_(out.float() + zero if add else zero)
     if bias is not None:
         bias = bias.contiguous()
     a, a_stride = _loadable(a)
@@ -137,10 +162,11 @@ def gemm_tiled(
         np.int32(n),
         np.int32(k),
     )
-    kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile)
+    kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile, add)
     blocks = tile.blocks(m, n, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 
 
 LIBRARY.impl("gemm", gemm, "CUDA")
+LIBRARY.impl("gemm_accumulate", gemm_accumulate, "CUDA")

@@ -5,6 +5,7 @@ The definition, with its rounding points, is reference/ops/gemm_fp8.py. Every ti
 
 import functools
 import itertools
+import logging
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from optimized import launch
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
-from reference.ops.gemm_fp8 import check
+from reference.ops.gemm_fp8 import check, check_accumulate
 from reference.ops.library import LIBRARY
 
 FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
@@ -26,14 +27,15 @@ BIAS_TYPES = {
 
 
 def defines(
-    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, n: int
+    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, n: int, add: bool = False
 ) -> dict[str, int | str]:
-    """The macros of one configuration of kernels/gemm_fp8.cu."""
+    """The macros of one configuration of kernels/gemm_fp8.cu; `add`: to what the output holds."""
     return {
         "A_FORMAT": FORMATS[a],
         "B_FORMAT": FORMATS[b],
         "OUT": OUTPUTS[out],
         "SPLIT": int(accumulate == "split"),
+        "ACCUMULATE": int(add),
         "WARPGROUPS": tile.warpgroups,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
@@ -56,39 +58,46 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
         ),
         *itertools.product([torch.float8_e5m2], FORMATS, OUTPUTS, ("fast", "split"), TILES[:1], [32]),
     ]
+] + [
+    ("gemm_fp8", defines(torch.float8_e5m2, torch.float8_e4m3fn, out, "split", tile, n, add=True))
+    for out, tile, n in itertools.product(OUTPUTS, TILES, (16, 32))
 ]
+_logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(
-    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, columns: int
+    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, columns: int, add: bool
 ) -> launch.Kernel:
     # `columns` is 32 or 16: what of N the configuration depends on.
-    return launch.function("gemm_fp8", "gemm_fp8", defines(a, b, out, accumulate, tile, columns), tile.shared_bytes)
+    macros = defines(a, b, out, accumulate, tile, columns, add)
+    return launch.function("gemm_fp8", "gemm_fp8", macros, tile.shared_bytes)
 
 
-def _a_map(a: torch.Tensor, tile: Tile) -> TensorMap:
-    m, k = a.shape
-    return encode(a.data_ptr(), a.dtype, (k, m), (k,), (128, tile.block_m), 128, 256)
+def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, parts: int) -> tuple[TensorMap, TensorMap]:
+    """How the copy engine reads A and B, B with its rows permuted.
 
-
-def _b_map(b: torch.Tensor, tile: Tile) -> TensorMap:
-    """B with its rows permuted: dimensions k, e, q, j, g, where row = 4·run·g + run·q + 2·j + e.
-
-    Shared memory then holds the rows in the order in which wgmma gives a thread `run` consecutive columns. A box is
-    what one block copies: all of a tile's rows of B, or its part of what a cluster shares.
+    B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e: shared memory then holds the rows in
+    the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are `parts` boxes.
     """
-    n, k = b.shape
-    width = run(n)
-    return encode(
+    for name, operand in (("a", a), ("b", b)):
+        if operand.data_ptr() % 16:
+            raise ValueError(
+                f"{name} starts at address {operand.data_ptr():#x}; the copy engine needs a multiple of 16 "
+                f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
+            )
+    (m, k), n = a.shape, b.shape[0]
+    a_map = encode(a.data_ptr(), a.dtype, (k, m), (k,), (128, tile.block_m), 128, 256)
+    b_map = encode(
         b.data_ptr(),
         b.dtype,
         (k, 2, 4, width // 2, n // (4 * width)),
         (k, width * k, 2 * k, 4 * width * k),
-        (128, 2, 4, width // 2, tile.block_n // (4 * width * tile.cluster)),
+        (128, 2, 4, width // 2, tile.block_n // (4 * width * parts)),
         128,
         256,
     )
+    return a_map, b_map
 
 
 def gemm_fp8(
@@ -102,13 +111,20 @@ def gemm_fp8(
 ) -> torch.Tensor:
     """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`, bias `[N]` or None -> `[M, N]` of out_dtype."""
     check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
-    for name, other in (("b", b), ("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv), ("bias", bias)):
+    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
+    tile = _tile(a, b, accumulate)
+    return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate, tile)
+
+
+def check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Refuse tensors that are not where `a` is, by their names."""
+    for name, other in others.items():
         if other is not None and other.device != a.device:
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm_fp8 runs on one device.")
-    m, k = a.shape
-    n = b.shape[0]
-    tile = select_tile(m, n, k, accumulate == "split", multiprocessors(a.device.index))
-    return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate, tile)
+
+
+def _tile(a: torch.Tensor, b: torch.Tensor, accumulate: str) -> Tile:
+    return select_tile(a.shape[0], b.shape[0], a.shape[1], accumulate == "split", multiprocessors(a.device.index))
 
 
 def gemm_fp8_tiled(
@@ -121,12 +137,14 @@ def gemm_fp8_tiled(
     accumulate: str,
     tile: Tile,
     out: torch.Tensor | None = None,
+    add: bool = False,
 ) -> torch.Tensor:
     """`gemm_fp8` with a given tile, for tests and tuning; arguments are those that `check` accepts.
 
     Args:
         tile: one of `gemm_tile.TILES`, or any that fits.
         out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
+        add: to what `out` holds, in fp32.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
@@ -134,20 +152,15 @@ def gemm_fp8_tiled(
     if m == 0 or n == 0:
         return out
     if k == 0:
-        return out.copy_(_epilogue_of_zero(m, n, a_scale_inv, b_scale_inv, bias))
-    for name, operand in (("a", a), ("b", b)):
-        if operand.data_ptr() % 16:
-            raise ValueError(
-                f"{name} starts at address {operand.data_ptr():#x}; the copy engine needs a multiple of 16 "
-                f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
-            )
-    if bias is not None and (bias.data_ptr() % 16 or not bias.is_contiguous()):
-        bias = bias.clone(memory_format=torch.contiguous_format)
+        zero = _epilogue_of_zero(m, n, a_scale_inv, b_scale_inv, bias)
+        return out.copy_(out.float() + zero if add else zero)
+    a_map, b_map = operand_maps(a, b, tile, run(n), tile.cluster)
+    bias = None if bias is None else loadable(bias)
     index = a.device.index
-    kernel = _kernel(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16)
+    kernel = _kernel(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
     args = (
-        _a_map(a, tile).argument,
-        _b_map(b, tile).argument,
+        a_map.argument,
+        b_map.argument,
         out.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         BIAS_TYPES[None if bias is None else bias.dtype],
@@ -162,6 +175,40 @@ def gemm_fp8_tiled(
     return out
 
 
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where it is not contiguous from the 16-byte boundary that vector loads need."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def tell_once(op: str, what: str) -> None:
+    """Say once that an op goes a slower way."""
+    _logger.warning("twin::%s %s (a fallback, said once).", op, what)
+
+
+def gemm_fp8_accumulate(
+    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
+) -> None:
+    """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`; out `[M, N]` fp32, bf16 or fp16 is added to."""
+    check(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split")
+    check_accumulate(a, b, out)
+    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
+    rest = (a, b, a_scale_inv, b_scale_inv, None)
+    if writable(out):
+        gemm_fp8_tiled(*rest, out.dtype, "split", _tile(a, b, "split"), out, add=True)
+    else:
+        tell_once("gemm_fp8_accumulate", UNWRITABLE)
+        out.copy_(out.float() + gemm_fp8(*rest, torch.float32, "split"))
+
+
+UNWRITABLE = "got an out that is not contiguous from a multiple of 16 bytes, and adds the product in a second pass"
+
+
+def writable(out: torch.Tensor) -> bool:
+    """Whether a kernel can write `out` in vectors."""
+    return out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
 def _epilogue_of_zero(
     m: int, n: int, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -171,3 +218,4 @@ def _epilogue_of_zero(
 
 
 LIBRARY.impl("gemm_fp8", gemm_fp8, "CUDA")
+LIBRARY.impl("gemm_fp8_accumulate", gemm_fp8_accumulate, "CUDA")

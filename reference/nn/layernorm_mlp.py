@@ -44,8 +44,7 @@ def forward(
     x, norm = x.to(call.dtype), arguments(call, norm_weight, norm_bias)
     normed, mean, rstd = call.norm(x, norm, FC1_INPUT, transpose=needs[3])
     w1 = call.weight("fc1_weight", fc1_weight, FC1_WEIGHT, transpose=any(needs[:3]))
-    h = fprop(normed, w1, call.bias(fc1_bias), call.dtype)
-    a = call.activation(h, layer.activation, FC2_INPUT, transpose=needs[5])
+    h, a = call.activated(normed, w1, call.bias(fc1_bias), layer.activation, FC2_INPUT, transpose=needs[5])
     w2 = call.weight("fc2_weight", fc2_weight, FC2_WEIGHT, transpose=needs_dh)
     y = fprop(a, w2, call.bias(fc2_bias), call.dtype)
     saved = (*keep(normed), *keep(w1), *keep(a), *keep(w2), h if needs_dh else None, x, norm.weight, mean, rstd)
@@ -64,8 +63,7 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Te
     dw2 = wgrad(g, a, call.dtype, layer.main_grad("fc2_weight")) if needs[5] else None
     dx = dgamma = dbeta = dw1 = db1 = None
     if h is not None:
-        dact = dgrad(g, w2, call.dtype)
-        dh, db1 = call.activation_grad(dact, h, layer.activation, FC1_GRAD, transpose=needs[3], dbias=needs[4])
+        dh, db1 = call.activated_grad(g, w2, h, layer.activation, FC1_GRAD, transpose=needs[3], dbias=needs[4])
         dw1 = wgrad(dh, normed, call.dtype, layer.main_grad("fc1_weight")) if needs[3] else None
         if any(needs[:3]):
             dnorm = dgrad(dh, w1, call.dtype)

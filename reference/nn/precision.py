@@ -74,13 +74,16 @@ def dgrad(g: Operand, w: Kept, out_dtype: torch.dtype) -> torch.Tensor:
 
 def wgrad(g: Operand, x: Kept, out_dtype: torch.dtype, main_grad: torch.Tensor | None) -> torch.Tensor | None:
     """dw `[out, in]`, split accumulation; or None after main_grad = round(fp32(main_grad) + fp32 dw)."""
-
-    def result(dtype: torch.dtype) -> torch.Tensor:
-        return product(g.columns, x.columns, (g.scale_inv, x.scale_inv), None, dtype, "split")
-
+    a: Any = g.columns
+    b: Any = x.columns
     if main_grad is None:
-        return result(out_dtype)
-    main_grad.copy_(main_grad.float() + result(torch.float32))
+        return product(a, b, (g.scale_inv, x.scale_inv), None, out_dtype, "split")
+    if a.dtype == torch.float32:
+        main_grad.copy_(main_grad.float() + torch.nn.functional.linear(a, b))
+    elif g.scale_inv is None:
+        twin.gemm_accumulate(a, b, main_grad)
+    else:
+        twin.gemm_fp8_accumulate(a, b, g.scale_inv, x.scale_inv, main_grad)
     return None
 
 
@@ -125,20 +128,24 @@ class Call:
         y, mean, rstd = twin.norm(x, *norm, self.dtype)
         return self._operand(y, transpose), mean, rstd
 
-    def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
-        """The activation function of the pre-activation x as an operand."""
-        return self._operand(twin.activation(x, kind), transpose)
+    def activated(
+        self, x: Operand, w: Operand, bias: torch.Tensor | None, kind: str, column: int, transpose: bool
+    ) -> tuple[torch.Tensor, Operand]:
+        """The pre-activation h = x·wᵀ + bias `[tokens, out]`, and its activation as an operand."""
+        h = fprop(x, w, bias, self.dtype)
+        return h, self._operand(twin.activation(h, kind), transpose)
 
     def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
         """A gradient as an operand, and its column sums where the bias wants them."""
         g = g.to(self.dtype)
         return self._operand(g, transpose), twin.dbias(g) if dbias else None
 
-    def activation_grad(
-        self, g: torch.Tensor, x: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
+    def activated_grad(
+        self, g: Operand, w: Kept, h: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
     ) -> tuple[Operand, torch.Tensor | None]:
-        """The gradient before the activation as an operand, and its column sums."""
-        return self.grad(twin.activation_backward(g, x, kind), column, transpose, dbias)
+        """The gradient of the pre-activation h as an operand, and its column sums; g·w is that of the activation."""
+        dact = dgrad(g, w, self.dtype)
+        return self.grad(twin.activation_backward(dact, h, kind), column, transpose, dbias)
 
 
 class NormArguments(NamedTuple):
@@ -173,10 +180,12 @@ class CalibratingCall(Call):
         self._note(operand.rows, column)
         return operand, mean, rstd
 
-    def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
-        operand = super().activation(x, kind, column, transpose)
+    def activated(
+        self, x: Operand, w: Operand, bias: torch.Tensor | None, kind: str, column: int, transpose: bool
+    ) -> tuple[torch.Tensor, Operand]:
+        h, operand = super().activated(x, w, bias, kind, column, transpose)
         self._note(operand.rows, column)
-        return operand
+        return h, operand
 
 
 class FP8Call(Call):
@@ -233,9 +242,12 @@ class FP8Call(Call):
         )
         return _operand(cast, transpose), mean, rstd
 
-    def activation(self, x: torch.Tensor, kind: str, column: int, transpose: bool) -> Operand:
+    def activated(
+        self, x: Operand, w: Operand, bias: torch.Tensor | None, kind: str, column: int, transpose: bool
+    ) -> tuple[torch.Tensor, Operand]:
         state = (self.scale, self.amax_history, column, self.forward_dtype)
-        return _operand(twin.activation_cast_transpose(x, kind, *state), transpose)
+        h, *cast = twin.gemm_fp8_activation(x.rows, w.rows, x.scale_inv, w.scale_inv, bias, self.dtype, kind, *state)
+        return h, _operand(cast, transpose)
 
     def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
         meta = self.layer.fp8_meta["scaling_bwd"]
@@ -245,13 +257,12 @@ class FP8Call(Call):
             return Operand(*cast), db
         return _cast(g, *state, transpose), None
 
-    def activation_grad(
-        self, g: torch.Tensor, x: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
+    def activated_grad(
+        self, g: Operand, w: Kept, h: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
     ) -> tuple[Operand, torch.Tensor | None]:
         meta = self.layer.fp8_meta["scaling_bwd"]
-        *cast, db = twin.activation_backward_cast_transpose_dbias(
-            g, x, kind, meta.scale, meta.amax_history, column, self.backward_dtype
-        )
+        state = (meta.scale, meta.amax_history, column, self.backward_dtype)
+        *cast, db = twin.gemm_fp8_activation_backward(g.rows, w.columns, g.scale_inv, w.scale_inv, h, kind, *state)
         return _operand(cast, transpose), db if dbias else None
 
 

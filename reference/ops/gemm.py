@@ -3,12 +3,14 @@
 acc = a * b^T         bf16 or fp16 tensor-core steps in one chain over K, fp32 (reference.tensor_core.gemm)
 out = acc + bias      rounded to fp32, where there is a bias
 out -> out_dtype      rounded to nearest even
+
+twin::gemm_accumulate adds such a product in fp32 to a gradient in place, as twin::gemm_fp8_accumulate does.
 """
 
 import torch
 
 from reference import tensor_core
-from reference.ops.gemm_fp8 import check_epilogue
+from reference.ops.gemm_fp8 import check_accumulate, check_epilogue
 from reference.ops.library import define, fake
 
 
@@ -62,3 +64,17 @@ def _(
 ) -> torch.Tensor:
     check(a, b, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@define("gemm_accumulate")
+def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """a [M, K] and b [N, K], both bfloat16 or both float16; out [M, N] fp32, bf16 or fp16 is added to."""
+    check(a, b, None, torch.float32)
+    check_accumulate(a, b, out)
+    out.copy_(out.float() + gemm(a, b, None, torch.float32))
+
+
+@fake("gemm_accumulate")
+def _(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    check(a, b, None, torch.float32)
+    check_accumulate(a, b, out)

@@ -8,6 +8,10 @@
 
 `accumulate` = "fast": acc is one chain over K (fprop). "split": chains of K = 128, added in fp32 in order
 of K (dgrad and wgrad).
+
+twin::gemm_fp8_accumulate adds such a product, split and in fp32, to a gradient in place:
+
+    out = round(fp32(out) + fp32 product)  one fp32 addition, one rounding to out's dtype
 """
 
 import torch
@@ -62,6 +66,14 @@ def check_epilogue(columns: int, bias: torch.Tensor | None, out_dtype: torch.dty
         raise ValueError(f"bias has shape {tuple(bias.shape)}; one number per output column, ({columns},).")
 
 
+def check_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Refuse a gradient to which a·bᵀ cannot be added."""
+    if out.dtype not in OUT_DTYPES:
+        raise TypeError(f"out is {out.dtype}; bfloat16, float16 or float32 is accepted.")
+    if tuple(out.shape) != (a.shape[0], b.shape[0]):
+        raise ValueError(f"out has shape {tuple(out.shape)}; that of the product, {(a.shape[0], b.shape[0])}.")
+
+
 @define("gemm_fp8")
 def gemm_fp8(
     a: torch.Tensor,
@@ -93,3 +105,21 @@ def _(
 ) -> torch.Tensor:
     check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@define("gemm_fp8_accumulate")
+def gemm_fp8_accumulate(
+    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
+) -> None:
+    """a [M, K] and b [N, K] float8, scales fp32 [1]; out [M, N] fp32, bf16 or fp16 is added to."""
+    check(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split")
+    check_accumulate(a, b, out)
+    out.copy_(out.float() + gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split"))
+
+
+@fake("gemm_fp8_accumulate")
+def _(
+    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
+) -> None:
+    check(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split")
+    check_accumulate(a, b, out)

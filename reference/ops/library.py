@@ -62,6 +62,15 @@ SCHEMAS = {
     "gemm": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "gemm_fp8": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
     " ScalarType out_dtype, str accumulate) -> Tensor",
+    "gemm_accumulate": "(Tensor a, Tensor b, Tensor(a!) out) -> ()",
+    "gemm_fp8_accumulate": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out) -> ()",
+    "gemm_fp8_activation": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
+    " ScalarType out_dtype, str kind, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "gemm_fp8_activation_backward": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor x, str kind,"
+    " Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "gemm_fp8_bias_dropout_add": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
+    " Tensor? residual, ScalarType out_dtype, float p, Tensor(a!)? rng_state) -> Tensor",
     "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind, ScalarType out_dtype)"
     " -> (Tensor, Tensor, Tensor)",
     "norm_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centered, str kind,"

@@ -14,6 +14,11 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// L2 fetches `bytes` bytes of global memory; both are multiples of 16.
+__device__ __forceinline__ void prefetch_l2(const void* address, unsigned bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void tma_load_2d(unsigned destination, const CUtensorMap* map, unsigned barrier, int x,
                                             int y) {
     asm volatile(

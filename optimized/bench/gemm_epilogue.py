@@ -1,0 +1,130 @@
+"""The fused FP8 products at the layer's shapes (docs/results/gemm_epilogue.json), in one interleaved run each.
+
+Against our product alone and cuBLASLt's (`torch._scaled_mm`), both of the same shape and accumulation with bf16 output:
+what the epilogue costs; and against the ops that the fused one stands for, one after the other: what it saves.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import measure
+from optimized.bench.gemm import FFN, HIDDEN, TOKENS, scaled_mm
+from reference.ops.activation import GATED, KINDS
+
+NAME = "gemm_epilogue"
+KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout", "dbias")
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+
+twin = torch.ops.twin
+Call = Callable[[], object]
+Case = tuple[str, str, tuple[int, int, int], dict[str, Call]]
+
+
+def codes(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random FP8 values."""
+    return torch.randn(rows, columns, device="cuda").to(dtype)
+
+
+def products(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str) -> dict[str, Call]:
+    """Our product and cuBLASLt's, with nothing behind them."""
+    return {
+        "plain": functools.partial(twin.gemm_fp8, a, b, s, s, None, BF16, accumulate),
+        "cublaslt": functools.partial(scaled_mm, a, b, s, BF16, accumulate),
+    }
+
+
+def activation(kind: str) -> Case:
+    """fc1's product and the activation behind it: ffn columns come out of the product."""
+    x, w, s = codes(TOKENS, HIDDEN, E4M3), codes(FFN, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
+    bias, state = torch.randn(FFN, device="cuda", dtype=BF16), (torch.ones(1, device="cuda"), _history(), 0, E4M3)
+
+    def apart() -> object:
+        h = twin.gemm_fp8(x, w, s, s, bias, BF16, "fast")
+        return h, twin.activation_cast_transpose(h, kind, *state)
+
+    fused = functools.partial(twin.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state)
+    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
+    return "fc1.fprop", kind, (TOKENS, FFN, HIDDEN), calls
+
+
+def backward(kind: str) -> Case:
+    """fc2's gradient of its input and the activation's backward behind it: ffn columns of pre-activation."""
+    columns = FFN // 2 if kind in GATED else FFN
+    g, w, s = codes(TOKENS, HIDDEN, E5M2), codes(columns, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
+    h, state = torch.randn(TOKENS, FFN, device="cuda", dtype=BF16), (torch.ones(1, device="cuda"), _history(), 0, E5M2)
+
+    def apart() -> object:
+        dact = twin.gemm_fp8(g, w, s, s, None, BF16, "split")
+        return twin.activation_backward_cast_transpose_dbias(dact, h, kind, *state)
+
+    fused = functools.partial(twin.gemm_fp8_activation_backward, g, w, s, s, h, kind, *state)
+    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(g, w, s, "split")}
+    return "fc2.dgrad", f"{kind} backward", (TOKENS, columns, HIDDEN), calls
+
+
+def residual(name: str, k: int, p: float) -> Case:
+    """The projection's or fc2's product with bias, dropout and residual."""
+    x, w, s = codes(TOKENS, k, E4M3), codes(HIDDEN, k, E4M3), torch.full((1,), 0.01, device="cuda")
+    bias, rows = torch.randn(HIDDEN, device="cuda", dtype=BF16), torch.randn(TOKENS, HIDDEN, device="cuda", dtype=BF16)
+    rng_state = torch.tensor([1, 2], device="cuda")
+
+    def apart() -> object:
+        return twin.bias_dropout_add(twin.gemm_fp8(x, w, s, s, None, BF16, "fast"), bias, rows, p, rng_state)
+
+    fused = functools.partial(twin.gemm_fp8_bias_dropout_add, x, w, s, s, bias, rows, BF16, p, rng_state)
+    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
+    return name, f"bias + dropout {p} + residual", (TOKENS, HIDDEN, k), calls
+
+
+def accumulation(dtype: torch.dtype) -> Case:
+    """fc1's gradient of its weight, added to what is there."""
+    g, x, s = codes(FFN, TOKENS, E5M2), codes(HIDDEN, TOKENS, E4M3), torch.full((1,), 0.01, device="cuda")
+    out = torch.zeros(FFN, HIDDEN, device="cuda", dtype=dtype)
+
+    def apart() -> object:
+        return out.copy_(out.float() + twin.gemm_fp8(g, x, s, s, None, torch.float32, "split"))
+
+    fused = functools.partial(twin.gemm_fp8_accumulate, g, x, s, s, out)
+    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(g, x, s, "split")}
+    return "fc1.wgrad", f"added to {str(dtype).removeprefix('torch.')}", (FFN, HIDDEN, TOKENS), calls
+
+
+def _history() -> torch.Tensor:
+    return torch.zeros(16, 1, device="cuda")
+
+
+def cases() -> Iterator[Callable[[], Case]]:
+    """Every case, made when its turn comes."""
+    yield from (functools.partial(activation, kind) for kind in KINDS)
+    yield from (functools.partial(backward, kind) for kind in KINDS)
+    yield from (functools.partial(residual, "proj.fprop", HIDDEN, p) for p in (0.0, 0.1))
+    yield functools.partial(residual, "fc2.fprop", FFN, 0.1)
+    yield from (functools.partial(accumulation, dtype) for dtype in (torch.float32, BF16))
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    rows: list[dict[str, Any]] = []
+    todo = list(cases())
+    with torch.no_grad():
+        for done, make in enumerate(todo):
+            name, epilogue, (m, n, k), calls = make()
+            samples = measure.interleave(calls, repeats=repeats, warmup=3)
+            row: dict[str, Any] = {"name": name, "epilogue": epilogue, "m": m, "n": n, "k": k}
+            row["ms"] = {side: measure.summary(values) for side, values in samples.items()}
+            for side in ("plain", "cublaslt", "apart"):
+                ratios = [theirs / ours for ours, theirs in zip(samples["fused"], samples[side], strict=True)]
+                row[f"speed_over_{side}"] = measure.summary(ratios)
+            rows.append(row)
+            if progress is not None:
+                progress((done + 1) / len(todo))
+    return {
+        "what": "time of the product alone (ours, cuBLASLt's) and of the ops apart, over the fused op's; same run",
+        "repeats": repeats,
+        "rows": rows,
+        "provenance": measure.provenance(KERNELS),
+    }

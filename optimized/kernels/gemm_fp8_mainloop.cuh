@@ -1,0 +1,112 @@
+// The main loops of the FP8 GEMMs: copies, the chain of fast accumulation, the chains of split accumulation.
+//
+// Shared by gemm_fp8.cu and gemm_fp8_fused.cu, whose heads say what is computed and what the defines mean.
+//
+// Rows of B arrive permuted. wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e of B's tile; the tensor map
+// of B (optimized/ops/gemm_fp8.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so
+// a thread's results are RUN consecutive columns of the output.
+//
+// B_HALVES 2: half of a tile's columns are of the first half of B's rows, and the others the same of the second, so
+// that a thread holds x1 and x2 of a gated activation.
+#pragma once
+
+#include "gemm_mainloop.cuh"
+
+#ifndef B_HALVES
+#define B_HALVES 1
+#endif
+
+namespace twin {
+
+constexpr int kBlockM = 64 * WARPGROUPS;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kBlockK = 128;
+constexpr int kStages = STAGES;
+constexpr int kRun = RUN;
+constexpr int kHalves = B_HALVES;
+constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
+constexpr int kAcc = kBlockN / 2;                     // accumulators of a thread
+constexpr int kPartN = kBlockN < 128 ? kBlockN : 128;  // split: columns of one temporary
+using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
+using Position = Stage<kStages>;
+using Tiles = Schedule<kBlockM, kTileN, CLUSTER>;
+// A stage of B is one copy, or several: a part for each block of a cluster, which all receive, or each half of the weight.
+constexpr int kParts = kHalves > CLUSTER ? kHalves : CLUSTER;
+constexpr int kPartRows = kBlockN / kParts;
+
+// `half` is the number of B's rows in each of its halves (unused where kHalves is 1).
+__device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
+                                        const Tiles& tiles, int k_blocks, int half) {
+    Position stage;
+    for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
+        const Tile tile = tiles[index];
+        for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
+            const unsigned full = shared + Map::kFull + 8 * stage.index;
+            const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
+            const unsigned b = shared + Map::kB + stage.index * Map::kBBytes;
+            mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
+            tma_load_2d(a, a_map, full, kb * kBlockK, tile.row);
+#pragma unroll
+            for (int i = 0; i < kParts / CLUSTER; i++) {
+                const int part = CLUSTER == 1 ? i : tiles.rank;
+                const int group = (tile.column + part * (kHalves == 1 ? kPartRows : half)) / (4 * kRun);
+                const unsigned destination = b + part * kPartRows * kStageRowBytes;
+                if constexpr (CLUSTER == 1)
+                    tma_load_5d(destination, b_map, full, kb * kBlockK, 0, 0, 0, group);
+                else
+                    tma_load_5d_multicast(destination, b_map, full, (1 << CLUSTER) - 1, kb * kBlockK, 0, 0, 0, group);
+            }
+        }
+    }
+}
+
+// The four wgmma of a k-block of the fast chain.
+struct Issue {
+    unsigned a_base, b_base;  // this warpgroup's rows of A, and B, in stage 0
+
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int stage, bool first) const {
+        const auto a = wgmma_descriptor(a_base + stage * Map::kABytes, 0, 1024);
+        const auto b = wgmma_descriptor(b_base + stage * Map::kBBytes, 0, 1024);
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma_k32<A_FORMAT, B_FORMAT>(acc, a + 2 * k, b + 2 * k, !first || k > 0);
+    }
+};
+
+// All k-blocks of a tile with split accumulation: for each part of the columns a chain of four wgmma from zero, then its
+// promotion. The stage has been waited for already, and at the end the next tile's (if there is one: `more`) has too:
+// the wait runs under a part's wgmma, so that nothing but the additions stands between that part and the next.
+__device__ __forceinline__ void split_tile(float (&acc)[kAcc], unsigned shared, const Issue& base, Position& stage,
+                                           int k_blocks, bool more) {
+#pragma unroll
+    for (int i = 0; i < kAcc; i++) acc[i] = 0.0f;
+    for (int kb = 0; kb < k_blocks; kb++) {
+        const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
+        const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
+#pragma unroll
+        for (int part = 0; part < kBlockN / kPartN; part++) {
+            float partial[kPartN / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                wgmma_k32<A_FORMAT, B_FORMAT>(partial, a + 2 * k, b + part * (kPartN * kStageRowBytes >> 4) + 2 * k,
+                                              k > 0);
+            wgmma_commit();
+            if (part == kBlockN / kPartN - 1) {
+                const unsigned empty = shared + Map::kEmpty + 8 * stage.index;
+                stage.advance();
+                if (kb + 1 < k_blocks || more) mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+                wgmma_wait<0>();
+                release<CLUSTER>(empty);
+            } else {
+                wgmma_wait<0>();
+            }
+            wgmma_hold(partial);
+#pragma unroll
+            for (int i = 0; i < kPartN / 2; i++)
+                acc[part * kPartN / 2 + i] = __fadd_rn(acc[part * kPartN / 2 + i], partial[i]);
+        }
+    }
+}
+
+}  // namespace twin

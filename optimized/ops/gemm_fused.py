@@ -1,0 +1,268 @@
+"""FP8 products with what follows them, on Hopper: the host side of kernels/gemm_fp8_fused.cu.
+
+The definitions are reference/ops/gemm_fused.py: each op has the bits of the two that it names, so where the kernel has
+no form (fp32 activations, an empty matrix) the two kernels run one after the other. Every tile gives the same bits.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops import activation as activations
+from optimized.ops.amax import WIDE, aligned, amax_pointer
+from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.dbias import add_blocks, new_partial
+from optimized.ops.dropout import advance
+from optimized.ops.dropout import bias_dropout_add as dropout
+from optimized.ops.gemm_fp8 import BIAS_TYPES, check_devices, gemm_fp8, loadable, operand_maps, run
+from optimized.ops.gemm_fp8 import defines as product_defines
+from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
+from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
+from reference.ops.cast_transpose import ceil16
+from reference.ops.dropout import keep_scale, threshold
+from reference.ops.gemm_fused import check_backward, check_residual, empty_product
+from reference.ops.library import LIBRARY
+
+ACTIVATION, BACKWARD, DROPOUT = 1, 2, 3  # the macro EPILOGUE
+SHARED_BYTES = 232448  # of a block, at most
+Inverses = tuple[torch.Tensor, torch.Tensor]
+
+
+def handoff_bytes(tile: Tile) -> int:
+    """Shared memory of kernels/gemm_handoff.cuh: a tile in 16 bits, two barriers a warpgroup."""
+    return 2 * tile.block_m * tile.block_n + 16 * tile.warpgroups
+
+
+def with_room(tile: Tile) -> Tile:
+    """`tile` with as many stages as leave room for the handoff."""
+    stage = tile.shared_bytes // tile.stages
+    return replace(tile, stages=min(tile.stages, (SHARED_BYTES - handoff_bytes(tile)) // stage))
+
+
+def halves(epilogue: int, kind: str | None) -> int:
+    """Into how many halves a tile's columns fall: the two of a gated pre-activation."""
+    return 2 if epilogue == ACTIVATION and kind in GATED else 1
+
+
+def defines(
+    epilogue: int,
+    formats: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
+    tile: Tile,
+    columns: int,
+    kind: str | None = None,
+    q: torch.dtype | None = None,
+) -> dict[str, int | str]:
+    """The macros of one configuration of kernels/gemm_fp8_fused.cu.
+
+    Args:
+        epilogue: ACTIVATION, BACKWARD or DROPOUT; the first two have a `kind` and cast to `q`.
+        formats: of a and b.
+        dtype: T, bfloat16 or float16.
+        tile: with room for the handoff.
+        columns: of the output; of each of its halves, if there are two.
+    """
+    accumulate = "split" if epilogue == BACKWARD else "fast"
+    macros = product_defines(*formats, dtype, accumulate, tile, columns)
+    del macros["ACCUMULATE"]
+    macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
+    if kind is not None and q is not None:
+        macros |= {"KIND": activations.KIND[kind], "FP8": FP8[q]}
+    return macros
+
+
+_E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+_CHOICES = [
+    *itertools.product(TILES, [32], (ACTIVATION, BACKWARD), ("gelu", "swiglu"), [_BF16], [_E4M3]),
+    *itertools.product(TILES, [16], (ACTIVATION, BACKWARD), ("geglu",), [_BF16], [_E5M2]),
+    *itertools.product(TILES[1:2], [32], (ACTIVATION, BACKWARD), KINDS, (torch.bfloat16, torch.float16), [_E5M2]),
+    *itertools.product(TILES, (16, 32), [DROPOUT], [None], [_BF16], [None]),
+    *itertools.product(TILES[1:2], [32], [DROPOUT], [None], [torch.float16], [None]),
+]
+# What the CPU suite compiles: every tile with each epilogue, and every kind and type in one tile.
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("gemm_fp8_fused", defines(epilogue, (_E4M3, _E4M3), dtype, with_room(tile), columns, kind, q))
+    for tile, columns, epilogue, kind, dtype, q in _CHOICES
+]
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(
+    epilogue: int,
+    formats: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
+    tile: Tile,
+    columns: int,
+    kind: str | None,
+    q: torch.dtype | None,
+) -> launch.Kernel:
+    macros = defines(epilogue, formats, dtype, tile, columns, kind, q)
+    return launch.function("gemm_fp8_fused", "gemm_fp8_fused", macros, tile.shared_bytes + handoff_bytes(tile))
+
+
+def _launch(
+    epilogue: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverses: Inverses,
+    dtype: torch.dtype,
+    arguments: list[int],
+    tile: Tile | None,
+    kind: str | None = None,
+    q: torch.dtype | None = None,
+) -> None:
+    """Run the kernel; `arguments` are the 64-bit words of its struct Epilogue."""
+    (m, k), n, index = a.shape, b.shape[0], a.device.index
+    if tile is None:
+        tile = select_tile(m, n, k, epilogue == BACKWARD, multiprocessors(index))
+    tile = with_room(tile)
+    parts = halves(epilogue, kind)
+    columns = n // parts
+    a_map, b_map = operand_maps(a, b, tile, run(columns), max(parts, tile.cluster))
+    args = (
+        a_map.argument,
+        b_map.argument,
+        launch.by_value(np.array(arguments, np.int64)),
+        inverses[0].data_ptr(),
+        inverses[1].data_ptr(),
+        np.int32(m),
+        np.int32(n),
+        np.int32(k),
+    )
+    # What of `columns` the configuration depends on.
+    kernel = _kernel(epilogue, (a.dtype, b.dtype), dtype, tile, 32 if columns % 32 == 0 else 16, kind, q)
+    blocks = tile.blocks(m, n, multiprocessors(index))
+    launch.launch(kernel, (blocks,), (tile.threads,), args, kernel.max_dynamic_smem, device=index)
+
+
+def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel has a form for this product; fp32 has none, being no activation dtype of tensor cores."""
+    return dtype != torch.float32 and a.shape[0] > 0 and b.shape[0] > 0 and a.shape[1] > 0
+
+
+def _cast_outputs(x: torch.Tensor, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for q `[rows, columns]`, q_t and scale_inv, for the rows of x."""
+    rows = x.shape[0]
+    return (
+        torch.empty((rows, columns), dtype=dtype, device=x.device),
+        torch.empty((columns, ceil16(rows)), dtype=dtype, device=x.device),
+        torch.empty(1, dtype=torch.float32, device=x.device),
+    )
+
+
+def gemm_fp8_activation(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Four:
+    """a `[M, K]`, b `[n, K]` float8 -> (h `[M, n]` of out_dtype, q `[M, m]`, q_t `[m, ceil16(M)]`, scale_inv `[1]`)."""
+    h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
+    check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
+    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
+    if not _fusible(a, b, out_dtype):
+        h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
+        return h, *activations.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
+    bias = None if bias is None else loadable(bias)
+    q, q_t, scale_inv = _cast_outputs(h, width(kind, h.shape[1]), dtype)
+    arguments = [
+        h.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        scale_pointer(scale, column),
+        amax_pointer(amax_history, column),
+        q.data_ptr(),
+        q_t.data_ptr(),
+        scale_inv.data_ptr(),
+        0,
+        int(BIAS_TYPES[None if bias is None else bias.dtype]),
+    ]
+    _launch(ACTIVATION, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, kind, dtype)
+    return h, q, q_t, scale_inv
+
+
+def gemm_fp8_activation_backward(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> Four:
+    """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`)."""
+    check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
+    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
+    if not _fusible(a, b, x.dtype):
+        dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
+        return activations.activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
+    x = aligned(x)
+    q, q_t, scale_inv = _cast_outputs(x, x.shape[1], dtype)
+    partial = new_partial(x)
+    arguments = [
+        x.data_ptr(),
+        0,
+        scale_pointer(scale, column),
+        amax_pointer(amax_history, column),
+        q.data_ptr(),
+        q_t.data_ptr(),
+        scale_inv.data_ptr(),
+        partial.data_ptr(),
+        0,
+    ]
+    _launch(BACKWARD, a, b, (a_scale_inv, b_scale_inv), x.dtype, arguments, tile, kind, dtype)
+    return q, q_t, scale_inv, add_blocks(partial, x.dtype)
+
+
+def gemm_fp8_bias_dropout_add(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    p: float,
+    rng_state: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]`; advances `rng_state`."""
+    out = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
+    check_residual(out, bias, residual, p, rng_state)
+    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
+    if not _fusible(a, b, out_dtype):
+        x = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
+        return dropout(x, bias, residual, p, rng_state)
+    bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
+    arguments = [
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if rng_state is None else rng_state.data_ptr(),
+        threshold(p),
+        int(np.float64(keep_scale(p)).view(np.int64)),
+    ]
+    _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile)
+    if threshold(p):
+        assert rng_state is not None
+        advance(rng_state)
+    return out
+
+
+for _op in (gemm_fp8_activation, gemm_fp8_activation_backward, gemm_fp8_bias_dropout_add):
+    LIBRARY.impl(_op.__name__, _op, "CUDA")

@@ -1,0 +1,206 @@
+"""FP8 products with what follows them in one op: an activation, its backward, or bias + dropout + residual.
+
+Each is, in every bit, the ops that it names, one after the other: the product is rounded to the activation dtype T
+before the next op reads it, as it would be in memory between two kernels. With s = a_scale_inv · b_scale_inv:
+
+    gemm_fp8_activation             h = T( a·bᵀ · s + bias )          `twin::gemm_fp8`, fast; kept for the backward
+                                    q, q_t, scale_inv, amax of act(h)   `twin::activation_cast_transpose`
+    gemm_fp8_activation_backward    dact = T( a·bᵀ · s )              `twin::gemm_fp8`, split
+                                    q, q_t, scale_inv, amax, dbias      `twin::activation_backward_cast_transpose_dbias`
+                                    of dact · act'(h)
+    gemm_fp8_bias_dropout_add       x = T( a·bᵀ · s )                 `twin::gemm_fp8`, fast
+                                    T( T( dropout( T( x + bias ) ) ) + residual )   `twin::bias_dropout_add`
+
+Accumulations are those of the layers: fast forward, split backward (`reference.nn.linear`).
+"""
+
+import torch
+
+from reference.ops import gemm_fp8 as product
+from reference.ops.activation import (
+    Four,
+    activation_backward_cast_transpose_dbias,
+    activation_cast_transpose,
+    check_activation,
+    check_forward_cast,
+    width,
+)
+from reference.ops.cast import check_cast
+from reference.ops.cast_transpose import ceil16
+from reference.ops.dropout import bias_dropout_add, check_dropout, check_rows
+from reference.ops.library import define, fake
+
+
+def empty_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverses: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Room for a·bᵀ `[M, N]` of out_dtype, after `twin::gemm_fp8`'s checks of what makes it."""
+    product.check(a, b, *inverses, bias, out_dtype, "fast")
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def check_backward(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverses: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse what `gemm_fp8_activation_backward` does not take."""
+    op = "twin::gemm_fp8_activation_backward"
+    check_activation(op, x, kind)
+    product.check(a, b, *inverses, None, x.dtype, "split")
+    found, expected = (x.shape[0], width(kind, x.shape[1])), (a.shape[0], b.shape[0])
+    if found != expected:
+        raise ValueError(
+            f"{op}: x must be the pre-activation of the product, whose shape is {expected}; "
+            f"got {tuple(x.shape)}, of kind {kind!r}, whose activation is {found}."
+        )
+    check_cast(op, x, scale, amax_history, column, dtype)
+
+
+def check_residual(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> None:
+    """Refuse what `gemm_fp8_bias_dropout_add` does not take behind its product x `[M, N]`."""
+    op = "twin::gemm_fp8_bias_dropout_add"
+    check_rows(op, x, bias, residual)
+    check_dropout(op, "x", x, p, rng_state)
+
+
+@define("gemm_fp8_activation")
+def gemm_fp8_activation(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    """a `[M, K]`, b `[n, K]` float8 -> (h `[M, n]` of out_dtype, q `[M, m]`, q_t `[m, ceil16(M)]`, scale_inv `[1]`).
+
+    m is n, or n/2 for the gated kinds, whose first half of columns is activated. q and q_t are of `dtype`.
+    """
+    h = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
+    check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
+    return h, *activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
+
+
+@define("gemm_fp8_activation_backward")
+def gemm_fp8_activation_backward(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`).
+
+    x is the pre-activation, of the activation dtype; n is m, or 2·m for the gated kinds. dbias is of x's dtype.
+    """
+    check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
+    dact = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
+    return activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
+
+
+@define("gemm_fp8_bias_dropout_add")
+def gemm_fp8_bias_dropout_add(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]` of out_dtype.
+
+    p and rng_state as in `twin::bias_dropout_add`, which advances the state.
+    """
+    x = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
+    check_residual(x, bias, residual, p, rng_state)
+    return bias_dropout_add(x, bias, residual, p, rng_state)
+
+
+@fake("gemm_fp8_activation")
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
+    check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
+    rows, cols = h.shape[0], width(kind, h.shape[1])
+    return h, h.new_empty(rows, cols, dtype=dtype), h.new_empty(cols, ceil16(rows), dtype=dtype), scale.new_empty(1)
+
+
+@fake("gemm_fp8_activation_backward")
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
+    rows, cols = x.shape
+    return (
+        x.new_empty(rows, cols, dtype=dtype),
+        x.new_empty(cols, ceil16(rows), dtype=dtype),
+        scale.new_empty(1),
+        x.new_empty(cols),
+    )
+
+
+@fake("gemm_fp8_bias_dropout_add")
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    x = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
+    check_residual(x, bias, residual, p, rng_state)
+    return x
