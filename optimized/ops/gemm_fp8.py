@@ -87,7 +87,9 @@ def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, parts
                 f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
             )
     (m, k), n = a.shape, b.shape[0]
-    a_map = encode(a.data_ptr(), a.dtype, (k, m), (k,), (128, tile.block_m), 128, 256)
+    # L2 fetches two lines at a time, but for rows that straddle lines: there it costs 5 to 20 %.
+    l2 = 256 if k % 128 == 0 else 128
+    a_map = encode(a.data_ptr(), a.dtype, (k, m), (k,), (128, tile.block_m), 128, l2)
     b_map = encode(
         b.data_ptr(),
         b.dtype,
@@ -95,7 +97,7 @@ def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, parts
         (k, width * k, 2 * k, 4 * width * k),
         (128, 2, 4, width // 2, tile.block_n // (4 * width * parts)),
         128,
-        256,
+        l2,
     )
     return a_map, b_map
 
