@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from reference import formats
+from reference.ops.multi_cast_transpose import outputs
 
 pytestmark = pytest.mark.gpu
 
@@ -194,3 +195,79 @@ def test_two_runs_and_two_streams_give_the_same_bits() -> None:
     for a, b, c in zip(first, again, beside, strict=True):
         assert_same_bits(a, b, "two runs")
         assert_same_bits(a, c, "two streams")
+
+
+def test_sums_wait_for_their_parts() -> None:
+    """The second kernel of dbias starts early: many calls in a row, each over the memory of the one before."""
+    xs = [numbers(8192, 256, torch.bfloat16, seed).nan_to_num(0.0, 0.0, 0.0).cuda() for seed in range(2)]
+    expected = [twin.dbias(x.cpu()) for x in xs]
+    scale = torch.ones(1, device="cuda")
+    for i in range(200):
+        assert_same_bits(twin.dbias(xs[i % 2]), expected[i % 2], f"dbias, call {i}")
+        found = twin.cast_transpose_dbias(xs[i % 2], scale, None, 0, FP8[0])[3]
+        assert_same_bits(found, expected[i % 2], f"cast_transpose_dbias, call {i}")
+
+
+def all_of(xs: list[torch.Tensor], out: torch.dtype, history: torch.Tensor | None, scale: torch.Tensor) -> list[object]:
+    """Every word that `twin::multi_cast_transpose` writes for `xs`, whose columns are their numbers."""
+    if xs[0].is_cuda:
+        poison(4 * max(x.numel() for x in xs) + 4096)
+    made = [outputs(x, out) for x in xs]
+    histories = [] if history is None else [history] * len(xs)
+    twin.multi_cast_transpose(
+        xs, [scale] * len(xs), histories, list(range(len(xs))), *map(list, zip(*made, strict=True))
+    )
+    return [*itertools.chain(*made), history]
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("out", FP8)
+def test_multi_cast_transpose(dtype: torch.dtype, out: torch.dtype) -> None:
+    shapes = [*itertools.product((0, 1, 17, 64, 129), (16, 80, 272)), (300, 0), (1000, 1024)]
+    for count in (1, 3, 4, 5, len(shapes)):  # both capacities
+        xs = [numbers(*shape, dtype, seed) for seed, shape in enumerate(shapes[-count:])]
+        for noted in (True, False):
+            results = []
+            for device in ("cpu", "cuda"):
+                scale = torch.linspace(0.5, 40.0, count, device=device)
+                history = torch.full((2, count), 2.0**-20, device=device) if noted else None
+                results.append(all_of([x.to(device) for x in xs], out, history, scale))
+            for a, b in zip(*results, strict=True):
+                if a is not None:
+                    assert_same_bits(a, b, f"{count} matrices of {dtype} to {out}")
+
+
+def test_multi_cast_transpose_of_more_matrices_than_a_launch_takes() -> None:
+    xs = [numbers(3, 16, torch.bfloat16, seed) for seed in range(300)]
+    results = []
+    for device in ("cpu", "cuda"):
+        scale, history = torch.ones(300, device=device), torch.zeros(1, 300, device=device)
+        results.append(all_of([x.to(device) for x in xs], FP8[0], history, scale))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_multi_cast_transpose_in_a_graph() -> None:
+    xs = [numbers(64, 48, torch.bfloat16, seed).cuda() for seed in range(3)]
+    made = [outputs(x, FP8[0]) for x in xs]
+    scale, history = torch.ones(3, device="cuda"), torch.zeros(1, 3, device="cuda")
+    args = (xs, [scale] * 3, [history] * 3, [0, 1, 2], *map(list, zip(*made, strict=True)))
+    twin.multi_cast_transpose(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twin.multi_cast_transpose(*args)
+    for seed, x in enumerate(xs):
+        x.copy_(numbers(64, 48, torch.bfloat16, seed + 10))
+    history.zero_()
+    graph.replay()
+    expected = all_of([x.cpu() for x in xs], FP8[0], torch.zeros(1, 3), torch.ones(3))
+    for a, b in zip([*itertools.chain(*made), history], expected, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_multi_cast_transpose_refuses_outputs_off_the_16_byte_boundary() -> None:
+    x = torch.randn(1, 16, device="cuda")
+    q, q_t, scale_inv = outputs(x, FP8[0])
+    q = torch.empty(17, dtype=FP8[0], device="cuda")[1:].view(1, 16)
+    with pytest.raises(ValueError, match=r"q\[0\] and q_t\[0\] must start at multiples of 16 bytes"):
+        twin.multi_cast_transpose([x], [torch.ones(1, device="cuda")], [], [0], [q], [q_t], [scale_inv])

@@ -1,5 +1,6 @@
 """`twin::cast_transpose` and `twin::cast_transpose_dbias` on the CPU: the cast, its transpose, the bias gradient."""
 
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import reference.ops.cast_transpose
 from reference import formats
+from reference.ops import multi_cast_transpose as multi
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 twin = torch.ops.twin
@@ -110,3 +112,75 @@ def test_refusals(op):
             call(*arguments)
     with pytest.raises(RuntimeError, match=rf"twin::{op} has no derivative of its own"):
         call(torch.zeros(4, 32, requires_grad=True), *good[1:])
+
+
+def all_outputs(xs, out=E4M3):
+    return list(map(list, zip(*(multi.outputs(x, out) for x in xs), strict=True)))
+
+
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+def test_several_at_once_are_each_as_alone(dtype, out):
+    xs = [torch.randn(rows, cols).to(dtype) * 30 for rows, cols in ((0, 16), (5, 0), (17, 32), (64, 48))]
+    scale = torch.tensor([0.7, 91.0, 3.0, 5.0])
+    histories = [torch.full((3, 4), 0.25) for _ in range(2)]
+    made = all_outputs(xs, out)
+    twin.multi_cast_transpose(xs, [scale] * 4, [histories[0]] * 4, [3, 2, 1, 0], *made)
+    for i, x in enumerate(xs):
+        alone = twin.cast_transpose(x, scale, histories[1], 3 - i, out)
+        for name, a, b in zip(("q", "q_t", "scale_inv"), (part[i] for part in made), alone, strict=True):
+            assert_same_bits(a, b, f"{name} of {list(x.shape)}")
+    assert_same_bits(*histories)
+    twin.multi_cast_transpose(xs, [scale] * 4, [], [0] * 4, *made)  # no amax is noted
+    assert_same_bits(*histories)
+
+
+def test_several_at_once_in_a_compiled_function():
+    """The same history twice in a list: both columns arrive."""
+    xs, scale = [torch.randn(20, 32), torch.randn(5, 16)], torch.tensor([1.0, 2.0])
+
+    def step(xs, scale, history):
+        made = all_outputs(xs)
+        twin.multi_cast_transpose(xs, [scale] * 2, [history] * 2, [0, 1], *made)
+        return made
+
+    histories = [torch.zeros(4, 2) for _ in range(2)]
+    with torch.no_grad():
+        eager = step(xs, scale, histories[0])
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(xs, scale, histories[1])
+    for a, b in zip(itertools.chain(*eager, histories[:1]), itertools.chain(*compiled, histories[1:]), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"scales": 1}, r"scales must have 2 entries, one for each of xs; got 1\."),
+        ({"amax_histories": 1}, r"amax_histories must have 2 entries, one for each of xs; got 1\."),
+        ({"columns": [0, 7]}, r"column"),
+        ({"q": "dtype"}, r"xs\[1\] is torch.float32 on cpu, to torch.float8_e5m2, and xs\[0\] torch.float32"),
+        ({"q_t": "shape"}, r"q_t\[1\] must be contiguous torch.float8_e4m3fn \[16, 16\] on cpu; got .*\[16, 5\]"),
+        ({"scale_inv": "shape"}, r"scale_inv\[1\] must be contiguous torch.float32 \[1\] on cpu; got .*\[2\]"),
+    ],
+)
+def test_several_at_once_refuses(change, sentence):
+    xs = [torch.randn(20, 32), torch.randn(5, 16)]
+    q, q_t, scale_inv = all_outputs(xs)
+    arguments = {
+        "scales": [torch.ones(2)] * 2,
+        "amax_histories": [torch.zeros(1, 2)] * 2,
+        "columns": [0, 1],
+        "q": q,
+        "q_t": q_t,
+        "scale_inv": scale_inv,
+    }
+    for name, how in change.items():
+        there = arguments[name]
+        if how == "dtype":
+            arguments[name] = [there[0], there[1].to(torch.float32).to(E5M2)]
+        elif how == "shape":
+            arguments[name] = [there[0], torch.empty(2) if name == "scale_inv" else torch.empty(16, 5).to(E4M3)]
+        else:
+            arguments[name] = there[:how] if isinstance(how, int) else how
+    with pytest.raises(ValueError, match=sentence):
+        twin.multi_cast_transpose(xs, *arguments.values())

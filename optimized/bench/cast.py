@@ -13,9 +13,10 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
+from reference.ops.multi_cast_transpose import outputs
 
 NAME = "cast_transpose"
-KERNELS = ("cast", "cast_transpose", "dbias", "amax", "scale_update")
+KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax", "scale_update")
 SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -89,6 +90,38 @@ def scale_update_ms(modules: int = 100, repeats: int = 50) -> dict[str, float]:
     return measure.summary(samples["scale_update"])
 
 
+def weights(hidden: int, dtype: torch.dtype, repeats: int = 20) -> dict[str, Any]:
+    """The four weights of a transformer layer, cast one by one and in one launch."""
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
+    size = sum(rows * cols for rows, cols in shapes)
+    layers = max(2, min(_CALLS, -(-_FOOTPRINT // (size * dtype.itemsize))))
+    xs = [[torch.randn(shape, device="cuda").to(dtype) for shape in shapes] for _ in range(layers)]
+    out = [list(map(list, zip(*(outputs(x, torch.float8_e4m3fn) for x in layer), strict=True))) for layer in xs]
+    scale, history = torch.ones(4, device="cuda"), torch.zeros(16, 4, device="cuda")
+    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+
+    def apart() -> None:
+        for i in range(_CALLS):
+            for column, x in enumerate(xs[i % layers]):
+                twin.cast_transpose(x, scale, history, column, torch.float8_e4m3fn)
+
+    def together() -> None:
+        for i in range(_CALLS):
+            args = ([scale] * 4, [history] * 4, [0, 1, 2, 3])
+            twin.multi_cast_transpose(xs[i % layers], *args, *out[i % layers])
+
+    calls: dict[str, Callable[[], object]] = {"cast_transpose": captured(apart), "multi": captured(together)}
+    calls["copy"] = lambda: target.copy_(source)
+    samples = measure.interleave(calls, repeats=repeats, warmup=2, flush=measure.Flush())
+    ceiling = 2 * _COPY_BYTES / measure.summary(samples["copy"])["median"]
+    found: dict[str, Any] = {"hidden": hidden, "dtype": str(dtype).removeprefix("torch.")}
+    for name in ("cast_transpose", "multi"):
+        ms = {key: value / _CALLS for key, value in measure.summary(samples[name]).items()}
+        found[name] = {"ms": ms, "of_copy": size * (dtype.itemsize + 2) / ms["median"] / ceiling}
+    return found
+
+
 def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> dict[str, Any]:
     """Measure; `progress` is told the fraction done."""
     flush = measure.Flush()
@@ -123,12 +156,15 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> d
                 )
             if progress is not None:
                 progress((done + 1) / len(cases))
+    with torch.no_grad():
+        layers = [weights(hidden, dtype) for hidden in (4096, 1024) for dtype in DTYPES.values()]
     update = scale_update_ms()
     return {
         "what": "bytes that must move over time (graph replays), against Tensor.copy_ of 512 MiB in the same run",
         "calls_per_sample": _CALLS,
         "repeats": repeats,
         "rows": rows,
+        "weights_of_a_layer": layers,
         "scale_update_100_modules_ms": update,
         "provenance": measure.provenance(KERNELS),
     }

@@ -14,6 +14,7 @@ import torch
 from optimized.commands import parity_layers, parity_ops
 from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
 from reference import philox
+from reference.ops.multi_cast_transpose import outputs
 
 twin = torch.ops.twin
 
@@ -31,8 +32,20 @@ def _cast(op: str, make: Callable[[], torch.Tensor], dtype: torch.dtype, scale: 
     return {**dict(zip(names, results, strict=True)), "amax_history": history}
 
 
+def _casts_together(wide: torch.dtype, dtype: torch.dtype, device: torch.device) -> Outputs:
+    """Matrices of several shapes in one call; each has its own column."""
+    xs = [numbers((rows, 80), wide, 21 + rows).to(device) for rows in (1, 7, 130)]
+    scales, history = torch.tensor([1.0, 3.0, 37.5], device=device), torch.zeros(4, 3, device=device)
+    parts = [list(part) for part in zip(*(outputs(x, dtype) for x in xs), strict=True)]
+    twin.multi_cast_transpose(xs, [scales] * 3, [history] * 3, [0, 1, 2], *parts)
+    found = {"amax_history": history}
+    for name, part in zip(("q", "q_t", "scale_inv"), parts, strict=True):
+        found |= {f"{name}.{i}": x for i, x in enumerate(part)}
+    return found
+
+
 def casts() -> Iterator[Case]:
-    """The three casts and the two reductions that they contain."""
+    """The casts and the two reductions that they contain."""
     for wide, dtype in product(WIDE, FP8):
         label = f"{short(wide)} to {short(dtype)}"
         for scale in (1.0, 37.5):
@@ -48,6 +61,7 @@ def casts() -> Iterator[Case]:
                 partial(_cast, op, partial(numbers, (rows, 80), wide, 21), dtype, 3.0),
                 live=rows > 1000,
             )
+        yield Case("multi_cast_transpose", f"{label}, three matrices", partial(_casts_together, wide, dtype))
     for wide, rows in product(WIDE, (1, 63, 64, 65, 1000)):
         yield Case(
             "dbias",

@@ -130,7 +130,16 @@ def cast_transpose(payload: dict[str, Any]) -> list[Table]:
         "Median over shapes (smallest): the bytes that must move over the time, as a share of what `Tensor.copy_` "
         "reaches in the same run. " + _note(payload)
     )
-    return [Table("Casts and reductions", columns, tuple(rows), note)]
+    tables = [Table("Casts and reductions", columns, tuple(rows), note)]
+    layers = []
+    for layer in payload.get("weights_of_a_layer", ()):
+        ways = (layer["cast_transpose"], layer["multi"])
+        speeds = (f"{1e3 * way['ms']['median']:.1f} ({_percent(way['of_copy'])})" for way in ways)
+        layers.append((str(layer["hidden"]), layer["dtype"], *speeds))
+    if layers:
+        heads = ("hidden", "weights", "one by one, µs (of copy)", "`multi_cast_transpose`, µs (of copy)")
+        tables.append(Table("The four weights of a layer, to FP8 with their transposes", heads, tuple(layers), note))
+    return tables
 
 
 def _of_copy(payload: dict[str, Any], title: str, group: str, label: Callable[[str], str]) -> list[Table]:

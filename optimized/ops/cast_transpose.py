@@ -15,7 +15,7 @@ from reference.ops.cast import check_cast
 from reference.ops.cast_transpose import ceil16
 from reference.ops.library import LIBRARY
 
-_THREADS = 128
+THREADS = 128
 _TILE_ROWS = 128
 _TILE_COL_BYTES = 256
 
@@ -32,6 +32,12 @@ _kernels = {
     (x, q, dbias): launch.function("cast_transpose", "cast_transpose", defines(x, q, dbias))
     for x, q, dbias in itertools.product(WIDE, FP8, (False, True))
 }
+
+
+def tiles(x: torch.Tensor) -> int:
+    """Blocks that take a tile of `x` each; at least one, which writes scale_inv."""
+    rows, cols = x.shape
+    return max(1, -(-rows // _TILE_ROWS) * -(-cols // (_TILE_COL_BYTES // x.element_size())))
 
 
 def _run(
@@ -60,10 +66,7 @@ def _run(
         np.int32(rows),
         np.int32(cols),
     ]
-    # At least one block: it writes scale_inv.
-    tile_cols = _TILE_COL_BYTES // x.element_size()
-    tiles = max(1, -(-rows // _TILE_ROWS) * -(-cols // tile_cols))
-    launch.launch(kernel, (tiles,), (_THREADS,), args, device=x.device.index)
+    launch.launch(kernel, (tiles(x),), (THREADS,), args, device=x.device.index)
     return q, q_t, scale_inv
 
 

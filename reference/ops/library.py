@@ -71,6 +71,8 @@ SCHEMAS = {
     " Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     "gemm_fp8_bias_dropout_add": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
     " Tensor? residual, ScalarType out_dtype, float p, Tensor(a!)? rng_state) -> Tensor",
+    "multi_cast_transpose": "(Tensor[] xs, Tensor[] scales, Tensor(a!)[] amax_histories, int[] columns,"
+    " Tensor(b!)[] q, Tensor(c!)[] q_t, Tensor(d!)[] scale_inv) -> ()",
     "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind, ScalarType out_dtype)"
     " -> (Tensor, Tensor, Tensor)",
     "norm_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centered, str kind,"

@@ -1,0 +1,35 @@
+// multi_cast_transpose: cast_transpose of up to CAPACITY matrices in one launch.
+//
+// Each matrix of the table as in cast_transpose.cu; amax is null where none is noted. A block takes one tile; tiles are
+// numbered through all matrices, those of matrix i from first_tile on. The table is a kernel argument by value, so
+// there is nothing to copy to the device, and a CUDA graph captures the launch as it is.
+#include "cast_transpose.cuh"
+
+struct Matrix {
+    const wide_t* x;
+    const float* scale;
+    float* amax;
+    unsigned char* q;
+    unsigned char* q_t;
+    float* scale_inv;
+    int rows, cols, first_tile, unused;
+};
+
+struct Table {
+    Matrix matrices[CAPACITY];
+};
+
+extern "C" __global__ __launch_bounds__(THREADS, 3) void multi_cast_transpose(
+    const __grid_constant__ Table table, int count) {
+    // The last matrix whose first tile is not beyond this one.
+    int at = 0;
+    for (int step = CAPACITY / 2; step > 0; step /= 2)
+        if (at + step < count && table.matrices[at + step].first_tile <= static_cast<int>(blockIdx.x)) at += step;
+    const Matrix& m = table.matrices[at];
+    const int tile = blockIdx.x - m.first_tile;
+    const float scale = *m.scale;
+    if (tile == 0 && threadIdx.x == 0) *m.scale_inv = 1.0f / scale;
+    float amax = 0.0f;
+    cast_tile<false>(m.x, m.q, m.q_t, nullptr, m.rows, m.cols, tile, scale, amax);
+    if (m.amax != nullptr) commit_amax<WARPS>(amax, m.amax);
+}

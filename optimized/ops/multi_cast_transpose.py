@@ -1,0 +1,78 @@
+"""`twin::multi_cast_transpose` on the GPU: kernels/multi_cast_transpose.cu, one launch for all matrices.
+Semantics: `reference.ops.multi_cast_transpose`.
+"""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE, aligned, amax_pointer
+from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.cast_transpose import THREADS, tiles
+from reference.ops.library import LIBRARY
+from reference.ops.multi_cast_transpose import OP, check
+
+# Matrices whose addresses fit in the kernel's argument (64 bytes each, of 32764): a module's, or a model's; a longer
+# list takes more launches.
+CAPACITIES = (4, 256)
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("multi_cast_transpose", {"WIDE": wide, "FP8": fp8, "CAPACITY": capacity})
+    for wide, fp8, capacity in itertools.product(WIDE.values(), FP8.values(), CAPACITIES)
+]
+
+_MATRIX = np.dtype(
+    [
+        *((name, "u8") for name in ("x", "scale", "amax", "q", "q_t", "scale_inv")),
+        *((name, "i4") for name in ("rows", "cols", "first_tile", "unused")),
+    ]
+)
+_kernels = {
+    (x, q, capacity): launch.function(
+        "multi_cast_transpose", "multi_cast_transpose", {"WIDE": WIDE[x], "FP8": FP8[q], "CAPACITY": capacity}
+    )
+    for x, q, capacity in itertools.product(WIDE, FP8, CAPACITIES)
+}
+
+
+def multi_cast_transpose(
+    xs: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    amax_histories: list[torch.Tensor],
+    columns: list[int],
+    q: list[torch.Tensor],
+    q_t: list[torch.Tensor],
+    scale_inv: list[torch.Tensor],
+) -> None:
+    """Cast every matrix `[rows, cols]` of `xs` into q, q_t and scale_inv."""
+    check(xs, scales, amax_histories, columns, q, q_t, scale_inv)
+    for start in range(0, len(xs), CAPACITIES[-1]):
+        part = range(start, min(start + CAPACITIES[-1], len(xs)))
+        capacity = next(c for c in CAPACITIES if len(part) <= c)
+        table = np.zeros(capacity, _MATRIX)
+        read = [aligned(xs[i]) for i in part]  # kept until the launch
+        first_tile = 0
+        for entry, (i, x) in enumerate(zip(part, read, strict=True)):
+            rows, cols = x.shape
+            if (q[i].data_ptr() | q_t[i].data_ptr()) % 16:
+                raise ValueError(f"{OP}: q[{i}] and q_t[{i}] must start at multiples of 16 bytes on a GPU.")
+            table[entry] = (
+                x.data_ptr(),
+                scale_pointer(scales[i], columns[i]),
+                amax_pointer(amax_histories[i] if amax_histories else None, columns[i]),
+                q[i].data_ptr(),
+                q_t[i].data_ptr(),
+                scale_inv[i].data_ptr(),
+                rows,
+                cols,
+                first_tile,
+                0,
+            )
+            first_tile += tiles(x)
+        kernel = _kernels[xs[0].dtype, q[0].dtype, capacity]
+        args = [launch.by_value(table), np.int32(len(part))]
+        launch.launch(kernel, (first_tile,), (THREADS,), args, device=xs[0].device.index)
+
+
+LIBRARY.impl("multi_cast_transpose", multi_cast_transpose, "CUDA")

@@ -1,0 +1,112 @@
+"""`twin::multi_cast_transpose`: the FP8 cast with the transposed copy, of several matrices.
+
+For each i: q[i], q_t[i] and scale_inv[i] become what `twin::cast_transpose` gives for xs[i], scales[i] and columns[i],
+and amax_histories[i] takes the amax as it would there. On a GPU that is one launch. The outputs are the caller's, so
+that a layer may keep them from step to step. The same scales and histories may stand in the lists several times, with
+different columns: weights of one module.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from reference.ops.cast import cast_rows, check_cast
+from reference.ops.cast_transpose import ceil16, transposed
+from reference.ops.library import define, fake
+
+OP = "twin::multi_cast_transpose"
+
+
+def check(
+    xs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    amax_histories: Sequence[torch.Tensor],
+    columns: Sequence[int],
+    q: Sequence[torch.Tensor],
+    q_t: Sequence[torch.Tensor],
+    scale_inv: Sequence[torch.Tensor],
+) -> None:
+    """Refuse what `twin::multi_cast_transpose` does not take, on either device, with a sentence."""
+    lists: dict[str, Sequence[object]] = {
+        "scales": scales,
+        "columns": columns,
+        "q": q,
+        "q_t": q_t,
+        "scale_inv": scale_inv,
+    }
+    if len(amax_histories):
+        lists["amax_histories"] = amax_histories
+    for name, values in lists.items():
+        if len(values) != len(xs):
+            raise ValueError(f"{OP}: {name} must have {len(xs)} entries, one for each of xs; got {len(values)}.")
+    for i, x in enumerate(xs):
+        check_cast(OP, x, scales[i], amax_histories[i] if len(amax_histories) else None, columns[i], q[i].dtype)
+        if x.dtype != xs[0].dtype or q[i].dtype != q[0].dtype or x.device != xs[0].device:
+            raise ValueError(
+                f"{OP}: xs[{i}] is {x.dtype} on {x.device}, to {q[i].dtype}, and xs[0] {xs[0].dtype} on "
+                f"{xs[0].device}, to {q[0].dtype}; they must agree."
+            )
+        rows, cols = x.shape
+        for name, out, shape, dtype in (
+            ("q", q[i], (rows, cols), q[0].dtype),
+            ("q_t", q_t[i], (cols, ceil16(rows)), q[0].dtype),
+            ("scale_inv", scale_inv[i], (1,), torch.float32),
+        ):
+            if out.shape != shape or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
+                raise ValueError(
+                    f"{OP}: {name}[{i}] must be contiguous {dtype} {list(shape)} on {x.device}; got {out.dtype} "
+                    f"{list(out.shape)} on {out.device}, strides {out.stride()}."
+                )
+
+
+def outputs(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for the (q, q_t, scale_inv) of `x` `[rows, cols]`."""
+    rows, cols = x.shape
+    return (
+        x.new_empty((rows, cols), dtype=dtype),
+        x.new_empty((cols, ceil16(rows)), dtype=dtype),
+        x.new_empty(1, dtype=torch.float32),
+    )
+
+
+@define("multi_cast_transpose")
+def multi_cast_transpose(
+    xs: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    amax_histories: list[torch.Tensor],
+    columns: list[int],
+    q: list[torch.Tensor],
+    q_t: list[torch.Tensor],
+    scale_inv: list[torch.Tensor],
+) -> None:
+    """Cast every matrix of `xs` into the caller's outputs.
+
+    Args:
+        xs: `[rows, cols]` each, contiguous, of one dtype (fp32, bf16 or fp16); cols a multiple of 16.
+        scales: fp32 `[n]`, of which entry columns[i] is used.
+        amax_histories: fp32 `[L, n]`, whose entry [0, columns[i]] takes the amax; an empty list notes none.
+        columns: one for each of xs.
+        q: FP8 of one dtype, `[rows, cols]`.
+        q_t: `[cols, ceil16(rows)]`.
+        scale_inv: fp32 `[1]`.
+    """
+    check(xs, scales, amax_histories, columns, q, q_t, scale_inv)
+    for i, x in enumerate(xs):
+        history = amax_histories[i] if amax_histories else None
+        codes, inverse = cast_rows(x, scales[i], history, columns[i], q[i].dtype)
+        q[i].copy_(codes)
+        q_t[i].copy_(transposed(codes))
+        scale_inv[i].copy_(inverse)
+
+
+@fake("multi_cast_transpose")
+def _(
+    xs: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    amax_histories: list[torch.Tensor],
+    columns: list[int],
+    q: list[torch.Tensor],
+    q_t: list[torch.Tensor],
+    scale_inv: list[torch.Tensor],
+) -> None:
+    check(xs, scales, amax_histories, columns, q, q_t, scale_inv)
