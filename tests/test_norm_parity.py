@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
-from optimized.ops import norm as kernels
+from optimized.ops import norm, norm_backward, norm_cast_transpose
 from reference import formats
 from reference.ops.norm import KINDS
 
@@ -122,27 +122,48 @@ def test_every_configuration_on_ragged_shapes(kind, dtype, monkeypatch):
     y = twin.norm(x, weight, bias, 1e-5, False, kind, BF16)
     cast = twin.norm_cast_transpose(x, weight, bias, 1e-5, False, kind, scale, history, 0, E4M3)
     there = [None if t is None else t.cuda() for t in (x, weight, bias, scale)]
-    for warps in (1, 2, 4, 8, 16):
-        monkeypatch.setattr(kernels, "row_warps", lambda hidden, warps=warps: warps)
+    for warps in norm.ROW_WARPS:
+        for module in (norm, norm_cast_transpose):
+            monkeypatch.setattr(module, "row_warps", lambda hidden, warps=warps: warps)
         poison()
         for a, b in zip(y, twin.norm(*there[:3], 1e-5, False, kind, BF16), strict=True):
             assert_same_bits(a, b, f"norm, {warps} warps")
-    for shape in ((1, 32), (2, 32), (4, 32), (8, 32), (8, 16), (16, 16)):
-        monkeypatch.setattr(kernels, "tile_shape", lambda hidden, shape=shape: shape)
         poison()
         found = torch.zeros(1, 1, device="cuda")
         for a, b in zip(
             cast, twin.norm_cast_transpose(*there[:3], 1e-5, False, kind, there[3], found, 0, E4M3), strict=True
         ):
-            assert_same_bits(a, b, f"norm_cast_transpose, {shape}")
+            assert_same_bits(a, b, f"norm_cast_transpose, {warps} warps")
         assert_same_bits(history, found, "amax")
     # The kernels for rows of any length, on this one.
-    monkeypatch.setattr(kernels, "row_warps", lambda hidden: None)
-    monkeypatch.setattr(kernels, "tile_shape", lambda hidden: None)
+    for module in (norm, norm_cast_transpose):
+        monkeypatch.setattr(module, "row_warps", lambda hidden: None)
     check(twin.norm, x, weight, bias, 1e-5, False, kind, FP32)
     check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, scale, history, 0, E5M2)
-    monkeypatch.setattr(kernels, "backward_shape", lambda hidden: None)
+    monkeypatch.setattr(norm_backward, "backward_shape", lambda dtype, hidden: None)
     check(twin.norm_backward, x, x, weight, y[1], y[2], False, kind, x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+def test_every_configuration_with_a_ragged_end(kind, dtype):
+    """Rows that end 48 elements before the last that a configuration holds; 35 rows: a whole tile and a ragged one."""
+    for warps in norm.ROW_WARPS:
+        hidden = 1024 * warps - 48
+        assert norm.row_warps(hidden) == warps
+        x = values(35, hidden, dtype, warps)
+        weight, bias = parameters(hidden, BF16, kind, warps)
+        check(twin.norm, x, weight, bias, 1e-5, False, kind, dtype)
+        check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)
+    for shape in norm_backward.SHAPES:
+        hidden = 256 * shape[0] * shape[1] - 48
+        assert norm_backward.backward_shape(BF16, hidden) == shape
+        rows = 300 if hidden < 2500 else 35
+        x, grad = values(rows, hidden, dtype, 1), values(rows, hidden, dtype, 2)
+        weight, _ = parameters(hidden, BF16, kind, 3)
+        _, mean, rstd = twin.norm(x, weight, None, 1e-5, False, kind, dtype)
+        for residual in (None, grad):
+            check(twin.norm_backward, grad, x, weight, mean, rstd, True, kind, residual)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,6 +52,19 @@ def test_whole_vectors(dtype: torch.dtype, backward: bool, interleaved: bool, d:
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("b", "h", "d", "d2"), [(1, 1, 4352, 4096), (3, 100, 128, 128), (1, 1, 8, 8), (2, 70, 80, 48)])
+def test_more_and_fewer_heads_than_threads(
+    dtype: torch.dtype, interleaved: bool, b: int, h: int, d: int, d2: int
+) -> None:
+    x, freqs = torch.randn(3, b, h, d).to(dtype), torch.randn(3, d2) * 50
+    for backward in (False, True):
+        assert_same_bits(
+            twin.rotary(x, freqs, interleaved, backward), twin.rotary(x.cuda(), freqs.cuda(), interleaved, backward)
+        )
+
+
 def test_angles() -> None:
     """A million angles of every size, through cos and sin apart."""
     words = torch.randint(-(2**31), 2**31 - 1, (1 << 20,), generator=torch.Generator().manual_seed(0))

@@ -56,6 +56,18 @@ def test_any_shape(b, h, sq, skv, dtype, mask_type, mask_shape, scale, seed) -> 
     compare(b, h, sq, skv, dtype, mask_type, mask_shape, scale, seed)
 
 
-@pytest.mark.parametrize("skv", [1500, 2048, 2049, 4099])
-def test_long_rows(skv: int) -> None:
-    compare(1, 2, 9, skv, torch.bfloat16, "causal_bottom_right", "none", 1.0, 3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("skv", [8, 250, 256, 504, 510, 1000, 1001, 1500, 2048, 2049, 2056, 4099])
+def test_every_configuration(dtype: torch.dtype, skv: int) -> None:
+    for mask_type, mask_shape in (("causal_bottom_right", "none"), ("causal", "pairs"), ("none", "none")):
+        compare(1, 2, 9, skv, dtype, mask_type, mask_shape, 1.0, 3, specials=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_view_off_the_16_byte_boundary(dtype: torch.dtype) -> None:
+    whole = torch.randn(3 * 264 + 1).to(dtype)
+    x, there = whole[1:].view(1, 1, 3, 264), whole.cuda()[1:].view(1, 1, 3, 264)
+    assert there.data_ptr() % 16 != 0
+    y = twin.softmax(x, 1.0, "none", None)
+    assert_same_bits(y, twin.softmax(there, 1.0, "none", None))
+    assert_same_bits(twin.softmax_backward(x, y, 1.0), twin.softmax_backward(there, y.cuda(), 1.0))

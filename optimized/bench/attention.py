@@ -17,6 +17,7 @@ from reference import philox
 
 twin = torch.ops.twin
 NAME = "attention"
+_CALLS = 4
 KERNELS = ("attention", "attention_backward", "dropout", "rotary", "softmax")
 
 
@@ -68,37 +69,61 @@ def _attention(repeats: int) -> dict[str, Any]:
     return found
 
 
+def _graph(call: Callable[[int], object]) -> Callable[[], object]:
+    """A few calls, the argument counting them, as one CUDA graph, so that the host's time is not in it."""
+    call(0)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i in range(_CALLS):
+            call(i)
+    return captured.replay
+
+
 def _elementwise(repeats: int) -> dict[str, Any]:
-    """Ops bound by memory: share of the bandwidth of a copy in the same run."""
+    """Ops bound by memory: share of the bandwidth of a copy of 512 MiB in the same run.
+
+    The bytes are those that must move: each input once, each output once; of scores that the causal rule hides, only
+    the output. Calls take their inputs in turn from a set that exceeds L2.
+    """
     rows, hidden = 8192, 4096
-    x, residual = (torch.randn(rows, hidden, device="cuda").bfloat16() for _ in range(2))
-    bias = torch.randn(hidden, device="cuda").bfloat16()
+    source = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    xs = [torch.randn(rows, hidden, device="cuda").bfloat16() for _ in range(4)]
+    scores = [torch.randn(1, 16, 2048, 2048, device="cuda").bfloat16() for _ in range(3)]
+    bias, freqs = xs[0][0].clone(), torch.randn(2048, 128, device="cuda")
     state = philox.new_state("cuda")
-    scores = torch.randn(1, 16, 2048, 2048, device="cuda").bfloat16()
-    y = twin.softmax(scores, 1.0, "none", None)
-    heads = x.view(2048, 4, 32, 128)
-    freqs = torch.randn(2048, 128, device="cuda")
-    target = torch.empty_like(x)
-    megabyte = x.numel() * 2e-6
-    variants: dict[str, tuple[float, Callable[[], object]]] = {
-        "copy": (2 * megabyte, lambda: target.copy_(x)),
-        "bias_dropout_add": (3 * megabyte, lambda: twin.bias_dropout_add(x, bias, residual, 0.1, state)),
-        "dropout_backward": (2 * megabyte, lambda: twin.dropout_backward(x, 0.1, state)),
-        "rotary": (2 * megabyte, lambda: twin.rotary(heads, freqs, False, False)),
-        "softmax": (2 * scores.numel() * 2e-6, lambda: twin.softmax(scores, 1.0, "none", None)),
-        "softmax causal": (2 * scores.numel() * 2e-6, lambda: twin.softmax(scores, 1.0, "causal", None)),
-        "softmax_backward": (3 * scores.numel() * 2e-6, lambda: twin.softmax_backward(scores, y, 1.0)),
+    one, all_scores = xs[0].numel() * 2e-6, scores[0].numel() * 2e-6  # MB
+
+    def x(i: int) -> torch.Tensor:
+        return xs[i % len(xs)]
+
+    def s(i: int) -> torch.Tensor:
+        return scores[i % len(scores)]
+
+    def rotary(interleaved: bool) -> Callable[[int], object]:
+        return lambda i: twin.rotary(x(i).view(2048, 4, 32, 128), freqs, interleaved, False)
+
+    variants: dict[str, tuple[float, Callable[[int], object]]] = {
+        "bias_dropout_add": (3 * one, lambda i: twin.bias_dropout_add(x(i), bias, x(i + 1), 0.1, state)),
+        "dropout_backward": (2 * one, lambda i: twin.dropout_backward(x(i), 0.1, state)),
+        "rotary": (2 * one, rotary(False)),
+        "rotary interleaved": (2 * one, rotary(True)),
+        "softmax": (2 * all_scores, lambda i: twin.softmax(s(i), 1.0, "none", None)),
+        "softmax causal": (1.5 * all_scores, lambda i: twin.softmax(s(i), 1.0, "causal", None)),
+        "softmax_backward": (3 * all_scores, lambda i: twin.softmax_backward(s(i), s(i + 1), 1.0)),
     }
-    times = measure.interleave({name: call for name, (_, call) in variants.items()}, repeats, flush=measure.Flush())
+    calls: dict[str, Callable[[], object]] = {name: _graph(call) for name, (_, call) in variants.items()}
+    calls["copy"] = lambda: target.copy_(source)
+    times = measure.interleave(calls, repeats, warmup=2, flush=measure.Flush())
     found = {}
-    for name, (size, _) in variants.items():
-        summary = measure.summary(times[name])
+    for name in ("copy", *variants):
+        size, count = (2 * source.numel() * 2e-6, 1) if name == "copy" else (variants[name][0], _CALLS)
+        summary = {key: value / count for key, value in measure.summary(times[name]).items()}
         bandwidth = size / summary["median"] * 1e-3  # MB / ms = GB/s
         found[name] = {**summary, "TB/s": bandwidth}
-        print(
-            f"{name}: {summary['median']:.4f} ms, {bandwidth:.2f} TB/s, "
-            f"{bandwidth / found['copy']['TB/s']:.2f} of a copy"
-        )
+        share = bandwidth / found["copy"]["TB/s"]
+        print(f"{name}: {summary['median']:.4f} ms, {bandwidth:.2f} TB/s, {share:.2f} of a copy")
     return found
 
 

@@ -14,13 +14,13 @@ using namespace twin;
 
 constexpr int kElements = 8;
 
-struct Eight {
+struct Values {
     float value[kElements];
 };
 
 // Elements from `at` on; those from `end` on read as zero. `whole`: all eight exist, at an aligned address.
-__device__ __forceinline__ Eight load(const wide_t* x, long long at, long long end, bool whole) {
-    Eight eight;
+__device__ __forceinline__ Values load(const wide_t* x, long long at, long long end, bool whole) {
+    Values eight;
     if (whole) {
 #pragma unroll
         for (int v = 0; v < kElements / LANES; v++) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ Eight load(const wide_t* x, long long at, long long e
     return eight;
 }
 
-__device__ __forceinline__ void store(wide_t* out, const Eight& eight, long long at, long long end, bool whole) {
+__device__ __forceinline__ void store(wide_t* out, const Values& eight, long long at, long long end, bool whole) {
     if (whole) {
         store_eight(out + at, eight.value);
     } else {
@@ -52,14 +52,14 @@ extern "C" __global__ void __launch_bounds__(256)
     const long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;
     if (at >= count) return;
     const bool whole = aligned && at + kElements <= count;
-    Eight t = load(x, at, count, whole);
-    Eight other{};
+    Values t = load(x, at, count, whole);
+    Values other{};
     if (residual != nullptr) other = load(residual, at, count, whole);
     if (bias != nullptr) {
         // A 32-bit remainder where it will do: the 64-bit one is a subroutine.
         int column = count >> 32 ? static_cast<int>(at % hidden) : static_cast<int>(static_cast<unsigned>(at) % hidden);
         if (whole && hidden % kElements == 0) {
-            const Eight b = load(bias, column, hidden, true);
+            const Values b = load(bias, column, hidden, true);
 #pragma unroll
             for (int i = 0; i < kElements; i++) t.value[i] = widen(narrow(t.value[i] + b.value[i]));
         } else {

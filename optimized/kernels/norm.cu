@@ -12,8 +12,7 @@
 // of warps has its next row on the way while it works on one, and gamma and beta stay in shared memory as fp32.
 #include "norm_row.cuh"
 
-constexpr int ROWS = ROW_WARPS < 4 ? 4 / ROW_WARPS : 1;  // of a block
-constexpr int THREADS = 32 * ROW_WARPS * ROWS;
+constexpr int THREADS = 32 * ROW_WARPS * ROWS;  // ROWS: of a block at a time
 
 // One rounding to `out`: 0 fp32, 1 bf16, 2 fp16.
 __device__ __forceinline__ void store_output(void* y, int out, size_t at, const float (&v)[8]) {

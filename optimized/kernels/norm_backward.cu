@@ -1,4 +1,4 @@
-// norm_backward: gradients of LayerNorm or RMSNorm, for hidden a multiple of 8, up to 16384.
+// norm_backward: gradients of LayerNorm or RMSNorm, for hidden a multiple of 8, up to 16384 (fp32: 8192).
 //
 //     xhat = (x - mean) * rstd          rmsnorm: x * rstd
 //     g    = grad * gamma,  c1 = rowsum(g) / n (layernorm only),  c2 = rowsum(g * xhat) / n
@@ -12,16 +12,17 @@
 // are added in pairs.
 //
 // Bound by memory: 6 bytes an element in bf16, 8 with a residual. 32 * ROW_WARPS threads hold a row, 8 * VECTORS
-// columns each, so that a thread keeps its columns' sums and gammas in registers while rows stream past; 512 threads
-// take CHAINS rows at a time. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will read
-// itself, so these copies need no barrier. One barrier a row (two sets of slots in shared memory) exchanges both of
-// the row's sums.
+// columns each, so that a thread keeps its columns' sums in registers while rows stream past; a block takes CHAINS rows
+// at a time. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will read itself, so these copies
+// need no barrier. One barrier a row (two sets of slots in shared memory) exchanges both of the row's sums. KEPT 1: a
+// thread keeps gamma, xhat and g as well; KEPT 0: it reads and computes them twice, where registers are short.
 #include "norm_row.cuh"
 #include "ptx/cp_async.cuh"
 
-constexpr int THREADS = 512;
-constexpr int CHAINS = THREADS / (32 * ROW_WARPS);
-constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // columns of a vector of all threads of a row
+constexpr int THREADS = 32 * ROW_WARPS * CHAINS;
+constexpr int WIDTH = 8 * 32 * ROW_WARPS;    // columns of a vector of all threads of a row
+constexpr int LEAVES = VECTORS * ROW_WARPS;  // sums of 256 neighbours of a row
+static_assert(CHAINS == 1 || VECTORS == 1, "several rows at a time are short");
 constexpr int PIECES = sizeof(Eight) / 16;
 
 constexpr int TENSORS = 3;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void row_barrier(int chain) {
 
 // Both means of a row from a thread's (vectors of 8 columns); first: g, second: g * xhat. `slots` belong to this row.
 __device__ __forceinline__ float2 row_means(
-    const float (&first)[VECTORS], const float (&second)[VECTORS], float (*slots)[VECTORS * ROW_WARPS], int chain,
+    const float (&first)[VECTORS], const float (&second)[VECTORS], float (*slots)[LEAVES], int chain,
     float n) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROW_WARPS;
     const bool odd = lane & 1;
@@ -72,48 +73,71 @@ __device__ __forceinline__ float2 row_means(
         if (lane < 2) slots[lane][i * ROW_WARPS + warp] = v;
     }
     row_barrier(chain);
-    // Lanes 0-15 go on with the first sum, 16-31 with the second, a lane to a warp's stripe.
-    float v[VECTORS];
+    // Lanes 0-15 go on with the first sum, 16-31 with the second, each with HELD neighbouring stripes.
+    constexpr int SPREAD = LEAVES < 16 ? power_of_two(LEAVES) : 16, HELD = power_of_two(LEAVES) / SPREAD;
+    float v[HELD];
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        v[i] = slots[lane / 16][i * ROW_WARPS + lane % ROW_WARPS];
-#pragma unroll
-        for (int bit = 1; bit < ROW_WARPS; bit *= 2) v[i] = v[i] + __shfl_xor_sync(ALL, v[i], bit);
+    for (int k = 0; k < HELD; ++k) {
+        const int leaf = lane % SPREAD * HELD + k;
+        v[k] = leaf < LEAVES ? slots[lane / 16][leaf] : 0.0f;
     }
-    static_assert(VECTORS == 1 || ROW_WARPS == 16, "several vectors need all threads on one row");
 #pragma unroll
-    for (int i = 1; i < VECTORS; i *= 2)
+    for (int i = 1; i < HELD; i *= 2)
 #pragma unroll
-        for (int k = 0; k + i < VECTORS; k += 2 * i) v[k] = v[k] + v[k + i];
+        for (int k = 0; k + i < HELD; k += 2 * i) v[k] = v[k] + v[k + i];
+#pragma unroll
+    for (int bit = 1; bit < SPREAD; bit *= 2) v[0] = v[0] + __shfl_xor_sync(ALL, v[0], bit);
     const float mine = v[0] / n;
     const float other = __shfl_xor_sync(ALL, mine, 16);
     return lane < 16 ? make_float2(mine, other) : make_float2(other, mine);
 }
 
-// A thread's columns: gamma, and the sums over the rows so far.
+// gamma of 8 columns: weight, or weight + 1.
+__device__ __forceinline__ void gamma8(const void* weight, int type, bool zero_centered, int at, float (&gamma)[8]) {
+    if (type == 0)
+        parameters8<0>(weight, at, gamma);
+    else if (type == 1)
+        parameters8<1>(weight, at, gamma);
+    else
+        parameters8<2>(weight, at, gamma);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        if (zero_centered) gamma[j] = gamma[j] + 1.0f;
+}
+
+// A thread's columns: the sums over the rows so far.
 struct Columns {
-    float gamma[VECTORS][8], weight[VECTORS][8], bias[VECTORS][8];
+    float weight[VECTORS][8], bias[VECTORS][8];
 };
 
-// One row, which has arrived at `mine`: dx, and what it adds to the columns' sums.
+// One row, which has arrived at `mine`: dx, and what it adds to the columns' sums. gamma(i, v): that of vector i.
+template <typename Gamma>
 __device__ __forceinline__ void backward_row(
-    const uint4* mine, bool has_residual, float mean, float rstd, Columns& columns, wide_t* dx, int left, float n,
-    float (*slots)[VECTORS * ROW_WARPS], int chain) {
+    const uint4* mine, bool has_residual, float mean, float rstd, Columns& columns, Gamma gamma, wide_t* dx, int left,
+    float n, float (*slots)[LEAVES], int chain) {
     float first[VECTORS], second[VECTORS], xhat[VECTORS][8], g[VECTORS][8];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
+    const auto normalize = [&](int i, float(&grad)[8]) {
         const Eight incoming = arrived(mine, i), x = arrived(mine + TENSOR, i);
-        float gx[8];
+        float factor[8];
+        gamma(i, factor);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const float grad = widen(incoming, j);
+            grad[j] = widen(incoming, j);
             xhat[i][j] = centered(widen(x, j), mean) * rstd;
-            g[i][j] = grad * columns.gamma[i][j];
-            gx[j] = g[i][j] * xhat[i][j];
-            columns.weight[i][j] = columns.weight[i][j] + grad * xhat[i][j];
-            if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad;
+            g[i][j] = grad[j] * factor[j];
         }
+    };
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
         const bool inside = i * WIDTH < left;
+        float grad[8], gx[8];
+        normalize(i, grad);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            gx[j] = g[i][j] * xhat[i][j];
+            columns.weight[i][j] = columns.weight[i][j] + grad[j] * xhat[i][j];
+            if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad[j];
+        }
         first[i] = inside ? tree8(g[i]) : 0.0f;
         second[i] = inside ? tree8(gx) : 0.0f;
     }
@@ -122,6 +146,7 @@ __device__ __forceinline__ void backward_row(
     for (int i = 0; i < VECTORS; ++i) {
         if (i * WIDTH < left) {
             float v[8];
+            if constexpr (!KEPT) normalize(i, v);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 v[j] = KIND == 0 ? g[i][j] - c.x : g[i][j];
@@ -132,7 +157,7 @@ __device__ __forceinline__ void backward_row(
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = widen(narrow(v[j])) + widen(residual, j);
             }
-            store8(dx + i * WIDTH, v);
+            store_eight(dx + i * WIDTH, v);
         }
     }
 }
@@ -171,25 +196,24 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
     const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
     wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int hidden, int count, int zero_centered,
     int parameters) {
-    __shared__ float slots[2][CHAINS][2][VECTORS * ROW_WARPS];
+    __shared__ float slots[2][CHAINS][2][LEAVES];
     const int chain = threadIdx.x / (32 * ROW_WARPS);
     const int column = threadIdx.x % (32 * ROW_WARPS) * 8;
     Columns columns = {};
+    float kept[VECTORS][8];
+    const auto read_gamma = [&](int i, float(&to)[8]) {
+        if (column + i * WIDTH < hidden) gamma8(weight, parameters, zero_centered != 0, column + i * WIDTH, to);
+    };
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const int at = column + i * WIDTH;
-        if (at < hidden) {
-            if (parameters == 0)
-                parameters8<0>(weight, at, columns.gamma[i]);
-            else if (parameters == 1)
-                parameters8<1>(weight, at, columns.gamma[i]);
-            else
-                parameters8<2>(weight, at, columns.gamma[i]);
+    for (int i = 0; i < (KEPT ? VECTORS : 0); ++i) read_gamma(i, kept[i]);
+    const auto gamma = [&](int i, float(&to)[8]) {
+        if constexpr (KEPT) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
-                if (zero_centered) columns.gamma[i][j] = columns.gamma[i][j] + 1.0f;
+            for (int j = 0; j < 8; ++j) to[j] = kept[i][j];
+        } else {
+            read_gamma(i, to);
         }
-    }
+    };
     const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
     const int left = hidden - column;
     const bool has_residual = residual != nullptr;
@@ -221,7 +245,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         const float row_mean = center, row_rstd = inverse;
         read_statistics(row + CHAINS);
         backward_row(
-            arriving + stage * TENSORS * TENSOR + threadIdx.x, has_residual, row_mean, row_rstd, columns,
+            arriving + stage * TENSORS * TENSOR + threadIdx.x, has_residual, row_mean, row_rstd, columns, gamma,
             dx + static_cast<size_t>(row) * hidden + column, left, n, slots[parity][chain], chain);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }

@@ -1,4 +1,4 @@
-// Rows of a norm: loads of 8 neighbours, parameters, and the written order of a row's sum.
+// Rows of a norm: parameters, and the written order of a row's sum.
 //
 // The order (`reference/ops/norm.py`): the complete binary tree over neighbours, the row being padded with +0.0 to a
 // power of two, 1024 at least. A lane adds its 8 neighbours, shuffles over 1, 2, 4, 8, 16 lanes make that 256, and
@@ -8,34 +8,10 @@
 // WIDE's numbers: 0 fp32, 1 bf16, 2 fp16.
 #pragma once
 #include "wide.cuh"
+#include "wide_store.cuh"
 
 constexpr unsigned ALL = 0xFFFFFFFFu;
 constexpr int STRIPE = 256;  // elements of a row that a warp holds at a time, 8 a lane
-
-typedef Vector<8> Eight;
-
-__device__ __forceinline__ Eight load8(const wide_t* address) {
-#if WIDE == 0
-    const Vector<4> low = load_once<4>(address), high = load_once<4>(address + 4);
-    return {low.words[0], low.words[1], low.words[2], low.words[3],
-            high.words[0], high.words[1], high.words[2], high.words[3]};
-#else
-    return load_once<8>(address);
-#endif
-}
-
-__device__ __forceinline__ void store8(wide_t* address, const float (&v)[8]) {
-#if WIDE == 0
-    reinterpret_cast<float4*>(address)[0] = make_float4(v[0], v[1], v[2], v[3]);
-    reinterpret_cast<float4*>(address)[1] = make_float4(v[4], v[5], v[6], v[7]);
-#elif WIDE == 1
-    *reinterpret_cast<uint4*>(address) = make_uint4(
-        cvt_bf16x2(v[0], v[1]), cvt_bf16x2(v[2], v[3]), cvt_bf16x2(v[4], v[5]), cvt_bf16x2(v[6], v[7]));
-#else
-    *reinterpret_cast<uint4*>(address) = make_uint4(
-        cvt_f16x2(v[0], v[1]), cvt_f16x2(v[2], v[3]), cvt_f16x2(v[4], v[5]), cvt_f16x2(v[6], v[7]));
-#endif
-}
 
 // 8 neighbouring parameters of type TYPE, widened. They are read by every row: kept in L1.
 template <int TYPE>
@@ -133,8 +109,8 @@ __device__ __forceinline__ float centered(float x, float mean) {
 #endif
 }
 
-// Continue the tree over the SPAN warps of a row; every lane gets the sum. `slots` are two sets of SPAN, used in turn:
-// a set is written again only after the barrier of the sum between.
+// Continue the tree over the SPAN warps of a row, +0.0 beyond the last; every lane gets the sum. `slots` are two sets of
+// SPAN, used in turn: a set is written again only after the barrier of the sum between.
 template <int SPAN>
 __device__ __forceinline__ float sum_over_warps(float sum, float (&slots)[2][SPAN], int& turn, int barrier) {
     if constexpr (SPAN == 1) return sum;
@@ -143,9 +119,10 @@ __device__ __forceinline__ float sum_over_warps(float sum, float (&slots)[2][SPA
     turn ^= 1;
     if (lane == 0) mine[threadIdx.x / 32 % SPAN] = sum;
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * SPAN) : "memory");
-    float v = mine[lane % SPAN];
+    constexpr int LEAVES = power_of_two(SPAN);
+    float v = lane % LEAVES < SPAN ? mine[lane % LEAVES] : 0.0f;
 #pragma unroll
-    for (int bit = 1; bit < SPAN; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
+    for (int bit = 1; bit < LEAVES; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
     return v;
 }
 

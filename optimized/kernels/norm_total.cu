@@ -2,8 +2,9 @@
 //
 //     out_s[c] = round(sum over b of partial[s, b, c])     fp32 additions from +0, one rounding at the end
 //
-// partial fp32 [sums, blocks, hidden], sums 1 or 2, blocks <= 256; out0, out1 [hidden] of type WIDE (the weight's). Blocks are added
-// in order within runs of 16, then the runs in order: a warp to a run, so that all loads are in flight at once.
+// partial fp32 [sums, blocks, hidden], sums 1 or 2, blocks <= 256; out0, out1 [hidden] of type WIDE (the weight's).
+// Blocks are added in order within runs of 16, then the runs in order: a warp to a run, so that all loads are in flight
+// at once.
 #include "wide.cuh"
 
 constexpr int RUN = 16;

@@ -3,9 +3,13 @@
 // x, out [s, b, h, d], any strides with d contiguous; freqs [positions, d2] fp32. A block does one position: it computes
 // the sines and cosines of its angles once, in float64, and turns every head with them.
 //
-// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), VECTOR (1: heads, halves and lines at multiples of 16 bytes).
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), VECTOR (1: heads, halves and lines at multiples of 16 bytes), INTERLEAVED.
 #include "wide.cuh"
 #include "wide_store.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kAhead = 4;  // heads whose loads are in flight
+constexpr int kRun = VECTOR ? LANES : 2;  // elements of a thread
 
 struct SineCosine {
     float sine, cosine;
@@ -39,20 +43,14 @@ __device__ __forceinline__ SineCosine sine_cosine(float angle) {
 }
 
 // kRun elements of a line from j on, of which those before `end` exist.
-template <int kRun>
-__device__ __forceinline__ void load_run(float (&v)[kRun], const wide_t* line, int j, int end) {
+__device__ __forceinline__ Vector<kRun> load_run(const wide_t* line, int j, int end) {
 #if VECTOR
-    const uint4 words = *reinterpret_cast<const uint4*>(line + j);
-    const Vector<LANES> vector{{words.x, words.y, words.z, words.w}};
-#pragma unroll
-    for (int i = 0; i < kRun; i++) v[i] = widen(vector, i);
+    return load_once<kRun>(line + j);
 #else
-#pragma unroll
-    for (int i = 0; i < kRun; i++) v[i] = j + i < end ? widen(line[j + i]) : 0.0f;
+    return load_elements<kRun>(line + j, end - j);
 #endif
 }
 
-template <int kRun>
 __device__ __forceinline__ void store_run(wide_t* line, const float (&v)[kRun], int j, int end) {
 #if VECTOR
     store_vector(line + j, v);
@@ -67,20 +65,20 @@ struct Strides {
     long long s, b, h;  // in elements
 };
 
-// Elements from j on of a head, turned: out[j] = x[j] cos f[j] + other[j] sin f[partner]. `sign` is that of the sine.
-__device__ __forceinline__ float turned(float own, float other, float cosine, float sine, bool minus) {
-    const float product = __fmul_rn(other, sine);
-    return minus ? __fmul_rn(own, cosine) - product : __fmul_rn(own, cosine) + product;
+// An element turned; the sine has its sign: x - y = x + (-y), bit for bit.
+__device__ __forceinline__ float turned(float own, float other, float cosine, float sine) {
+    return __fmul_rn(own, cosine) + __fmul_rn(other, sine);
 }
 
-// The first block of threads fills the table of the position's sines and cosines; then each thread takes runs of kRun
-// elements of a head, with the run of their partners.
-extern "C" __global__ void __launch_bounds__(256)
+// The block fills the table of the position's sines and cosines; then each thread takes the same run of kRun elements,
+// with the run of their partners, of every step-th head: its sines and cosines stay in registers, and the loads of
+// kAhead heads are in flight at a time.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     rotary(const wide_t* x, wide_t* out, const float* freqs, const __grid_constant__ Strides from,
-           const __grid_constant__ Strides to, int heads, int matrices, int d, int d2, int interleaved, int backward) {
+           const __grid_constant__ Strides to, int heads, int matrices, int d, int d2, int backward) {
     extern __shared__ SineCosine table[];
     const int position = blockIdx.x, half = d2 / 2;
-    for (int j = threadIdx.x; j < d2; j += blockDim.x)
+    for (int j = threadIdx.x; j < d2; j += kThreads)
         table[j] = sine_cosine(freqs[static_cast<long long>(position) * d2 + j]);
     __syncthreads();
     x += position * from.s;
@@ -88,42 +86,59 @@ extern "C" __global__ void __launch_bounds__(256)
 
     // Runs of a head: those that are turned (without interleaving, of the lower half, which does the upper, too), then
     // those that are copied. VECTOR 1: all of them whole, and aligned.
-    constexpr int kRun = VECTOR ? LANES : 2;
-    const int low_runs = interleaved ? (d2 + kRun - 1) / kRun : (half + kRun - 1) / kRun;
+    const int low_runs = ((INTERLEAVED ? d2 : half) + kRun - 1) / kRun;
     const int runs = low_runs + (d - d2 + kRun - 1) / kRun;
-    for (int n = threadIdx.x; n < runs * matrices; n += blockDim.x) {
-        const int matrix = n / runs, run = n % runs;
-        const wide_t* source = x + matrix / heads * from.b + matrix % heads * from.h;
-        wide_t* target = out + matrix / heads * to.b + matrix % heads * to.h;
-        float a[kRun], b[kRun];
-        if (run >= low_runs) {
-            const int j = d2 + (run - low_runs) * kRun;
-            load_run(a, source, j, d);
-            store_run(target, a, j, d);
-            continue;
-        }
-        const int j = run * kRun;
-        if (interleaved) {
-            load_run(a, source, j, d2);
+    const int across = min(runs, kThreads), step = kThreads / across;
+    const int start = threadIdx.x / across;
+    if (start >= step) return;
+    for (int run = threadIdx.x % across; run < runs; run += across) {
+        const bool turning = run < low_runs;
+        const int j = turning ? run * kRun : d2 + (run - low_runs) * kRun;
+        const int end = !turning ? d : INTERLEAVED ? d2 : half;
+        // Of the run (0) and, if not interleaved, of its partners (1). The backward takes the partner's sine.
+        float cosine[2][kRun], sine[2][kRun];
+        if (turning) {
 #pragma unroll
             for (int i = 0; i < kRun; i++) {
-                const SineCosine own = table[j + i < d2 ? j + i : 0], other = table[j + i < d2 ? (j + i) ^ 1 : 0];
-                b[i] = turned(a[i], a[i ^ 1], own.cosine, (backward ? other : own).sine, (i % 2 == 0) != backward);
+                const int at = j + i < end ? j + i : 0;
+                const SineCosine own = table[at], other = table[INTERLEAVED ? at ^ 1 : at + half];
+                const bool minus = (INTERLEAVED && i % 2 == 1) == (backward != 0);
+                cosine[0][i] = own.cosine, cosine[1][i] = other.cosine;
+                sine[0][i] = backward ? other.sine : own.sine;
+                sine[1][i] = backward ? -own.sine : other.sine;
+                if (minus) sine[0][i] = -sine[0][i];
             }
-            store_run(target, b, j, d2);
-            continue;
         }
-        load_run(a, source, j, half);
-        load_run(b, source + half, j, half);
+        int batch = start / heads, head = start % heads;
+        for (int first = start; first < matrices; first += kAhead * step) {
+            Vector<kRun> a[kAhead], b[kAhead];
+            wide_t* target[kAhead];
 #pragma unroll
-        for (int i = 0; i < kRun; i++) {
-            const int at = j + i < half ? j + i : 0;
-            const SineCosine low = table[at], high = table[at + half];
-            const float first = turned(a[i], b[i], low.cosine, (backward ? high : low).sine, !backward);
-            b[i] = turned(b[i], a[i], high.cosine, (backward ? low : high).sine, backward);
-            a[i] = first;
+            for (int n = 0; n < kAhead; n++) {
+                if (first + n * step >= matrices) break;
+                const wide_t* source = x + batch * from.b + head * from.h;
+                target[n] = out + batch * to.b + head * to.h;
+                a[n] = load_run(source, j, end);
+                if (turning && !INTERLEAVED) b[n] = load_run(source + half, j, end);
+                for (head += step; head >= heads; head -= heads) batch++;
+            }
+#pragma unroll
+            for (int n = 0; n < kAhead; n++) {
+                if (first + n * step >= matrices) break;
+                float v[kRun];
+#pragma unroll
+                for (int i = 0; i < kRun; i++) {
+                    const float own = widen(a[n], i), other = INTERLEAVED ? widen(a[n], i ^ 1) : widen(b[n], i);
+                    v[i] = turning ? turned(own, other, cosine[0][i], sine[0][i]) : own;
+                }
+                store_run(target[n], v, j, end);
+                if (turning && !INTERLEAVED) {
+#pragma unroll
+                    for (int i = 0; i < kRun; i++)
+                        v[i] = turned(widen(b[n], i), widen(a[n], i), cosine[1][i], sine[1][i]);
+                    store_run(target[n] + half, v, j, end);
+                }
+            }
         }
-        store_run(target, a, j, half);
-        store_run(target + half, b, j, half);
     }
 }

@@ -1,10 +1,13 @@
 // Softmax of rows of scores, scaled and masked, and its backward. Definition: reference/ops/softmax.py.
 //
 // x, y, grad, dx [rows, cols] of one type, rows = b h sq, cols = skv. One warp a row; lane l owns elements
-// 8 (32 i + l) + j. A row of up to 256 GROUPS elements stays in registers; a longer one (GROUPS 0) is read again for
-// each of maximum, sum and result.
+// 8 (32 i + l) + j.
 //
-// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), GROUPS.
+// Bound by memory: 4 bytes an element in bf16, 6 backward. A row of up to 256 GROUPS elements stays in registers, as
+// loaded, and all of its loads are in flight at once; a longer one (GROUPS 0) is read again for each of maximum, sum and
+// result. VECTOR 1: cols a multiple of 8, rows at multiples of 16 bytes; VECTOR 0: element by element.
+//
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), GROUPS, VECTOR, MASKED (1: with a mask beside the causal rule).
 #include "elementary.cuh"
 #include "row_sum.cuh"
 #include "wide.cuh"
@@ -14,6 +17,7 @@ using namespace twin;
 
 constexpr int kElements = 8;
 constexpr int kWarps = 4;
+constexpr int kBlocks = GROUPS < 8 ? 5 : WIDE == 0 ? 3 : 4;  // of a multiprocessor, at least
 constexpr int kStride = 32 * kElements;
 
 struct Mask {
@@ -21,30 +25,23 @@ struct Mask {
     long long b, h, i, j;  // strides, 0 where broadcast
 };
 
-// Eight elements of a row from `at` on; those from `end` on are zeros. `aligned`: 16-byte loads will do.
-__device__ __forceinline__ void load(float (&v)[kElements], const wide_t* x, int at, int end, bool aligned) {
-    if (aligned && at + kElements <= end) {
-#pragma unroll
-        for (int part = 0; part < kElements / LANES; part++) {
-            const uint4 words = reinterpret_cast<const uint4*>(x + at)[part];
-            const Vector<LANES> vector{{words.x, words.y, words.z, words.w}};
-#pragma unroll
-            for (int i = 0; i < LANES; i++) v[part * LANES + i] = widen(vector, i);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++) v[i] = at + i < end ? widen(x[at + i]) : 0.0f;
-    }
+// Eight elements from x on, of which `left` exist; the others are zeros. VECTOR 1: all of them or none.
+__device__ __forceinline__ Eight load(const wide_t* x, int left) {
+#if VECTOR
+    return left > 0 ? load8(x) : Eight{};
+#else
+    return load_elements<kElements>(x, left);
+#endif
 }
 
-__device__ __forceinline__ void store(wide_t* y, const float (&v)[kElements], int at, int end, bool aligned) {
-    if (aligned && at + kElements <= end) {
-        store_eight(y + at, v);
-    } else {
+__device__ __forceinline__ void store(wide_t* y, const float (&v)[kElements], int left) {
+#if VECTOR
+    if (left > 0) store_eight(y, v);
+#else
 #pragma unroll
-        for (int i = 0; i < kElements; i++)
-            if (at + i < end) y[at + i] = narrow(v[i]);
-    }
+    for (int i = 0; i < kElements; i++)
+        if (i < left) y[i] = narrow(v[i]);
+#endif
 }
 
 // What a row's scores are taken from. A hidden score is -inf, and exp(-inf - top) is 0 if top is a number.
@@ -56,15 +53,18 @@ __device__ __forceinline__ float start_of(float top) {
 
 __device__ __forceinline__ float inverse_of(float total) { return total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total); }
 
-// Scores of eight elements; -inf beyond `limit` (the end of what the causal rule shows) and where masked.
-__device__ __forceinline__ void scores(float (&v)[kElements], const wide_t* x, int at, int cols, int limit, float scale,
-                                       const unsigned char* mask, long long mask_step, bool aligned) {
-    load(v, x, at, limit > at ? cols : 0, aligned);  // what the causal rule hides is not read
+// Scores of eight elements, of which the causal rule shows `visible`; -inf beyond those and where masked.
+__device__ __forceinline__ void scores(
+    float (&v)[kElements], const Eight& x, int visible, float scale, const unsigned char* mask, long long mask_step) {
 #pragma unroll
-    for (int i = 0; i < kElements; i++) {
-        bool hidden = at + i >= limit;
-        if (mask != nullptr && !hidden) hidden = __ldg(mask + (at + i) * mask_step) != 0;
-        v[i] = hidden ? __int_as_float(static_cast<int>(0xFF800000u)) : __fmul_rn(v[i], scale);
+    for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(widen(x, i), scale);
+    if (MASKED || visible < kElements) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) {
+            bool hidden = i >= visible;
+            if (MASKED && !hidden) hidden = __ldg(mask + i * mask_step) != 0;
+            if (hidden) v[i] = __int_as_float(static_cast<int>(0xFF800000u));
+        }
     }
 }
 
@@ -81,107 +81,109 @@ __device__ __forceinline__ float tree(float (&sums)[kElements]) {
 }
 
 // shift: query i sees key j if j <= i + shift; 2^30 where there is no causal rule.
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     softmax(const wide_t* x, wide_t* y, long long rows, int cols, int sq, int heads, int shift, float scale,
-            const __grid_constant__ Mask m, int aligned) {
+            const __grid_constant__ Mask m) {
     const long long row = static_cast<long long>(blockIdx.x) * kWarps + threadIdx.x / 32;
     if (row >= rows) return;
     const int query = static_cast<int>(row % sq), first = threadIdx.x % 32 * kElements;
+    // From the lane's first element to the end, and to the end of what the causal rule shows: the rest is not read.
+    const int shown = min(cols, query + shift + 1), left = cols - first, visible = shown - first;
+    x += row * cols + first;
+    y += row * cols + first;
+#if GROUPS > 0
+    Eight loaded[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) loaded[g] = load(x + kStride * g, visible - kStride * g);
+#endif
     const long long matrix = row / sq;
-    const unsigned char* mask =
-        m.pointer == nullptr ? nullptr : m.pointer + matrix / heads * m.b + matrix % heads * m.h + query * m.i;
-    const int limit = min(cols, query + shift + 1);
-    x += row * cols;
-    y += row * cols;
+    const unsigned char* const mask = m.pointer + matrix / heads * m.b + matrix % heads * m.h + query * m.i + first * m.j;
+    // Eight scores from kStride * g on.
+    const auto scores_of = [&](float(&v)[kElements], const Eight& eight, int g) {
+        scores(v, eight, visible - kStride * g, scale, mask + kStride * g * m.j, m.j);
+    };
     float sums[kElements] = {};
     float top = __int_as_float(static_cast<int>(0xFF800000u));
 #if GROUPS > 0
     float v[GROUPS][kElements];
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-        scores(v[g], x, first + kStride * g, cols, limit, scale, mask, m.j, aligned);
+        if (kStride * g >= shown) break;
+        scores_of(v[g], loaded[g], g);
 #pragma unroll
         for (int i = 0; i < kElements; i++) top = fmaxf(top, v[g][i]);
     }
     const float from = start_of(top);
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++)
+    for (int g = 0; g < GROUPS; g++) {
 #pragma unroll
         for (int i = 0; i < kElements; i++) {
-            v[g][i] = twin::exp(v[g][i] - from);
+            v[g][i] = kStride * g < shown ? twin::exp(v[g][i] - from) : 0.0f;  // the same for the whole warp
             sums[i] = sums[i] + v[g][i];
         }
+    }
     const float inverse = inverse_of(tree(sums));
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
 #pragma unroll
         for (int i = 0; i < kElements; i++) v[g][i] = __fmul_rn(v[g][i], inverse);
-        store(y, v[g], first + kStride * g, cols, aligned);
+        store(y + kStride * g, v[g], left - kStride * g);
     }
 #else
     float v[kElements];
-    for (int at = first; at < cols; at += kStride) {
-        scores(v, x, at, cols, limit, scale, mask, m.j, aligned);
+    const auto again = [&](int g) { scores_of(v, load(x + kStride * g, visible - kStride * g), g); };
+    for (int g = 0; kStride * g < left; g++) {
+        again(g);
 #pragma unroll
         for (int i = 0; i < kElements; i++) top = fmaxf(top, v[i]);
     }
     const float from = start_of(top);
-    for (int at = first; at < cols; at += kStride) {
-        scores(v, x, at, cols, limit, scale, mask, m.j, aligned);
+    for (int g = 0; kStride * g < left; g++) {
+        again(g);
 #pragma unroll
         for (int i = 0; i < kElements; i++) sums[i] = sums[i] + twin::exp(v[i] - from);
     }
     const float inverse = inverse_of(tree(sums));
-    for (int at = first; at < cols; at += kStride) {
-        scores(v, x, at, cols, limit, scale, mask, m.j, aligned);
+    for (int g = 0; kStride * g < left; g++) {
+        again(g);
 #pragma unroll
         for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(twin::exp(v[i] - from), inverse);
-        store(y, v, at, cols, aligned);
+        store(y + kStride * g, v, left - kStride * g);
     }
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
-    softmax_backward(const wide_t* grad, const wide_t* y, wide_t* dx, long long rows, int cols, float scale,
-                     int aligned) {
+    softmax_backward(const wide_t* grad, const wide_t* y, wide_t* dx, long long rows, int cols, float scale) {
     const long long row = static_cast<long long>(blockIdx.x) * kWarps + threadIdx.x / 32;
     if (row >= rows) return;
-    const int first = threadIdx.x % 32 * kElements;
-    grad += row * cols, y += row * cols, dx += row * cols;
-    float sums[kElements] = {};
+    const int first = threadIdx.x % 32 * kElements, left = cols - first;
+    grad += row * cols + first, y += row * cols + first, dx += row * cols + first;
+    float sums[kElements] = {}, v[kElements];
+    const auto add = [&](const Eight& g, const Eight& p) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) sums[i] = __fmaf_rn(widen(p, i), widen(g, i), sums[i]);
+    };
+    const auto finish = [&](const Eight& g, const Eight& p, float total, int at) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(scale, __fmul_rn(widen(p, i), widen(g, i) - total));
+        store(dx + at, v, left - at);
+    };
 #if GROUPS > 0
-    float g[GROUPS][kElements], v[GROUPS][kElements];
+    Eight g[GROUPS], p[GROUPS];
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) {
-        load(g[n], grad, first + kStride * n, cols, aligned);
-        load(v[n], y, first + kStride * n, cols, aligned);
+        g[n] = load(grad + kStride * n, left - kStride * n);
+        p[n] = load(y + kStride * n, left - kStride * n);
     }
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++)
-#pragma unroll
-        for (int i = 0; i < kElements; i++) sums[i] = __fmaf_rn(v[n][i], g[n][i], sums[i]);
+    for (int n = 0; n < GROUPS; n++) add(g[n], p[n]);
     const float total = tree(sums);
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++) {
-#pragma unroll
-        for (int i = 0; i < kElements; i++) v[n][i] = __fmul_rn(scale, __fmul_rn(v[n][i], g[n][i] - total));
-        store(dx, v[n], first + kStride * n, cols, aligned);
-    }
+    for (int n = 0; n < GROUPS; n++) finish(g[n], p[n], total, kStride * n);
 #else
-    float g[kElements], v[kElements];
-    for (int at = first; at < cols; at += kStride) {
-        load(g, grad, at, cols, aligned);
-        load(v, y, at, cols, aligned);
-#pragma unroll
-        for (int i = 0; i < kElements; i++) sums[i] = __fmaf_rn(v[i], g[i], sums[i]);
-    }
+    for (int at = 0; at < left; at += kStride) add(load(grad + at, left - at), load(y + at, left - at));
     const float total = tree(sums);
-    for (int at = first; at < cols; at += kStride) {
-        load(g, grad, at, cols, aligned);
-        load(v, y, at, cols, aligned);
-#pragma unroll
-        for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(scale, __fmul_rn(v[i], g[i] - total));
-        store(dx, v, at, cols, aligned);
-    }
+    for (int at = 0; at < left; at += kStride) finish(load(grad + at, left - at), load(y + at, left - at), total, at);
 #endif
 }

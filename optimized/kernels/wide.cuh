@@ -68,3 +68,31 @@ __device__ __forceinline__ Vector<N> load_once(const wide_t* address) {
         asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.words[0]), "=r"(v.words[1]) : "l"(address));
     return v;
 }
+
+// Eight neighbours, read once, at a multiple of 16 bytes.
+typedef Vector<8> Eight;
+
+__device__ __forceinline__ Eight load8(const wide_t* address) {
+#if WIDE == 0
+    const Vector<4> low = load_once<4>(address), high = load_once<4>(address + 4);
+    return {low.words[0], low.words[1], low.words[2], low.words[3],
+            high.words[0], high.words[1], high.words[2], high.words[3]};
+#else
+    return load_once<8>(address);
+#endif
+}
+
+// The first `count` of N neighbours, at any address, and zeros.
+template <int N>
+__device__ __forceinline__ Vector<N> load_elements(const wide_t* address, int count) {
+    Vector<N> v = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#if WIDE == 0
+        if (i < count) v.words[i] = __float_as_uint(address[i]);
+#else
+        if (i < count) v.words[i / 2] |= static_cast<unsigned>(address[i]) << i % 2 * 16;
+#endif
+    }
+    return v;
+}

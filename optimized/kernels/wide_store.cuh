@@ -7,7 +7,7 @@ __device__ __forceinline__ unsigned word_of(const float* values) {
 #if WIDE == 0
     return __float_as_uint(values[0]);
 #else
-    return narrow(values[0]) | static_cast<unsigned>(narrow(values[1])) << 16;
+    return WIDE == 1 ? cvt_bf16x2(values[0], values[1]) : cvt_f16x2(values[0], values[1]);
 #endif
 }
 

@@ -1,5 +1,6 @@
 """`twin::rotary` on the GPU: kernels/rotary.cu. Semantics: `reference.ops.rotary`."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -11,15 +12,18 @@ from reference.ops.library import LIBRARY
 from reference.ops.rotary import check_rotary
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("rotary", {"WIDE": wide, "VECTOR": vector}) for wide, vector in itertools.product(WIDE.values(), (0, 1))
+    ("rotary", {"WIDE": wide, "VECTOR": vector, "INTERLEAVED": interleaved})
+    for wide, vector, interleaved in itertools.product(WIDE.values(), (0, 1), (0, 1))
 ]
 
 _THREADS = 256
 _MAX_DIMENSIONS = 4096  # of freqs: their table lies in shared memory
-_kernels = {
-    (dtype, vector): launch.function("rotary", "rotary", {"WIDE": wide, "VECTOR": vector})
-    for (dtype, wide), vector in itertools.product(WIDE.items(), (0, 1))
-}
+
+
+@functools.cache
+def _kernel(x: torch.dtype, vector: bool, interleaved: bool) -> launch.Kernel:
+    macros = {"WIDE": WIDE[x], "VECTOR": int(vector), "INTERLEAVED": int(interleaved)}
+    return launch.function("rotary", "rotary", macros)
 
 
 def _strides(x: torch.Tensor) -> object:
@@ -46,8 +50,8 @@ def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bo
         return out
     s, b, h, d = x.shape
     args = [x.data_ptr(), out.data_ptr(), freqs.data_ptr(), _strides(x), _strides(out)]
-    args += [np.int32(value) for value in (h, b * h, d, d2, interleaved, backward)]
-    kernel = _kernels[x.dtype, int(_vector(x, out, d2, interleaved))]
+    args += [np.int32(value) for value in (h, b * h, d, d2, backward)]
+    kernel = _kernel(x.dtype, _vector(x, out, d2, interleaved), interleaved)
     launch.launch(kernel, (s,), (_THREADS,), args, 8 * d2, device=x.device.index)
     return out
 

@@ -15,7 +15,8 @@ from reference.ops.softmax import check_softmax, check_softmax_backward
 # Rows of up to 256 · groups elements are kept in registers; 0: of any length, read again.
 _GROUPS = (1, 2, 4, 8)
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("softmax", {"WIDE": wide, "GROUPS": groups}) for wide, groups in itertools.product(WIDE.values(), (0, *_GROUPS))
+    ("softmax", {"WIDE": wide, "GROUPS": groups, "VECTOR": vector, "MASKED": masked})
+    for wide, groups, vector, masked in itertools.product(WIDE.values(), (0, *_GROUPS), (0, 1), (0, 1))
 ]
 
 _WARPS = 4  # rows of a block
@@ -24,15 +25,17 @@ _MASK = np.dtype([("pointer", "u8"), ("strides", "i8", 4)])
 
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, cols: int) -> launch.Kernel:
+def _configured(name: str, dtype: torch.dtype, groups: int, vector: int, masked: int) -> launch.Kernel:
+    macros = {"WIDE": WIDE[dtype], "GROUPS": groups, "VECTOR": vector, "MASKED": masked}
+    return launch.function("softmax", name, macros)
+
+
+def _kernel(name: str, *tensors: torch.Tensor, masked: bool = False) -> launch.Kernel:
+    """For rows of such tensors, of one shape and dtype."""
+    cols = tensors[0].shape[-1]
     groups = next((groups for groups in _GROUPS if cols <= 256 * groups), 0)
-    return launch.function("softmax", name, {"WIDE": WIDE[dtype], "GROUPS": groups})
-
-
-def _aligned(*tensors: torch.Tensor) -> np.int32:
-    """Whether rows can be read 16 bytes at a time."""
-    size = tensors[0].element_size()
-    return np.int32(all(x.data_ptr() % 16 == 0 and x.shape[-1] * size % 16 == 0 for x in tensors))
+    vector = cols % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
+    return _configured(name, tensors[0].dtype, groups, int(vector), int(masked))
 
 
 def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
@@ -54,9 +57,9 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
         *(np.int32(value) for value in (skv, sq, h, _NO_SHIFT if shift is None else shift)),
         np.float32(scale),
         launch.by_value(masked),
-        _aligned(x, y),
     ]
-    launch.launch(_kernel("softmax", x.dtype, skv), (-(-rows // _WARPS),), (32 * _WARPS,), args, device=x.device.index)
+    kernel = _kernel("softmax", x, y, masked=mask is not None)
+    launch.launch(kernel, (-(-rows // _WARPS),), (32 * _WARPS,), args, device=x.device.index)
     return y
 
 
@@ -69,8 +72,7 @@ def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch
     cols = y.shape[-1]
     rows = y.numel() // cols
     args = [grad.data_ptr(), y.data_ptr(), dx.data_ptr(), np.int64(rows), np.int32(cols), np.float32(scale)]
-    args.append(_aligned(grad, y, dx))
-    kernel = _kernel("softmax_backward", y.dtype, cols)
+    kernel = _kernel("softmax_backward", grad, y, dx)
     launch.launch(kernel, (-(-rows // _WARPS),), (32 * _WARPS,), args, device=y.device.index)
     return dx
 

@@ -1,0 +1,209 @@
+"""The backward of LayerNorm and RMSNorm on the GPU: `twin::norm_backward`.
+
+Kernels: norm_backward.cu or norm_backward_any.cu, then norm_total.cu. Semantics, and the order of the sums:
+`reference.ops.norm`.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE, aligned
+from optimized.ops.norm import KIND, Defines, pointer
+from reference.ops.library import LIBRARY
+from reference.ops.norm import KINDS, block_rows, chains, check_backward
+
+_SHARED = 200 * 1024  # bytes, at most
+_ANY_THREADS = 256
+_TOTAL_COLUMNS = 32
+_TOTAL_THREADS = 512
+
+# (ROW_WARPS, VECTORS) of norm_backward.cu: 256 * ROW_WARPS * VECTORS elements of a row.
+SHAPES = ((4, 1), (8, 1), (12, 1), (16, 1), (10, 2), (12, 2), (16, 2), (16, 3), (16, 4))
+
+
+def backward_shape(x: torch.dtype, hidden: int) -> tuple[int, int] | None:
+    """The first of `SHAPES` that holds such a row; None if norm_backward.cu does not take it."""
+    # The rows of more fp32 elements do not fit in shared memory.
+    if hidden % 8 or (x == torch.float32 and hidden > 8192):
+        return None
+    return next(((warps, vectors) for warps, vectors in SHAPES if hidden <= 256 * warps * vectors), None)
+
+
+def defines(
+    x: torch.dtype, kind: str, shape: tuple[int, int], stages: int | None = None, blocks: int | None = None
+) -> Defines:
+    """Macros of norm_backward.cu; `stages` and `blocks` are what tuning varied."""
+    warps, vectors = shape
+    if stages is None:
+        stages = 3 if vectors == 2 and warps < 16 and x != torch.float32 else 2
+    return {
+        "WIDE": WIDE[x],
+        "KIND": KIND[kind],
+        "CHAINS": chains(256 * warps * vectors),
+        "ROW_WARPS": warps,
+        "VECTORS": vectors,
+        "STAGES": stages,
+        "BLOCKS": blocks or (2 if vectors == 1 else 1),
+        "KEPT": int(vectors <= 2),
+    }
+
+
+def _any_defines(x: torch.dtype, kind: str) -> Defines:
+    return {"WIDE": WIDE[x], "KIND": KIND[kind]}
+
+
+def _total_defines(x: torch.dtype) -> Defines:
+    return {"WIDE": WIDE[x]}
+
+
+CONFIGURATIONS: list[tuple[str, Defines]] = [
+    *(("norm_total", _total_defines(x)) for x in WIDE),
+    *(("norm_backward_any", _any_defines(*choice)) for choice in itertools.product(WIDE, KINDS)),
+    *(
+        ("norm_backward", defines(x, kind, shape))
+        for x, kind, shape in itertools.product(WIDE, KINDS, SHAPES)
+        if backward_shape(x, 256 * shape[0] * shape[1])
+    ),
+]
+_total = {x: launch.function("norm_total", "norm_total", _total_defines(x)) for x in WIDE}
+
+
+@functools.cache
+def kernel(
+    x: torch.dtype, kind: str, shape: tuple[int, int], stages: int | None = None, blocks: int | None = None
+) -> launch.Kernel:
+    """norm_backward.cu with the macros of `defines`."""
+    return launch.function("norm_backward", "norm_backward", defines(x, kind, shape, stages, blocks), _SHARED)
+
+
+@functools.cache
+def _any_kernel(x: torch.dtype, kind: str, name: str) -> launch.Kernel:
+    return launch.function("norm_backward_any", name, _any_defines(x, kind))
+
+
+def _backward_rows(
+    configured: launch.Kernel,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    statistics: tuple[torch.Tensor, torch.Tensor],
+    zero_centered: bool,
+    residual_grad: torch.Tensor | None,
+    dx: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
+    """Launch norm_backward.cu: dx, and the columns' sums over blocks of rows."""
+    rows, hidden = x.shape
+    args = [
+        grad.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        statistics[0].data_ptr(),
+        statistics[1].data_ptr(),
+        pointer(residual_grad),
+        dx.data_ptr(),
+        partial.data_ptr(),
+        np.int32(rows),
+        np.int32(hidden),
+        np.int32(block_rows(rows)),
+        np.int32(zero_centered),
+        np.int32(WIDE[weight.dtype]),
+    ]
+    chained, warps, vectors, stages = (
+        int(configured.defines[name]) for name in ("CHAINS", "ROW_WARPS", "VECTORS", "STAGES")
+    )
+    threads = 32 * warps * chained
+    shared = stages * threads * 3 * vectors * 8 * x.element_size()
+    launch.launch(configured, (partial.shape[1],), (threads,), args, smem=shared, device=x.device.index)
+
+
+def _backward_any(
+    kind: str,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    statistics: tuple[torch.Tensor, torch.Tensor],
+    zero_centered: bool,
+    residual_grad: torch.Tensor | None,
+    dx: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
+    """Launch norm_backward_any.cu: the same, for any hidden."""
+    rows, hidden = x.shape
+    mean, rstd = statistics
+    by_row, by_column = (_any_kernel(x.dtype, kind, name) for name in ("rows", "columns"))
+    args = [
+        grad.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        pointer(residual_grad),
+        dx.data_ptr(),
+        np.int32(hidden),
+        np.int32(zero_centered),
+        np.int32(WIDE[weight.dtype]),
+    ]
+    launch.launch(by_row, (rows,), (_ANY_THREADS,), args, device=x.device.index)
+    args = [
+        grad.data_ptr(),
+        x.data_ptr(),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        partial.data_ptr(),
+        np.int32(rows),
+        np.int32(hidden),
+        np.int32(block_rows(rows)),
+        np.int32(chains(hidden)),
+    ]
+    grid = (partial.shape[1] * -(-hidden // _ANY_THREADS),)
+    launch.launch(by_column, grid, (_ANY_THREADS,), args, device=x.device.index)
+
+
+def norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grad`, `x` `[rows, hidden]` of one dtype -> (dx of it, dweight, dbias `[hidden]` (rmsnorm: `[0]`))."""
+    check_backward("twin::norm_backward", grad, x, weight, mean, rstd, kind, residual_grad)
+    grad, x, weight = aligned(grad), aligned(x), aligned(weight)
+    residual_grad = None if residual_grad is None else aligned(residual_grad)
+    rows, hidden = x.shape
+    dx = torch.empty_like(x)
+    sums = 2 if kind == "layernorm" else 1
+    blocks = -(-rows // block_rows(rows))
+    partial = torch.empty((sums, blocks, hidden), dtype=torch.float32, device=x.device)
+    shape = backward_shape(x.dtype, hidden)
+    if rows and shape is not None:
+        _backward_rows(
+            kernel(x.dtype, kind, shape),
+            grad,
+            x,
+            weight,
+            (mean, rstd),
+            zero_centered,
+            residual_grad,
+            dx,
+            partial,
+        )
+    elif rows:
+        _backward_any(kind, grad, x, weight, (mean, rstd), zero_centered, residual_grad, dx, partial)
+    dweight = torch.empty_like(weight)
+    dbias = torch.empty(hidden if kind == "layernorm" else 0, dtype=weight.dtype, device=x.device)
+    args = [partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), np.int32(blocks), np.int32(hidden)]
+    grid = (-(-hidden // _TOTAL_COLUMNS), sums)
+    launch.launch(_total[weight.dtype], grid, (_TOTAL_THREADS,), args, device=x.device.index)
+    return dx, dweight, dbias
+
+
+LIBRARY.impl("norm_backward", norm_backward, "CUDA")
