@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from reference.ops.library import twin
 from reference.recipe import DelayedScaling
 
 FORWARD_TENSORS = ("input", "weight", "output")
@@ -119,7 +120,7 @@ def update(forward: bool) -> None:
         histories = [meta.amax_history for meta in metas]
         if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
-        torch.ops.twin.scale_update(
+        twin.scale_update(
             [meta.scale for meta in metas],
             histories,
             recipe.fp8_format.fp8_max(forward),

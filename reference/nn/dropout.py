@@ -50,7 +50,7 @@ def drop_forward(
 def drop_backward(call: "DropCall", needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
     """dx, db, dresidual."""
     grad = grad.contiguous()
-    dx = twin.dropout_backward(grad, call.p, saved[0]) if any(needs[:2]) else None
+    dx = grad if call.p == 0 else twin.dropout_backward(grad, call.p, saved[0]) if any(needs[:2]) else None
     return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
 
 

@@ -95,7 +95,7 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
         if isinstance(arg, torch.Tensor):
             found.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found.extend(t for t in arg if isinstance(t, torch.Tensor))
+            found += [t for t in arg if isinstance(t, torch.Tensor)]
     return found
 
 
@@ -122,9 +122,9 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     ]
 
     def new_versions(args: Sequence[Any]) -> None:
-        for tensor in _tensors([args[position] for position in mutated]):
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        changed = _tensors([args[position] for position in mutated])
+        if changed:
+            torch.autograd.graph.increment_version(changed)  # passes over inference tensors, which have none
 
     def autograd(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args)):
@@ -144,7 +144,7 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         # A compiler takes the first way out. Inside an autograd.Function, as in every layer, grad mode is off.
         if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
             return overload(*args)
-        first = args[0]
+        first = args[0][0] if type(args[0]) is list and args[0] else args[0]
         side = None if type(first) not in _PLAIN else on_cuda if first.is_cuda else on_cpu if first.is_cpu else None
         function = None if side is None else side.get(name)
         if function is None:
