@@ -198,7 +198,7 @@ def test_tiles_fit_a_multiprocessor() -> None:
     ("make", "sentence"),
     [
         (lambda: Tile(3, 128, 4), "a tile has 1 or 2 warpgroups"),
-        (lambda: Tile(2, 192, 4), "64, 128 or 256 columns"),
+        (lambda: Tile(2, 160, 4), "64, 128, 192 or 256 columns"),
         (lambda: Tile(2, 256, 4, 3), "clusters of 1 or 2"),
         (lambda: Tile(2, 256, 5), "bytes of shared memory; a block has 232448"),
     ],

@@ -86,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
 
     if (threadIdx.x >= 128 * WARPGROUPS) {
         setmaxnreg_dec<40>();
-        if (threadIdx.x == 128 * WARPGROUPS) produce(&a_map, &b_map, shared, tiles, k_blocks, 0);
+        if (threadIdx.x == 128 * WARPGROUPS) produce(&a_map, &b_map, shared, tiles, k_blocks, 0, [](const Tile&, int) {});
     } else {
         setmaxnreg_inc<232>();
         const int lane = threadIdx.x % 32;

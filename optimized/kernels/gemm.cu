@@ -168,7 +168,8 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
             const Tile tile = tiles[index];
             float acc[kAcc];
-            chain_tile<Map, CLUSTER, !kFP32, 8>(acc, shared, stage, k_blocks, pending, words, to, issue);
+            chain_tile<Map, CLUSTER, kStoreSteps<8, kAcc>>(
+                acc, shared, stage, k_blocks, issue, pending, [&](int s) { store_step<8>(words, s, to); });
             add_bias(acc, bias, bias_type, tile.column + 2 * quad, n);
             to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n);
             if constexpr (kFP32) {

@@ -1,25 +1,30 @@
 // Behind an FP8 product: an activation (EPILOGUE 1) or its backward (EPILOGUE 2), to FP8 with the transposed copy.
 //
-//   1: the piece holds h = T(acc * scale + bias), which is kept;  v = y [m, n] of h                  (activation.cuh)
-//   2: the piece holds dact = T(acc * scale), gradient of y;      v = dh of dact and h; partial sums of 64 rows of v
-//   q = v in FP8, q_t its transpose [columns, ceil16(m)], amax    (quantize.cuh, reference/ops/cast_transpose.py)
+//   1: a piece holds h = T(acc * scale + bias), which is kept;  v = y [m, n] of h                  (activation.cuh)
+//   2: a piece holds dact = T(acc * scale), gradient of y;      v = dh of dact and h; partial sums of 64 rows of v
+//   q = v in FP8, q_t its transpose [columns, ceil16(m)], amax  (quantize.cuh, reference/ops/cast_transpose.py)
 //
-// h and dh have twice y's columns where the kind is gated. A warp does 64 rows of 32 columns in four runs of 16, so the
-// sums' order (row_sum.cuh) needs no other warp: rows r and r + 8 of a run lie in a lane, the rest eight lanes apart.
+// h and dh have twice y's columns where the kind is gated. 1 is done by the consumers, deferred: a step behind each of
+// the next tile's k-blocks is a row half of a piece. 2 is done by the workers of gemm_handoff.cuh, 64 rows of a piece at
+// a time, so that the order of the sums (row_sum.cuh) needs no other warp.
 //
 // Defines: EPILOGUE, KIND (activation.cuh), FP8 (quantize.cuh).
 #pragma once
 
 #include "activation.cuh"
-#include "gemm_handoff.cuh"
+#include "gemm_piece.cuh"
 #include "quantize.cuh"
+#include "transpose.cuh"
+#if EPILOGUE == 2
+#include "gemm_handoff.cuh"
+#endif
 
 namespace twin {
 
 constexpr bool kBackward = EPILOGUE == 2;
 constexpr int kOutputs = kBackward ? HALVES : 1;  // values made of an element (pair)
-constexpr int kItems = kPieces / kHalves;
-constexpr int kAtOnce = kBackward && !GATED ? 2 : 1;  // runs whose loads may be in flight: what the registers hold
+constexpr int kItems = kPieces / kHalves;         // of a tile's pieces; x1 and x2 of a gated one are one item
+constexpr int kSteps = 2 * kItems;
 static_assert(kHalves == (kBackward ? 1 : HALVES), "a gated activation reads B in halves");
 
 struct Epilogue {
@@ -76,133 +81,187 @@ __device__ __forceinline__ float sum_run(const float (&v)[8]) {
     return fold(two[0], two[1], 4);
 }
 
-// Where the outputs of a problem lie. `width` is the number of y's columns.
-struct Output {
+// What of a problem the finishing needs. `width` is the number of y's columns.
+struct Problem {
     int m, width;
     float scale;
-    size_t stride_t;  // ceil16(m)
+
+    __device__ __forceinline__ Problem(const Epilogue& e, int rows, int columns)
+        : m(rows), width(columns), scale(*e.scale_slot) {}
+
+    // The lane's part of a piece; `column` is the piece's first.
+    __device__ __forceinline__ Place place(int run_row, int column) const {
+        const int lane = threadIdx.x % 32;
+        int row = run_row + lane / 4;
+        asm volatile("" : "+r"(row));  // addresses are computed each time anew: there is no room to keep them
+        return {row, column + kRun * (lane % 4), {row < m, row + 8 < m}, kRun == 8 || column + kSecond < width};
+    }
+
+    // Of q_t's columns those that a lane has after transpose_run.
+    __device__ __forceinline__ int own_column(const Place& at) const {
+        const int i = threadIdx.x % 32 / 4;
+        return at.column + i / 4 * kSecond + i % 4;
+    }
+    __device__ __forceinline__ bool owns(const Place& at) const { return threadIdx.x % 32 < 16 || at.second; }
 };
 
-// One run of 16 rows: from a lane's eight columns of two rows to everything that is stored. `sums` (2) receives the run's
-// sum of the lane's column of q_t, for each half.
-__device__ __forceinline__ void finish_run(const Epilogue& e, const Output& out, const Place& at, const Piece& handed,
-                                           const Piece (&x)[HALVES], float& amax, float (&sums)[kOutputs]) {
-    unsigned codes[kOutputs][2][2];
-    float low[kOutputs][8];  // row i, then the sum of rows i and i + 8
+// Four columns of a row half: v, its amax, its codes, and to `sums` (2) v of row i, or that of rows i and i + 8.
+__device__ __forceinline__ void finish_four(const Problem& problem, const Place& at, int r, int f, const Vector<4>& dact,
+                                            const Vector<8> (&x)[HALVES], float& amax,
+                                            unsigned (&codes)[kOutputs][2][2], float (&sums)[kOutputs][8]) {
+    float v[kOutputs][4];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int c = 0; c < 4; c++) {
+        const int i = 4 * f + c;
+        float value[kOutputs];
+        evaluate(widen(dact, c), widen(x[0], i), widen(x[HALVES - 1], i), value);
 #pragma unroll
-        for (int f = 0; f < 2; f++) {  // four columns
-            float v[kOutputs][4];
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int i = 4 * f + c;
-                float value[kOutputs];
-                evaluate(widen(handed.rows[r], i), widen(x[0].rows[r], i), widen(x[HALVES - 1].rows[r], i), value);
-#pragma unroll
-                for (int o = 0; o < kOutputs; o++) {
-                    v[o][c] = value[o];
-                    amax = amax_of(amax, value[o]);
-                    low[o][i] = r == 0 ? value[o] : low[o][i] + value[o];
-                }
-            }
-#pragma unroll
-            for (int o = 0; o < kOutputs; o++) {
-                const unsigned code =
-                    quantize2(v[o][0], v[o][1], out.scale) | quantize2(v[o][2], v[o][3], out.scale) << 16;
-                codes[o][r][f] = at.rows[r] ? code : 0;  // not left to 0 * scale, which is NaN if scale is infinite
-            }
-        }
-        if (at.rows[r]) {
-            const size_t row = at.row + 8 * r;
-#pragma unroll
-            for (int o = 0; o < kOutputs; o++)
-                store_eight_columns(e.q + (row * kOutputs + o) * out.width + at.column, codes[o][r], at.second);
-            if constexpr (!kBackward) {
-#pragma unroll
-                for (int half = 0; half < HALVES; half++)
-                    store_eight_columns(e.h + (row * HALVES + half) * out.width + at.column, x[half].rows[r].words,
-                                        at.second);
-            }
+        for (int o = 0; o < kOutputs; o++) {
+            v[o][c] = value[o];
+            amax = amax_of(amax, value[o]);
+            if constexpr (kBackward) sums[o][i] = r == 0 ? value[o] : sums[o][i] + value[o];
         }
     }
-    const int i = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int o = 0; o < kOutputs; o++) {
+        const unsigned code =
+            quantize2(v[o][0], v[o][1], problem.scale) | quantize2(v[o][2], v[o][3], problem.scale) << 16;
+        codes[o][r][f] = at.rows[r] ? code : 0;  // not left to 0 * scale, which is NaN if scale is infinite
+    }
+}
+
+// A row half's codes to q.
+__device__ __forceinline__ void store_row(const Epilogue& e, const Problem& problem, const Place& at, int r,
+                                          const unsigned (&codes)[kOutputs][2][2]) {
+    if (!at.rows[r]) return;
+#pragma unroll
+    for (int o = 0; o < kOutputs; o++)
+        store_eight_columns(e.q + (static_cast<size_t>(at.row + 8 * r) * kOutputs + o) * problem.width + at.column,
+                            codes[o][r], at.second);
+}
+
+// Both row halves' codes to q_t.
+__device__ __forceinline__ void store_columns(const Epilogue& e, const Problem& problem, const Place& at,
+                                               const unsigned (&codes)[kOutputs][2][2]) {
+    const int first = at.row - threadIdx.x % 32 / 4;  // of the run
 #pragma unroll
     for (int o = 0; o < kOutputs; o++) {
         const uint4 column = transpose_run(codes[o]);
-        const int first = at.row - i;  // of the run
-        if (first < out.m && (i < 4 || at.second)) {
-            const size_t c = o * out.width + at.column + i / 4 * kSecond + i % 4;
-            *reinterpret_cast<uint4*>(e.q_t + c * out.stride_t + first) = column;
-        }
-        if constexpr (kBackward) sums[o] = sum_run(low[o]);
+        const size_t c = static_cast<size_t>(o) * problem.width + problem.own_column(at);
+        if (first < problem.m && problem.owns(at))
+            *reinterpret_cast<uint4*>(e.q_t + c * ((problem.m + 15) / 16 * 16) + first) = column;
     }
 }
 
-// What the three warps do.
+// At the end of the block, by each warp.
+__device__ __forceinline__ void commit(const Epilogue& e, float scale, float amax) {
+    const unsigned most = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
+    if (threadIdx.x % 32 == 0 && e.amax_slot != nullptr && most != 0)
+        atomicMax(reinterpret_cast<int*>(e.amax_slot), static_cast<int>(most));
+    if (blockIdx.x == 0) *e.scale_inv = 1.0f / scale;
+}
+
+#if EPILOGUE == 1
+
+// A tile that waits, packed, in a consumer's registers.
+struct Deferred {
+    const Epilogue& e;
+    Problem problem;
+    int row = 0, column = 0;  // of the warp's run, of the tile
+    float amax = 0.0f;
+    unsigned codes[kOutputs][2][2];  // from a piece's first step to its second
+
+    __device__ __forceinline__ Deferred(const Epilogue& epilogue, int m, int n)
+        : e(epilogue), problem(epilogue, m, n / kHalves) {}
+
+    __device__ __forceinline__ void begin(const Tile& tile) {
+        row = tile.row + threadIdx.x / 32 * 16;
+        column = tile.column;
+    }
+
+    __device__ __forceinline__ void step(const unsigned (&words)[kAcc / 2], int s) {
+        const int item = s / 2, r = s % 2;
+        if (row >= problem.m || column + 32 * item >= problem.width) return;
+        const Place at = problem.place(row, column + 32 * item);
+        Vector<8> x[HALVES];
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) x[half] = packed_row(words, item + half * kItems, r, at);
+        float none[kOutputs][8];
+#pragma unroll
+        for (int f = 0; f < 2; f++) finish_four(problem, at, r, f, {}, x, amax, codes, none);
+        store_row(e, problem, at, r, codes);
+        if (at.rows[r]) {
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                store_eight_columns(
+                    e.h + (static_cast<size_t>(at.row + 8 * r) * HALVES + half) * problem.width + at.column,
+                    x[half].words, at.second);
+        }
+        if (r == 1) store_columns(e, problem, at, codes);
+    }
+
+    __device__ __forceinline__ void end() const { commit(e, problem.scale, amax); }
+};
+
+#else
+
+// What the workers do.
 __device__ __forceinline__ void finish_tiles(const Epilogue& e, const unsigned char* memory, const Tiles& tiles, int m,
                                              int n) {
-    const int lane = threadIdx.x % 32, worker = threadIdx.x / 32 - 4 * WARPGROUPS - 1, i = lane / 4;
-    const Output out = {m, n / kHalves, *e.scale_slot, (static_cast<size_t>(m) + 15) / 16 * 16};
+    const Problem problem(e, m, n);
     float amax = 0.0f;
-
-    const auto begin = [&](const Tile& tile) {
-        if constexpr (kBackward) {
-            const int columns = min(kTileN, out.width - tile.column);
-            for (int half = 0; half < HALVES; half++)
-                prefetch_tile(e.h, worker, tile, half * out.width + tile.column, columns, m, HALVES * out.width);
-        }
-    };
     const auto finish = [&](const Tile& tile, int warpgroup, int piece, const unsigned char* from) {
-        const int first = tile.column + 32 * piece;
-        const int row0 = tile.row + 64 * warpgroup;
-        if (first >= out.width || row0 >= m) return;
-        Place at = {row0 + i, first + kRun * (lane % 4), {}, kRun == 8 || first + kSecond < out.width};
-        float even[kOutputs], odd[kOutputs], sums[kOutputs];
-#pragma unroll kAtOnce
+        const int column = tile.column + 32 * piece, row0 = tile.row + 64 * warpgroup;
+        if (column >= n || row0 >= m) return;
+        float even[kOutputs], odd[kOutputs];
+        const auto load = [&](const Place& at, int r, Vector<8>(&x)[HALVES]) {
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                x[half] = load_eight_columns(
+                    e.h + (static_cast<size_t>(at.row + 8 * r) * HALVES + half) * n + at.column, at.rows[r], at.second);
+        };
+        // x is loaded a run ahead; at the head of the run where there is too much of it for the registers.
+        Vector<8> x[2][HALVES];
+#pragma unroll
+        for (int r = 0; r < 2 && !GATED; r++) load(problem.place(row0, column), r, x[r]);
+#pragma unroll GATED ? 1 : 2
         for (int run = 0; run < 4; run++) {
-            at.row = row0 + 16 * run + i;
-            at.rows[0] = at.row < m, at.rows[1] = at.row + 8 < m;
-            const Piece handed = take_piece(from + run * kRunBytes, at);
-            Piece x[HALVES];
+            const Place at = problem.place(row0 + 16 * run, column);
+            unsigned codes[kOutputs][2][2];
+            float sums[kOutputs][8];
 #pragma unroll
-            for (int half = 0; half < HALVES; half++) {
-                if constexpr (kBackward) {
+            for (int r = 0; r < 2 && GATED; r++) load(at, r, x[r]);
 #pragma unroll
-                    for (int r = 0; r < 2; r++)
-                        x[half].rows[r] = load_eight_columns(
-                            e.h + (static_cast<size_t>(at.row + 8 * r) * HALVES + half) * out.width + at.column,
-                            at.rows[r], at.second);
-                } else {
-                    x[half] = half == 0 ? handed : take_piece(from + run * kRunBytes + kItems * kPieceBytes, at);
-                }
+            for (int part = 0; part < 4; part++) {
+                const int r = part % 2, f = part / 2;
+                const Vector<4> dact = handed_four(from + run * kRunBytes, r, f, at);
+                finish_four(problem, at, r, f, dact, x[r], amax, codes, sums);
             }
-            finish_run(e, out, at, handed, x, amax, sums);
-            if constexpr (kBackward) {
 #pragma unroll
-                for (int o = 0; o < kOutputs; o++) {
-                    if (run % 2 == 0)
-                        even[o] = run == 0 ? sums[o] : even[o] + sums[o];
-                    else
-                        odd[o] = run == 1 ? sums[o] : odd[o] + sums[o];
-                }
+            for (int r = 0; r < 2; r++) {
+                if (run < 3 && !GATED) load(problem.place(row0 + 16 * (run + 1), column), r, x[r]);
+                store_row(e, problem, at, r, codes);
             }
-        }
-        if constexpr (kBackward) {
-            if (i >= 4 && !at.second) return;
+            store_columns(e, problem, at, codes);
 #pragma unroll
             for (int o = 0; o < kOutputs; o++) {
-                const size_t c = o * out.width + at.column + i / 4 * kSecond + i % 4;
-                e.partial[static_cast<size_t>(row0 / 64) * HALVES * out.width + c] = even[o] + odd[o];
+                const float sum = sum_run(sums[o]);
+                if (run % 2 == 0)
+                    even[o] = run == 0 ? sum : even[o] + sum;
+                else
+                    odd[o] = run == 1 ? sum : odd[o] + sum;
             }
         }
+        const Place at = problem.place(row0, column);
+        if (!problem.owns(at)) return;
+#pragma unroll
+        for (int o = 0; o < kOutputs; o++)
+            e.partial[(static_cast<size_t>(row0 / 64) * HALVES + o) * n + problem.own_column(at)] = even[o] + odd[o];
     };
-    work<kItems>(memory, tiles, worker, begin, finish);
-
-    const unsigned most = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
-    if (lane == 0 && e.amax_slot != nullptr && most != 0)
-        atomicMax(reinterpret_cast<int*>(e.amax_slot), static_cast<int>(most));
-    if (blockIdx.x == 0 && worker == 0 && lane == 0) *e.scale_inv = 1.0f / out.scale;
+    work(memory, tiles, finish);
+    commit(e, problem.scale, amax);
 }
+
+#endif
 
 }  // namespace twin

@@ -154,6 +154,17 @@ __device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], in
     }
 }
 
+// Behind how many k-blocks a packed tile is stored, and what of it behind one of them.
+template <int kRun, int kCount>
+constexpr int kStoreSteps = kCount / (2 * kRun) < 8 ? kCount / (2 * kRun) : 8;
+
+template <int kRun, int kWords>
+__device__ __forceinline__ void store_step(const unsigned (&words)[kWords], int step, const Destination& to) {
+    constexpr int kGroups = kWords / kRun, kSteps = kStoreSteps<kRun, 2 * kWords>;
+#pragma unroll
+    for (int g = step * kGroups / kSteps; g < (step + 1) * kGroups / kSteps; g++) store_packed<kRun>(words, g, to);
+}
+
 template <int kRun, int kWords>
 __device__ __forceinline__ void store_packed_tile(const unsigned (&words)[kWords], const Destination& to) {
 #pragma unroll

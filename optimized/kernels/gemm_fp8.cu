@@ -32,7 +32,11 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
     const unsigned shared = shared_address(memory);
     const Tiles tiles(m, n);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
-    const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks, 0); };
+    const auto producing = [&] {
+        produce(&a_map, &b_map, shared, tiles, k_blocks, 0, [&](const Tile& tile, int kb) {
+            if constexpr (ACCUMULATE) prefetch_part<kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n, n);
+        });
+    };
     const auto consuming = [&] {
         const int lane = threadIdx.x % 32;
         const int row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * kRun;
@@ -49,7 +53,8 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             if constexpr (SPLIT) {
                 split_tile(acc, shared, issue, stage, k_blocks, index + tiles.step() < tiles.count());
             } else {
-                chain_tile<Map, CLUSTER, kDeferred, kRun>(acc, shared, stage, k_blocks, pending, words, to, issue);
+                chain_tile<Map, CLUSTER, kStoreSteps<kRun, kAcc>>(
+                    acc, shared, stage, k_blocks, issue, pending, [&](int s) { store_step<kRun>(words, s, to); });
             }
             scale_and_bias<kRun>(acc, scale, bias, bias_type, tile.column + column, n);
             to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + column, m, n);

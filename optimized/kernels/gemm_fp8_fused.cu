@@ -6,8 +6,9 @@
 //
 // Each gives the bits of gemm_fp8.cu followed by the kernel that it takes the place of: T, 16 bits, is where they part.
 // acc is fast (1, 3: SPLIT 0) or split (2: SPLIT 1), as in gemm_fp8.cu, by the same main loops (gemm_fp8_mainloop.cuh).
-// The consumers hand their tiles to three warps of the producer's warpgroup (gemm_handoff.cuh), which do what follows
-// while the tensor cores work on the next tile; for that, shared memory holds a tile in 16 bits and a stage less.
+// What follows runs beside the tensor cores' work on the next tile: 1 and 3 in the consumers, a step behind each k-block
+// ("deferred", gemm_mainloop.cuh); 2, where split accumulation has no registers for that, in seven other warps
+// (gemm_handoff.cuh), for which shared memory holds a tile in 16 bits.
 //
 // Defines: EPILOGUE (and that header's), WIDE (1 bf16, 2 fp16: T), OUT (BF16 | FP16, the same), and those of gemm_fp8.cu;
 // B_HALVES 2 where EPILOGUE 1 is gated.
@@ -20,10 +21,13 @@
 
 using namespace twin;
 
-// Registers of a thread: all that the consumers' accumulators need, and the rest of 504 for the three warps.
-constexpr int kConsumer = SPLIT ? 200 : 176;
+#if EPILOGUE == 2
+constexpr int kBehind = 2, kConsumer = 160, kOthers = 96;  // warpgroups behind the consumers; registers of a thread
+#else
+constexpr int kBehind = 1, kConsumer = 232, kOthers = 40;
+#endif
 
-extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
+extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kBehind), 1)
     gemm_fp8_fused(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                    const __grid_constant__ Epilogue epilogue, const float* a_scale_inv, const float* b_scale_inv, int m,
                    int n, int k) {
@@ -31,33 +35,62 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
     const unsigned shared = shared_address(memory);
     const Tiles tiles(m, n / kHalves);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
+    const Issue issue{shared + Map::kA + warpgroup_index() * 64 * kStageRowBytes, shared + Map::kB};
+    const auto producing = [&] {
+        produce(&a_map, &b_map, shared, tiles, k_blocks, n / 2, [&](const Tile& tile, int kb) {
+#if EPILOGUE == 2
+            for (int half = 0; half < HALVES; half++)
+                prefetch_part<2>(epilogue.h + half * n, tile, kb, k_blocks, m, n, static_cast<size_t>(HALVES) * n);
+#elif EPILOGUE == 3
+            if (epilogue.residual != nullptr) prefetch_part<2>(epilogue.residual, tile, kb, k_blocks, m, n, n);
+#endif
+        });
+    };
+#if EPILOGUE == 2
     if (threadIdx.x == 0) init_handoff(shared);
-    const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks, n / 2); };
-    const auto finishing = [&] { finish_tiles(epilogue, memory, tiles, m, n); };
     const auto consuming = [&] {
-        const int column = threadIdx.x % 4 * kRun;
-        const Issue issue{shared + Map::kA + warpgroup_index() * 64 * kStageRowBytes, shared + Map::kB};
         Position stage;
         unsigned parity = 0;
-        if (SPLIT) mbarrier_wait(shared + Map::kFull, 0);  // every block has a tile
+        mbarrier_wait(shared + Map::kFull, 0);  // every block has a tile
         for (int index = tiles.first(); index < tiles.count(); index += tiles.step(), parity ^= 1) {
             float acc[kAcc];
-            if constexpr (SPLIT)
-                split_tile(acc, shared, issue, stage, k_blocks, index + tiles.step() < tiles.count());
-            else
-                chain_tile<Map, CLUSTER>(acc, shared, stage, k_blocks, issue);
+            split_tile(acc, shared, issue, stage, k_blocks, index + tiles.step() < tiles.count());
             const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);  // here, for want of a register
-#if EPILOGUE == 1
-            scale_and_bias<kRun, kHalves>(acc, scale, epilogue.bias, static_cast<int>(epilogue.bias_type),
-                                          tiles[index].column + column, n);
-#else
-            scale_and_bias<kRun, kHalves>(acc, scale, nullptr, kNoBias, column, n);
-#endif
+            scale_and_bias<kRun>(acc, scale, nullptr, kNoBias, 0, n);
             unsigned words[kAcc / 2];
             pack_tile<OUT, kRun>(words, acc);
             hand_over(words, memory, parity);
         }
     };
-    run_block<Map, kStages, CLUSTER, WARPGROUPS, kConsumer, 504 - 2 * kConsumer>(shared, a_map, b_map, producing,
-                                                                                 consuming, finishing);
+    const auto finishing = [&] { finish_tiles(epilogue, memory, tiles, m, n); };
+#else
+    const auto consuming = [&] {
+        const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);
+        Deferred after(epilogue, m, n);
+        Position stage;
+        unsigned words[kAcc / 2];
+        bool pending = false;
+        for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
+            const Tile tile = tiles[index];
+            float acc[kAcc];
+            chain_tile<Map, CLUSTER, kSteps>(acc, shared, stage, k_blocks, issue, pending,
+                                             [&](int s) { after.step(words, s); });
+#if EPILOGUE == 1
+            scale_and_bias<kRun, kHalves>(acc, scale, epilogue.bias, static_cast<int>(epilogue.bias_type),
+                                          tile.column + threadIdx.x % 4 * kRun, n);
+#else
+            scale_and_bias<kRun>(acc, scale, nullptr, kNoBias, 0, n);
+#endif
+            pack_tile<OUT, kRun>(words, acc);
+            after.begin(tile);
+            pending = true;
+        }
+#pragma unroll
+        for (int s = 0; s < kSteps && pending; s++) after.step(words, s);
+        after.end();
+    };
+    const auto finishing = [] {};
+#endif
+    run_block<Map, kStages, CLUSTER, WARPGROUPS, kConsumer, kOthers>(shared, a_map, b_map, producing, consuming,
+                                                                     finishing);
 }

@@ -26,7 +26,7 @@ constexpr int kRun = RUN;
 constexpr int kHalves = B_HALVES;
 constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
 constexpr int kAcc = kBlockN / 2;                     // accumulators of a thread
-constexpr int kPartN = kBlockN < 128 ? kBlockN : 128;  // split: columns of one temporary
+constexpr int kPartN = kBlockN == 192 ? 96 : kBlockN < 128 ? kBlockN : 128;  // split: columns of one temporary
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
 using Position = Stage<kStages>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER>;
@@ -34,9 +34,11 @@ using Tiles = Schedule<kBlockM, kTileN, CLUSTER>;
 constexpr int kParts = kHalves > CLUSTER ? kHalves : CLUSTER;
 constexpr int kPartRows = kBlockN / kParts;
 
-// `half` is the number of B's rows in each of its halves (unused where kHalves is 1).
+// `half` is the number of B's rows in each of its halves (unused where kHalves is 1). also(tile, kb) is called behind the
+// copies of each k-block.
+template <class Also>
 __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
-                                        const Tiles& tiles, int k_blocks, int half) {
+                                        const Tiles& tiles, int k_blocks, int half, const Also& also) {
     Position stage;
     for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
         const Tile tile = tiles[index];
@@ -57,15 +59,27 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
                 else
                     tma_load_5d_multicast(destination, b_map, full, (1 << CLUSTER) - 1, kb * kBlockK, 0, 0, 0, group);
             }
+            also(tile, kb);
         }
     }
+}
+
+// A part for each k-block of: L2 fetches the tile's part of `matrix`, [m, n] of kBytes bytes an element, `stride` of them
+// from row to row. What is read or added to behind the product is there when it is needed.
+template <int kBytes>
+__device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m, int n,
+                                              size_t stride) {
+    for (int row = tile.row + kb; row < min(tile.row + kBlockM, m); row += k_blocks)
+        prefetch_l2(static_cast<const char*>(matrix) + (row * stride + tile.column) * kBytes,
+                    min(kTileN, n - tile.column) * kBytes);
 }
 
 // The four wgmma of a k-block of the fast chain.
 struct Issue {
     unsigned a_base, b_base;  // this warpgroup's rows of A, and B, in stage 0
 
-    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int stage, bool first) const {
+    template <int kCount>
+    __device__ __forceinline__ void operator()(float (&acc)[kCount], int stage, bool first) const {
         const auto a = wgmma_descriptor(a_base + stage * Map::kABytes, 0, 1024);
         const auto b = wgmma_descriptor(b_base + stage * Map::kBBytes, 0, 1024);
 #pragma unroll

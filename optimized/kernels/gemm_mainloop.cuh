@@ -4,7 +4,7 @@
 // first k-block of a tile the first of them starts from zero.
 //
 // While the tensor cores work on a k-block, the stage of the k-block before is handed back to the producer. A
-// finished 16-bit tile stays in registers, packed, and goes to memory a few vectors after each of the first
+// finished 16-bit tile stays in registers, packed, and goes to memory a step after each of the first
 // k-blocks of the next tile ("deferred"), so that the tensor cores do not wait for stores.
 #pragma once
 
@@ -36,32 +36,26 @@ __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, 
     release<kCluster>(shared + Map::kEmpty + 8 * previous);
 }
 
-// The same; if `pending`, `words` (the tile before) is stored to `to` on the way.
-template <class Map, int kCluster, bool kDeferred, int kRun, int kStages, int kAcc, class Issue>
+// The same; if `pending`, store(s) is called on the way for s = 0 .. kSteps - 1, one behind each of the first k-blocks.
+template <class Map, int kCluster, int kSteps, int kStages, int kAcc, class Issue, class Store>
 __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                           bool pending, const unsigned (&words)[kAcc / 2], const Destination& to,
-                                           const Issue& issue) {
-    constexpr int kGroups = kAcc / (2 * kRun);          // runs a thread owns in each of its two rows
-    constexpr int kSteps = kGroups < 8 ? kGroups : 8;   // k-blocks behind which a tile is stored
+                                           const Issue& issue, bool pending, const Store& store) {
     int kb = 0, previous = 0;
-    if constexpr (kDeferred) {
-        if (pending && k_blocks >= kSteps) {
+    if (pending && k_blocks >= kSteps) {
 #pragma unroll
-            for (; kb < kSteps; kb++) {
-                chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
-#pragma unroll
-                for (int g = kb * kGroups / kSteps; g < (kb + 1) * kGroups / kSteps; g++)
-                    store_packed<kRun>(words, g, to);
-            }
-        } else if (pending) {
-            store_packed_tile<kRun>(words, to);
+        for (; kb < kSteps; kb++) {
+            chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
+            store(kb);
         }
+    } else if (pending) {
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) store(s);
     }
     chain_tile<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous);
 }
 
-// A persistent block: barriers, the roles, the end. `produce` runs in one thread of the last warpgroup, `consume` in
-// the warpgroups before it, `assist` in the other three warps of the last.
+// A persistent block: barriers, the roles, the end. `consume` runs in the first warpgroups, `produce` in one thread of the
+// one after them, `assist` in every warp after that thread's.
 template <class Map, int kStages, int kCluster, int kWarpgroups, int kConsumer, int kOthers, class Produce,
           class Consume, class Assist>
 __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_map, const CUtensorMap& b_map,

@@ -37,12 +37,12 @@ class Tile:
     def __post_init__(self) -> None:
         if (
             self.warpgroups not in (1, 2)
-            or self.block_n not in (64, 128, 256)
+            or self.block_n not in (64, 128, 192, 256)
             or self.stages < 2
             or self.cluster not in (1, 2)
         ):
             raise ValueError(
-                f"{self}: a tile has 1 or 2 warpgroups, 64, 128 or 256 columns, at least 2 stages and "
+                f"{self}: a tile has 1 or 2 warpgroups, 64, 128, 192 or 256 columns, at least 2 stages and "
                 f"clusters of 1 or 2."
             )
         if self.shared_bytes > 232448:

@@ -1,0 +1,69 @@
+// Pieces: how what follows an FP8 product sees its tile. A piece is 16 rows, those of a consumer warp, x 32 columns.
+//
+// Lane 4 i + q holds rows i and i + 8 of eight columns of it: 8 q .. 8 q + 7, or with RUN 4 two fours, 4 q .. and
+// 16 + 4 q .. ; so it can write 16 bytes of a row of 16-bit values, and 8 of FP8 codes.
+#pragma once
+
+#include "gemm_fp8_mainloop.cuh"
+#include "wide.cuh"
+
+namespace twin {
+
+constexpr int kPieces = kBlockN / 32;
+constexpr int kSecond = kRun == 8 ? 4 : 16;  // from a lane's first four columns to the others
+static_assert(kPieces % kHalves == 0, "both halves of a gated tile are whole pieces");
+
+// Where a lane's part of a piece lies in a matrix, and what of it exists.
+struct Place {
+    int row, column;  // of the first row and of the first four columns
+    bool rows[2];     // row and row + 8
+    bool second;      // the other four columns; the first four do
+};
+
+// Rows of eight values of kBytes bytes in four or two words, in memory: one vector, or two that are apart.
+// `pointer` is that of the first four columns.
+template <int kWords>
+__device__ __forceinline__ void store_eight_columns(void* pointer, const unsigned (&words)[kWords], bool second) {
+    constexpr int kBytes = kWords / 2;  // of a value
+    if constexpr (kRun == 8 && kWords == 4) {
+        *static_cast<uint4*>(pointer) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (kRun == 8) {
+        *static_cast<uint2*>(pointer) = make_uint2(words[0], words[1]);
+    } else if constexpr (kWords == 4) {
+        static_cast<uint2*>(pointer)[0] = make_uint2(words[0], words[1]);
+        if (second) static_cast<uint2*>(pointer)[kSecond * kBytes / 8] = make_uint2(words[2], words[3]);
+    } else {
+        static_cast<unsigned*>(pointer)[0] = words[0];
+        if (second) static_cast<unsigned*>(pointer)[kSecond * kBytes / 4] = words[1];
+    }
+}
+
+// Eight 16-bit values of a row in global memory; zeros where `exists` is false.
+__device__ __forceinline__ Vector<8> load_eight_columns(const unsigned short* pointer, bool exists, bool second) {
+    Vector<8> v = {};
+    if (!exists) return v;
+    if constexpr (kRun == 8) {
+        v = load_once<8>(pointer);
+    } else {
+        const Vector<4> first = load_once<4>(pointer);
+        v.words[0] = first.words[0], v.words[1] = first.words[1];
+        if (second) {
+            const Vector<4> other = load_once<4>(pointer + kSecond);
+            v.words[2] = other.words[0], v.words[3] = other.words[1];
+        }
+    }
+    return v;
+}
+
+// Row half r of piece `piece` of a packed tile (pack_tile), a lane's eight columns; zeros where nothing exists.
+__device__ __forceinline__ Vector<8> packed_row(const unsigned (&words)[kAcc / 2], int piece, int r, const Place& at) {
+    Vector<8> row;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const unsigned word = words[8 * piece + (kRun == 8 ? 4 * r + j : 4 * (j / 2) + 2 * r + j % 2)];
+        row.words[j] = at.rows[r] && (j < 2 || at.second) ? word : 0;
+    }
+    return row;
+}
+
+}  // namespace twin
