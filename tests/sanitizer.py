@@ -17,6 +17,7 @@ from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES
 from reference.ops.activation import GATED, KINDS
+from reference.ops.multi_cast_transpose import outputs
 
 twin = torch.ops.twin
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,6 +34,9 @@ def casts() -> None:
         twin.cast_transpose_dbias(x, scale, history, 2, out)
         twin.dbias(x)
         twin.dbias(x[:, :5].contiguous())
+        for xs in ([x], [x] * 5):  # both capacities
+            parts = [list(part) for part in zip(*(outputs(one, out) for one in xs), strict=True)]
+            twin.multi_cast_transpose(xs, [scale] * len(xs), [history] * len(xs), [0] * len(xs), *parts)
 
 
 def scale_update() -> None:
@@ -68,10 +72,9 @@ def gemm_tiles() -> None:
 
 
 def norms() -> None:
-    """Every hidden takes another kernel or configuration; ragged rows, one row, none."""
-    for rows, hidden, kind in itertools.product(
-        (0, 1, 35), (7, 208, 1024, 1040, 2064, 4112, 7184, 8208), ("layernorm", "rmsnorm")
-    ):
+    """Every hidden takes another kernel or configuration; ragged rows, one row, none; many, for the taller tiles."""
+    sizes = itertools.product((0, 1, 35), (7, 208, 1040, 2064, 4080, 5104, 6128, 8176, 12272, 16368, 16400))
+    for (rows, hidden), kind in itertools.product([*sizes, (6150, 16)], ("layernorm", "rmsnorm")):
         for dtype in WIDE[:2]:
             x, grad = (torch.randn(rows, hidden).to(dtype).cuda() for _ in range(2))
             weight = torch.randn(hidden).cuda()
@@ -114,6 +117,7 @@ def attentions() -> None:
 def around_attention() -> None:
     for dtype, cols in itertools.product(WIDE, (7, 264, 1000, 2056)):
         x = torch.randn(1, 2, 5, cols).to(dtype).cuda()
+        y = twin.softmax(x, 0.5, "causal", x[0, 0, 0] < 0)
         y = twin.softmax(x, 0.5, "causal", None)
         twin.softmax_backward(x, y, 0.5)
         rows = torch.randn(3, cols).to(dtype).cuda()
