@@ -14,12 +14,23 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.bench import activation, attention, cast, gemm, gemm_equality, gemm_shapes, gemm_sweep, ladder, norm
+from optimized.bench import (
+    activation,
+    attention,
+    cast,
+    gemm,
+    gemm_equality,
+    gemm_shapes,
+    gemm_sweep,
+    ladder,
+    layer,
+    norm,
+)
 from optimized.commands import CommandError, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
-MODULES = (gemm, gemm_equality, gemm_sweep, gemm_shapes, ladder, cast, norm, activation, attention)
+MODULES = (gemm, gemm_equality, gemm_sweep, gemm_shapes, ladder, cast, norm, activation, attention, layer)
 BENCHMARKS = {module.NAME: module for module in MODULES}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
 APART = {
@@ -38,6 +49,7 @@ WHAT = {
     "norm": "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy",
     "activation": "five activations, forward, backward and to FP8, against a copy",
     "attention": "attention against cuDNN's; softmax, rotary embedding and dropout against a copy",
+    "layer": "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes",
     "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
     "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
 }

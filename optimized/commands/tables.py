@@ -277,6 +277,60 @@ def gpu_suite(payload: dict[str, Any]) -> list[Table]:
     return [Table(title, ("on an H200", "passed", "failed"), (row,), _note(payload))]
 
 
+def layer(payload: dict[str, Any]) -> list[Table]:
+    """The quickstart's steps, one column per case; then what the FP8 step consists of."""
+    cases = payload["cases"]
+    by_step: dict[tuple[str, str], list[dict[str, Any] | None]] = {}
+    for place, found in enumerate(cases):
+        for row in found["rows"]:
+            by_step.setdefault((row["step"], row["attention"]), [None] * len(cases))[place] = row
+    rows = []
+    for (step, attention), found in by_step.items():
+        inside = {row["in_contract"] for row in found if row is not None}
+        cells = [step, attention, "partly" if len(inside) > 1 else "yes" if inside == {True} else "no"]
+        for row in found:
+            cells.append("–" if row is None else f"{row['ms']['median']:.2f}")
+        peak = None if found[0] is None else found[0]["peak_bytes"]
+        rows.append((*cells, "–" if peak is None else f"{peak / 2**30:.2f}"))
+    parts = ("cuBLASLt's 12 FP8 products + cuDNN's attention", "", "", *(f"{one['parts_ms']:.2f}" for one in cases), "")
+    names = [one["case"]["name"] for one in cases]
+    note = (
+        "Milliseconds of one layer, forward and backward, medians of blocks of steps in turn in one run, launches "
+        "included; gradients None at each step, weights cast at each step unless cached. Hidden 4096, ffn 16384, 32 "
+        f"heads, sequence 2048; small: ffn 4096, 16 heads. GiB: most that torch's allocator held in the step of the "
+        f"first column, weights and gradients included; CuPy's pool held {payload['cupy_pool_bytes']} bytes. "
+        f"{_note(payload)}"
+    )
+    columns = ("layer, ms", "attention", "in the contract", *names, "GiB")
+    one = payload["linear"]
+    linear = tuple(
+        (row["step"], "yes" if row["in_contract"] else "no", f"{row['ms']['median']:.3f}") for row in one["rows"]
+    )
+    return [
+        Table("One layer, forward and backward", columns, (*rows, parts), note),
+        Table(one["case"], ("forward and backward", "in the contract", "ms"), linear, _note(payload)),
+    ]
+
+
+def layer_ops(payload: dict[str, Any]) -> list[Table]:
+    """The ops of the first case's FP8 steps, and what of its ceiling each reaches (docs/layer.md)."""
+    first, found = payload["cases"][0], []
+    for row in first["rows"]:
+        ops = [op for op in row.get("ops", ()) if op["ms"] >= 0.02]
+        if ops:
+            cells = []
+            for op in ops:
+                amount = f"{op['flop'] / 1e12:.2f} TFLOP" if op["flop"] else f"{op['bytes'] / 1e9:.3f} GB"
+                share = "–" if op["of_ceiling"] is None else _percent(op["of_ceiling"])
+                cells.append((op["op"], op["sizes"], str(op["count"]), f"{op['ms']:.3f}", amount, share))
+            columns = ("op", "sizes", "calls", "ms", "work", "of ceiling")
+            total = sum(op["ms"] for op in row["ops"])
+            note = f"All ops together: {total:.2f} ms of GPU time. {_note(payload)}"
+            title = f"{row['step']}, {row['attention']} attention, {first['case']['name']}"
+            found.append(Table(title, columns, tuple(cells), note))
+    return found
+
+
 BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "gpu_suite": gpu_suite,
     "gemm": gemm,
@@ -289,8 +343,20 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "activation": activation,
     "attention": attention,
     "elementary": elementary,
+    "layer": layer,
 }
-IN_README = ("gpu_suite", "gemm", "gemm_shapes", "gemm_equality", "cast_transpose", "norm", "activation", "attention")
+DETAILS = {"layer_ops": ("layer", layer_ops)}  # more tables of a result, for pages of docs
+IN_README = (
+    "gpu_suite",
+    "layer",
+    "gemm",
+    "gemm_shapes",
+    "gemm_equality",
+    "cast_transpose",
+    "norm",
+    "activation",
+    "attention",
+)
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -304,8 +370,9 @@ def load(name: str) -> dict[str, Any] | None:
 
 def recorded(name: str) -> list[Table]:
     """The tables of a recorded result; none where nothing is recorded."""
-    payload = load(name)
-    return [] if payload is None else BUILDERS[name](payload)
+    result, build = DETAILS[name] if name in DETAILS else (name, BUILDERS[name])
+    payload = load(result)
+    return [] if payload is None else build(payload)
 
 
 def markdown(names: Iterable[str] = IN_README) -> str:
@@ -321,7 +388,11 @@ def updated(page: str, names: Iterable[str] = IN_README) -> str:
     return f"{before}{BEGIN}\n{markdown(names)}\n{END}{after}"
 
 
-PAGES = {README: IN_README, README.parent / "docs" / "ladder.md": ("ladder",)}
+PAGES = {
+    README: IN_README,
+    README.parent / "docs" / "ladder.md": ("ladder",),
+    README.parent / "docs" / "layer.md": ("layer_ops",),
+}
 
 if __name__ == "__main__":
     for path, names in PAGES.items():

@@ -1,0 +1,258 @@
+"""One transformer layer, forward and backward, in the steps of the quickstart, against others and against its own parts
+(docs/results/layer.json).
+
+The contestants (bench/layer_models.py) run in turn, in blocks of a few steps between two synchronisations on the host's
+clock: what a training loop waits for, launches included. Beside them, in the same turns, stands what cannot be avoided:
+cuBLASLt's twelve FP8 products (fprop with fast accumulation, dgrad and wgrad split) and cuDNN's attention. Memory is
+what torch's allocator held at most, weights, gradients and activations of that contestant included.
+
+The breakdown is one step behind a GPU that is kept busy, so that events around each op measure its kernels and not the
+host. What an op must move (every tensor in and out, once) or compute is compared with the same run's ceiling: the same
+product by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimized import measure
+from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
+
+NAME = "layer"
+KERNELS = (
+    *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),
+    *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward", "norm_cast_transpose"),
+    *("norm_total", "scale_update"),
+)
+BROKEN_DOWN = ("TransformerLayer, FP8",)
+_COPY_BYTES = 1 << 29
+_BUSY_CYCLES = 60_000_000  # some 30 ms, in which the host queues a step
+
+
+def timed(blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int) -> dict[str, list[float]]:
+    """Milliseconds a step, `repeats` blocks of `inner` steps of each, in turn; one round before is not counted."""
+    samples: dict[str, list[float]] = {name: [] for name in blocks}
+    for repeat in range(repeats + 1):
+        for name, block in blocks.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            block(inner)
+            torch.cuda.synchronize()
+            if repeat:
+                samples[name].append((time.perf_counter() - start) * 1e3 / inner)
+    return samples
+
+
+def products(case: Case) -> dict[str, Callable[[], object]]:
+    """cuBLASLt's twelve products, as torch calls it."""
+    one = torch.ones((), device="cuda")
+    found: dict[str, Callable[[], object]] = {}
+    for name, (m, n, k, accumulate) in case.products().items():
+        first = torch.float8_e4m3fn if accumulate == "fast" else torch.float8_e5m2
+        a = torch.randn(m, k, device="cuda").to(first)
+        b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn).t()
+
+        def product(a: torch.Tensor = a, b: torch.Tensor = b, fast: bool = accumulate == "fast") -> object:
+            return torch._scaled_mm(a, b, one, one, out_dtype=case.dtype, use_fast_accum=fast)
+
+        found[name] = product
+    return found
+
+
+def attention(case: Case) -> dict[str, Callable[[], object]]:
+    """cuDNN's attention, forward and backward."""
+    shape = (case.sequence, case.batch, case.heads, case.hidden // case.heads)
+    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=case.dtype).permute(1, 2, 0, 3) for _ in range(4))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = cudnn(leaves[0], leaves[1], leaves[2], case)
+    return {
+        "attention forward": lambda: cudnn(q, k, v, case),
+        "attention backward": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+    }
+
+
+class _Watch(TorchDispatchMode):
+    """Puts events around every op and notes what it is, moves and computes."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.ops: list[tuple[dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.is_view or "empty" in name or name == "detach":  # no kernel
+            return func(*args, **(kwargs or {}))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        out = func(*args, **(kwargs or {}))
+        end.record()
+        self.ops.append((describe(name, args, out, self.causal), start, end))
+        return out
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def describe(name: str, args: Any, out: Any, causal: bool) -> dict[str, Any]:
+    """An op's name, its sizes, the bytes it must move, and the FLOP of products and attention (causal: half of them).
+
+    A tensor that is changed in place is read and written. Copies out of `expand`ed tensors read less than is counted.
+    """
+    tensors = _tensors(args)
+    inside = {id(tensor) for tensor in tensors}
+    written = [tensor for tensor in _tensors(out) if id(tensor) not in inside]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors + written)
+    found: dict[str, Any] = {"op": name, "sizes": "", "bytes": size, "flop": 0, "bound": "memory"}
+    if "attention" in name:
+        q, k = tensors[1:3] if "backward" in name else tensors[:2]
+        b, h, sq, d = q.shape
+        found |= {"bound": "attention", "sizes": f"{b}×{h}×{sq}×{k.shape[2]}×{d}"}
+        found["flop"] = (10 if "backward" in name else 4) * b * h * sq * k.shape[2] * d // (2 if causal else 1)
+    elif name.startswith("gemm"):
+        m, n, depth = tensors[0].shape[0], tensors[1].shape[0], tensors[0].shape[1]
+        found |= {"bound": "product", "sizes": f"{m}×{n}×{depth}", "flop": 2 * m * n * depth}
+    elif tensors:
+        found["sizes"] = "×".join(map(str, max(tensors, key=torch.Tensor.numel).shape))
+    return found
+
+
+def breakdown(contestant: Contestant, ceilings: Mapping[str, float], steps: int = 5) -> list[dict[str, Any]]:
+    """Every op of a step with its median time; equal ops are added up.
+
+    Args:
+        contestant: warmed up.
+        ceilings: ms by product's sizes "M×N×K", of "attention forward" and "attention backward"; "copy" in bytes a ms.
+        steps: watched.
+    """
+    watched = []
+    for _ in range(steps):
+        with _Watch(contestant.case.causal) as watch:
+            torch.cuda._sleep(_BUSY_CYCLES)
+            contestant.block(1)
+        torch.cuda.synchronize()
+        watched.append(watch.ops)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for same in zip(*watched, strict=True):
+        row = {**same[0][0], "count": 1, "ms": statistics.median(start.elapsed_time(end) for _, start, end in same)}
+        known = found.setdefault((row["op"], row["sizes"]), row)
+        if known is not row:
+            for key in ("count", "ms", "bytes", "flop"):
+                known[key] += row[key]
+    for row in found.values():
+        row["of_ceiling"] = _of_ceiling(row, ceilings)
+    return sorted(found.values(), key=lambda row: -row["ms"])
+
+
+def _of_ceiling(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> float | None:
+    """The ceiling's time over the op's."""
+    if row["bound"] == "memory":
+        return row["bytes"] / ceilings["copy"] / row["ms"]
+    direction = "backward" if "backward" in row["op"] else "forward"
+    best = ceilings.get(f"attention {direction}" if row["bound"] == "attention" else row["sizes"])
+    return None if best is None else row["count"] * best / row["ms"]
+
+
+def _ceilings(case: Case, parts: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    calls = {**parts, "copy": lambda: target.copy_(source)}
+    times = measure.interleave(calls, repeats=9, warmup=2, flush=lambda: torch.cuda._sleep(200_000))
+    median = {name: statistics.median(samples) for name, samples in times.items()}
+    sizes = {name: "×".join(map(str, shape[:3])) for name, shape in case.products().items()}
+    return {**{sizes.get(name, name): ms for name, ms in median.items()}, "copy": 2 * _COPY_BYTES / median["copy"]}
+
+
+def _built(build: Callable[[], Contestant]) -> tuple[Contestant, int | None]:
+    """A contestant, warmed up, and the most bytes that torch's allocator held for it in one step.
+
+    None for a CUDA graph, whose memory the allocator counts as free.
+    """
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    contestant = build()
+    contestant.block(4)
+    contestant.forget()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    contestant.block(1)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    contestant.forget()
+    return contestant, None if "graph" in contestant.name else peak
+
+
+def _rows(entrants: list[tuple[Contestant, int | None]], times: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": one.name,
+            "attention": one.attention,
+            "in_contract": one.in_contract,
+            "ms": times[one.title],
+            "peak_bytes": peak,
+        }
+        for one, peak in entrants
+    ]
+
+
+def measured(case: Case, repeats: int) -> dict[str, Any]:
+    """All contestants of one case."""
+    entrants = [_built(build) for build in contestants(case)]
+    twelve, attended = products(case), attention(case)
+    parts: dict[str, Callable[[int], object]] = {
+        "cuBLASLt's twelve products": lambda steps: [call() for _ in range(steps) for call in twelve.values()],
+        "cuDNN's attention": lambda steps: [call() for _ in range(steps) for call in attended.values()],
+    }
+    blocks = {one.title: one.block for one, _ in entrants}
+    samples = timed({**blocks, **parts}, repeats, 4 if case.tokens > 1024 else 20)
+    times = {name: measure.spread(values) for name, values in samples.items()}
+    ceilings = _ceilings(case, {**twelve, **attended})
+    rows = _rows(entrants, times)
+    for row, (one, _) in zip(rows, entrants, strict=True):
+        if one.name in BROKEN_DOWN:
+            row["ops"] = breakdown(one, ceilings)
+    return {
+        "case": {**vars(case), "dtype": str(case.dtype).removeprefix("torch.")},
+        "rows": rows,
+        "parts": {name: times[name] for name in parts},
+        "parts_ms": sum(times[name]["median"] for name in parts),
+        "ceilings": ceilings,
+    }
+
+
+def one_linear(repeats: int) -> list[dict[str, Any]]:
+    """One linear map, forward and backward."""
+    entrants = [_built(build) for build in linears()]
+    samples = timed({one.title: one.block for one, _ in entrants}, repeats, 20)
+    return _rows(entrants, {name: measure.spread(values) for name, values in samples.items()})
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 8) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    import cupy
+
+    found = []
+    for done, case in enumerate(CASES, 1):
+        found.append(measured(case, repeats))
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        if progress is not None:
+            progress(done / len(CASES))
+    return {
+        "what": "one layer, forward and backward, gradients None at each step; host clock, blocks of steps in turn",
+        "repeats": repeats,
+        "cupy_pool_bytes": cupy.get_default_memory_pool().total_bytes(),
+        "cases": found,
+        "linear": {"case": LINEAR.name, "rows": one_linear(repeats)},
+        "provenance": measure.provenance(KERNELS),
+    }

@@ -1,0 +1,297 @@
+"""The contestants of `twin bench layer`: one layer in the steps of Transformer Engine's quickstart, and by others.
+
+    h = x + dropout(projection(attention(norm(x))))        y = h + mlp(norm(h))
+
+The plain layer is the quickstart's: dropout on attention's weights and behind the projection. A `TransformerLayer`
+drops behind the MLP too. Activations are `[sequence, batch, hidden]`.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+import optimized as te
+from optimized.commands.steps.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
+from reference.nn.module import TransformerEngineBaseModule
+
+RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's sizes, dtype, mask and dropout."""
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    sequence: int
+    batch: int
+    dtype: torch.dtype
+    causal: bool
+    dropout: float
+
+    @property
+    def tokens(self) -> int:
+        """Rows of every product."""
+        return self.sequence * self.batch
+
+    @property
+    def mask_type(self) -> str:
+        """Transformer Engine's name of the mask."""
+        return "causal" if self.causal else "no_mask"
+
+    def products(self) -> dict[str, tuple[int, int, int, str]]:
+        """M, N, K and accumulation of the twelve products: forward, gradient of the input, of the weight."""
+        linears = {
+            "qkv": (self.hidden, 3 * self.hidden),
+            "proj": (self.hidden, self.hidden),
+            "fc1": (self.hidden, self.ffn),
+            "fc2": (self.ffn, self.hidden),
+        }
+        found = {}
+        for name, (inner, outer) in linears.items():
+            found[f"{name}.fprop"] = (self.tokens, outer, inner, "fast")
+            found[f"{name}.dgrad"] = (self.tokens, inner, outer, "split")
+            found[f"{name}.wgrad"] = (outer, inner, self.tokens, "split")
+        return found
+
+
+CASES = (
+    Case("bf16, causal, batch 4", 4096, 16384, 32, 2048, 4, torch.bfloat16, True, 0.0),
+    Case("fp16, no mask, dropout 0.1, batch 4", 4096, 16384, 32, 2048, 4, torch.float16, False, 0.1),
+    Case("small: hidden 1024, 256 tokens", 1024, 4096, 16, 256, 1, torch.bfloat16, True, 0.0),
+)
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    """cuDNN's attention of `[b, h, s, d]`."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal)
+
+
+class _Dropping(BasicTransformerLayer):
+    """The quickstart's dropout behind the projection, in each of the tutorial's layers."""
+
+    p = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result are `[sequence, batch, hidden]`."""
+        q, k, v = self.mixed(x).unflatten(2, (self.heads, 3 * self.channels)).split(self.channels, dim=3)
+        h = x + dropout(self.projection(self.attend(q, k, v)), self.p)
+        return h + self.mlp(h)
+
+
+class Plain(_Dropping):
+    """Plain PyTorch, with its own attention or with cuDNN's."""
+
+    def __init__(self, case: Case, attention: str) -> None:
+        super().__init__(case.hidden, case.ffn, case.heads)
+        self.case, self.attention_backend, self.p = case, attention, case.dropout
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of `[s, b, heads, channels]` to `[s, b, hidden]`."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        if self.attention_backend == "cuDNN":
+            out = cudnn(q, k, v, self.case)
+        else:
+            scores = torch.matmul(q, k.transpose(-1, -2)) * self.channels**-0.5
+            if self.case.causal:
+                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+                scores = scores.masked_fill(hidden, float("-inf"))
+            out = torch.matmul(dropout(torch.softmax(scores, dim=-1), self.p), v)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _normal(weight: torch.Tensor) -> None:
+    """On the GPU: the layers' own initialisation is drawn on the CPU, which takes seconds at these sizes."""
+    weight.normal_(0, 0.023)
+
+
+class _Modules(_Dropping, ModulesLayer):
+    """The tutorial's layer of te's modules, made on the GPU."""
+
+    def __init__(self, case: Case) -> None:
+        linear = functools.partial(te.Linear, init_method=_normal, params_dtype=case.dtype)
+        norm = functools.partial(te.LayerNorm, params_dtype=case.dtype)
+        BasicTransformerLayer.__init__(self, case.hidden, case.ffn, case.heads, linear, norm)
+        self.p = case.dropout
+        self.attention = te.DotProductAttention(
+            case.heads, self.channels, attention_dropout=case.dropout, attn_mask_type=case.mask_type
+        )
+
+
+class _Fused(_Modules):
+    """The tutorial's layer of te's fused modules."""
+
+    mixed, mlp = FusedLayer.mixed, FusedLayer.mlp
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        del self.ln1, self.qkv, self.ln2, self.fc1, self.fc2
+        options: dict[str, Any] = {"init_method": _normal, "params_dtype": case.dtype}
+        self.ln_qkv = te.LayerNormLinear(case.hidden, 3 * case.hidden, **options)
+        self.ln_mlp = te.LayerNormMLP(case.hidden, case.ffn, output_layer_init_method=_normal, **options)
+
+
+def _transformer_layer(library: Any, case: Case, **options: Any) -> torch.nn.Module:
+    return library.TransformerLayer(
+        case.hidden,
+        case.ffn,
+        case.heads,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        self_attn_mask_type=case.mask_type,
+        fuse_qkv_params=True,
+        params_dtype=case.dtype,
+        init_method=_normal,
+        output_layer_init_method=_normal,
+        **options,
+    )
+
+
+class Contestant:
+    """One layer and its training step.
+
+    Args:
+        name: the step of the tutorial, or whose layer it is.
+        attention: "exact", "cuDNN", or who else computes it.
+        module: the layer, on the GPU.
+        context: opened around each forward.
+        in_contract: whether every bit of it is defined by `reference`.
+        keywords: of each forward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        attention: str,
+        module: Callable[..., Any],
+        case: Case,
+        context: Callable[[], Any] = contextlib.nullcontext,
+        in_contract: bool = False,
+        **keywords: Any,
+    ) -> None:
+        self.name, self.attention, self.in_contract = name, attention, in_contract
+        self.title = f"{name} / {attention}"
+        self.case, self.module, self.context, self.keywords = case, module, context, keywords
+        shape = (case.sequence, case.batch, case.hidden)
+        self.x = torch.randn(shape, device="cuda", dtype=case.dtype, requires_grad=True)
+        self.grad = torch.randn(shape, device="cuda", dtype=case.dtype)
+        self.parameters = [self.x, *self.module.parameters()]  # type: ignore[attr-defined]
+
+    def step(self, **keywords: Any) -> None:
+        """Forward and backward, into gradients that were None."""
+        self.forget()
+        with self.context():
+            out = self.module(self.x, **{**self.keywords, **keywords})
+        out.backward(self.grad)
+
+    def forget(self) -> None:
+        """Set the gradients to None."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def block(self, steps: int) -> None:
+        """Some steps; then no longer a layer whose scales are updated at the end of other contestants' steps."""
+        for _ in range(steps):
+            self.step()
+        for module in self.module.modules():  # type: ignore[attr-defined]
+            if isinstance(module, TransformerEngineBaseModule):
+                module._membership = None
+
+
+def _fp8() -> te.autocast:
+    return te.autocast(recipe=RECIPE)
+
+
+def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
+    """Each contestant, as a call that builds it."""
+
+    def plain(attention: str) -> torch.nn.Module:
+        with torch.device("cuda"):
+            return Plain(case, attention).to(case.dtype)
+
+    yield lambda: Contestant("PyTorch", "its matmuls", plain("own"), case)
+    yield lambda: Contestant("PyTorch", "cuDNN", plain("cuDNN"), case)
+    if case == CASES[0]:  # a compilation takes ten seconds
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(plain("cuDNN")), case)
+    for name, kind in (("te.Linear, te.LayerNorm", _Modules), ("LayerNormLinear, LayerNormMLP", _Fused)):
+        # Behind the projection they drop as PyTorch does.
+        yield functools.partial(
+            lambda name, kind: Contestant(name, "exact", kind(case), case, in_contract=case.dropout == 0),
+            name,
+            kind,
+        )
+    for attention in ("exact", "cuDNN"):
+        yield from _ours(case, attention)
+    if importlib.util.find_spec("transformer_engine") is not None:
+        yield from _transformer_engine(case)
+
+
+def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
+    def one(name: str, context: Callable[[], Any], **keywords: Any) -> Contestant:
+        layer = _transformer_layer(te, case, attention_backend=attention.lower())
+        return Contestant(name, attention, layer, case, context, attention == "exact", **keywords)
+
+    def cached() -> Contestant:
+        made = one("TransformerLayer, FP8, cached weights", _fp8, is_first_microbatch=False)
+        made.step(is_first_microbatch=True)
+        return made
+
+    def graphed() -> Contestant:
+        made = one("TransformerLayer, FP8, CUDA graph", _fp8)
+        # Gradients are None at each step: nobody adds to those of the step before, so they need not be copied out.
+        te.make_graphed_callables(
+            made.module, (made.x,), enabled=True, recipe=RECIPE, clone_param_grads_on_return=False
+        )
+        return made
+
+    yield lambda: one("TransformerLayer", contextlib.nullcontext)
+    yield lambda: one("TransformerLayer, FP8", _fp8)
+    yield cached
+    yield graphed
+
+
+LINEAR = Case("Linear(4096, 4096), 8192 tokens", 4096, 4096, 1, 2048, 4, torch.bfloat16, False, 0.0)
+
+
+def linears(case: Case = LINEAR) -> Iterator[Callable[[], Contestant]]:
+    """One square linear map, where the casts to FP8 weigh most."""
+    sizes = (case.hidden, case.hidden)
+    yield lambda: Contestant("torch.nn.Linear", "", torch.nn.Linear(*sizes, device="cuda", dtype=case.dtype), case)
+    for name, context in (("te.Linear", contextlib.nullcontext), ("te.Linear, FP8", _fp8)):
+        yield functools.partial(
+            lambda name, context: Contestant(
+                name,
+                "",
+                te.Linear(*sizes, init_method=_normal, params_dtype=case.dtype),
+                case,
+                context,
+                in_contract=True,
+            ),
+            name,
+            context,
+        )
+
+
+def _transformer_engine(case: Case) -> Iterator[Callable[[], Contestant]]:
+    """NVIDIA's library, where it is installed, through the same harness."""
+    theirs = importlib.import_module("transformer_engine.pytorch")
+    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling(
+        amax_history_len=16, amax_compute_algo="max"
+    )
+
+    def fp8() -> Any:
+        return theirs.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+    yield lambda: Contestant("Transformer Engine", "its own", _transformer_layer(theirs, case), case)
+    yield lambda: Contestant("Transformer Engine, FP8", "its own", _transformer_layer(theirs, case), case, fp8)
