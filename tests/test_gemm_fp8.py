@@ -17,7 +17,7 @@ from optimized import measure
 from optimized.bench import gemm as gemm_bench
 from optimized.bench import gemm_shapes, gemm_sweep
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
-from optimized.ops.gemm_tile import TILES, Tile, select_tile
+from optimized.ops.gemm_tile import TILES, Tile, modelled_cycles, select_tile
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
@@ -220,6 +220,16 @@ def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
     assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"
     for m, n, k in itertools.product((1, 100, 4000), (16, 256, 4096), (16, 4096)):
         assert select_tile(m, n, k, True, 132) in TILES
+
+
+def test_rows_that_straddle_lines_are_copied_by_clusters() -> None:
+    """Where copies take longer than products, the tile that copies least wins, for split accumulation too."""
+    for m, n, k in ((23592, 256, 14448), (9263, 1136, 3984), (8192, 7680, 12912), (32240, 2048, 16)):
+        for split in (False, True):
+            assert select_tile(m, n, k, split, 132).cluster == 2, (m, n, k, split)
+            rounded = -(-k // 128) * 128
+            copied, whole = (modelled_cycles(TILES[0], m, n, depth, split, 132) for depth in (k, rounded))
+            assert copied > whole, "a K that is a multiple of 128 bytes is copied faster"
 
 
 def recorded(name: str) -> dict[str, Any]:
