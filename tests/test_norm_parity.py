@@ -167,6 +167,17 @@ def test_every_configuration_with_a_ragged_end(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 17, 64, 65, 131, 200])
+def test_the_tiles_of_tall_matrices_on_few_rows(rows, kind, monkeypatch):
+    monkeypatch.setattr(norm_cast_transpose, "_TALL", 0)
+    for seed, hidden in enumerate((16, 976, 1024, 1040, 2000, 2048, 4112)):
+        x = values(rows, hidden, BF16, seed)
+        weight, bias = parameters(hidden, BF16, kind, seed)
+        scale, history = torch.tensor([5.0]), torch.zeros(1, 1)
+        check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, scale, history, 0, E4M3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
 @pytest.mark.parametrize("hidden", [1, 48, 1024, 4096, 8200])
 def test_special_values(hidden, dtype, kind):
