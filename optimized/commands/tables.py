@@ -299,19 +299,21 @@ def layer(payload: dict[str, Any]) -> list[Table]:
     note = (
         "Milliseconds of one layer, forward and backward, medians of blocks of steps in turn in one run, launches "
         "included; gradients None at each step, weights cast at each step unless cached. Hidden 4096, ffn 16384, 32 "
-        f"heads, sequence 2048; small: ffn 4096, 16 heads. GiB: most that torch's allocator held in the step of the "
-        f"first column, weights and gradients included; CuPy's pool held {payload['cupy_pool_bytes']} bytes. "
-        f"{_note(payload)}"
+        "heads, sequence 2048; small: ffn 4096, 16 heads. GiB: most that torch's allocator held in the step of the "
+        "first column, weights and gradients included"
     )
+    if "cupy_pool_bytes" in payload:
+        note += f"; CuPy's pool held {payload['cupy_pool_bytes']} bytes"
+    note += f". {payload.get('remark', '')} {_note(payload)}".replace("  ", " ")
     columns = ("layer, ms", "attention", "in the contract", *names, "GiB")
-    one = payload["linear"]
-    linear = tuple(
-        (row["step"], "yes" if row["in_contract"] else "no", f"{row['ms']['median']:.3f}") for row in one["rows"]
-    )
-    return [
-        Table("One layer, forward and backward", columns, (*rows, parts), note),
-        Table(one["case"], ("forward and backward", "in the contract", "ms"), linear, _note(payload)),
-    ]
+    found = [Table("One layer, forward and backward", columns, (*rows, parts), note)]
+    if "linear" in payload:
+        one = payload["linear"]
+        linear = tuple(
+            (row["step"], "yes" if row["in_contract"] else "no", f"{row['ms']['median']:.3f}") for row in one["rows"]
+        )
+        found.append(Table(one["case"], ("forward and backward", "in the contract", "ms"), linear, _note(payload)))
+    return found
 
 
 def layer_ops(payload: dict[str, Any]) -> list[Table]:

@@ -1,0 +1,101 @@
+"""docs/layer.png: a layer's step by each contestant, and what our FP8 steps consist of.
+
+    python -m optimized.bench.layer_plot
+
+Reads docs/results/layer.json; needs no GPU.
+"""
+
+import json
+from typing import Any
+
+import matplotlib
+
+from optimized import measure
+from optimized.bench.layer_models import Case
+
+INK, QUIET = "#222222", "#888888"
+THEIRS, INSIDE, OUTSIDE = "#c9ced6", "#1b9e77", "#7570b3"
+# Groups of ops, bottom to top: (label, colour, the ops whose names start so; the first group that fits takes an op).
+GROUPS = (
+    ("attention", "#7570b3", ("attention", "_scaled_dot")),
+    ("products, some with epilogues", "#1b9e77", ("gemm",)),
+    ("casts and transposes", "#d95f02", ("cast", "multi_cast", "dbias")),
+    ("norms", "#e6ab02", ("norm",)),
+    ("everything else", THEIRS, ("",)),
+)
+
+
+def _bars(axis: Any, case: dict[str, Any]) -> None:
+    """One bar per contestant, the parts as a dashed line."""
+    rows = case["rows"]
+    for place, row in enumerate(rows):
+        outside = OUTSIDE if row["step"].startswith("TransformerLayer") else THEIRS
+        colour = INSIDE if row["in_contract"] else outside
+        axis.barh(place, row["ms"]["median"], color=colour, height=0.72)
+        axis.text(row["ms"]["median"], place, f" {row['ms']['median']:.2f}", va="center", fontsize=7, color=INK)
+    axis.axvline(case["parts_ms"], color=QUIET, linestyle="--", linewidth=1)
+    axis.set_yticks(range(len(rows)), [f"{row['step']} · {row['attention']}" for row in rows], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlim(right=1.15 * max(row["ms"]["median"] for row in rows))
+    axis.set_xlabel("ms, forward + backward", fontsize=8)
+    axis.set_title(case["case"]["name"], fontsize=9, loc="left", color=INK)
+
+
+def _stack(axis: Any, case: dict[str, Any]) -> None:
+    """Time per group of ops, each timed by itself, of the steps that were broken down; the ceilings beside them."""
+    ceilings = case["ceilings"]
+    products = ("×".join(map(str, shape[:3])) for shape in Case(**case["case"]).products().values())
+    columns = {
+        "cuBLASLt +\ncuDNN": {
+            "attention": ceilings["attention forward"] + ceilings["attention backward"],
+            "products, some with epilogues": sum(ceilings[sizes] for sizes in products),
+        }
+    }
+    for row in case["rows"]:
+        if "ops" in row:
+            times = dict.fromkeys((label for label, _, _ in GROUPS), 0.0)
+            for op in row["ops"]:
+                times[next(label for label, _, starts in GROUPS if op["op"].startswith(starts))] += op["ms"]
+            columns[f"ours, FP8,\n{row['attention']} attention"] = times
+    bottoms = dict.fromkeys(columns, 0.0)
+    for label, colour, _ in GROUPS:
+        heights = {name: times.get(label, 0.0) for name, times in columns.items()}
+        axis.bar(list(columns), list(heights.values()), 0.6, bottom=list(bottoms.values()), color=colour, label=label)
+        for place, (name, height) in enumerate(heights.items()):
+            if height > 0.3:
+                middle = bottoms[name] + height / 2
+                ink = INK if colour == THEIRS else "white"
+                axis.text(place, middle, f"{height:.2f}", ha="center", va="center", fontsize=7, color=ink)
+            bottoms[name] += height
+    axis.set_ylabel("ms of GPU time", fontsize=8)
+    axis.set_ylim(top=1.35 * max(bottoms.values()))
+    axis.legend(fontsize=7, frameon=False, loc="upper left", reverse=True)
+    axis.set_title(f"where the time goes: {case['case']['name']}", fontsize=9, loc="left", color=INK)
+
+
+def main() -> None:
+    """Draw it."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = json.loads((measure.RESULTS / "layer.json").read_text("utf-8"))["cases"]
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8.2), constrained_layout=True)
+    for axis, case in zip(axes.flat, cases, strict=False):
+        _bars(axis, case)
+    _stack(axes.flat[len(cases)], cases[0])
+    for axis in axes.flat[len(cases) + 1 :]:
+        axis.remove()
+    for axis in axes.flat[: len(cases) + 1]:
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's attention; "
+        "dashed: cuBLASLt's twelve FP8 products + cuDNN's attention",
+        fontsize=9,
+        color=QUIET,
+    )
+    figure.savefig(measure.ROOT / "docs" / "layer.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
