@@ -13,6 +13,7 @@ import sys
 import torch
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
+from optimized.ops import gemm_fused
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES
@@ -69,6 +70,25 @@ def gemm_tiles() -> None:
         for accumulate in ("fast", "split"):
             gemm_fp8_tiled(a, b, one, one, None, torch.bfloat16, accumulate, tile)
         gemm_tiled(wide_a, wide_b, None, torch.bfloat16, tile)
+
+
+def fused_gemms() -> None:
+    """Every tile, in each direction ragged; runs of eight and of four columns."""
+    one, state = torch.ones(1).cuda(), (torch.ones(3).cuda(), torch.zeros(5, 3).cuda(), 1)
+    bf16 = torch.bfloat16
+    for tile, cols, kind in itertools.product(TILES, (272, 288), ("gelu", "swiglu")):
+        n = 2 * cols if kind in GATED else cols
+        a, b, w = (torch.randn(size, 592).to(FP8[0]).cuda() for size in (330, cols, n))
+        x, bias = torch.randn(330, n).to(bf16).cuda(), torch.randn(n).to(bf16).cuda()
+        gemm_fused.gemm_fp8_activation(a, w, one, one, bias, bf16, kind, *state, FP8[0], tile=tile)
+        gemm_fused.gemm_fp8_activation_backward(a, b, one, one, x, kind, *state, FP8[1], tile=tile)
+        residual, rng_state = torch.randn(330, cols).to(bf16).cuda(), torch.tensor([1, 2]).cuda()
+        rest = (bias[:cols].clone(), residual, bf16, 0.1, rng_state)
+        gemm_fused.gemm_fp8_bias_dropout_add(a, b, one, one, *rest, tile=tile)
+        for dtype in WIDE:
+            out = torch.randn(330, cols).to(dtype).cuda()
+            gemm_fp8_tiled(a, b, one, one, None, dtype, "split", tile, out, add=True)
+            gemm_tiled(residual.t(), x.t(), None, dtype, tile, torch.randn(cols, n).to(dtype).cuda(), add=True)
 
 
 def norms() -> None:
@@ -136,6 +156,7 @@ def main() -> None:
         "scale_update": scale_update,
         "gemms": gemms,
         "gemm_tiles": gemm_tiles,
+        "fused_gemms": fused_gemms,
         "norms": norms,
         "activations": activations,
         "attentions": attentions,

@@ -14,7 +14,7 @@ from test_gemm_fp8 import E4M3, E5M2, draw, normal, one, random_codes
 from optimized.ops import gemm_fused
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
-from optimized.ops.gemm_tile import TILES, Tile
+from optimized.ops.gemm_tile import TILES, Tile, select_tile
 from reference.ops.activation import GATED, KINDS
 
 pytestmark = pytest.mark.gpu
@@ -33,19 +33,23 @@ def state(scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.tensor([1.0, scale, 1.0]), torch.full((4, 3), 2.0**-20), 1
 
 
-def compare(name: str, args: Any, mutated: int | None, tile: Tile | None, what: str) -> None:
-    """An op on both sides: what it returns, and the argument that it writes."""
+def chosen(a: torch.Tensor, b: torch.Tensor, split: bool) -> Tile:
+    """The tile that the kernel would get; naming it makes an op run the kernel, where it might choose two others."""
+    return select_tile(a.shape[0], b.shape[0], a.shape[1], split, 132)
+
+
+def compare(name: str, args: Any, mutated: int, tile: Tile | None, what: str) -> None:
+    """An op on both sides, on CUDA its kernel: what it returns, and the argument that it writes."""
     there = on("cuda", args)
     here = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     expected = getattr(twin, name)(*here)
     poison(sum(t.numel() * t.element_size() for t in expected) if isinstance(expected, tuple) else 1 << 20)
-    rest = {} if tile is None else {"tile": tile}
-    found = getattr(gemm_fused, name)(*there, **rest)
+    tile = tile or chosen(args[0], args[1], "backward" in name)
+    found = getattr(gemm_fused, name)(*there, tile=tile)
     pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
     for i, (a, b) in enumerate(pairs):
         assert_same_bits(a, b, f"{name}, output {i}, {what}")
-    if mutated is not None:
-        assert_same_bits(there[mutated], here[mutated], f"{name}, what it writes, {what}")
+    assert_same_bits(there[mutated], here[mutated], f"{name}, what it writes, {what}")
 
 
 def forward(shape: tuple[int, int, int], kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[Any, ...]:
@@ -205,7 +209,8 @@ def test_the_layers_shapes_against_the_kernels_one_by_one(kind: str) -> None:
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"fc1, {name}"
     g, w2 = codes(tokens, hidden, E5M2), codes(cols, hidden, E4M3)
     fused, apart = cuda_state(), cuda_state()
-    found = twin.gemm_fp8_activation_backward(g, w2, s, s, h, kind, *fused, E5M2)
+    tile = chosen(g, w2, True)
+    found = gemm_fused.gemm_fp8_activation_backward(g, w2, s, s, h, kind, *fused, E5M2, tile=tile)
     dact = twin.gemm_fp8(g, w2, s, s, None, torch.bfloat16, "split")
     expected = twin.activation_backward_cast_transpose_dbias(dact, h, kind, *apart, E5M2)
     names = ("q", "q_t", "scale_inv", "dbias", "amax")
@@ -220,7 +225,8 @@ def test_the_layers_residuals_and_gradients_against_the_kernels_one_by_one() -> 
         a, b = (torch.randn(rows, k, device="cuda").to(E4M3) for rows in (m, n))
         bias, residual = torch.randn(n, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
         fused, apart = torch.tensor([7, 1]).cuda(), torch.tensor([7, 1]).cuda()
-        found = twin.gemm_fp8_bias_dropout_add(a, b, s, s, bias, residual, torch.bfloat16, 0.1, fused)
+        rest = (bias, residual, torch.bfloat16, 0.1, fused)
+        found = gemm_fused.gemm_fp8_bias_dropout_add(a, b, s, s, *rest, tile=chosen(a, b, False))
         x = twin.gemm_fp8(a, b, s, s, None, torch.bfloat16, "fast")
         expected = twin.bias_dropout_add(x, bias, residual, 0.1, apart)
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), f"{(m, n, k)}"
@@ -237,7 +243,7 @@ def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
     args = on("cuda", (*backward((1111, 1040, 2064), "geglu", torch.bfloat16), *state(), E5M2))
 
     def run() -> tuple[torch.Tensor, ...]:
-        return twin.gemm_fp8_activation_backward(*args)
+        return gemm_fused.gemm_fp8_activation_backward(*args, tile=TILES[2])
 
     first = run()
     torch.cuda.synchronize()
@@ -254,3 +260,24 @@ def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
     for result in results:
         for a, b in zip(result, first, strict=True):
             assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ops_themselves(kind: str) -> None:
+    """Whichever kernels they choose."""
+    shape, bf16 = (200, 272, 144), torch.bfloat16
+    a, b = draw(1, 200, 144, E4M3), draw(2, 272, 144, E4M3)
+    for name, args in (
+        ("gemm_fp8_activation", (*forward(shape, kind, bf16), *state(), E4M3)),
+        ("gemm_fp8_activation_backward", (*backward(shape, kind, bf16), *state(), E5M2)),
+        ("gemm_fp8_bias_dropout_add", (a, b, one(0.3), one(0.7), None, normal(3, 200, 272).to(bf16), bf16, 0.0, None)),
+        ("gemm_fp8_bias_dropout_add", (a, b, one(0.3), one(0.7), None, None, bf16, 0.5, torch.tensor([3, 4]))),
+    ):
+        there = on("cuda", args)
+        found, expected = getattr(twin, name)(*there), getattr(twin, name)(*args)
+        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+        for x, y in pairs:
+            assert_same_bits(x, y, name)
+        for x, y in zip(there, args, strict=True):
+            if isinstance(x, torch.Tensor) and x.element_size() > 1:
+                assert_same_bits(x, y, f"{name}, what it writes")

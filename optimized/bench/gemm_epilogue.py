@@ -1,7 +1,8 @@
 """The fused FP8 products at the layer's shapes (docs/results/gemm_epilogue.json), in one interleaved run each.
 
 Against our product alone and cuBLASLt's (`torch._scaled_mm`), both of the same shape and accumulation with bf16 output:
-what the epilogue costs; and against the ops that the fused one stands for, one after the other: what it saves.
+what the epilogue costs; and against the ops that the fused one stands for, one after the other: what it saves. A tile
+is named, since an op chooses the other kernels where they have won here.
 """
 
 import functools
@@ -13,6 +14,8 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench.gemm import FFN, HIDDEN, TOKENS, scaled_mm
+from optimized.ops import gemm_fused
+from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
 from reference.ops.activation import GATED, KINDS
 
 NAME = "gemm_epilogue"
@@ -27,6 +30,11 @@ Case = tuple[str, str, tuple[int, int, int], dict[str, Call]]
 def codes(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Random FP8 values."""
     return torch.randn(rows, columns, device="cuda").to(dtype)
+
+
+def tile(a: torch.Tensor, b: torch.Tensor, split: bool) -> Tile:
+    """The tile that the product alone gets."""
+    return select_tile(a.shape[0], b.shape[0], a.shape[1], split, multiprocessors(0))
 
 
 def products(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str) -> dict[str, Call]:
@@ -46,7 +54,9 @@ def activation(kind: str) -> Case:
         h = twin.gemm_fp8(x, w, s, s, bias, BF16, "fast")
         return h, twin.activation_cast_transpose(h, kind, *state)
 
-    fused = functools.partial(twin.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state)
+    fused = functools.partial(
+        gemm_fused.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state, tile=tile(x, w, False)
+    )
     calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
     return "fc1.fprop", kind, (TOKENS, FFN, HIDDEN), calls
 
@@ -61,7 +71,9 @@ def backward(kind: str) -> Case:
         dact = twin.gemm_fp8(g, w, s, s, None, BF16, "split")
         return twin.activation_backward_cast_transpose_dbias(dact, h, kind, *state)
 
-    fused = functools.partial(twin.gemm_fp8_activation_backward, g, w, s, s, h, kind, *state)
+    fused = functools.partial(
+        gemm_fused.gemm_fp8_activation_backward, g, w, s, s, h, kind, *state, tile=tile(g, w, True)
+    )
     calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(g, w, s, "split")}
     return "fc2.dgrad", f"{kind} backward", (TOKENS, columns, HIDDEN), calls
 
@@ -75,7 +87,8 @@ def residual(name: str, k: int, p: float) -> Case:
     def apart() -> object:
         return twin.bias_dropout_add(twin.gemm_fp8(x, w, s, s, None, BF16, "fast"), bias, rows, p, rng_state)
 
-    fused = functools.partial(twin.gemm_fp8_bias_dropout_add, x, w, s, s, bias, rows, BF16, p, rng_state)
+    rest = (bias, rows, BF16, p, rng_state)
+    fused = functools.partial(gemm_fused.gemm_fp8_bias_dropout_add, x, w, s, s, *rest, tile=tile(x, w, False))
     calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
     return name, f"bias + dropout {p} + residual", (TOKENS, HIDDEN, k), calls
 

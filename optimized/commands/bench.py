@@ -19,6 +19,7 @@ from optimized.bench import (
     attention,
     cast,
     gemm,
+    gemm_epilogue,
     gemm_equality,
     gemm_shapes,
     gemm_sweep,
@@ -30,7 +31,19 @@ from optimized.commands import CommandError, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
-MODULES = (gemm, gemm_equality, gemm_sweep, gemm_shapes, ladder, cast, norm, activation, attention, layer)
+MODULES = (
+    gemm,
+    gemm_epilogue,
+    gemm_equality,
+    gemm_sweep,
+    gemm_shapes,
+    ladder,
+    cast,
+    norm,
+    activation,
+    attention,
+    layer,
+)
 BENCHMARKS = {module.NAME: module for module in MODULES}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
 APART = {
@@ -41,6 +54,7 @@ APART = {
 
 WHAT = {
     "gemm": "FP8 and 16-bit products of a GPT layer against cuBLASLt",
+    "gemm_epilogue": "FP8 products fused with activations, dropout, accumulation, against the product alone",
     "gemm_equality": "every word of FP8 products against cuBLASLt's",
     "gemm_sweep": "every tile on products of many sizes; what the selector chooses",
     "gemm_shapes": "FP8 products of random shapes against cuBLASLt",

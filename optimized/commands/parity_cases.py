@@ -14,6 +14,7 @@ import torch
 from optimized.commands import parity_layers, parity_ops
 from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
 from reference import philox
+from reference.ops.activation import GATED, KINDS
 from reference.ops.multi_cast_transpose import outputs
 
 twin = torch.ops.twin
@@ -156,10 +157,65 @@ def products() -> Iterator[Case]:
             )
 
 
+def _fused(op: str, shape: tuple[int, int, int], kind: str, half: torch.dtype, device: torch.device) -> Outputs:
+    """A fused product on `shape` = rows and columns of the activation, K; `kind` names its activation."""
+    m, cols, k = shape
+    n = cols * (2 if kind in GATED else 1)
+    scales, history = torch.tensor([1.0, 3.0, 1.0], device=device), torch.zeros(4, 3, device=device)
+    state = (scales, history, 1)
+    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    vector = philox.normal((n,), seed=83).to(half).to(device)
+    if op == "gemm_fp8_activation":
+        a, b = codes((m, k), FP8[0], 81).to(device), codes((n, k), FP8[0], 82).to(device)
+        results = twin.gemm_fp8_activation(a, b, *inverses, vector, half, kind, *state, FP8[0])
+        return {**dict(zip(("h", "q", "q_t", "scale_inv"), results, strict=True)), "amax_history": history}
+    a, b = codes((m, k), FP8[1], 84).to(device), codes((cols, k), FP8[0], 85).to(device)
+    x = numbers((m, n), half, 86).to(device)
+    results = twin.gemm_fp8_activation_backward(a, b, *inverses, x, kind, *state, FP8[1])
+    return {**dict(zip(("q", "q_t", "scale_inv", "dbias"), results, strict=True)), "amax_history": history}
+
+
+def _residual(shape: tuple[int, int, int], p: float, half: torch.dtype, device: torch.device) -> Outputs:
+    m, n, k = shape
+    a, b = codes((m, k), FP8[0], 87).to(device), codes((n, k), FP8[0], 88).to(device)
+    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    bias, residual = numbers((1, n), half, 89).to(device)[0], numbers((m, n), half, 90).to(device)
+    state = torch.tensor([0x1234567890ABCDEF, 5], dtype=torch.int64, device=device)
+    out = twin.gemm_fp8_bias_dropout_add(a, b, *inverses, bias, residual, half, p, state)
+    return {"out": out, "rng_state": state}
+
+
+def _accumulated(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
+    m, n, k = shape
+    a, b = codes((m, k), FP8[1], 91).to(device), codes((n, k), FP8[0], 92).to(device)
+    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    out, wide_out = (numbers(shape[:2], dtype, 93 + i).to(device) for i in range(2))
+    twin.gemm_fp8_accumulate(a, b, *inverses, out)
+    wide = (philox.normal((rows, k), seed=95).to(torch.bfloat16).to(device) for rows in (m, n))
+    twin.gemm_accumulate(*wide, wide_out)
+    return {"FP8": out, "bf16": wide_out}
+
+
+def fused() -> Iterator[Case]:
+    """Products with what follows them."""
+    shapes = ((1, 16, 16), (70, 96, 272), (300, 528, 400))
+    for half, kind, shape in product((torch.bfloat16, torch.float16), KINDS, shapes):
+        for op in ("gemm_fp8_activation", "gemm_fp8_activation_backward"):
+            label = f"{kind}, {short(half)} {'x'.join(map(str, shape))}"
+            yield Case(op, label, partial(_fused, op, shape, kind, half), live=shape[0] > 200)
+    for half, p, shape in product((torch.bfloat16, torch.float16), (0.0, 0.1), shapes):
+        label = f"{short(half)} {'x'.join(map(str, shape))} p={p}"
+        yield Case("gemm_fp8_bias_dropout_add", label, partial(_residual, shape, p, half), live=shape[0] > 200)
+    for dtype, shape in product(WIDE, shapes):
+        label = f"to {short(dtype)}, {'x'.join(map(str, shape))}"
+        yield Case("gemm accumulation", label, partial(_accumulated, shape, dtype), live=shape[0] > 200)
+
+
 def cases() -> Iterator[Case]:
     """Every case, op by op."""
     yield from casts()
     yield from updates()
     yield from products()
+    yield from fused()
     yield from parity_ops.cases()
     yield from parity_layers.cases()

@@ -88,6 +88,28 @@ def gemm(payload: dict[str, Any]) -> list[Table]:
     return [Table("Matrix products", tuple(columns), tuple(rows), note)]
 
 
+def gemm_epilogue(payload: dict[str, Any]) -> list[Table]:
+    """Fused products: against the product alone, ours and cuBLASLt's, and against the ops apart."""
+    rows = []
+    for row in payload["rows"]:
+        speeds = (row[f"speed_over_{side}"]["median"] for side in ("plain", "cublaslt", "apart"))
+        name = f"{row['name']} {row['m']}×{row['n']}×{row['k']}, {row['epilogue']}"
+        rows.append((name, f"{row['ms']['fused']['median']:.3f}", *map(_percent, speeds)))
+    columns = (
+        "FP8 product and what follows it",
+        "ms",
+        "of the product alone",
+        "of cuBLASLt's alone",
+        "of the ops apart",
+    )
+    note = (
+        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast forward, split backward), and that "
+        "of the ops one after the other, interleaved in the same run. Where those win clearly (a gated backward, "
+        f"dropout), the op runs them instead. {_note(payload)}"
+    )
+    return [Table("Products with what follows them", columns, tuple(rows), note)]
+
+
 def _sustained(payload: dict[str, Any], kinds: list[str], names: dict[str, str]) -> str:
     """The geometric means of the sustained blocks, in a sentence; nothing where they were not measured."""
     found = []
@@ -338,6 +360,7 @@ def layer_ops(payload: dict[str, Any]) -> list[Table]:
 BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "gpu_suite": gpu_suite,
     "gemm": gemm,
+    "gemm_epilogue": gemm_epilogue,
     "gemm_equality": gemm_equality,
     "gemm_sweep": gemm_sweep,
     "gemm_shapes": gemm_shapes,
@@ -354,6 +377,7 @@ IN_README = (
     "gpu_suite",
     "layer",
     "gemm",
+    "gemm_epilogue",
     "gemm_shapes",
     "gemm_equality",
     "cast_transpose",

@@ -1,7 +1,8 @@
 """FP8 products with what follows them, on Hopper: the host side of kernels/gemm_fp8_fused.cu.
 
 The definitions are reference/ops/gemm_fused.py: each op has the bits of the two that it names, so where the kernel has
-no form (fp32 activations, an empty matrix) the two kernels run one after the other. Every tile gives the same bits.
+no form (fp32 activations, an empty matrix) the two kernels run one after the other; and so they do where the fused one
+has been measured to take longer (docs/gemm.md), unless a tile is named. Every tile gives the same bits.
 """
 
 import functools
@@ -221,8 +222,9 @@ def gemm_fp8_activation_backward(
     """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`)."""
     check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
-    # Gated with an odd multiple of 16 columns: the kernel would need a register more than it has.
-    if not _fusible(a, b, x.dtype) or (kind in GATED and b.shape[0] % 32):
+    # Gated, the fused kernel takes longer; with an odd multiple of 16 columns it lacks a register.
+    apart = kind in GATED and (tile is None or b.shape[0] % 32 != 0)
+    if apart or not _fusible(a, b, x.dtype):
         dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
         return activations.activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
     x = aligned(x)
@@ -259,7 +261,8 @@ def gemm_fp8_bias_dropout_add(
     out = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
     check_residual(out, bias, residual, p, rng_state)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
-    if not _fusible(a, b, out_dtype):
+    apart = tile is None and threshold(p) > 0  # the mask makes the fused kernel take longer
+    if apart or not _fusible(a, b, out_dtype):
         x = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
         return dropout(x, bias, residual, p, rng_state)
     bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
