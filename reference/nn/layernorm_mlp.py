@@ -18,7 +18,7 @@ from reference.nn.autograd import differentiable
 from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, check_sizes, forked, parameter_dtype, refuse_not_offered
-from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
+from reference.nn.precision import Call, Kept, Weight, dgrad, fprop, keep, rows_of, wgrad
 
 FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT = 0, 1, 3, 4  # columns of scaling_fwd
 FC1_GRAD, FC2_GRAD = 0, 2  # columns of scaling_bwd
@@ -43,9 +43,11 @@ def forward(
     needs_dh = any(needs[:5])
     x, norm = x.to(call.dtype), arguments(call, norm_weight, norm_bias)
     normed, mean, rstd = call.norm(x, norm, FC1_INPUT, transpose=needs[3])
-    w1 = call.weight("fc1_weight", fc1_weight, FC1_WEIGHT, transpose=any(needs[:3]))
+    w1, w2 = call.weights(
+        Weight("fc1_weight", fc1_weight, FC1_WEIGHT, transpose=any(needs[:3])),
+        Weight("fc2_weight", fc2_weight, FC2_WEIGHT, transpose=needs_dh),
+    )
     h, a = call.activated(normed, w1, call.bias(fc1_bias), layer.activation, FC2_INPUT, transpose=needs[5])
-    w2 = call.weight("fc2_weight", fc2_weight, FC2_WEIGHT, transpose=needs_dh)
     y = fprop(a, w2, call.bias(fc2_bias), call.dtype)
     saved = (*keep(normed), *keep(w1), *keep(a), *keep(w2), h if needs_dh else None, x, norm.weight, mean, rstd)
     if not layer.return_layernorm_output:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reference.ops.library import twin
+from reference.ops.multi_cast_transpose import outputs
 from reference.recipe import DelayedScaling
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ def product(
 def fprop(x: Operand, w: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """y `[tokens, out]`, fast accumulation."""
     return product(x.rows, w.rows, (x.scale_inv, w.scale_inv), bias, out_dtype, "fast")
+
+
+class Weight(NamedTuple):
+    """Arguments of `Call.weight`."""
+
+    name: str
+    w: torch.Tensor
+    column: int
+    transpose: bool
 
 
 class Kept(NamedTuple):
@@ -116,6 +126,10 @@ class Call:
     def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
         """A weight as an operand; `name` is its entry in the cache of FP8 weights."""
         return self._operand(w.to(self.dtype), transpose)
+
+    def weights(self, *weights: Weight) -> list[Operand]:
+        """Several weights of one module as operands."""
+        return [self.weight(*one) for one in weights]
 
     def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """A bias as the GEMM takes it."""
@@ -226,6 +240,21 @@ class FP8Call(Call):
         if self.is_first_microbatch is not None:
             self.layer._fp8_workspaces[name] = operand
         return operand
+
+    def weights(self, *weights: Weight) -> list[Operand]:
+        """In one launch where all are cast with their transposes."""
+        alike = len({one.w.dtype for one in weights}) == 1 and all(one.transpose for one in weights)
+        if not alike or self.is_first_microbatch is False:
+            return super().weights(*weights)
+        xs = [one.w.contiguous() for one in weights]
+        operands = [Operand(*outputs(x, self.forward_dtype)) for x in xs]
+        histories = [] if self.amax_history is None else [self.amax_history] * len(xs)
+        columns = [one.column for one in weights]
+        room = [list(part) for part in zip(*operands, strict=True)]
+        twin.multi_cast_transpose(xs, [self.scale] * len(xs), histories, columns, *room)
+        if self.is_first_microbatch is not None:
+            self.layer._fp8_workspaces.update(zip((one.name for one in weights), operands, strict=True))
+        return operands
 
     def _serves(self, cached: Operand, transpose: bool) -> bool:
         return cached.rows.dtype == self.forward_dtype and (cached.columns is not None or not transpose)
