@@ -311,7 +311,11 @@ def layer(payload: dict[str, Any]) -> list[Table]:
     rows = []
     for (step, attention), found in by_step.items():
         inside = {row["in_contract"] for row in found if row is not None}
-        cells = [step, attention, "partly" if len(inside) > 1 else "yes" if inside == {True} else "no"]
+        cells = [
+            step.replace("te.", ""),
+            attention,
+            "partly" if len(inside) > 1 else "yes" if inside == {True} else "no",
+        ]
         for row in found:
             cells.append("–" if row is None else f"{row['ms']['median']:.2f}")
         peak = None if found[0] is None else found[0]["peak_bytes"]
@@ -322,7 +326,8 @@ def layer(payload: dict[str, Any]) -> list[Table]:
         "Milliseconds of one layer, forward and backward, medians of blocks of steps in turn in one run, launches "
         "included; gradients None at each step, weights cast at each step unless cached. Hidden 4096, ffn 16384, 32 "
         "heads, sequence 2048; small: ffn 4096, 16 heads. GiB: most that torch's allocator held in the step of the "
-        "first column, weights and gradients included"
+        "first column, weights and gradients included. Rows that name neither PyTorch nor Transformer Engine are this "
+        "package's"
     )
     if "cupy_pool_bytes" in payload:
         note += f"; CuPy's pool held {payload['cupy_pool_bytes']} bytes"
@@ -332,10 +337,41 @@ def layer(payload: dict[str, Any]) -> list[Table]:
     if "linear" in payload:
         one = payload["linear"]
         linear = tuple(
-            (row["step"], "yes" if row["in_contract"] else "no", f"{row['ms']['median']:.3f}") for row in one["rows"]
+            (row["step"].replace("te.", ""), "yes" if row["in_contract"] else "no", f"{row['ms']['median']:.3f}")
+            for row in one["rows"]
         )
         found.append(Table(one["case"], ("forward and backward", "in the contract", "ms"), linear, _note(payload)))
     return found
+
+
+def layer_goals(payload: dict[str, Any]) -> list[Table]:
+    """What a layer is to reach, and what it does (docs/layer.md)."""
+    large, seed, small = payload["cases"]
+
+    def ms(one: dict[str, Any], step: str, attention: str) -> float:
+        (row,) = (row for row in one["rows"] if (row["step"], row["attention"]) == (step, attention))
+        return float(row["ms"]["median"])
+
+    fp8, graph = "TransformerLayer, FP8", "TransformerLayer, FP8, CUDA graph"
+    rows = []
+    for attention in ("cuDNN", "exact"):
+        ours, parts = ms(large, fp8, attention), large["parts_ms"]
+        text = f"{ours / parts:.2f} ({ours:.2f} of {parts:.2f} ms)"
+        rows.append((f"FP8 with {attention} attention, over cuBLASLt's products + cuDNN's attention", "1.12", text))
+    compiled = ms(large, "PyTorch, compiled", "cuDNN") / ms(large, fp8, "cuDNN")
+    rows.append(("faster than compiled PyTorch, both with cuDNN's attention", "1.75", f"{compiled:.2f}"))
+    plain, ways = ms(seed, "PyTorch", "its matmuls"), ("cuDNN", "exact")
+    faster = "; ".join(f"{plain / ms(seed, fp8, way):.2f} with {way} attention" for way in ways)
+    rows.append((f"{seed['case']['name']}: faster than plain PyTorch", "2.1", faster))
+    linear = {row["step"]: row["ms"]["median"] for row in payload["linear"]["rows"]}
+    gain = min(linear["torch.nn.Linear"], linear["te.Linear"]) / linear["te.Linear, FP8"]
+    rows.append((f"{payload['linear']['case']}: FP8 faster than the better of both in 16 bits", "1.5", f"{gain:.2f}"))
+    (peak,) = (row["peak_bytes"] for row in large["rows"] if (row["step"], row["attention"]) == (fp8, "cuDNN"))
+    rows.append(("peak of torch's allocator, GiB", "2.6", f"{peak / 2**30:.2f}"))
+    rows.append(("small layer, FP8, eager, ms", "0.9", f"{ms(small, fp8, 'cuDNN'):.2f}"))
+    rows.append(("small layer, FP8, CUDA graph, ms", "0.3", f"{ms(small, graph, 'cuDNN'):.2f}"))
+    columns = (f"{large['case']['name']}, where nothing else is said", "asked", "found")
+    return [Table("Against what was asked", columns, tuple(rows), _note(payload))]
 
 
 def layer_ops(payload: dict[str, Any]) -> list[Table]:
@@ -372,7 +408,10 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "elementary": elementary,
     "layer": layer,
 }
-DETAILS = {"layer_ops": ("layer", layer_ops)}  # more tables of a result, for pages of docs
+DETAILS = {  # more tables of a result, for pages of docs
+    "layer_goals": ("layer", layer_goals),
+    "layer_ops": ("layer", layer_ops),
+}
 IN_README = (
     "gpu_suite",
     "layer",
@@ -419,7 +458,7 @@ def updated(page: str, names: Iterable[str] = IN_README) -> str:
 PAGES = {
     README: IN_README,
     README.parent / "docs" / "ladder.md": ("ladder",),
-    README.parent / "docs" / "layer.md": ("layer_ops",),
+    README.parent / "docs" / "layer.md": ("layer_goals", "layer_ops"),
 }
 
 if __name__ == "__main__":
