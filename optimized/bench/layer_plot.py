@@ -91,8 +91,8 @@ def main() -> None:
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's attention or "
-        "torch's dropout;\ngrey: PyTorch; dashed: cuBLASLt's twelve FP8 products + cuDNN's attention",
+        "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's attention "
+        "or torch's dropout;\ngrey: PyTorch; dashed: cuBLASLt's twelve FP8 products + cuDNN's attention",
         fontsize=9,
         color=QUIET,
     )
