@@ -53,7 +53,7 @@ def sine_cosine(angle: np.float32) -> tuple[np.float32, np.float32]:
     cosine = cosine * z + 1.0 / 24.0
     cosine = cosine * z + -0.5
     cosine = cosine * z + 1.0
-    quarter = np.int64(n) & 3
+    quarter = np.int64(n) & np.int64(3)
     if quarter == 0:
         return np.float32(sine), np.float32(cosine)
     if quarter == 1:

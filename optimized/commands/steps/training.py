@@ -97,7 +97,7 @@ def _code_panel(axes: Axes, counts: torch.Tensor, lost: float, fmt: formats.Form
         size=8.5,
     )
     axes.set_xlim(0, 128)
-    axes.set_ylim(0, 1.45 * float(share[1 : fmt.largest_code + 1].max()) + 1e-9)
+    axes.set_ylim(0, 1.45 * float(np.max(share[1 : fmt.largest_code + 1])) + 1e-9)
 
 
 def codes_picture(run: Run) -> Figure:
