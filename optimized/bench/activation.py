@@ -40,17 +40,6 @@ def bytes_moved(op: str, rows: int, n: int, m: int, size: int) -> int:
     )
 
 
-def graph(call: Callable[[int], object]) -> Callable[[], None]:
-    """A few calls, the argument counting them, as one CUDA graph."""
-    call(0)
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for i in range(_CALLS):
-            call(i)
-    return captured.replay
-
-
 def variants(
     xs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], kind: str
 ) -> dict[str, Callable[[int], object]]:
@@ -85,7 +74,9 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> d
             count = max(1, min(_CALLS, -(-_FOOTPRINT // (rows * m * dtype.itemsize))))
             xs = [torch.empty(rows, n, dtype=dtype, device="cuda").normal_() for _ in range(count)]
             grads = [torch.empty(rows, m, dtype=dtype, device="cuda").normal_() for _ in range(count)]
-            calls: dict[str, Callable[[], object]] = {op: graph(call) for op, call in variants(xs, grads, kind).items()}
+            calls: dict[str, Callable[[], object]] = {
+                op: measure.graph(call, _CALLS) for op, call in variants(xs, grads, kind).items()
+            }
             calls["large copy"] = lambda: target.copy_(source)
             times = {
                 op: measure.summary(samples)

@@ -69,17 +69,6 @@ def _attention(repeats: int) -> dict[str, Any]:
     return found
 
 
-def _graph(call: Callable[[int], object]) -> Callable[[], object]:
-    """A few calls, the argument counting them, as one CUDA graph, so that the host's time is not in it."""
-    call(0)
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for i in range(_CALLS):
-            call(i)
-    return captured.replay
-
-
 def _elementwise(repeats: int) -> dict[str, Any]:
     """Ops bound by memory: share of the bandwidth of a copy of 512 MiB in the same run.
 
@@ -113,7 +102,7 @@ def _elementwise(repeats: int) -> dict[str, Any]:
         "softmax causal": (1.5 * all_scores, lambda i: twin.softmax(s(i), 1.0, "causal", None)),
         "softmax_backward": (3 * all_scores, lambda i: twin.softmax_backward(s(i), s(i + 1), 1.0)),
     }
-    calls: dict[str, Callable[[], object]] = {name: _graph(call) for name, (_, call) in variants.items()}
+    calls: dict[str, Callable[[], object]] = {name: measure.graph(call, _CALLS) for name, (_, call) in variants.items()}
     calls["copy"] = lambda: target.copy_(source)
     times = measure.interleave(calls, repeats, warmup=2, flush=measure.Flush())
     found = {}

@@ -62,13 +62,8 @@ def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[], object]]:
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Replay of a CUDA graph of `call`, which has run once before (modules are loaded outside capture)."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    """Replay of a CUDA graph of one `call`."""
+    return measure.graph(lambda _: call(), 1)
 
 
 def scale_update_ms(modules: int = 100, repeats: int = 50) -> dict[str, float]:

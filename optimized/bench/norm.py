@@ -29,21 +29,6 @@ twin = torch.ops.twin
 BYTES = {"norm": 4, "norm_cast_transpose": 4, "norm_backward": 6, "norm_backward + residual": 8}
 
 
-def graph(call: Callable[[int], object]) -> Callable[[], object]:
-    """Eight calls, the argument counting them, as one CUDA graph."""
-    call(0)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for i in range(_CALLS):
-            call(i)
-
-    def replay() -> object:
-        captured.replay()
-        return call  # kept alive with the tensors that it closes over, which the graph reads
-
-    return replay
-
-
 def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[int], object]]:
     """One call per op; call i takes its inputs from `inputs`, in turn."""
     hidden = inputs[0].shape[1]
@@ -86,9 +71,11 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> d
         for done, ((tokens, hidden), kind) in enumerate(cases):
             count = max(3, min(_CALLS, -(-_FOOTPRINT // (tokens * hidden * 2))))
             inputs = [torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16) for _ in range(count)]
-            calls: dict[str, Callable[[], object]] = {op: graph(call) for op, call in variants(inputs, kind).items()}
+            calls: dict[str, Callable[[], object]] = {
+                op: measure.graph(call, _CALLS) for op, call in variants(inputs, kind).items()
+            }
             for size in sorted(set(BYTES.values())):
-                calls[f"copy {size}"] = graph(copy_of(size * tokens * hidden))
+                calls[f"copy {size}"] = measure.graph(copy_of(size * tokens * hidden), _CALLS)
             calls["large copy"] = lambda: target.copy_(source)
             times = {
                 op: measure.summary(samples)
