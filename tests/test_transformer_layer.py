@@ -119,6 +119,56 @@ def test_variants_train_and_recompute(variant: str, fp8: bool, same_bits) -> Non
         same_bits(a, b)
 
 
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.2},
+    "gqa, swiglu, rmsnorm, no bias": VARIANTS["gqa, swiglu, rmsnorm, no bias"],
+    "one qkv parameter, batch first": VARIANTS["one qkv parameter, batch first"],
+    "padding": {"self_attn_mask_type": "padding"},
+    "fp32 parameters": {"params_dtype": torch.float32},
+    "frozen up to the mlp": {},
+    "frozen up to proj": {},
+    "only the biases": {},
+    "main_grad": {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True},
+    "frozen input": {},
+}
+FROZEN = {
+    "frozen up to the mlp": lambda name: not name.startswith("layernorm_mlp.fc"),
+    "frozen up to proj": lambda name: name.startswith("self_attention.layernorm_qkv"),
+    "only the biases": lambda name: name.endswith("weight"),
+}
+
+
+@pytest.mark.parametrize("variant", PARTS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_layer_as_one_has_the_bits_of_its_parts(variant: str, fp8: bool, same_bits) -> None:
+    """A hook on a part makes the layer run part by part. Microbatches, with cached weights, and a recomputed one."""
+    mask = (torch.arange(24) >= torch.tensor([[24], [15]])).view(2, 1, 1, 24)
+    both = []
+    for apart in (False, True):
+        layer = layer_of(**PARTS[variant])
+        if apart:
+            layer.self_attention.proj.register_forward_hook(lambda module, inputs, out: None)
+        for name, p in layer.named_parameters():
+            p.requires_grad_(not FROZEN.get(variant, lambda name: False)(name))
+            p.main_grad = torch.zeros(p.shape)
+        found = []
+        for step, first in enumerate((None, True, False, None)):
+            layer.zero_grad()
+            x = numbers(1, 24, 2, 64).bfloat16().requires_grad_(not variant.startswith("frozen"))
+            with te.autocast(enabled=fp8, recipe=RECIPE), torch.autocast("cpu", torch.bfloat16):
+                y = te.checkpoint(layer, x, mask) if step == 3 else layer(x, mask, is_first_microbatch=first)
+            y.backward(numbers(2, *y.shape).bfloat16())
+            found += [y, x.grad, *(p.grad for p in layer.parameters()), *(p.main_grad for p in layer.parameters())]
+            found += [t for n, t in layer.state_dict().items() if "scaling" in n]
+            found = [None if t is None else t.clone() for t in found]
+        both.append(found)
+    for a, b in zip(*both, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            same_bits(a, b)
+
+
 def test_names_are_transformer_engines() -> None:
     encoder = [n for n, _ in layer_of().named_parameters()]
     assert encoder[:3] == [

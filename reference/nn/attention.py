@@ -173,18 +173,22 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        p = self.attention_dropout if self.training else 0.0
-        if self.attention_backend == "cudnn":
-            return cudnn_attention(q, k, v, self.softmax_scale, kind, p)
-        state = self.generator.take() if p > 0 else None
-        call = AttentionCall(q.dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
+        call = self.attention_call(q.dtype, kind, mask)
+        if isinstance(call, CudnnCall):
+            return cudnn_attention(q, k, v, call)
         return differentiable(forward, backward, call, q, k, v)
 
+    def attention_call(self, dtype: torch.dtype, kind: str, mask: torch.Tensor | None) -> "AttentionCall | CudnnCall":
+        """How this forward attends; its dropout's random state is taken here."""
+        p = self.attention_dropout if self.training else 0.0
+        if self.attention_backend == "cudnn":
+            return CudnnCall(dtype, self.softmax_scale, kind, p)
+        state = self.generator.take() if p > 0 else None
+        return AttentionCall(dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
 
-def cudnn_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kind: str, p: float
-) -> torch.Tensor:
-    """`forward`'s out by cuDNN, differentiable, outside the bit contract; refuses what cuDNN is not offered for."""
+
+def check_cudnn(q: torch.Tensor, k: torch.Tensor, kind: str) -> None:
+    """Refuse what cuDNN is not offered for."""
     name = "DotProductAttention: attention_backend='cudnn'"
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"{name} with {q.dtype}; bfloat16 and float16 are accepted.")
@@ -196,10 +200,43 @@ def cudnn_attention(
         )
     if not q.is_cuda:
         raise RuntimeError(f"{name} on {q.device}; 'cuda' is accepted, or attention_backend='exact'.")
+
+
+class CudnnCall(Call):
+    """One attention of cuDNN's."""
+
+    def __init__(self, dtype: torch.dtype, scale: float, kind: str, p: float) -> None:
+        super().__init__(None, dtype)  # type: ignore[arg-type]
+        self.kind, self.p, self.scale = kind, p, scale
+
+
+def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CudnnCall) -> torch.Tensor:
+    """`forward`'s out by cuDNN, differentiable, outside the bit contract."""
+    check_cudnn(q, k, call.kind)
+    shared: dict[str, Any] = {"dropout_p": call.p, "is_causal": call.kind == "causal", "scale": call.scale}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(
-            q, k, v, dropout_p=p, is_causal=kind == "causal", scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def cudnn_forward(
+    call: CudnnCall, needs: tuple[bool, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, Saved]:
+    """The same without autograd, for as many heads of keys as of queries: what SDPA calls on its cuDNN backend."""
+    check_cudnn(q, k, call.kind)
+    out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, any(needs), call.p, call.kind == "causal", False, scale=call.scale
+    )
+    return out, (q, k, v, out, sums, seed, offset, *lengths)
+
+
+def cudnn_backward(call: CudnnCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    """dq, dk, dv."""
+    q, k, *_ = saved
+    assert q is not None
+    assert k is not None
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, *saved[:7], None, *saved[7:], q.shape[2], k.shape[2], call.p, call.kind == "causal", scale=call.scale
+    )
 
 
 _noticed = False

@@ -14,7 +14,7 @@ import torch
 from reference.nn.autograd import differentiable
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import check_sizes, parameter_dtype, refuse_not_offered
-from reference.nn.precision import Call, NormArguments, rows_of
+from reference.nn.precision import Call, NormArguments, as_dtype, rows_of
 from reference.ops.library import twin
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -31,14 +31,14 @@ def norm_kind(layer: str, normalization: str) -> str:
 def arguments(call: Call, weight: torch.Tensor, bias: torch.Tensor | None) -> NormArguments:
     """γ and β in the activation dtype, as Transformer Engine takes them, and the layer's constants."""
     layer: Any = call.layer
-    beta = None if bias is None else bias.to(call.dtype)
-    return NormArguments(weight.to(call.dtype), beta, layer.eps, layer.zero_centered_gamma, layer.kind)
+    beta = None if bias is None else as_dtype(bias, call.dtype)
+    return NormArguments(as_dtype(weight, call.dtype), beta, layer.eps, layer.zero_centered_gamma, layer.kind)
 
 
-def norm_backward(call: Call, grad: torch.Tensor, saved: Saved) -> Saved:
-    """dx, dγ, dβ (None for RMSNorm); `saved` is x, γ, mean, rstd."""
+def norm_backward(call: Call, grad: torch.Tensor, saved: Saved, residual_grad: torch.Tensor | None = None) -> Saved:
+    """dx (+ residual_grad), dγ, dβ (None for RMSNorm); `saved` is x, γ, mean, rstd."""
     layer: Any = call.layer
-    dx, dweight, dbias = twin.norm_backward(grad, *saved, layer.zero_centered_gamma, layer.kind, None)
+    dx, dweight, dbias = twin.norm_backward(grad, *saved, layer.zero_centered_gamma, layer.kind, residual_grad)
     return dx, dweight, dbias if layer.kind == "layernorm" else None
 
 
@@ -73,7 +73,7 @@ def forward(
     call: Call, needs: tuple[bool, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[rows, hidden]` of x `[rows, hidden]`."""
-    x, norm = x.to(call.dtype), arguments(call, weight, bias)
+    x, norm = as_dtype(x, call.dtype), arguments(call, weight, bias)
     y, mean, rstd = twin.norm(x, *norm, call.dtype)
     return y, (x, norm.weight, mean, rstd)
 

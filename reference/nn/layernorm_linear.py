@@ -14,7 +14,7 @@ from reference.nn.autograd import differentiable
 from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
 from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, LinearBase, Saved
 from reference.nn.parameters import InitMethod, Split, refuse_not_offered
-from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
+from reference.nn.precision import Call, Kept, Operand, as_dtype, dgrad, fprop, keep, rows_of, wgrad
 
 __all__ = ["LayerNormLinear"]
 
@@ -25,12 +25,12 @@ def forward(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Operand,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
     """y `[tokens, out]` of x `[tokens, in]`; with `return_layernorm_output`, and norm(x) in the activation dtype."""
     needs_dx = any(needs[:3])
-    x, norm = x.to(call.dtype), arguments(call, norm_weight, norm_bias)
+    x, norm = as_dtype(x, call.dtype), arguments(call, norm_weight, norm_bias)
     normed, mean, rstd = call.norm(x, norm, INPUT, transpose=needs[3])
     w = call.weight("weight", weight, WEIGHT, transpose=needs_dx)
     y = fprop(normed, w, call.bias(bias), call.dtype)
@@ -41,8 +41,17 @@ def forward(
     return (y, out), saved
 
 
-def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
-    """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `return_layernorm_output`, dL/dnorm."""
+def backward(
+    call: Call,
+    needs: tuple[bool, ...],
+    saved: Saved,
+    *grads: torch.Tensor,
+    residual_grad: torch.Tensor | None = None,
+) -> Saved:
+    """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `return_layernorm_output`, dL/dnorm.
+
+    `residual_grad` reaches x past the norm, where a caller has it.
+    """
     normed, w = Kept(*saved[:2]), Kept(*saved[2:4])
     g, db = call.grad(grads[0].contiguous(), GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
     dx = dgamma = dbeta = None
@@ -50,7 +59,7 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Te
         dnorm = dgrad(g, w, call.dtype)
         if len(grads) > 1:
             dnorm = dnorm + grads[1]
-        dx, dgamma, dbeta = norm_backward(call, dnorm, saved[4:])
+        dx, dgamma, dbeta = norm_backward(call, dnorm, saved[4:], residual_grad)
     dw = wgrad(g, normed, call.dtype, call.layer.main_grad("weight")) if needs[3] else None
     return dx, dgamma, dbeta, dw, db
 

@@ -18,13 +18,37 @@ from reference.nn.autograd import differentiable
 from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, check_sizes, forked, parameter_dtype, refuse_not_offered
-from reference.nn.precision import Call, Kept, Weight, dgrad, fprop, keep, rows_of, wgrad
+from reference.nn.precision import Call, Kept, Operand, Weight, as_dtype, dgrad, fprop, keep, rows_of, wgrad
 
 FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT = 0, 1, 3, 4  # columns of scaling_fwd
 FC1_GRAD, FC2_GRAD = 0, 2  # columns of scaling_bwd
 ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
 GATED = ("geglu", "swiglu")
 Saved = tuple[torch.Tensor | None, ...]
+
+
+def hidden_forward(
+    call: Call,
+    needs: tuple[bool, ...],
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    fc1_weight: torch.Tensor | Operand,
+    fc1_bias: torch.Tensor | None,
+    fc2_weight: torch.Tensor | Operand,
+) -> tuple[Operand, Operand, Operand, Saved]:
+    """All but fc2's product, of x `[tokens, hidden]`: act(h), fc2's weight and norm(x) as operands, what is saved."""
+    layer = call.layer
+    needs_dh = any(needs[:5])
+    x, norm = as_dtype(x, call.dtype), arguments(call, norm_weight, norm_bias)
+    normed, mean, rstd = call.norm(x, norm, FC1_INPUT, transpose=needs[3])
+    w1, w2 = call.weights(
+        Weight("fc1_weight", fc1_weight, FC1_WEIGHT, transpose=any(needs[:3])),
+        Weight("fc2_weight", fc2_weight, FC2_WEIGHT, transpose=needs_dh),
+    )
+    h, a = call.activated(normed, w1, call.bias(fc1_bias), layer.activation, FC2_INPUT, transpose=needs[5])
+    saved = (*keep(normed), *keep(w1), *keep(a), *keep(w2), h if needs_dh else None, x, norm.weight, mean, rstd)
+    return a, w2, normed, saved
 
 
 def forward(
@@ -39,25 +63,24 @@ def forward(
     fc2_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
     """y `[tokens, hidden]` of x `[tokens, hidden]`; with `return_layernorm_output`, and norm(x)."""
-    layer = call.layer
-    needs_dh = any(needs[:5])
-    x, norm = x.to(call.dtype), arguments(call, norm_weight, norm_bias)
-    normed, mean, rstd = call.norm(x, norm, FC1_INPUT, transpose=needs[3])
-    w1, w2 = call.weights(
-        Weight("fc1_weight", fc1_weight, FC1_WEIGHT, transpose=any(needs[:3])),
-        Weight("fc2_weight", fc2_weight, FC2_WEIGHT, transpose=needs_dh),
-    )
-    h, a = call.activated(normed, w1, call.bias(fc1_bias), layer.activation, FC2_INPUT, transpose=needs[5])
+    tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
+    a, w2, normed, saved = hidden_forward(call, needs, *tensors)
     y = fprop(a, w2, call.bias(fc2_bias), call.dtype)
-    saved = (*keep(normed), *keep(w1), *keep(a), *keep(w2), h if needs_dh else None, x, norm.weight, mean, rstd)
-    if not layer.return_layernorm_output:
+    if not call.layer.return_layernorm_output:
         return y, saved
+    x, norm = as_dtype(x, call.dtype), arguments(call, norm_weight, norm_bias)
     out = torch.ops.twin.norm(x, *norm, call.dtype)[0] if call.fp8 else normed.rows
     return (y, out), saved
 
 
-def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
-    """Gradients of x, γ, β, fc1's w and b, fc2's w and b."""
+def backward(
+    call: Call,
+    needs: tuple[bool, ...],
+    saved: Saved,
+    *grads: torch.Tensor,
+    residual_grad: torch.Tensor | None = None,
+) -> Saved:
+    """Gradients of x, γ, β, fc1's w and b, fc2's w and b; grads and residual_grad as in `LayerNormLinear`'s."""
     layer = call.layer
     normed, w1, a, w2 = (Kept(*saved[i : i + 2]) for i in (0, 2, 4, 6))
     h = saved[8]
@@ -71,7 +94,7 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Te
             dnorm = dgrad(dh, w1, call.dtype)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
-            dx, dgamma, dbeta = norm_backward(call, dnorm, saved[9:])
+            dx, dgamma, dbeta = norm_backward(call, dnorm, saved[9:], residual_grad)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 

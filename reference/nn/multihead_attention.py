@@ -202,15 +202,18 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """`[.., ..]` to q (if `queries` per group > 0), k, v as `[.., .., heads, channels]`."""
+        return differentiable(split_forward, split_backward, self.split_call(mixed.dtype, queries), mixed)
+
+    def split_call(self, dtype: torch.dtype, queries: int) -> "SplitCall":
+        """How q (if `queries` per group > 0), k and v lie in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
-        call = _SplitCall(mixed.dtype, parts, self.num_gqa_groups, self.channels, self.interleaved)
-        return differentiable(_split_forward, _split_backward, call, mixed)
+        return SplitCall(dtype, parts, self.num_gqa_groups, self.channels, self.interleaved)
 
     def _rotate(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
         return rotated(x, freqs, self.rotary_pos_interleaved, self.qkv_format)
 
 
-class _SplitCall(Call):
+class SplitCall(Call):
     """How q, k and v lie in the projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
 
     def __init__(
@@ -226,12 +229,13 @@ class _SplitCall(Call):
         self.whole, self.pieces = rows(sum(parts)), [rows(part) for part in parts]
 
 
-def _split_forward(call: _SplitCall, needs: tuple[bool, ...], mixed: torch.Tensor) -> tuple[Any, Saved]:
+def split_forward(call: SplitCall, needs: tuple[bool, ...], mixed: torch.Tensor) -> tuple[Any, Saved]:
+    """q, k, v as `[.., .., heads, channels]`."""
     pieces = mixed.unflatten(-1, call.whole).split(call.parts, dim=call.dim)
     return tuple(piece.reshape(*mixed.shape[:-1], -1, call.channels) for piece in pieces), ()
 
 
-def _split_backward(call: _SplitCall, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
+def split_backward(call: SplitCall, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
     """The gradients side by side again, moved eight bytes at a time: a GPU's `cat` pays for each element."""
     pieces = [grad.unflatten(-2, piece[:2]) for grad, piece in zip(grads, call.pieces, strict=True)]
     wide = torch.cat([piece.contiguous().view(torch.int64) for piece in pieces], dim=call.dim)

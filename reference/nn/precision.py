@@ -23,6 +23,11 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`; x itself where it has it, which a compiler does not take for another tensor."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class Operand(NamedTuple):
     """A matrix as GEMMs read it.
 
@@ -60,7 +65,7 @@ class Weight(NamedTuple):
     """Arguments of `Call.weight`."""
 
     name: str
-    w: torch.Tensor
+    w: torch.Tensor | Operand
     column: int
     transpose: bool
 
@@ -121,19 +126,31 @@ class Call:
 
     def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
         """An activation as an operand."""
-        return self._operand(x.to(self.dtype), transpose)
+        return self._operand(as_dtype(x, self.dtype), transpose)
 
-    def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
-        """A weight as an operand; `name` is its entry in the cache of FP8 weights."""
-        return self._operand(w.to(self.dtype), transpose)
+    def weight(self, name: str, w: torch.Tensor | Operand, column: int, transpose: bool) -> Operand:
+        """A weight as an operand (it may be one); `name` is its entry in the cache of FP8 weights."""
+        return w if isinstance(w, Operand) else self._operand(as_dtype(w, self.dtype), transpose)
 
     def weights(self, *weights: Weight) -> list[Operand]:
         """Several weights of one module as operands."""
         return [self.weight(*one) for one in weights]
 
+    def residual(
+        self,
+        x: Operand,
+        w: Operand,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        p: float,
+        rng_state: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """residual + dropout(x·wᵀ + bias) `[tokens, out]`, as `twin::bias_dropout_add` rounds it."""
+        return twin.bias_dropout_add(fprop(x, w, None, self.dtype), bias, residual, p, rng_state)
+
     def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """A bias as the GEMM takes it."""
-        return None if bias is None else bias.to(self.dtype)
+        return None if bias is None else as_dtype(bias, self.dtype)
 
     def norm(
         self, x: torch.Tensor, norm: "NormArguments", column: int, transpose: bool
@@ -151,7 +168,7 @@ class Call:
 
     def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
         """A gradient as an operand, and its column sums where the bias wants them."""
-        g = g.to(self.dtype)
+        g = as_dtype(g, self.dtype)
         return self._operand(g, transpose), twin.dbias(g) if dbias else None
 
     def activated_grad(
@@ -183,8 +200,8 @@ class CalibratingCall(Call):
         self._note(operand.rows, column)
         return operand
 
-    def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
-        self._note(w, column)
+    def weight(self, name: str, w: torch.Tensor | Operand, column: int, transpose: bool) -> Operand:
+        self._note(w.rows if isinstance(w, Operand) else w, column)
         return super().weight(name, w, column, transpose)
 
     def norm(
@@ -230,38 +247,28 @@ class FP8Call(Call):
     def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
         return _cast(x, self.scale, self.amax_history, column, self.forward_dtype, transpose)
 
-    def weight(self, name: str, w: torch.Tensor, column: int, transpose: bool) -> Operand:
-        """The weight cast now, or the copy that an earlier microbatch made."""
+    def weight(self, name: str, w: torch.Tensor | Operand, column: int, transpose: bool) -> Operand:
+        """The weight cast now, or before, or the copy that an earlier microbatch made."""
         if self.is_first_microbatch is False:
             cached = self.layer._fp8_workspaces.get(name)
             if cached is not None and self._serves(cached, transpose):
                 return cached
-        operand = self.input(w.contiguous(), column, transpose)
+        operand = w if isinstance(w, Operand) else self.input(w.contiguous(), column, transpose)
         if self.is_first_microbatch is not None:
             self.layer._fp8_workspaces[name] = operand
         return operand
 
     def weights(self, *weights: Weight) -> list[Operand]:
-        """In one launch where all are cast with their transposes."""
-        alike = len({one.w.dtype for one in weights}) == 1 and all(one.transpose for one in weights)
-        if not alike or self.is_first_microbatch is False:
-            return super().weights(*weights)
-        xs = [one.w.contiguous() for one in weights]
-        operands = [Operand(*outputs(x, self.forward_dtype)) for x in xs]
-        histories = [] if self.amax_history is None else [self.amax_history] * len(xs)
-        columns = [one.column for one in weights]
-        room = [list(part) for part in zip(*operands, strict=True)]
-        twin.multi_cast_transpose(xs, [self.scale] * len(xs), histories, columns, *room)
-        if self.is_first_microbatch is not None:
-            self.layer._fp8_workspaces.update(zip((one.name for one in weights), operands, strict=True))
-        return operands
+        """In one launch where `prepare` can."""
+        cast = prepare([(self, one) for one in weights])
+        return super().weights(*(one._replace(w=w) for one, w in zip(weights, cast, strict=True)))
 
     def _serves(self, cached: Operand, transpose: bool) -> bool:
         return cached.rows.dtype == self.forward_dtype and (cached.columns is not None or not transpose)
 
     def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """In the activation dtype, bf16 where that is fp32 (cuBLAS takes no fp32 bias, and we follow it)."""
-        return None if bias is None else bias.to(torch.bfloat16 if self.dtype == torch.float32 else self.dtype)
+        return None if bias is None else as_dtype(bias, torch.bfloat16 if self.dtype == torch.float32 else self.dtype)
 
     def norm(
         self, x: torch.Tensor, norm: NormArguments, column: int, transpose: bool
@@ -278,6 +285,18 @@ class FP8Call(Call):
         h, *cast = twin.gemm_fp8_activation(x.rows, w.rows, x.scale_inv, w.scale_inv, bias, self.dtype, kind, *state)
         return h, _operand(cast, transpose)
 
+    def residual(
+        self,
+        x: Operand,
+        w: Operand,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        p: float,
+        rng_state: torch.Tensor | None,
+    ) -> torch.Tensor:
+        inverses = (x.scale_inv, w.scale_inv)
+        return twin.gemm_fp8_bias_dropout_add(x.rows, w.rows, *inverses, bias, residual, self.dtype, p, rng_state)
+
     def grad(self, g: torch.Tensor, column: int, transpose: bool, dbias: bool) -> tuple[Operand, torch.Tensor | None]:
         meta = self.layer.fp8_meta["scaling_bwd"]
         state = (meta.scale, meta.amax_history, column, self.backward_dtype)
@@ -293,6 +312,24 @@ class FP8Call(Call):
         state = (meta.scale, meta.amax_history, column, self.backward_dtype)
         *cast, db = twin.gemm_fp8_activation_backward(g.rows, w.columns, g.scale_inv, w.scale_inv, h, kind, *state)
         return _operand(cast, transpose), db if dbias else None
+
+
+def prepare(weights: Sequence[tuple[Call, Weight]]) -> list[torch.Tensor | Operand]:
+    """The weights of FP8 modules cast in one launch, for `Call.weight` to take.
+
+    They come back as they are where some are in 16 bits, wanted without their transposes, cached by an earlier
+    microbatch, or operands already.
+    """
+    calls = [call for call, _ in weights if isinstance(call, FP8Call) and call.is_first_microbatch is not False]
+    xs = [one.w.contiguous() for _, one in weights if one.transpose and not isinstance(one.w, Operand)]
+    if not len(calls) == len(xs) == len(weights) or len({x.dtype for x in xs}) > 1:
+        return [one.w for _, one in weights]
+    operands = [Operand(*outputs(x, calls[0].forward_dtype)) for x in xs]
+    histories = [call.amax_history for call in calls if call.amax_history is not None]
+    columns = [one.column for _, one in weights]
+    room = [list(part) for part in zip(*operands, strict=True)]
+    twin.multi_cast_transpose(xs, [call.scale for call in calls], histories, columns, *room)
+    return list(operands)
 
 
 def _operand(cast: Sequence[torch.Tensor], transpose: bool) -> Operand:

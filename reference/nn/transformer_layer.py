@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from reference.nn import encoder
 from reference.nn.attention import Mask
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
@@ -164,6 +165,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 device=device,
             )
         self.output_layernorm = output_layernorm
+        # Such a layer has one pair of functions, the others run as their parts.
+        self._is_plain = layer_type == "encoder" and not (output_layernorm or apply_residual_connection_post_layernorm)
         self.generator = Generator(device)
 
     def forward(
@@ -218,6 +221,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         if (encoder_output is not None) != (self.layer_type == "decoder"):
             wanted = "an encoder_output" if self.layer_type == "decoder" else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
+        mask_type = self_attn_mask_type or self.self_attn_mask_type
+        plain = rotary_pos_emb is None and not checkpoint_core_attention
+        if plain and self._is_plain and encoder.is_one(self):
+            return encoder.run(self, hidden_states, attention_mask, mask_type, is_first_microbatch)
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -225,7 +232,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         attended = self.self_attention(
             hidden_states,
             attention_mask,
-            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
+            attn_mask_type=mask_type,
             rotary_pos_emb=rotary_pos_emb,
             **shared,
         )
