@@ -18,7 +18,7 @@ from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_tile import TILES
 from reference.ops.activation import GATED, KINDS
-from reference.ops.multi_cast_transpose import outputs
+from reference.ops.cast_transpose import cast_outputs
 
 twin = torch.ops.twin
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,10 +33,11 @@ def casts() -> None:
         twin.cast(x, scale, history, 0, out)
         twin.cast_transpose(x, scale, history, 1, out)
         twin.cast_transpose_dbias(x, scale, history, 2, out)
+        twin.cat_cast_transpose_dbias([x, x, x], 1, scale, history, 2, out)
         twin.dbias(x)
         twin.dbias(x[:, :5].contiguous())
         for xs in ([x], [x] * 5):  # both capacities
-            parts = [list(part) for part in zip(*(outputs(one, out) for one in xs), strict=True)]
+            parts = [list(part) for part in zip(*(cast_outputs(one, one.shape[1], out) for one in xs), strict=True)]
             twin.multi_cast_transpose(xs, [scale] * len(xs), [history] * len(xs), [0] * len(xs), *parts)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from reference import formats
-from reference.ops.multi_cast_transpose import outputs
+from reference.ops.cast_transpose import cast_outputs
 
 pytestmark = pytest.mark.gpu
 
@@ -212,7 +212,7 @@ def all_of(xs: list[torch.Tensor], out: torch.dtype, history: torch.Tensor | Non
     """Every word that `twin::multi_cast_transpose` writes for `xs`, whose columns are their numbers."""
     if xs[0].is_cuda:
         poison(4 * max(x.numel() for x in xs) + 4096)
-    made = [outputs(x, out) for x in xs]
+    made = [cast_outputs(x, x.shape[1], out) for x in xs]
     histories = [] if history is None else [history] * len(xs)
     twin.multi_cast_transpose(
         xs, [scale] * len(xs), histories, list(range(len(xs))), *map(list, zip(*made, strict=True))
@@ -249,7 +249,7 @@ def test_multi_cast_transpose_of_more_matrices_than_a_launch_takes() -> None:
 
 def test_multi_cast_transpose_in_a_graph() -> None:
     xs = [numbers(64, 48, torch.bfloat16, seed).cuda() for seed in range(3)]
-    made = [outputs(x, FP8[0]) for x in xs]
+    made = [cast_outputs(x, x.shape[1], FP8[0]) for x in xs]
     scale, history = torch.ones(3, device="cuda"), torch.zeros(1, 3, device="cuda")
     args = (xs, [scale] * 3, [history] * 3, [0, 1, 2], *map(list, zip(*made, strict=True)))
     twin.multi_cast_transpose(*args)
@@ -267,7 +267,37 @@ def test_multi_cast_transpose_in_a_graph() -> None:
 
 def test_multi_cast_transpose_refuses_outputs_off_the_16_byte_boundary() -> None:
     x = torch.randn(1, 16, device="cuda")
-    q, q_t, scale_inv = outputs(x, FP8[0])
+    q, q_t, scale_inv = cast_outputs(x, x.shape[1], FP8[0])
     q = torch.empty(17, dtype=FP8[0], device="cuda")[1:].view(1, 16)
     with pytest.raises(ValueError, match=r"q\[0\] and q_t\[0\] must start at multiples of 16 bytes"):
         twin.multi_cast_transpose([x], [torch.ones(1, device="cuda")], [], [0], [q], [q_t], [scale_inv])
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("out", FP8)
+@pytest.mark.parametrize(
+    ("rows", "groups", "widths"),
+    [
+        (1, 1, (16,)),
+        (0, 1, (16, 16)),
+        (130, 3, (16, 8, 8)),
+        (65, 1, (64, 8, 24)),
+        (200, 4, (40, 8)),
+        (64, 2, (128, 128, 128)),
+    ],
+)
+def test_parts_side_by_side(
+    dtype: torch.dtype, out: torch.dtype, rows: int, groups: int, widths: tuple[int, ...]
+) -> None:
+    """The second call reads parts that begin off the 16-byte boundary."""
+    xs = [numbers(rows, groups * w, dtype, seed) for seed, w in enumerate(widths)]
+    scale, history = torch.tensor([4.0, 0.5]), torch.zeros(2, 2)
+    expected = (*twin.cat_cast_transpose_dbias(xs, groups, scale, history, 1, out), history)
+    aligned = [x.cuda() for x in xs]
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in aligned]
+    for there in (aligned, shifted):
+        noted = torch.zeros(2, 2, device="cuda")
+        poison(rows * sum(widths) * groups)
+        found = (*twin.cat_cast_transpose_dbias(there, groups, scale.cuda(), noted, 1, out), noted)
+        for name, a, b in zip((*NAMES["cast_transpose_dbias"], "history"), found, expected, strict=True):
+            assert_same_bits(a, b, name)

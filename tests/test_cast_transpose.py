@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import reference.ops.cast_transpose
 from reference import formats
-from reference.ops import multi_cast_transpose as multi
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 twin = torch.ops.twin
@@ -115,7 +114,8 @@ def test_refusals(op):
 
 
 def all_outputs(xs, out=E4M3):
-    return list(map(list, zip(*(multi.outputs(x, out) for x in xs), strict=True)))
+    made = [reference.ops.cast_transpose.cast_outputs(x, x.shape[1], out) for x in xs]
+    return list(map(list, zip(*made, strict=True)))
 
 
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
@@ -184,3 +184,41 @@ def test_several_at_once_refuses(change, sentence):
             arguments[name] = there[:how] if isinstance(how, int) else how
     with pytest.raises(ValueError, match=sentence):
         twin.multi_cast_transpose(xs, *arguments.values())
+
+
+def parts_of(seed, rows, groups, widths, dtype, device="cpu"):
+    drawn = torch.Generator().manual_seed(seed)
+    return [(torch.randn(rows, groups * w, generator=drawn) * 30).to(dtype).to(device) for w in widths]
+
+
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize(
+    ("groups", "widths"), [(1, (16,)), (3, (16, 8, 8)), (1, (64, 8, 24)), (2, (24, 8)), (4, (8, 8, 8))]
+)
+@pytest.mark.parametrize("rows", [0, 5, 130])
+def test_parts_side_by_side_are_cast_as_the_matrix_they_make(dtype, groups, widths, rows):
+    xs, scale = parts_of(1, rows, groups, widths, dtype), torch.tensor([0.7, 91.0])
+    whole = torch.cat([x.view(rows, groups, w) for x, w in zip(xs, widths, strict=True)], dim=2)
+    histories = [torch.full((3, 2), 0.25) for _ in range(2)]
+    found = twin.cat_cast_transpose_dbias(xs, groups, scale, histories[0], 1, E5M2)
+    expected = twin.cast_transpose_dbias(whole.flatten(1), scale, histories[1], 1, E5M2)
+    for name, a, b in zip(("q", "q_t", "scale_inv", "dbias"), found, expected, strict=True):
+        assert_same_bits(a, b, name)
+    assert_same_bits(*histories)
+    torch.library.opcheck(twin.cat_cast_transpose_dbias.default, (xs, groups, scale, histories[0], 1, E5M2))
+
+
+def test_parts_that_are_refused():
+    x, state = torch.zeros(4, 48), (torch.ones(2), None, 0, E4M3)
+    for xs, groups, sentence in (
+        ([], 1, "xs must be 1 to 3 matrices; got 0."),
+        ([x] * 4, 1, "xs must be 1 to 3 matrices; got 4."),
+        ([x, x[:2]], 1, r"xs[1] must have 4 rows, as xs[0], and columns that are a multiple of 8 · groups"),
+        ([x, x[:, :32].contiguous()], 3, "groups=3 >= 1; got [4, 32]."),
+        ([x], 0, "groups=0 >= 1; got [4, 48]."),
+        ([x, x.bfloat16()], 1, "xs[1] is torch.bfloat16 on cpu, xs[0] torch.float32 on cpu."),
+        ([x, x.t()], 1, "xs[1] must be contiguous"),
+        ([x[:, :24].contiguous()], 1, "the columns of xs together must be a multiple of 16; got 24."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            twin.cat_cast_transpose_dbias(xs, groups, *state)

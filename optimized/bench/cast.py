@@ -13,7 +13,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from reference.ops.multi_cast_transpose import outputs
+from reference.ops.cast_transpose import cast_outputs
 
 NAME = "cast_transpose"
 KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax", "scale_update")
@@ -91,7 +91,10 @@ def weights(hidden: int, dtype: torch.dtype, repeats: int = 20) -> dict[str, Any
     size = sum(rows * cols for rows, cols in shapes)
     layers = max(2, min(_CALLS, -(-_FOOTPRINT // (size * dtype.itemsize))))
     xs = [[torch.randn(shape, device="cuda").to(dtype) for shape in shapes] for _ in range(layers)]
-    out = [list(map(list, zip(*(outputs(x, torch.float8_e4m3fn) for x in layer), strict=True))) for layer in xs]
+    out = [
+        list(map(list, zip(*(cast_outputs(x, x.shape[1], torch.float8_e4m3fn) for x in layer), strict=True)))
+        for layer in xs
+    ]
     scale, history = torch.ones(4, device="cuda"), torch.zeros(16, 4, device="cuda")
     source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)

@@ -15,7 +15,7 @@ from optimized.commands import parity_layers, parity_ops
 from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
 from reference import philox
 from reference.ops.activation import GATED, KINDS
-from reference.ops.multi_cast_transpose import outputs
+from reference.ops.cast_transpose import cast_outputs
 
 twin = torch.ops.twin
 
@@ -37,7 +37,7 @@ def _casts_together(wide: torch.dtype, dtype: torch.dtype, device: torch.device)
     """Matrices of several shapes in one call; each has its own column."""
     xs = [numbers((rows, 80), wide, 21 + rows).to(device) for rows in (1, 7, 130)]
     scales, history = torch.tensor([1.0, 3.0, 37.5], device=device), torch.zeros(4, 3, device=device)
-    parts = [list(part) for part in zip(*(outputs(x, dtype) for x in xs), strict=True)]
+    parts = [list(part) for part in zip(*(cast_outputs(x, x.shape[1], dtype) for x in xs), strict=True)]
     twin.multi_cast_transpose(xs, [scales] * 3, [history] * 3, [0, 1, 2], *parts)
     found = {"amax_history": history}
     for name, part in zip(("q", "q_t", "scale_inv"), parts, strict=True):

@@ -18,7 +18,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 3) void cast_transpose(
     float* __restrict__ partial, int rows, int cols) {
     const float scale = *scale_slot;
     float amax = 0.0f;
-    cast_tile<DBIAS>(x, q, q_t, partial, rows, cols, blockIdx.x, scale, amax);
+    cast_tile<DBIAS>(Matrix{x}, q, q_t, partial, rows, cols, blockIdx.x, scale, amax);
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
     if (amax_slot != nullptr) commit_amax<WARPS>(amax, amax_slot);
 }

@@ -26,14 +26,27 @@ struct Output {
     float* partial;
 };
 
+// Where a thread's first row begins, and how far apart its rows are.
+template <typename Stride>
+struct Rows {
+    const wide_t* x;
+    Stride stride;
+};
+
+// x [rows, cols] as it lies: at the offsets of q.
+struct Matrix {
+    const wide_t* x;
+    __device__ __forceinline__ Rows<size_t> rows(size_t at, size_t cols, int, int) const { return {x + at, cols}; }
+};
+
 // One thread's 16 rows. `left` is how many of them there are (WHOLE: all).
-template <bool WHOLE, bool SUMS>
+template <bool WHOLE, bool SUMS, typename Stride>
 __device__ __forceinline__ void cast_run(
-    const wide_t* x, const Output& out, size_t cols, size_t q_t_stride, int left, float scale, float& amax) {
+    const Rows<Stride>& in, const Output& out, size_t cols, size_t q_t_stride, int left, float scale, float& amax) {
     Vector<LANES> v[RUN];
 #pragma unroll
     for (int r = 0; r < RUN; ++r)
-        v[r] = WHOLE || r < left ? load_once<LANES>(x + r * cols) : Vector<LANES>{};
+        v[r] = WHOLE || r < left ? load_once<LANES>(in.x + static_cast<size_t>(r) * in.stride) : Vector<LANES>{};
 
     // Four columns at a time, from the loads to the transposed store, so that registers free up on the way.
     unsigned codes[RUN][WORDS];
@@ -88,11 +101,11 @@ __device__ __forceinline__ void cast_run(
     }
 }
 
-// Tile `tile` of x [rows, cols], counted along rows of tiles, for one block of threads.
-template <bool SUMS>
+// Tile `tile` of a source [rows, cols], counted along rows of tiles, for one block of threads.
+template <bool SUMS, typename Source>
 __device__ __forceinline__ void cast_tile(
-    const wide_t* x, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, int tile, float scale,
-    float& amax) {
+    const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, int tile,
+    float scale, float& amax) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int column_tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);
     const int tile_row = tile / column_tiles, tile_col = tile % column_tiles;
@@ -103,15 +116,16 @@ __device__ __forceinline__ void cast_tile(
     // A lane beyond the last column takes part in the shuffles with no rows, at an address that exists.
     const bool inside = col < cols;
     // Unsigned first: the upper halves are known to be zero, and need no registers.
-    const size_t stride = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
-    const size_t at = inside ? static_cast<size_t>(row) * stride + col : 0;
+    const size_t width = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
+    const size_t at = inside ? static_cast<size_t>(row) * width + col : 0;
     const size_t at_t = inside ? static_cast<size_t>(col) * q_t_stride + row : 0;
-    float* sums = inside ? partial + static_cast<size_t>(block_row / BLOCK_ROWS) * stride + col : nullptr;
+    float* sums = inside ? partial + static_cast<size_t>(block_row / BLOCK_ROWS) * width + col : nullptr;
     const Output out = {q + at, q_t + at_t, sums};
+    const auto in = source.rows(at, width, inside ? row : 0, inside ? col : 0);
     if (block_row + BLOCK_ROWS <= rows && (tile_col + 1) * TILE_COLS <= cols) {
-        cast_run<true, SUMS>(x + at, out, stride, q_t_stride, RUN, scale, amax);
+        cast_run<true, SUMS>(in, out, width, q_t_stride, RUN, scale, amax);
     } else {
         const int left = inside ? max(min(rows - row, RUN), 0) : 0;
-        cast_run<false, SUMS>(x + at, out, stride, q_t_stride, left, scale, amax);
+        cast_run<false, SUMS>(in, out, width, q_t_stride, left, scale, amax);
     }
 }

@@ -5,7 +5,7 @@
 // there is nothing to copy to the device, and a CUDA graph captures the launch as it is.
 #include "cast_transpose.cuh"
 
-struct Matrix {
+struct Entry {
     const wide_t* x;
     const float* scale;
     float* amax;
@@ -16,7 +16,7 @@ struct Matrix {
 };
 
 struct Table {
-    Matrix matrices[CAPACITY];
+    Entry matrices[CAPACITY];
 };
 
 extern "C" __global__ __launch_bounds__(THREADS, 3) void multi_cast_transpose(
@@ -25,11 +25,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 3) void multi_cast_transpose(
     int at = 0;
     for (int step = CAPACITY / 2; step > 0; step /= 2)
         if (at + step < count && table.matrices[at + step].first_tile <= static_cast<int>(blockIdx.x)) at += step;
-    const Matrix& m = table.matrices[at];
+    const Entry& m = table.matrices[at];
     const int tile = blockIdx.x - m.first_tile;
     const float scale = *m.scale;
     if (tile == 0 && threadIdx.x == 0) *m.scale_inv = 1.0f / scale;
     float amax = 0.0f;
-    cast_tile<false>(m.x, m.q, m.q_t, nullptr, m.rows, m.cols, tile, scale, amax);
+    cast_tile<false>(Matrix{m.x}, m.q, m.q_t, nullptr, m.rows, m.cols, tile, scale, amax);
     if (m.amax != nullptr) commit_amax<WARPS>(amax, m.amax);
 }

@@ -14,7 +14,7 @@ from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.activation import GATED, KINDS, Four, check_activation, check_forward_cast, check_grad, width
 from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import ceil16
+from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import LIBRARY
 
 # The macro KIND of kernels/activation.cuh.
@@ -126,9 +126,7 @@ def _cast(
     rows, n = x.shape
     m = width(kind, n)
     out = m if grad is None else n
-    q = torch.empty((rows, out), dtype=dtype, device=x.device)
-    q_t = torch.empty((out, ceil16(rows)), dtype=dtype, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    q, q_t, scale_inv = cast_outputs(x, out, dtype)
     args = [
         0 if grad is None else grad.data_ptr(),
         x.data_ptr(),

@@ -12,7 +12,7 @@ from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import ceil16
+from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import LIBRARY
 
 THREADS = 128
@@ -34,10 +34,9 @@ _kernels = {
 }
 
 
-def tiles(x: torch.Tensor) -> int:
-    """Blocks that take a tile of `x` each; at least one, which writes scale_inv."""
-    rows, cols = x.shape
-    return max(1, -(-rows // _TILE_ROWS) * -(-cols // (_TILE_COL_BYTES // x.element_size())))
+def tiles(x: torch.Tensor, cols: int) -> int:
+    """Blocks that take a tile each of `[rows of x, cols]` of x's dtype; at least one, which writes scale_inv."""
+    return max(1, -(-x.shape[0] // _TILE_ROWS) * -(-cols // (_TILE_COL_BYTES // x.element_size())))
 
 
 def _run(
@@ -52,9 +51,7 @@ def _run(
     """Launch one configuration on checked arguments: (q, q_t, scale_inv)."""
     x = aligned(x)
     rows, cols = x.shape
-    q = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    q_t = torch.empty((cols, ceil16(rows)), dtype=dtype, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    q, q_t, scale_inv = cast_outputs(x, cols, dtype)
     args = [
         x.data_ptr(),
         scale_pointer(scale, column),
@@ -66,7 +63,7 @@ def _run(
         np.int32(rows),
         np.int32(cols),
     ]
-    launch.launch(kernel, (tiles(x),), (THREADS,), args, device=x.device.index)
+    launch.launch(kernel, (tiles(x, cols),), (THREADS,), args, device=x.device.index)
     return q, q_t, scale_inv
 
 

@@ -23,7 +23,7 @@ from optimized.ops.gemm_fp8 import BIAS_TYPES, check_devices, gemm_fp8, loadable
 from optimized.ops.gemm_fp8 import defines as product_defines
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile
 from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
-from reference.ops.cast_transpose import ceil16
+from reference.ops.cast_transpose import cast_outputs
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.gemm_fused import check_backward, check_residual, empty_product
 from reference.ops.library import LIBRARY
@@ -158,16 +158,6 @@ def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and a.shape[0] > 0 and b.shape[0] > 0 and a.shape[1] > 0
 
 
-def _cast_outputs(x: torch.Tensor, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for q `[rows, columns]`, q_t and scale_inv, for the rows of x."""
-    rows = x.shape[0]
-    return (
-        torch.empty((rows, columns), dtype=dtype, device=x.device),
-        torch.empty((columns, ceil16(rows)), dtype=dtype, device=x.device),
-        torch.empty(1, dtype=torch.float32, device=x.device),
-    )
-
-
 def gemm_fp8_activation(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -190,7 +180,7 @@ def gemm_fp8_activation(
         h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
         return h, *activations.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
     bias = None if bias is None else loadable(bias)
-    q, q_t, scale_inv = _cast_outputs(h, width(kind, h.shape[1]), dtype)
+    q, q_t, scale_inv = cast_outputs(h, width(kind, h.shape[1]), dtype)
     arguments = [
         h.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -228,7 +218,7 @@ def gemm_fp8_activation_backward(
         dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
         return activations.activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
     x = aligned(x)
-    q, q_t, scale_inv = _cast_outputs(x, x.shape[1], dtype)
+    q, q_t, scale_inv = cast_outputs(x, x.shape[1], dtype)
     partial = new_partial(x)
     arguments = [
         x.data_ptr(),

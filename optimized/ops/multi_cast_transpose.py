@@ -69,7 +69,7 @@ def multi_cast_transpose(
                 first_tile,
                 0,
             )
-            first_tile += tiles(x)
+            first_tile += tiles(x, cols)
         kernel = _kernels[xs[0].dtype, q[0].dtype, capacity]
         args = [launch.by_value(table), np.int32(len(part))]
         launch.launch(kernel, (first_tile,), (THREADS,), args, device=xs[0].device.index)

@@ -15,7 +15,7 @@ from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.norm import KIND, ROW_WARPS, Defines, normalize, parameters, pointer, row_warps, statistics
 from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import ceil16
+from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import LIBRARY
 from reference.ops.norm import KINDS, check_norm
 
@@ -99,9 +99,7 @@ def run(
     x = aligned(x)
     weight, bias = parameters(weight, bias)
     rows, hidden = x.shape
-    q = torch.empty((rows, hidden), dtype=dtype, device=x.device)
-    q_t = torch.empty((hidden, ceil16(rows)), dtype=dtype, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    q, q_t, scale_inv = cast_outputs(x, hidden, dtype)
     mean, rstd = statistics(x, kind)
     args = [
         x.data_ptr(),

@@ -41,27 +41,30 @@ def forward(
     return (y, out), saved
 
 
-def backward(
+def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
+    """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `return_layernorm_output`, dL/dnorm."""
+    g, db = call.grad(grads[0].contiguous(), GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
+    return (*operand_backward(call, needs, saved, g, *grads[1:]), db)
+
+
+def operand_backward(
     call: Call,
     needs: tuple[bool, ...],
     saved: Saved,
-    *grads: torch.Tensor,
+    g: Operand,
+    *norm_grad: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
 ) -> Saved:
-    """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `return_layernorm_output`, dL/dnorm.
-
-    `residual_grad` reaches x past the norm, where a caller has it.
-    """
+    """Gradients of x, γ, β, w of dL/dy as an operand; `residual_grad` reaches x past the norm."""
     normed, w = Kept(*saved[:2]), Kept(*saved[2:4])
-    g, db = call.grad(grads[0].contiguous(), GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
     dx = dgamma = dbeta = None
     if any(needs[:3]):
         dnorm = dgrad(g, w, call.dtype)
-        if len(grads) > 1:
-            dnorm = dnorm + grads[1]
+        if norm_grad:
+            dnorm = dnorm + norm_grad[0]
         dx, dgamma, dbeta = norm_backward(call, dnorm, saved[4:], residual_grad)
     dw = wgrad(g, normed, call.dtype, call.layer.main_grad("weight")) if needs[3] else None
-    return dx, dgamma, dbeta, dw, db
+    return dx, dgamma, dbeta, dw
 
 
 class LayerNormLinear(LinearBase):

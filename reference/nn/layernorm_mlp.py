@@ -80,7 +80,7 @@ def backward(
     *grads: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
 ) -> Saved:
-    """Gradients of x, γ, β, fc1's w and b, fc2's w and b; grads and residual_grad as in `LayerNormLinear`'s."""
+    """Gradients of x, γ, β, fc1's w and b, fc2's w and b; the grads as in `LayerNormLinear`'s."""
     layer = call.layer
     normed, w1, a, w2 = (Kept(*saved[i : i + 2]) for i in (0, 2, 4, 6))
     h = saved[8]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from reference.ops.cast_transpose import cast_outputs
+from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
-from reference.ops.multi_cast_transpose import outputs
 from reference.recipe import DelayedScaling
 
 if TYPE_CHECKING:
@@ -171,6 +172,12 @@ class Call:
         g = as_dtype(g, self.dtype)
         return self._operand(g, transpose), twin.dbias(g) if dbias else None
 
+    def joined_grad(
+        self, parts: list[torch.Tensor], groups: int, column: int, transpose: bool, dbias: bool
+    ) -> tuple[Operand, torch.Tensor | None]:
+        """`grad` of matrices side by side in each of `groups` groups of columns."""
+        return self.grad(side_by_side(parts, groups), column, transpose, dbias)
+
     def activated_grad(
         self, g: Operand, w: Kept, h: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
     ) -> tuple[Operand, torch.Tensor | None]:
@@ -305,6 +312,16 @@ class FP8Call(Call):
             return Operand(*cast), db
         return _cast(g, *state, transpose), None
 
+    def joined_grad(
+        self, parts: list[torch.Tensor], groups: int, column: int, transpose: bool, dbias: bool
+    ) -> tuple[Operand, torch.Tensor | None]:
+        if not dbias:
+            return super().joined_grad(parts, groups, column, transpose, dbias)
+        meta = self.layer.fp8_meta["scaling_bwd"]
+        state = (meta.scale, meta.amax_history, column, self.backward_dtype)
+        *cast, db = twin.cat_cast_transpose_dbias([part.contiguous() for part in parts], groups, *state)
+        return Operand(*cast), db
+
     def activated_grad(
         self, g: Operand, w: Kept, h: torch.Tensor, kind: str, column: int, transpose: bool, dbias: bool
     ) -> tuple[Operand, torch.Tensor | None]:
@@ -324,7 +341,7 @@ def prepare(weights: Sequence[tuple[Call, Weight]]) -> list[torch.Tensor | Opera
     xs = [one.w.contiguous() for _, one in weights if one.transpose and not isinstance(one.w, Operand)]
     if not len(calls) == len(xs) == len(weights) or len({x.dtype for x in xs}) > 1:
         return [one.w for _, one in weights]
-    operands = [Operand(*outputs(x, calls[0].forward_dtype)) for x in xs]
+    operands = [Operand(*cast_outputs(x, x.shape[1], calls[0].forward_dtype)) for x in xs]
     histories = [call.amax_history for call in calls if call.amax_history is not None]
     columns = [one.column for _, one in weights]
     room = [list(part) for part in zip(*operands, strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from reference.nn import encoder
+from reference.nn import blocks
 from reference.nn.attention import Mask
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
@@ -165,8 +165,6 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 device=device,
             )
         self.output_layernorm = output_layernorm
-        # Such a layer has one pair of functions, the others run as their parts.
-        self._is_plain = layer_type == "encoder" and not (output_layernorm or apply_residual_connection_post_layernorm)
         self.generator = Generator(device)
 
     def forward(
@@ -222,21 +220,25 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             wanted = "an encoder_output" if self.layer_type == "decoder" else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         mask_type = self_attn_mask_type or self.self_attn_mask_type
-        plain = rotary_pos_emb is None and not checkpoint_core_attention
-        if plain and self._is_plain and encoder.is_one(self):
-            return encoder.run(self, hidden_states, attention_mask, mask_type, is_first_microbatch)
+        dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
         }
-        attended = self.self_attention(
-            hidden_states,
-            attention_mask,
-            attn_mask_type=mask_type,
-            rotary_pos_emb=rotary_pos_emb,
-            **shared,
-        )
-        hidden = self._add(attended, hidden_states, normed=not self.output_layernorm)
+        plain = rotary_pos_emb is None and not checkpoint_core_attention
+        if plain and blocks.is_attention_block(self.self_attention):
+            hidden = blocks.attention_block(
+                self.self_attention, hidden_states, attention_mask, mask_type, dropout, is_first_microbatch
+            )
+        else:
+            attended = self.self_attention(
+                hidden_states,
+                attention_mask,
+                attn_mask_type=mask_type,
+                rotary_pos_emb=rotary_pos_emb,
+                **shared,
+            )
+            hidden = self._add(attended, hidden_states, dropout, normed=not self.output_layernorm)
         if self.layer_type == "decoder":
             crossed = self.inter_attention(
                 hidden,
@@ -245,14 +247,16 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 attn_mask_type=enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
                 **shared,
             )
-            hidden = self._add(crossed, hidden, normed=True)
-        out = self._add(self.layernorm_mlp(hidden, is_first_microbatch), hidden, normed=True)
+            hidden = self._add(crossed, hidden, dropout, normed=True)
+        if blocks.is_mlp_block(self.layernorm_mlp):
+            out = blocks.mlp_block(self.layernorm_mlp, hidden, dropout, is_first_microbatch)
+        else:
+            out = self._add(self.layernorm_mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _add(self, results: Any, residual: torch.Tensor, normed: bool) -> torch.Tensor:
+    def _add(self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool) -> torch.Tensor:
         """residual + dropout(y + bias) of a submodule's `(y, bias[, norm's output])`."""
         y, bias, *norm = results
         if self.apply_residual_connection_post_layernorm and normed:
             residual = norm[0]
-        p = self.hidden_dropout if self.training else 0.0
-        return bias_dropout_add(y, bias, residual, p, self.generator)
+        return bias_dropout_add(y, bias, residual, *dropout)

@@ -35,7 +35,7 @@ import torch
 from reference import elementary
 from reference.ops.amax import check_input
 from reference.ops.cast import cast_rows, check_cast
-from reference.ops.cast_transpose import ceil16, transposed
+from reference.ops.cast_transpose import cast_outputs, transposed
 from reference.ops.dbias import sum_rows
 from reference.ops.library import define, fake
 
@@ -226,8 +226,7 @@ def _(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
-    rows, cols = x.shape[0], width(kind, x.shape[1])
-    return x.new_empty(rows, cols, dtype=dtype), x.new_empty(cols, ceil16(rows), dtype=dtype), scale.new_empty(1)
+    return cast_outputs(x, width(kind, x.shape[1]), dtype)
 
 
 @fake("activation_backward_cast_transpose_dbias")
@@ -244,10 +243,4 @@ def _(
     check_activation(op, x, kind)
     check_grad(op, grad, x, kind)
     check_cast(op, x, scale, amax_history, column, dtype)
-    rows, cols = x.shape
-    return (
-        x.new_empty(rows, cols, dtype=dtype),
-        x.new_empty(cols, ceil16(rows), dtype=dtype),
-        scale.new_empty(1),
-        x.new_empty(cols),
-    )
+    return (*cast_outputs(x, x.shape[1], dtype), x.new_empty(x.shape[1]))

@@ -30,6 +30,18 @@ def check_cast(
             f"{op}: the columns of x must be a multiple of 16, which FP8 tensor cores need; "
             f"got {x.shape[1]} (shape {tuple(x.shape)})."
         )
+    check_scaling(op, x, scale, amax_history, column, dtype)
+
+
+def check_scaling(
+    op: str,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> None:
+    """`check_cast` of everything but x itself."""
     if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
         raise ValueError(f"{op}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
     if scale.dim() != 1:

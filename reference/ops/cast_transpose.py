@@ -29,6 +29,16 @@ def transposed(q: torch.Tensor) -> torch.Tensor:
     return codes.view(q.dtype)
 
 
+def cast_outputs(x: torch.Tensor, cols: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv `[1]`), for the rows and on the device of x."""
+    rows = x.shape[0]
+    return (
+        torch.empty((rows, cols), dtype=dtype, device=x.device),
+        torch.empty((cols, ceil16(rows)), dtype=dtype, device=x.device),
+        torch.empty(1, dtype=torch.float32, device=x.device),
+    )
+
+
 @define("cast_transpose")
 def cast_transpose(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
@@ -49,21 +59,12 @@ def cast_transpose_dbias(
     return q, transposed(q), scale_inv, sum_rows(x)
 
 
-def _empty(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, cols = x.shape
-    return (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty((cols, ceil16(rows)), dtype=dtype),
-        scale.new_empty(1),
-    )
-
-
 @fake("cast_transpose")
 def _(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_cast("twin::cast_transpose", x, scale, amax_history, column, dtype)
-    return _empty(x, scale, dtype)
+    return cast_outputs(x, x.shape[1], dtype)
 
 
 @fake("cast_transpose_dbias")
@@ -71,4 +72,4 @@ def _(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     check_cast("twin::cast_transpose_dbias", x, scale, amax_history, column, dtype)
-    return (*_empty(x, scale, dtype), x.new_empty(x.shape[1]))
+    return (*cast_outputs(x, x.shape[1], dtype), x.new_empty(x.shape[1]))

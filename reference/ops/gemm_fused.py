@@ -26,7 +26,7 @@ from reference.ops.activation import (
     width,
 )
 from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import ceil16
+from reference.ops.cast_transpose import cast_outputs
 from reference.ops.dropout import bias_dropout_add, check_dropout, check_rows
 from reference.ops.library import define, fake
 
@@ -98,8 +98,9 @@ def gemm_fp8_activation(
 
     m is n, or n/2 for the gated kinds, whose first half of columns is activated. q and q_t are of `dtype`.
     """
-    h = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
+    h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
     check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
+    h = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
     return h, *activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
 
 
@@ -141,8 +142,8 @@ def gemm_fp8_bias_dropout_add(
 
     p and rng_state as in `twin::bias_dropout_add`, which advances the state.
     """
+    check_residual(empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype), bias, residual, p, rng_state)
     x = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
-    check_residual(x, bias, residual, p, rng_state)
     return bias_dropout_add(x, bias, residual, p, rng_state)
 
 
@@ -162,8 +163,7 @@ def _(
 ) -> Four:
     h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
     check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
-    rows, cols = h.shape[0], width(kind, h.shape[1])
-    return h, h.new_empty(rows, cols, dtype=dtype), h.new_empty(cols, ceil16(rows), dtype=dtype), scale.new_empty(1)
+    return h, *cast_outputs(h, width(kind, h.shape[1]), dtype)
 
 
 @fake("gemm_fp8_activation_backward")
@@ -180,13 +180,7 @@ def _(
     dtype: torch.dtype,
 ) -> Four:
     check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
-    rows, cols = x.shape
-    return (
-        x.new_empty(rows, cols, dtype=dtype),
-        x.new_empty(cols, ceil16(rows), dtype=dtype),
-        scale.new_empty(1),
-        x.new_empty(cols),
-    )
+    return (*cast_outputs(x, x.shape[1], dtype), x.new_empty(x.shape[1]))
 
 
 @fake("gemm_fp8_bias_dropout_add")

@@ -57,6 +57,8 @@ SCHEMAS = {
     " -> (Tensor, Tensor, Tensor)",
     "cast_transpose_dbias": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column,"
     " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cat_cast_transpose_dbias": "(Tensor[] xs, int groups, Tensor scale, Tensor(a!)? amax_history, int column,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     "dbias": "(Tensor grad) -> Tensor",
     "dropout_backward": "(Tensor grad, float p, Tensor? rng_state) -> Tensor",
     "gemm": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",

@@ -59,16 +59,6 @@ def check(
                 )
 
 
-def outputs(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the (q, q_t, scale_inv) of `x` `[rows, cols]`."""
-    rows, cols = x.shape
-    return (
-        x.new_empty((rows, cols), dtype=dtype),
-        x.new_empty((cols, ceil16(rows)), dtype=dtype),
-        x.new_empty(1, dtype=torch.float32),
-    )
-
-
 @define("multi_cast_transpose")
 def multi_cast_transpose(
     xs: list[torch.Tensor],

@@ -36,7 +36,7 @@ import torch
 from reference import formats
 from reference.ops.amax import check_input
 from reference.ops.cast import cast_rows, check_cast
-from reference.ops.cast_transpose import ceil16, transposed
+from reference.ops.cast_transpose import cast_outputs, transposed
 from reference.ops.library import define, fake
 
 KINDS = ("layernorm", "rmsnorm")
@@ -352,13 +352,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
     check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
-    rows, hidden = x.shape
-    return (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty((hidden, ceil16(rows)), dtype=dtype),
-        scale.new_empty(1),
-        *_statistics(x, kind),
-    )
+    return (*cast_outputs(x, x.shape[1], dtype), *_statistics(x, kind))
 
 
 @fake("norm_backward")

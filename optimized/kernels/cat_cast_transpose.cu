@@ -1,0 +1,35 @@
+// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS of a matrix that lies in up to three parts side by side.
+//
+//     x[r, g * width + c] = part[i].x[r, g * part[i].width + c - part[i].first]   part i holds column c of a group
+//
+// part[i].x [rows, groups * part[i].width], a part's width a multiple of 8; everything else as in cast_transpose.cu,
+// which says what x becomes.
+#include "cast_transpose.cuh"
+
+struct Part {
+    const wide_t* x;
+    int first, width;  // columns of a group
+};
+
+struct Parts {
+    Part part[3];  // unused ones begin beyond a group's last column
+    int groups, width;
+
+    __device__ __forceinline__ Rows<unsigned> rows(size_t, size_t, int row, int col) const {
+        const int group = col / width, within = col % width;
+        const Part& p = part[(within >= part[1].first) + (within >= part[2].first)];
+        const unsigned stride = groups * p.width;
+        return {p.x + static_cast<size_t>(row) * stride + group * p.width + within - p.first, stride};
+    }
+};
+
+extern "C" __global__ __launch_bounds__(THREADS, 3) void cat_cast_transpose(
+    const __grid_constant__ Parts parts, const float* __restrict__ scale_slot, float* amax_slot,
+    unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
+    float* __restrict__ partial, int rows, int cols) {
+    const float scale = *scale_slot;
+    float amax = 0.0f;
+    cast_tile<true>(parts, q, q_t, partial, rows, cols, blockIdx.x, scale, amax);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+    if (amax_slot != nullptr) commit_amax<WARPS>(amax, amax_slot);
+}

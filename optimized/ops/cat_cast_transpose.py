@@ -1,0 +1,65 @@
+"""`twin::cat_cast_transpose_dbias` on the GPU: kernels/cat_cast_transpose.cu, and the kernel `total` of dbias.cu.
+Semantics: `reference.ops.cat_cast_transpose`.
+"""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE, aligned, amax_pointer
+from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.cast_transpose import THREADS, tiles
+from optimized.ops.dbias import add_blocks, new_partial
+from reference.ops.cast_transpose import cast_outputs
+from reference.ops.cat_cast_transpose import PARTS, Four, check_parts
+from reference.ops.library import LIBRARY
+
+_BEYOND = np.iinfo(np.int32).max
+_PARTS = np.dtype([("part", [("x", "u8"), ("first", "i4"), ("width", "i4")], PARTS), ("groups", "i4"), ("width", "i4")])
+_kernels = {
+    (x, q): launch.function("cat_cast_transpose", "cat_cast_transpose", {"WIDE": WIDE[x], "FP8": FP8[q]})
+    for x, q in itertools.product(WIDE, FP8)
+}
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("cat_cast_transpose", {"WIDE": wide, "FP8": fp8}) for wide, fp8 in itertools.product(WIDE.values(), FP8.values())
+]
+
+
+def cat_cast_transpose_dbias(
+    xs: list[torch.Tensor],
+    groups: int,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    """xs -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`, dbias `[cols]` of xs's dtype)."""
+    cols = check_parts(xs, groups, scale, amax_history, column, dtype)
+    read = [aligned(x) for x in xs]  # kept until the launch
+    widths = [x.shape[1] // groups for x in read]
+    parts = np.zeros((), _PARTS)
+    parts["part"]["first"] = _BEYOND
+    for i, x in enumerate(read):
+        parts["part"][i] = (x.data_ptr(), sum(widths[:i]), widths[i])
+    parts["groups"], parts["width"] = groups, sum(widths)
+    x = read[0]
+    q, q_t, scale_inv = cast_outputs(x, cols, dtype)
+    partial = new_partial(q)
+    args = [
+        launch.by_value(parts),
+        scale_pointer(scale, column),
+        amax_pointer(amax_history, column),
+        q.data_ptr(),
+        q_t.data_ptr(),
+        scale_inv.data_ptr(),
+        partial.data_ptr(),
+        np.int32(x.shape[0]),
+        np.int32(cols),
+    ]
+    launch.launch(_kernels[x.dtype, dtype], (tiles(x, cols),), (THREADS,), args, device=x.device.index)
+    return q, q_t, scale_inv, add_blocks(partial, x.dtype)
+
+
+LIBRARY.impl("cat_cast_transpose_dbias", cat_cast_transpose_dbias, "CUDA")

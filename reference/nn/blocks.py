@@ -1,0 +1,220 @@
+"""The two halves of a transformer layer, each with its norm and its residual as one pair of functions.
+
+    h = x + dropout(attention(norm(x))·wᵀ + b)        y = h + dropout(act(norm(h)·w1ᵀ + b1)·w2ᵀ + b2)
+
+They are the pairs of their parts one after the other, with the same roundings and therefore the same bits, and do at
+once what the parts do apart:
+
+    both weights are cast in one launch                           FP8, unless they are cached
+    bias, dropout and residual are the product's epilogue         FP8
+    the residual's gradient is added by the norm's backward       two roundings, as of two modules
+    db of proj and of fc2 by the cast of their gradient           where `dbias` would read it once more
+    the gradients of q, k, v are cast from where they are         FP8 with a bias; else side by side first
+
+`TransformerLayer` runs its parts instead where somebody looks at them (`untouched`), or where a half is none of these.
+"""
+
+from typing import Any
+
+import torch
+
+from reference.compiled import before
+from reference.nn import attention, layernorm_linear, layernorm_mlp, linear
+from reference.nn.attention import AttentionCall, CudnnCall, DotProductAttention, Mask
+from reference.nn.autograd import differentiable
+from reference.nn.dropout import Generator
+from reference.nn.layernorm_linear import LayerNormLinear
+from reference.nn.layernorm_mlp import LayerNormMLP
+from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, Linear
+from reference.nn.multihead_attention import MultiheadAttention, SplitCall, split_forward
+from reference.nn.precision import Call, Weight, keep, prepare, rows_of
+from reference.ops.library import twin
+
+Saved = tuple[torch.Tensor | None, ...]
+Dropout = tuple[float, Generator]
+
+
+class BlockCall(Call):
+    """A half's forward: the call of its first module, and its dropout."""
+
+    def __init__(self, first: Call, dropout: Dropout) -> None:
+        super().__init__(first.layer, first.dtype)
+        self.fp8, self.first = first.fp8, first
+        self.p, self.generator = dropout
+
+    def take(self) -> torch.Tensor | None:
+        """The random state of the dropout."""
+        return self.generator.take() if self.p > 0 else None
+
+    def before_dropout(self, grad: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The gradient on the other side of the dropout that drew from `state`."""
+        return twin.dropout_backward(grad, self.p, state) if self.p > 0 else grad
+
+
+def mlp_forward(
+    call: BlockCall,
+    needs: tuple[bool, ...],
+    h: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    fc1_weight: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2_weight: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, Saved]:
+    """y `[tokens, hidden]` of h `[tokens, hidden]`."""
+    mlp, state = call.first, call.take()
+    dropped = before(state)
+    tensors = (h, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
+    a, w2, _, saved = layernorm_mlp.hidden_forward(mlp, needs, *tensors)
+    return mlp.residual(a, w2, mlp.bias(fc2_bias), h, call.p, state), (*saved, dropped)
+
+
+def mlp_backward(call: BlockCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    """The gradients of forward's tensors."""
+    grad = grad.contiguous()
+    *kept, dropped = saved
+    inner = call.before_dropout(grad, dropped)
+    return layernorm_mlp.backward(call.first, needs, tuple(kept), inner, residual_grad=grad if needs[0] else None)
+
+
+class AttentionBlockCall(BlockCall):
+    """The calls of the QKV projection (`first`), of attention and of the output projection."""
+
+    def __init__(
+        self,
+        first: Call,
+        dropout: Dropout,
+        core: AttentionCall | CudnnCall,
+        proj: Call,
+        split: SplitCall,
+        lead: torch.Size,
+        sequence_first: bool,
+    ) -> None:
+        super().__init__(first, dropout)
+        self.core, self.proj, self.split, self.lead = core, proj, split, lead
+        self.heads_first = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
+        self.tokens_first = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)
+
+    def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k, v `[b, heads, s, channels]` of the projection; a backward makes the views anew."""
+        pieces, _ = split_forward(self.split, (), mixed.view(*self.lead, -1))
+        return tuple(piece.permute(self.heads_first) for piece in pieces)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """`[tokens, heads·channels]` of `[b, heads, s, channels]`."""
+        return x.permute(self.tokens_first).reshape(-1, x.shape[1] * x.shape[3])
+
+
+def attention_forward(
+    call: AttentionBlockCall,
+    needs: tuple[bool, ...],
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, Saved]:
+    """h `[tokens, hidden]` of x `[tokens, hidden]`."""
+    qkv, proj = call.first, call.proj
+    qkv_w, proj_w = prepare(
+        [
+            (qkv, Weight("weight", qkv_weight, WEIGHT, any(needs[:3]))),
+            (proj, Weight("weight", proj_weight, WEIGHT, any(needs[:5]))),
+        ]
+    )
+    mixed: Any
+    mixed, saved_qkv = layernorm_linear.forward(qkv, needs[:5], x, norm_weight, norm_bias, qkv_w, qkv_bias)
+    attend: Any = attention.forward if isinstance(call.core, AttentionCall) else attention.cudnn_forward
+    out, (_, _, _, *saved_core) = attend(call.core, (any(needs[:5]),), *call.heads(mixed))
+    state = call.take()
+    dropped = before(state)
+    operand = proj.input(call.tokens(out), INPUT, transpose=needs[5])
+    w = proj.weight("weight", proj_w, WEIGHT, transpose=any(needs[:5]))
+    h = proj.residual(operand, w, proj.bias(proj_bias), x, call.p, state)
+    return h, (*saved_qkv, *keep(operand), *keep(w), dropped, mixed, *saved_core)
+
+
+def attention_backward(call: AttentionBlockCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    """The gradients of forward's tensors."""
+    saved_qkv, saved_proj, (dropped, mixed, *saved_core) = saved[:8], saved[8:12], saved[12:]
+    grad = grad.contiguous()
+    inner = call.before_dropout(grad, dropped)
+    needs_proj = (any(needs[:5]), *needs[5:])
+    context_grad, *proj_grads = linear.backward(call.proj, needs_proj, saved_proj, inner)
+    if context_grad is None or mixed is None:
+        return (*[None] * 5, *proj_grads)
+    by_head = context_grad.view(*call.lead, -1, call.split.channels).permute(call.heads_first)
+    attend: Any = attention.backward if isinstance(call.core, AttentionCall) else attention.cudnn_backward
+    pieces = [call.tokens(t) for t in attend(call.core, (), (*call.heads(mixed), *saved_core), by_head)]
+    g, db = call.first.joined_grad(pieces, call.split.rows, GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
+    residual_grad = grad if needs[0] else None
+    qkv_grads = layernorm_linear.operand_backward(call.first, needs, saved_qkv, g, residual_grad=residual_grad)
+    return (*qkv_grads, db, *proj_grads)
+
+
+def untouched(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether nobody replaced, graphed or hooked a part of a layer, so that it need not be called as a module."""
+    return not (
+        type(part).forward is not kind.forward
+        or "forward" in part.__dict__
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+    )
+
+
+def is_mlp_block(mlp: Any) -> bool:
+    """Whether `mlp_block` may run for it."""
+    return untouched(mlp, LayerNormMLP) and not mlp.return_layernorm_output
+
+
+def is_attention_block(module: Any) -> bool:
+    """Whether `attention_block` may run for it: self-attention behind a norm of its own."""
+    return (
+        untouched(module, MultiheadAttention)
+        and module.attention_type == "self"
+        and module.input_layernorm
+        and not module.return_layernorm_output
+        and untouched(module.layernorm_qkv, LayerNormLinear)
+        and untouched(module.core_attention, DotProductAttention)
+        and untouched(module.proj, Linear)
+        and (module.core_attention.attention_backend == "exact" or module.num_gqa_groups == module.num_attention_heads)
+    )
+
+
+def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> torch.Tensor:
+    """y of h `[..., hidden]`."""
+    mlp.check_input(h, mlp.hidden_size)
+    call = BlockCall(mlp.call(h, is_first_microbatch), dropout)
+    tensors = (mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.fc1_weight, mlp.fc1_bias, mlp.fc2_weight, mlp.fc2_bias)
+    return differentiable(mlp_forward, mlp_backward, call, rows_of(h), *tensors).view(h.shape)
+
+
+def attention_block(
+    module: Any, x: torch.Tensor, mask: Mask, mask_type: str, dropout: Dropout, is_first_microbatch: bool | None
+) -> torch.Tensor:
+    """h of x `[s, b, hidden]` or `[b, s, hidden]`."""
+    qkv, core, proj = module.layernorm_qkv, module.core_attention, module.proj
+    qkv.check_input(x, qkv.in_features)
+    sequence_first = module.qkv_format == "sbhd"
+    kind = attention.check_mask_type("DotProductAttention", mask_type)
+    length = x.shape[0 if sequence_first else 1]
+    first = qkv.call(x, is_first_microbatch)
+    call = AttentionBlockCall(
+        first,
+        dropout,
+        core.attention_call(first.dtype, kind, attention.full_mask(kind, mask, length, length)),
+        proj.call(x, is_first_microbatch),
+        module.split_call(first.dtype, module.num_attention_heads // module.num_gqa_groups),
+        x.shape[:-1],
+        sequence_first,
+    )
+    tensors = (
+        *(qkv.layer_norm_weight, qkv.layer_norm_bias, qkv.joined_weight(), qkv.joined_bias()),
+        *(proj.weight, proj.joined_bias()),
+    )
+    return differentiable(attention_forward, attention_backward, call, rows_of(x), *tensors).view(x.shape)

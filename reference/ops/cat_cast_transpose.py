@@ -1,0 +1,85 @@
+"""`twin::cat_cast_transpose_dbias`: matrices side by side, cast as `twin::cast_transpose_dbias` casts one.
+
+xs[i] is `[rows, groups·w_i]`. Each group of x takes w_i columns from every one of them, in order:
+
+    x[r, g, :] = xs[0][r, g, :], xs[1][r, g, :], ...        x `[rows, groups, sum of w_i]`, then flattened
+    q, q_t, scale_inv, dbias, amax of x                     in every bit `twin::cast_transpose_dbias`
+
+So the gradients of q, k and v become that of their projection (`groups` is 1 where its rows are `[part, head]`, the
+number of groups where they are `[group, part]`) without lying side by side in memory first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from reference.ops.amax import check_input
+from reference.ops.cast import check_scaling
+from reference.ops.cast_transpose import cast_outputs, cast_transpose_dbias
+from reference.ops.library import define, fake
+
+OP = "twin::cat_cast_transpose_dbias"
+PARTS = 3
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
+    """x `[rows, cols]`, moved eight bytes at a time: a GPU's `cat` pays for each element."""
+    wide = [x.contiguous().view(torch.int64).unflatten(1, (groups, -1)) for x in xs]
+    return torch.cat(wide, dim=2).flatten(1).view(xs[0].dtype)
+
+
+def check_parts(
+    xs: Sequence[torch.Tensor],
+    groups: int,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> int:
+    """Refuse what the op does not take, on either device, with a sentence; the columns of x."""
+    if not 1 <= len(xs) <= PARTS:
+        raise ValueError(f"{OP}: xs must be 1 to {PARTS} matrices; got {len(xs)}.")
+    first = xs[0]
+    for i, x in enumerate(xs):
+        check_input(OP, f"xs[{i}]", x)
+        # Vectors of 16 bytes must not reach from one part into the next.
+        if x.shape[0] != first.shape[0] or groups < 1 or x.shape[1] % (8 * groups):
+            raise ValueError(
+                f"{OP}: xs[{i}] must have {first.shape[0]} rows, as xs[0], and columns that are a multiple of "
+                f"8 · groups, groups={groups} >= 1; got {list(x.shape)}."
+            )
+        if x.dtype != first.dtype or x.device != first.device:
+            raise ValueError(f"{OP}: xs[{i}] is {x.dtype} on {x.device}, xs[0] {first.dtype} on {first.device}.")
+    cols = sum(x.shape[1] for x in xs)
+    if cols % 16:
+        raise ValueError(f"{OP}: the columns of xs together must be a multiple of 16; got {cols}.")
+    check_scaling(OP, first, scale, amax_history, column, dtype)
+    return cols
+
+
+@define("cat_cast_transpose_dbias")
+def cat_cast_transpose_dbias(
+    xs: list[torch.Tensor],
+    groups: int,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    """xs -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`, dbias `[cols]` of xs's dtype)."""
+    check_parts(xs, groups, scale, amax_history, column, dtype)
+    return cast_transpose_dbias(side_by_side(xs, groups), scale, amax_history, column, dtype)
+
+
+@fake("cat_cast_transpose_dbias")
+def _(
+    xs: list[torch.Tensor],
+    groups: int,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    dtype: torch.dtype,
+) -> Four:
+    cols = check_parts(xs, groups, scale, amax_history, column, dtype)
+    return (*cast_outputs(xs[0], cols, dtype), xs[0].new_empty(cols))
