@@ -51,6 +51,26 @@ def test_every_tile_and_layout_on_ragged_shapes(tile: Tile, transpose_a: bool, t
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), LAYOUTS)
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.narrow < tile.block_n], ids=str)
+def test_every_cut_into_wide_and_narrow_tiles(tile: Tile, transpose_a: bool, transpose_b: bool) -> None:
+    """From wide tiles alone to all that are possible, in rows of as many and of one more; and more than one wave."""
+    for m, n, k in ((260, 1792, 80), (140, 3611, 40), (9000, 1800, 8)):
+        a = draw(m, m, k, torch.bfloat16, transpose_a)
+        b = draw(n + 1, n, k, torch.bfloat16, transpose_b)
+        whole, most = tile.count(m, n), tile.rows(m) * (n // tile.narrow)
+        for out_dtype in (torch.bfloat16, torch.float32):
+            expected = twin.gemm(a, b, None, out_dtype)
+            for cut in sorted({whole, whole + 1, (whole + most) // 2, most}):
+                memory = torch.full((m * n + 256,), -77.0, dtype=out_dtype, device="cuda")
+                out = memory[128 : 128 + m * n].view(m, n)
+                gemm_tiled(on_gpu(a), on_gpu(b), None, out_dtype, tile, out, cut=cut)
+                assert_same_bits(out, expected, f"{tile}, {(m, n, k)}, {cut} of {whole} to {most}")
+                assert bool((memory[:128] == -77).all()), f"{(m, n, k)}, {cut}: written before the output"
+                assert bool((memory[128 + m * n :] == -77).all()), f"{(m, n, k)}, {cut}: written after the output"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(33, 48, 80), (21, 37, 45)])
 def test_outputs_and_bias(dtype: torch.dtype, m: int, n: int, k: int) -> None:

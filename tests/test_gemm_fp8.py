@@ -67,6 +67,26 @@ def test_every_tile_on_ragged_shapes(tile: Tile, accumulate: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.narrow < tile.block_n], ids=str)
+def test_every_cut_into_wide_and_narrow_tiles(tile: Tile, accumulate: str, out_dtype: torch.dtype) -> None:
+    """From wide tiles alone to all that are possible, in rows of as many and of one more; and more than one wave."""
+    for m, n, k in ((260, 1792, 80), (300, 3616, 272), (140, 3600, 48), (9000, 1792, 16)):
+        a, b = draw(m, m, k, E4M3), draw(n + 1, n, k, E4M3)
+        args = (a, b, one(0.37), one(1.7), normal(3, n))
+        expected = twin.gemm_fp8(*args, out_dtype, accumulate)
+        whole, most = tile.count(m, n), tile.rows(m) * (n // tile.narrow)
+        for cut in sorted({whole, whole + 1, (whole + most) // 2, most}):
+            memory = torch.full((m * n + 256,), -77.0, dtype=out_dtype, device="cuda")
+            out = memory[128 : 128 + m * n].view(m, n)
+            gemm_fp8_tiled(*on_gpu(*args), out_dtype, accumulate, tile, out, cut=cut)  # type: ignore[arg-type]
+            assert_same_bits(out, expected, f"{tile}, {(m, n, k)}, {cut} of {whole} to {most}")
+            assert bool((memory[:128] == -77).all()), f"{(m, n, k)}, {cut}: written before the output"
+            assert bool((memory[128 + m * n :] == -77).all()), f"{(m, n, k)}, {cut}: written after the output"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", ["fast", "split"])
 @pytest.mark.parametrize(("a_format", "b_format"), list(itertools.product(FORMATS, FORMATS)))
 def test_formats_outputs_and_bias(a_format: torch.dtype, b_format: torch.dtype, accumulate: str) -> None:
@@ -220,6 +240,69 @@ def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
     assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"
     for m, n, k in itertools.product((1, 100, 4000), (16, 256, 4096), (16, 4096)):
         assert select_tile(m, n, k, True, 132) in TILES
+
+
+def tiles_of_clusters(tile: Tile, m: int, n: int, cut: int, sms: int) -> list[list[tuple[int, int, int]]]:
+    """What kernels/gemm_tile.cuh's Schedule gives each cluster: rows of tiles, first columns, the columns behind."""
+    high, rows, less = 8 // tile.cluster, tile.rows(m), tile.block_n - tile.narrow
+    clusters = tile.blocks(cut, sms) // tile.cluster
+
+    def start(i: int, count: int) -> int:
+        narrow = min(count, (count * tile.block_n - n) // less) if less else 0
+        return i * tile.block_n - (i * narrow + count - 1) // count * less
+
+    order = []
+    upper = rows * (cut // rows + 1) - cut
+    for first, end, count in ((0, upper, cut // rows), (upper, rows, cut // rows + 1)):
+        for top in range(first, end, high):
+            band = range(top, min(top + high, end))
+            order += [(row, start(i, count), min(start(i + 1, count), n)) for i in range(count) for row in band]
+    assert len(order) == cut
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(clusters)]
+    for index, place in enumerate(order):
+        wave, position = divmod(index, clusters)
+        # From wave to wave a cluster moves back by half a band of the raster where there are narrow tiles.
+        found[(position + wave * min(high // 2, clusters) * (less > 0)) % clusters].append(place)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    m=st.integers(1, 40000),
+    n=st.integers(1, 2000).map(lambda i: 16 * i),
+    tile=st.sampled_from(TILES),
+    part=st.floats(0, 1),
+)
+def test_cut_tiles_cover_every_output_once(m: int, n: int, tile: Tile, part: float) -> None:
+    """Whatever the cut: and no cluster gets more columns than it would of wide tiles."""
+    whole, most = tile.count(m, n), tile.rows(m) * (n // tile.narrow)
+    chosen = tile.cut(m, n, 132)
+    assert whole <= chosen <= max(whole, most)
+    for cut in (chosen, round(whole + part * max(0, most - whole))):
+        found = tiles_of_clusters(tile, m, n, cut, 132)
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for row, first, end in itertools.chain(*found):
+            assert 0 < end - first <= tile.block_n
+            assert end - first in (tile.narrow, tile.block_n) or end == n
+            rows.setdefault(row, []).append((first, end))
+        assert sorted(rows) == list(range(tile.rows(m)))
+        for pieces in rows.values():
+            pieces.sort()
+            assert [first for first, _ in pieces] == [0, *(end for _, end in pieces[:-1])], "neighbours touch"
+            assert pieces[-1][1] == n
+    load = max(sum(end - first for _, first, end in places) for places in tiles_of_clusters(tile, m, n, chosen, 132))
+    assert load <= -(-whole // (132 // tile.cluster)) * tile.block_n
+
+
+@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+def test_cut_tiles_fill_the_waves_of_the_layers_shapes(tile: Tile) -> None:
+    """The busiest cluster has at most 1.6 % more columns than the mean; with wide tiles alone it has 3.1 % more."""
+    for name, (m, n, _) in gemm_bench.shapes().items():
+        if name == "proj.wgrad":  # 3.9 waves: 32 columns less of 1024 would be less than the mean
+            continue
+        found = tiles_of_clusters(tile, m, n, tile.cut(m, n, 132), 132)
+        loads = [sum(end - first for _, first, end in places) for places in found]
+        assert max(loads) < 1.016 * statistics.mean(loads), name
 
 
 def test_rows_that_straddle_lines_are_copied_by_clusters() -> None:

@@ -49,6 +49,7 @@ def gemm_defines(function: str, deferred: int = 1, plain: int = 0) -> dict[str, 
     """The macros of kernels/elementary_gemm.cu for one function."""
     dtype = torch.float8_e4m3fn
     base = gemm_fp8.defines(dtype, dtype, torch.bfloat16, "fast", TILE, FC1[1])
+    del base["NARROW"]
     return {**base, "FUNCTION": function, "DEFERRED": deferred, "PLAIN": plain}
 
 
@@ -206,7 +207,7 @@ def gemm_variants() -> dict[str, Callable[[], object]]:
         *sizes,
     ]
     args += [q.data_ptr(), np.float32(16), amax.data_ptr()]
-    blocks = TILE.blocks(FC1[0], FC1[1], launch.processors(a.device.index))
+    blocks = TILE.blocks(TILE.count(*FC1[:2]), launch.processors(a.device.index))
 
     def variant(defines: dict[str, int | str]) -> Callable[[], object]:
         kernel = launch.function("elementary_gemm", "gemm_activation", defines, TILE.shared_bytes)

@@ -110,10 +110,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
                     constexpr int kStep = kQuarters / SPREAD;
                     finish(kb * kStep, (kb + 1) * kStep, words, to, codes, q_scale, amax, first);
                 }
+            } else {
+                chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb++ == 0, issue);
             }
-            chain_tile<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous);
+            finish_chain<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous);
             scale_and_bias<kRun>(acc, scale, bias, bias_type, tile.column + column, n);
-            to = destination<2>(out, tile.row + row, tile.column + column, m, n);
+            to = destination<2>(out, tile.row + row, tile.column + column, m, n, tile.end);
             codes[0] = q + static_cast<long long>(tile.row + row) * n + tile.column + column;
             codes[1] = codes[0] + 8ll * n;
             pack_tile<OUT, kRun>(words, acc);

@@ -14,7 +14,7 @@
 // ACCUMULATE: the product, without a bias, is added to what out holds:  out = round(fp32(out) + acc).
 //
 // Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major), ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2), BLOCK_N, STAGES, CLUSTER (1, or 2 blocks that share B).
+// WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B).
 #include "gemm_mainloop.cuh"
 #include "transpose.cuh"
 
@@ -24,12 +24,13 @@ constexpr int kBlockM = 64 * WARPGROUPS;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kBlockK = 64;
 constexpr int kStages = STAGES;
+constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;
 constexpr int kChunkBytes = 64 * kStageRowBytes;  // 64 rows of a K-major operand, or a chunk of an MN-major one
 constexpr bool kFP32 = same_type<OUT, FP32>;
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
 using Position = Stage<kStages>;
-using Tiles = Schedule<kBlockM, kBlockN, CLUSTER>;
+using Tiles = Schedule<kBlockM, kBlockN, CLUSTER, kNarrow>;
 
 // One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`. In a cluster the blocks
 // copy a part of B each, into all of them.
@@ -50,13 +51,14 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
     constexpr int kShare = kBlockN / CLUSTER;  // rows of B that this block copies
     const int first = tiles.rank * kShare;
     Position stage;
-    for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
+    for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
         for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
             const unsigned full = shared + Map::kFull + 8 * stage.index;
             const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
             const unsigned b = shared + Map::kB + stage.index * Map::kBBytes + first * kStageRowBytes;
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
+            if (kb == 0) said<Map>(shared, stage.index) = tile;
             mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
             load_operand<TRANSPOSE_A, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
             load_operand<TRANSPOSE_B, (CLUSTER > 1)>(b, b_map, full, tile.column + first, kb * kBlockK, kShare);
@@ -68,7 +70,8 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
 struct Issue {
     unsigned a_base, b_base;  // this warpgroup's rows of A, and B, in stage 0
 
-    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int stage, bool first) const {
+    template <int kCount>
+    __device__ __forceinline__ void operator()(float (&acc)[kCount], int stage, bool first) const {
         const auto a = wgmma_descriptor(a_base + stage * Map::kABytes, kChunkBytes, 1024);
         const auto b = wgmma_descriptor(b_base + stage * Map::kBBytes, kChunkBytes, 1024);
 #pragma unroll
@@ -151,10 +154,10 @@ using namespace twin;
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
-         const void* bias, int bias_type, int m, int n, int k) {
+         const void* bias, int bias_type, int m, int n, int k, int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const Tiles tiles(m, n);
+    const Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks); };
     const auto consuming = [&] {
@@ -165,23 +168,26 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         Destination to;
         unsigned words[kAcc / 2];
         bool pending = false;
-        for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
-            const Tile tile = tiles[index];
+        Tile tile;
+        do {
+            tile = wait_for_tile<Map>(shared, stage);
             float acc[kAcc];
-            chain_tile<Map, CLUSTER, kStoreSteps<8, kAcc>>(
-                acc, shared, stage, k_blocks, issue, pending, [&](int s) { store_step<8>(words, s, to); });
+            const auto store = [&](int s) { store_step<8>(words, s, to); };
+            const bool narrow = kNarrow < kBlockN && tile.end - tile.column <= kNarrow;
+            constexpr int kSteps = kStoreSteps<8, kAcc>;
+            chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, narrow, pending, store);
             add_bias(acc, bias, bias_type, tile.column + 2 * quad, n);
-            to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n);
+            to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n, tile.end);
             if constexpr (kFP32) {
                 store_fp32_pairs(acc, to);
             } else {
                 if constexpr (ACCUMULATE) add_stored_pairs<kAcc>(acc, to, 0);
                 pack_transposed(words, acc);
-                to = destination<2>(out, tile.row + row, tile.column + 8 * quad, m, n);
+                to = destination<2>(out, tile.row + row, tile.column + 8 * quad, m, n, tile.end);
                 pending = n % 8 == 0;
                 if (!pending) store_ragged(words, to);
             }
-        }
+        } while (!tile.last);
         if (pending) store_packed_tile<8>(words, to);
     };
     run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, a_map, b_map, producing, consuming, [] {});

@@ -82,18 +82,18 @@ __device__ __forceinline__ void scale_and_bias(float (&acc)[kCount], float scale
 struct Destination {
     char* pointer[2];  // row r and row r + 8
     bool valid[2];
-    int columns_left;  // n - the thread's first column
+    int columns_left;  // of the tile, from the thread's first on
 };
 
 template <int kElementBytes>
-__device__ __forceinline__ Destination destination(void* out, int row, int column, int m, int n) {
+__device__ __forceinline__ Destination destination(void* out, int row, int column, int m, int n, int end) {
     Destination d;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         d.pointer[h] = static_cast<char*>(out) + (static_cast<long long>(row + 8 * h) * n + column) * kElementBytes;
         d.valid[h] = row + 8 * h < m;
     }
-    d.columns_left = n - column;
+    d.columns_left = end - column;
     return d;
 }
 

@@ -16,8 +16,8 @@
 // ACCUMULATE: the product, without a bias, is added to what out holds:  out = round(fp32(out) + fp32(acc * scale)).
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SPLIT (0 | 1), ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2), BLOCK_N, STAGES, CLUSTER (1, or 2 blocks that share B), RUN (8, or 4 where N is not a multiple
-// of 32).
+// WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B), RUN
+// (8, or 4 where N is not a multiple of 32).
 #include "gemm_fp8_mainloop.cuh"
 
 using namespace twin;
@@ -27,14 +27,15 @@ constexpr bool kDeferred = !kFP32 && !SPLIT;
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm_fp8(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
-             const void* bias, int bias_type, const float* a_scale_inv, const float* b_scale_inv, int m, int n, int k) {
+             const void* bias, int bias_type, const float* a_scale_inv, const float* b_scale_inv, int m, int n, int k,
+             int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const Tiles tiles(m, n);
+    const Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     const auto producing = [&] {
         produce(&a_map, &b_map, shared, tiles, k_blocks, 0, [&](const Tile& tile, int kb) {
-            if constexpr (ACCUMULATE) prefetch_part<kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n, n);
+            if constexpr (ACCUMULATE) prefetch_part<kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
         });
     };
     const auto consuming = [&] {
@@ -46,18 +47,23 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         Destination to;
         unsigned words[kAcc / 2];
         bool pending = false;
-        if (SPLIT) mbarrier_wait(shared + Map::kFull, 0);  // every block has a tile
-        for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
-            const Tile tile = tiles[index];
+        Tile tile;
+        do {
+            tile = wait_for_tile<Map>(shared, stage);
+            const bool narrow = kNarrow < kBlockN && tile.end - tile.column <= kNarrow;
             float acc[kAcc];
             if constexpr (SPLIT) {
-                split_tile(acc, shared, issue, stage, k_blocks, index + tiles.step() < tiles.count());
+                if (narrow)
+                    split_tile(columns<kNarrow>(acc), shared, issue, stage, k_blocks, !tile.last);
+                else
+                    split_tile(acc, shared, issue, stage, k_blocks, !tile.last);
             } else {
-                chain_tile<Map, CLUSTER, kStoreSteps<kRun, kAcc>>(
-                    acc, shared, stage, k_blocks, issue, pending, [&](int s) { store_step<kRun>(words, s, to); });
+                constexpr int kSteps = kStoreSteps<kRun, kAcc>;
+                const auto store = [&](int s) { store_step<kRun>(words, s, to); };
+                chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, narrow, pending, store);
             }
             scale_and_bias<kRun>(acc, scale, bias, bias_type, tile.column + column, n);
-            to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + column, m, n);
+            to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + column, m, n, tile.end);
             if constexpr (ACCUMULATE) add_stored<OUT, kRun>(acc, to);
             if constexpr (kFP32) {
                 store_fp32<kRun>(acc, to);
@@ -66,7 +72,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
                 pending = kDeferred;
                 if constexpr (!kDeferred) store_packed_tile<kRun>(words, to);
             }
-        }
+        } while (!tile.last);
         if (pending) store_packed_tile<kRun>(words, to);
     };
     run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, a_map, b_map, producing, consuming, [] {});

@@ -40,9 +40,9 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
         produce(&a_map, &b_map, shared, tiles, k_blocks, n / 2, [&](const Tile& tile, int kb) {
 #if EPILOGUE == 2
             for (int half = 0; half < HALVES; half++)
-                prefetch_part<2>(epilogue.h + half * n, tile, kb, k_blocks, m, n, static_cast<size_t>(HALVES) * n);
+                prefetch_part<2>(epilogue.h + half * n, tile, kb, k_blocks, m, static_cast<size_t>(HALVES) * n);
 #elif EPILOGUE == 3
-            if (epilogue.residual != nullptr) prefetch_part<2>(epilogue.residual, tile, kb, k_blocks, m, n, n);
+            if (epilogue.residual != nullptr) prefetch_part<2>(epilogue.residual, tile, kb, k_blocks, m, n);
 #endif
         });
     };
@@ -73,8 +73,8 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
         for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
             const Tile tile = tiles[index];
             float acc[kAcc];
-            chain_tile<Map, CLUSTER, kSteps>(acc, shared, stage, k_blocks, issue, pending,
-                                             [&](int s) { after.step(words, s); });
+            chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, false, pending,
+                                                      [&](int s) { after.step(words, s); });
 #if EPILOGUE == 1
             scale_and_bias<kRun, kHalves>(acc, scale, epilogue.bias, static_cast<int>(epilogue.bias_type),
                                           tile.column + threadIdx.x % 4 * kRun, n);

@@ -15,6 +15,9 @@
 #ifndef B_HALVES
 #define B_HALVES 1
 #endif
+#ifndef NARROW
+#define NARROW BLOCK_N
+#endif
 
 namespace twin {
 
@@ -25,11 +28,12 @@ constexpr int kStages = STAGES;
 constexpr int kRun = RUN;
 constexpr int kHalves = B_HALVES;
 constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
-constexpr int kAcc = kBlockN / 2;                     // accumulators of a thread
-constexpr int kPartN = kBlockN == 192 ? 96 : kBlockN < 128 ? kBlockN : 128;  // split: columns of one temporary
+constexpr int kNarrow = NARROW;
+constexpr int kAcc = kBlockN / 2;                   // accumulators of a thread
+constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's columns, each through one temporary
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
 using Position = Stage<kStages>;
-using Tiles = Schedule<kBlockM, kTileN, CLUSTER>;
+using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow>;
 // A stage of B is one copy, or several: a part for each block of a cluster, which all receive, or each half of the weight.
 constexpr int kParts = kHalves > CLUSTER ? kHalves : CLUSTER;
 constexpr int kPartRows = kBlockN / kParts;
@@ -40,13 +44,14 @@ template <class Also>
 __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
                                         const Tiles& tiles, int k_blocks, int half, const Also& also) {
     Position stage;
-    for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
+    for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
         for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
             const unsigned full = shared + Map::kFull + 8 * stage.index;
             const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
             const unsigned b = shared + Map::kB + stage.index * Map::kBBytes;
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
+            if (kb == 0) said<Map>(shared, stage.index) = tile;
             mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
             tma_load_2d(a, a_map, full, kb * kBlockK, tile.row);
 #pragma unroll
@@ -67,11 +72,11 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
 // A part for each k-block of: L2 fetches the tile's part of `matrix`, [m, n] of kBytes bytes an element, `stride` of them
 // from row to row. What is read or added to behind the product is there when it is needed.
 template <int kBytes>
-__device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m, int n,
+__device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m,
                                               size_t stride) {
     for (int row = tile.row + kb; row < min(tile.row + kBlockM, m); row += k_blocks)
         prefetch_l2(static_cast<const char*>(matrix) + (row * stride + tile.column) * kBytes,
-                    min(kTileN, n - tile.column) * kBytes);
+                    (tile.end - tile.column) * kBytes);
 }
 
 // The four wgmma of a k-block of the fast chain.
@@ -90,26 +95,29 @@ struct Issue {
 // All k-blocks of a tile with split accumulation: for each part of the columns a chain of four wgmma from zero, then its
 // promotion. The stage has been waited for already, and at the end the next tile's (if there is one: `more`) has too:
 // the wait runs under a part's wgmma, so that nothing but the additions stands between that part and the next.
-__device__ __forceinline__ void split_tile(float (&acc)[kAcc], unsigned shared, const Issue& base, Position& stage,
+template <int kCount>
+__device__ __forceinline__ void split_tile(float (&acc)[kCount], unsigned shared, const Issue& base, Position& stage,
                                            int k_blocks, bool more) {
 #pragma unroll
-    for (int i = 0; i < kAcc; i++) acc[i] = 0.0f;
+    for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
+    constexpr int kPart = kCount / kSplitParts;
+    const int followed = k_blocks - !more;  // stages of this tile behind which another comes
     for (int kb = 0; kb < k_blocks; kb++) {
         const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
         const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
 #pragma unroll
-        for (int part = 0; part < kBlockN / kPartN; part++) {
-            float partial[kPartN / 2];
+        for (int part = 0; part < kSplitParts; part++) {
+            float partial[kPart];
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                wgmma_k32<A_FORMAT, B_FORMAT>(partial, a + 2 * k, b + part * (kPartN * kStageRowBytes >> 4) + 2 * k,
+                wgmma_k32<A_FORMAT, B_FORMAT>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k,
                                               k > 0);
             wgmma_commit();
-            if (part == kBlockN / kPartN - 1) {
+            if (part == kSplitParts - 1) {
                 const unsigned empty = shared + Map::kEmpty + 8 * stage.index;
                 stage.advance();
-                if (kb + 1 < k_blocks || more) mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+                if (kb < followed) mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
                 wgmma_wait<0>();
                 release<CLUSTER>(empty);
             } else {
@@ -117,8 +125,7 @@ __device__ __forceinline__ void split_tile(float (&acc)[kAcc], unsigned shared, 
             }
             wgmma_hold(partial);
 #pragma unroll
-            for (int i = 0; i < kPartN / 2; i++)
-                acc[part * kPartN / 2 + i] = __fadd_rn(acc[part * kPartN / 2 + i], partial[i]);
+            for (int i = 0; i < kPart; i++) acc[part * kPart + i] = __fadd_rn(acc[part * kPart + i], partial[i]);
         }
     }
 }

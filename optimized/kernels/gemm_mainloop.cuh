@@ -13,6 +13,13 @@
 
 namespace twin {
 
+// The accumulators of a tile's first kColumns columns.
+template <int kColumns, int kAcc>
+__device__ __forceinline__ float (&columns(float (&acc)[kAcc]))[kColumns / 2] {
+    static_assert(kColumns <= 2 * kAcc, "a narrower tile");
+    return reinterpret_cast<float(&)[kColumns / 2]>(acc);
+}
+
 template <class Map, int kCluster, int kStages, int kAcc, class Issue>
 __device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int& previous,
                                             bool first, const Issue& issue) {
@@ -26,32 +33,48 @@ __device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared,
     stage.advance();
 }
 
-// All k-blocks of a tile.
+// The k-blocks of a tile from `kb` on, of which there was one at least, the last in stage `previous`.
 template <class Map, int kCluster, int kStages, int kAcc, class Issue>
-__device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                           const Issue& issue, int kb = 0, int previous = 0) {
-    for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
+__device__ __forceinline__ void finish_chain(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
+                                             const Issue& issue, int kb, int previous) {
+    for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, false, issue);
     wgmma_wait<0>();
     wgmma_hold(acc);
     release<kCluster>(shared + Map::kEmpty + 8 * previous);
 }
 
-// The same; if `pending`, store(s) is called on the way for s = 0 .. kSteps - 1, one behind each of the first k-blocks.
+// The k-blocks of a tile behind its first, and the rest of the stores.
 template <class Map, int kCluster, int kSteps, int kStages, int kAcc, class Issue, class Store>
-__device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                           const Issue& issue, bool pending, const Store& store) {
-    int kb = 0, previous = 0;
+__device__ __forceinline__ void continue_chain(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
+                                               const Issue& issue, int previous, bool pending, const Store& store) {
+    int kb = 1;
     if (pending && k_blocks >= kSteps) {
 #pragma unroll
         for (; kb < kSteps; kb++) {
-            chain_block<Map, kCluster>(acc, shared, stage, previous, kb == 0, issue);
+            chain_block<Map, kCluster>(acc, shared, stage, previous, false, issue);
             store(kb);
         }
     } else if (pending) {
 #pragma unroll
-        for (int s = 0; s < kSteps; s++) store(s);
+        for (int s = 1; s < kSteps; s++) store(s);
     }
-    chain_tile<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous);
+    finish_chain<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous);
+}
+
+// All k-blocks of a tile. If `narrow`, of kNarrow columns; its first k-block is multiplied as wide as any tile's, since
+// ptxas serialises the wgmma of both if the widths have no common beginning. If `pending`, store(s) is called on the way
+// for s = 0 .. kSteps - 1, one behind each of the first k-blocks.
+template <class Map, int kCluster, int kSteps, int kNarrow, int kStages, int kAcc, class Issue, class Store>
+__device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
+                                           const Issue& issue, bool narrow, bool pending, const Store& store) {
+    int previous = 0;
+    chain_block<Map, kCluster>(acc, shared, stage, previous, true, issue);
+    if (pending) store(0);
+    if (narrow)
+        continue_chain<Map, kCluster, kSteps>(columns<kNarrow>(acc), shared, stage, k_blocks, issue, previous, pending,
+                                              store);
+    else
+        continue_chain<Map, kCluster, kSteps>(acc, shared, stage, k_blocks, issue, previous, pending, store);
 }
 
 // A persistent block: barriers, the roles, the end. `consume` runs in the first warpgroups, `produce` in one thread of the

@@ -12,6 +12,7 @@
 //   A   [kStages][64 * kWarpgroups rows][128 bytes of K]
 //   B   [kStages][kBlockN rows][128 bytes of K]
 //   full [kStages], empty [kStages]   mbarriers of 8 bytes
+//   tiles [kStages]   of the stage with which a tile begins: which one it is
 #pragma once
 
 #include "ptx/cluster.cuh"
@@ -33,32 +34,72 @@ namespace twin {
 constexpr int kStageRowBytes = 128;  // one swizzle atom of K: 128 FP8 values or 64 of 16 bits
 constexpr int kRasterRows = 8;       // tile rows that are walked together, so that L2 keeps their A and B
 
-struct Tile {
+struct alignas(16) Tile {
     int row, column;  // of the output's first element
+    int end;          // the column behind the last one
+    int last;         // whether this block has no tile after it
 };
 
-// The tiles of a cluster's blocks lie one below the other. Clusters walk in bands of kRasterRows tile rows; inside a
-// band, column after column.
-template <int kBlockM, int kBlockN, int kCluster>
+// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of tiles
+// is kBlockM * kCluster rows of the output. The host says how many tiles there are in all (optimized/ops/gemm_tile.py);
+// each row of them has as many as the others or, the last rows, one more. Where a row's tiles could hold more columns than
+// n, as many of them as it takes have kNarrow columns instead of kBlockN, spread evenly over the row.
+//
+// Clusters walk in bands of kRasterRows tile rows; inside a band, column after column. From one wave of tiles to the next
+// a cluster moves back by half a band, or it might get wide tiles only where rows of tiles repeat with the waves.
+template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN>
 struct Schedule {
-    int tiles_m, tiles_n;  // in clusters' tiles
-    int rank;              // this block's place in its cluster
+    static constexpr int kRows = kRasterRows / kCluster;
+    static constexpr int kLess = kBlockN - kNarrow;
+    int n;
+    int tiles;    // all, counted in clusters' tiles as everything here
+    int tiles_m;  // rows of tiles
+    int tiles_n;  // tiles of a row, but for the last rows
+    int rank;     // this block's place in its cluster
 
-    __device__ __forceinline__ Schedule(int m, int n)
-        : tiles_m((m + kBlockM * kCluster - 1) / (kBlockM * kCluster)),
-          tiles_n((n + kBlockN - 1) / kBlockN),
+    __device__ __forceinline__ Schedule(int m, int n, int tiles)
+        : n(n),
+          tiles(tiles),
+          tiles_m((m + kBlockM * kCluster - 1) / (kBlockM * kCluster)),
+          tiles_n(tiles / tiles_m),
           rank(kCluster == 1 ? 0 : cluster_rank()) {}
+
+    // As many as it takes, with kBlockN columns each.
+    __device__ __forceinline__ Schedule(int m, int n)
+        : Schedule(m, n, (m + kBlockM * kCluster - 1) / (kBlockM * kCluster) * ((n + kBlockN - 1) / kBlockN)) {}
 
     __device__ __forceinline__ int first() const { return blockIdx.x / kCluster; }
     __device__ __forceinline__ int step() const { return gridDim.x / kCluster; }
-    __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
+    __device__ __forceinline__ int count() const { return tiles; }
+
+    // The index of this block's next tile.
+    __device__ __forceinline__ int next(int index) const {
+        if constexpr (kLess == 0) return index + step();
+        const int back = min(kRows / 2, step());
+        return index - back + step() * (index % step() < back ? 2 : 1);
+    }
 
     __device__ __forceinline__ Tile operator[](int index) const {
-        constexpr int kRows = kRasterRows / kCluster;
-        const int top = index / (kRows * tiles_n) * kRows;
-        const int rows = min(kRows, tiles_m - top);
-        const int rest = index - top * tiles_n;
-        return {((top + rest % rows) * kCluster + rank) * kBlockM, rest / rows * kBlockN};
+        const bool last = next(index) >= count();
+        const int upper = tiles_m * (tiles_n + 1) - tiles;  // rows of tiles_n tiles
+        const bool below = index >= upper * tiles_n;
+        const int first = below ? upper : 0, end = below ? tiles_m : upper, in_row = tiles_n + below;
+        index -= first * tiles_n;
+        const int top = first + index / (kRows * in_row) * kRows;
+        const int high = min(kRows, end - top);
+        const int rest = index - (top - first) * in_row;
+        const int row = top + rest % high, i = rest / high;
+        return {(row * kCluster + rank) * kBlockM, start(i, in_row), min(start(i + 1, in_row), n), last};
+    }
+
+    // The first column of tile i of a row of `count` tiles. Of these, the last is a wide one if any is.
+    __device__ __forceinline__ int start(int i, int count) const {
+        if constexpr (kLess == 0) {
+            return i * kBlockN;
+        } else {
+            const int narrow = min(count, (count * kBlockN - n) / kLess);
+            return i * kBlockN - (i * narrow + count - 1) / count * kLess;
+        }
     }
 };
 
@@ -70,7 +111,8 @@ struct SharedMap {
     static constexpr int kB = kA + kStages * kABytes;
     static constexpr int kFull = kB + kStages * kBBytes;
     static constexpr int kEmpty = kFull + kStages * 8;
-    static constexpr int kBytes = kEmpty + kStages * 8;
+    static constexpr int kTiles = kEmpty + kStages * 8;
+    static constexpr int kBytes = kTiles + kStages * 16;
     static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
 };
 
@@ -87,6 +129,20 @@ struct Stage {
         }
     }
 };
+
+// Where the producer says which tile begins with a stage.
+template <class Map>
+__device__ __forceinline__ Tile& said(unsigned shared, int stage) {
+    return *static_cast<Tile*>(__cvta_shared_to_generic(shared + Map::kTiles + 16 * stage));
+}
+
+// The tile that begins with this stage, which has arrived then. The consumers do not work it out themselves: that takes
+// some hundred cycles of divisions, between two tiles.
+template <class Map, int kStages>
+__device__ __forceinline__ Tile wait_for_tile(unsigned shared, const Stage<kStages>& stage) {
+    mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+    return said<Map>(shared, stage.index);
+}
 
 // One thread initialises the barriers; nobody uses one, of any block of the cluster, before this returns.
 template <class Map, int kStages, int kCluster, int kConsumerWarps>

@@ -34,6 +34,7 @@ def defines(
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
         "CLUSTER": tile.cluster,
+        "NARROW": tile.narrow,
     }
 
 
@@ -130,6 +131,7 @@ def gemm_tiled(
     tile: Tile,
     out: torch.Tensor | None = None,
     add: bool = False,
+    cut: int | None = None,
 ) -> torch.Tensor:
     """`gemm` with a given tile, for tests and tuning; arguments are those that `check` accepts.
 
@@ -137,6 +139,7 @@ def gemm_tiled(
         tile: one of `gemm_tile.TILES`, or any that fits.
         out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
         add: to what `out` holds, in fp32.
+        cut: into how many clusters' tiles; `Tile.cut` if None.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
@@ -152,6 +155,7 @@ def gemm_tiled(
     b, b_stride = _loadable(b)
     transpose_a, transpose_b = _transposed(a), _transposed(b)
     index = a.device.index
+    cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
     args = (
         _map(a, a_stride, transpose_a, tile.block_m).argument,
         _map(b, b_stride, transpose_b, tile.block_n // tile.cluster).argument,
@@ -161,9 +165,10 @@ def gemm_tiled(
         np.int32(m),
         np.int32(n),
         np.int32(k),
+        np.int32(cut),
     )
     kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile, add)
-    blocks = tile.blocks(m, n, multiprocessors(index))
+    blocks = tile.blocks(cut, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 

@@ -40,6 +40,7 @@ def defines(
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
         "CLUSTER": tile.cluster,
+        "NARROW": tile.narrow,
         "RUN": run(n),
     }
 
@@ -140,6 +141,7 @@ def gemm_fp8_tiled(
     tile: Tile,
     out: torch.Tensor | None = None,
     add: bool = False,
+    cut: int | None = None,
 ) -> torch.Tensor:
     """`gemm_fp8` with a given tile, for tests and tuning; arguments are those that `check` accepts.
 
@@ -147,6 +149,7 @@ def gemm_fp8_tiled(
         tile: one of `gemm_tile.TILES`, or any that fits.
         out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
         add: to what `out` holds, in fp32.
+        cut: into how many clusters' tiles; `Tile.cut` if None.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
@@ -159,6 +162,7 @@ def gemm_fp8_tiled(
     a_map, b_map = operand_maps(a, b, tile, run(n), tile.cluster)
     bias = None if bias is None else loadable(bias)
     index = a.device.index
+    cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
     kernel = _kernel(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
     args = (
         a_map.argument,
@@ -171,8 +175,9 @@ def gemm_fp8_tiled(
         np.int32(m),
         np.int32(n),
         np.int32(k),
+        np.int32(cut),
     )
-    blocks = tile.blocks(m, n, multiprocessors(index))
+    blocks = tile.blocks(cut, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
 

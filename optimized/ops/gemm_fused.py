@@ -21,7 +21,7 @@ from optimized.ops.dropout import advance
 from optimized.ops.dropout import bias_dropout_add as dropout
 from optimized.ops.gemm_fp8 import BIAS_TYPES, check_devices, gemm_fp8, loadable, operand_maps, run
 from optimized.ops.gemm_fp8 import defines as product_defines
-from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile
+from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile, stage_bytes
 from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.dropout import keep_scale, threshold
@@ -43,7 +43,7 @@ def fused_tile(epilogue: int, tile: Tile) -> Tile:
     if epilogue != BACKWARD:
         return tile
     columns = min(tile.block_n, 192)
-    stage = (tile.block_m + columns) * K_BLOCK_BYTES + 16
+    stage = stage_bytes(tile.block_m, columns)
     room = SHARED_BYTES - 2 * tile.block_m * columns - 16 * tile.warpgroups
     return replace(tile, block_n=columns, stages=min(tile.stages, room // stage))
 
@@ -80,7 +80,7 @@ def defines(
     """
     accumulate = "split" if epilogue == BACKWARD else "fast"
     macros = product_defines(*formats, dtype, accumulate, tile, columns)
-    del macros["ACCUMULATE"]
+    del macros["ACCUMULATE"], macros["NARROW"]
     macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
     if kind is not None and q is not None:
         macros |= {"KIND": activations.KIND[kind], "FP8": FP8[q]}
@@ -148,7 +148,7 @@ def _launch(
     )
     # What of `columns` the configuration depends on.
     kernel = _kernel(epilogue, (a.dtype, b.dtype), dtype, tile, 32 if columns % 32 == 0 else 16, kind, q)
-    blocks = tile.blocks(m, n, multiprocessors(index))
+    blocks = tile.blocks(tile.count(m, n), multiprocessors(index))
     threads, shared = resources(epilogue, tile)
     launch.launch(kernel, (blocks,), (threads,), args, shared, device=index)
 

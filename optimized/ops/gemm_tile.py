@@ -6,6 +6,8 @@ function of the problem and the number of multiprocessors:
     time = waves · max(k-blocks · cycles of a k-block + cycles of a tile's ends, cycles of its copies)
 
 with cycles fitted to sweeps on an H200 (docs/results/gemm_sweep.json, gemm_shapes.json, by optimized/bench).
+The last wave is rarely full. So tiles of 256 columns are mixed with tiles of 224, as many more as fill it (`Tile.cut`).
+
 A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block of a
 128 x 256 tile in either, and a smaller tile is bound by its operands' way from L2 and through shared memory.
 
@@ -20,6 +22,11 @@ from dataclasses import dataclass
 from optimized import launch
 
 K_BLOCK_BYTES = 128
+
+
+def stage_bytes(block_m: int, block_n: int) -> int:
+    """Shared memory of a stage: its part of A and B, two barriers, and which tile begins with it."""
+    return (block_m + block_n) * K_BLOCK_BYTES + 16 + 16
 
 
 @dataclass(frozen=True)
@@ -64,16 +71,36 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the stages of A and B, and two barriers a stage (kernels/gemm_tile.cuh)."""
-        return self.stages * ((self.block_m + self.block_n) * K_BLOCK_BYTES + 16)
+        """Dynamic shared memory (kernels/gemm_tile.cuh)."""
+        return self.stages * stage_bytes(self.block_m, self.block_n)
+
+    @property
+    def narrow(self) -> int:
+        """Columns of the tiles that are mixed with those of `block_n`; the same where there are none."""
+        return 224 if self.block_n == 256 else self.block_n
+
+    def rows(self, m: int) -> int:
+        """Rows of clusters that cover `m` rows."""
+        return -(-m // (self.block_m * self.cluster))
 
     def count(self, m: int, n: int) -> int:
-        """Tiles that cover an output `[m, n]`, in whole clusters."""
-        return -(-m // (self.block_m * self.cluster)) * self.cluster * -(-n // self.block_n)
+        """Clusters' tiles that cover an output `[m, n]`, all of them with `block_n` columns."""
+        return self.rows(m) * -(-n // self.block_n)
 
-    def blocks(self, m: int, n: int, sms: int) -> int:
-        """Blocks of the persistent kernel, at most one a multiprocessor, in whole clusters."""
-        return min(self.count(m, n), sms // self.cluster * self.cluster)
+    def cut(self, m: int, n: int, sms: int) -> int:
+        """Into how many clusters' tiles an output `[m, n]` is cut: whole waves, if narrow tiles can fill the last.
+
+        The kernel spreads them over the rows (kernels/gemm_tile.cuh, `Schedule`). No cluster has more tiles than the
+        busiest has without narrow ones, and all have some that are narrow.
+        """
+        wide, clusters = self.count(m, n), sms // self.cluster
+        if wide <= clusters:
+            return wide
+        return max(wide, min(-(-wide // clusters) * clusters, self.rows(m) * (n // self.narrow)))
+
+    def blocks(self, tiles: int, sms: int) -> int:
+        """Blocks of the persistent kernel for so many clusters' tiles: at most one a multiprocessor."""
+        return min(tiles, sms // self.cluster) * self.cluster
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,10 @@ def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: 
     cost = COSTS[tile][split]
     rows = tile.block_m + tile.block_n // tile.cluster
     copies = rows * (blocks * (ROW_32 if k_bytes % 32 == 0 else ROW_16) + ROW_END) if rest else 0.0
-    return -(-tile.count(m, n) // sms) * max((blocks + (rest > 0)) * cost.block + cost.ends, copies)
+    tiles = tile.cut(m, n, sms)
+    width = 1.0 if tiles == tile.count(m, n) else tile.rows(m) * n / (tiles * tile.block_n)
+    waves = -(-tiles * tile.cluster // sms)
+    return waves * max((blocks + (rest > 0)) * cost.block * width + cost.ends, copies)
 
 
 @functools.lru_cache(maxsize=4096)

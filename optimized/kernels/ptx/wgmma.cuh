@@ -57,32 +57,39 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #define TWIN_ACC_16(i) TWIN_ACC_8(i), TWIN_ACC_8(i + 8)
 #define TWIN_ACCUMULATORS_32 TWIN_ACC_16(0), TWIN_ACC_16(16)
 #define TWIN_ACCUMULATORS_48 TWIN_ACCUMULATORS_32, TWIN_ACC_16(32)
-#define TWIN_ACCUMULATORS_64 TWIN_ACCUMULATORS_48, TWIN_ACC_16(48)
-#define TWIN_ACCUMULATORS_128 \
-    TWIN_ACCUMULATORS_64, TWIN_ACC_16(64), TWIN_ACC_16(80), TWIN_ACC_16(96), TWIN_ACC_16(112)
+#define TWIN_ACCUMULATORS_56 TWIN_ACCUMULATORS_48, TWIN_ACC_8(48)
+#define TWIN_ACCUMULATORS_64 TWIN_ACCUMULATORS_56, TWIN_ACC_8(56)
+#define TWIN_ACCUMULATORS_112 TWIN_ACCUMULATORS_64, TWIN_ACC_16(64), TWIN_ACC_16(80), TWIN_ACC_16(96)
+#define TWIN_ACCUMULATORS_128 TWIN_ACCUMULATORS_112, TWIN_ACC_16(112)
 #define TWIN_REGISTERS_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TWIN_REGISTERS_48 \
     TWIN_REGISTERS_32 \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define TWIN_REGISTERS_64 \
-    TWIN_REGISTERS_48 \
-    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TWIN_REGISTERS_128 \
+#define TWIN_REGISTERS_56 TWIN_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define TWIN_REGISTERS_64 TWIN_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define TWIN_REGISTERS_112 \
     TWIN_REGISTERS_64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define TWIN_REGISTERS_128 \
+    TWIN_REGISTERS_112 \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define TWIN_DESCRIPTORS_32 "%32, %33"
 #define TWIN_SCALE_D_32 "%34"
 #define TWIN_TRANSPOSE_32 "%35, %36"
 #define TWIN_DESCRIPTORS_48 "%48, %49"
 #define TWIN_SCALE_D_48 "%50"
+#define TWIN_DESCRIPTORS_56 "%56, %57"
+#define TWIN_SCALE_D_56 "%58"
 #define TWIN_DESCRIPTORS_64 "%64, %65"
 #define TWIN_SCALE_D_64 "%66"
 #define TWIN_TRANSPOSE_64 "%67, %68"
+#define TWIN_DESCRIPTORS_112 "%112, %113"
+#define TWIN_SCALE_D_112 "%114"
+#define TWIN_TRANSPOSE_112 "%115, %116"
 #define TWIN_DESCRIPTORS_128 "%128, %129"
 #define TWIN_SCALE_D_128 "%130"
 #define TWIN_TRANSPOSE_128 "%131, %132"
@@ -107,7 +114,9 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
     }
 TWIN_WGMMA_FP8(32, 64)
 TWIN_WGMMA_FP8(48, 96)
+TWIN_WGMMA_FP8(56, 112)
 TWIN_WGMMA_FP8(64, 128)
+TWIN_WGMMA_FP8(112, 224)
 TWIN_WGMMA_FP8(128, 256)
 
 // The same for 16-bit operands, K = 16. kTransposeA, kTransposeB: the operand is MN-major in shared memory.
@@ -128,6 +137,7 @@ TWIN_WGMMA_FP8(128, 256)
     }
 TWIN_WGMMA_16(32, 64)
 TWIN_WGMMA_16(64, 128)
+TWIN_WGMMA_16(112, 224)
 TWIN_WGMMA_16(128, 256)
 
 }  // namespace twin
