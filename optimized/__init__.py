@@ -12,7 +12,8 @@ implementations and needs neither CuPy nor a GPU: what is missing is said, in a 
 
 import torch
 
-import optimized.ops  # noqa: F401  (registers the CUDA implementations)
+import optimized.ops
+import optimized.tape  # noqa: F401  (launches layers' kernels again)
 import reference
 from optimized import device as _device
 from reference import (

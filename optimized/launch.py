@@ -9,11 +9,12 @@ kept per kernel and thread: its `Function` makes an object of every argument, wh
     launch.launch(kernel, (blocks,), (256,), [x.data_ptr(), np.int32(rows)], device=x.device.index)
 """
 
+import contextlib
 import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,37 @@ class _Arguments:
         return self.address
 
 
+class Launch:
+    """A launch to be made again: the kernel, its grid, and arguments of its own."""
+
+    __slots__ = ("_arguments", "_head", "_pointers")
+
+    def __init__(self, kernel: Kernel, head: tuple[int, ...], args: Sequence[Any]) -> None:
+        block = _Arguments(kernel, args)
+        self._head = head  # handle, grid, block, bytes of shared memory
+        self._pointers = block.fill(args)
+        self._arguments = (block, args)  # with the structs that it points to
+
+    def again(self, stream: int) -> None:
+        """Launch it on the current device."""
+        _driver().launchKernel(*self._head, stream, self._pointers, 0)
+
+
+class Copy:
+    """A copy from address to address on the device, to be made again."""
+
+    __slots__ = ("_arguments",)
+
+    def __init__(self, to: int, source: int, size: int) -> None:
+        self._arguments = (to, source, size)
+
+    def again(self, stream: int) -> None:
+        """Copy on the current device."""
+        from cupy_backends.cuda.api import runtime
+
+        runtime.memcpyAsync(*self._arguments, runtime.memcpyDeviceToDevice, stream)
+
+
 class _Thread(threading.local):
     """What a thread keeps.
 
@@ -149,6 +181,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.arguments: dict[Kernel, _Arguments] = {}
         self.devices: set[int] = set()
+        self.tape: list[Any] | None = None
 
     def attach(self, index: int) -> None:
         """Make the device's context current in this thread."""
@@ -206,7 +239,34 @@ def launch(
             block_of_arguments = _thread.arguments[kernel] = _Arguments(kernel, args)
         pointers = block_of_arguments.fill(args)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        _driver().launchKernel(handle, *_three(grid), *_three(block), smem, stream, pointers, 0)
+        head = (handle, *_three(grid), *_three(block), smem)
+        _driver().launchKernel(*head, stream, pointers, 0)
+        if _thread.tape is not None:
+            _thread.tape.append(Launch(kernel, head, args))
+    finally:
+        if previous != device:
+            torch._C._cuda_exchangeDevice(previous)
+
+
+@contextlib.contextmanager
+def recording(tape: list[Any]) -> Iterator[None]:
+    """Append every launch of this thread to `tape` as well."""
+    outer, _thread.tape = _thread.tape, tape
+    try:
+        yield
+    finally:
+        _thread.tape = outer
+
+
+def replay(tape: Sequence[Launch | Copy], device: int) -> None:
+    """Make launches and copies again, on torch's current stream of a device."""
+    previous = torch._C._cuda_exchangeDevice(device)
+    try:
+        if device not in _thread.devices:
+            _thread.attach(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for one in tape:
+            one.again(stream)
     finally:
         if previous != device:
             torch._C._cuda_exchangeDevice(previous)

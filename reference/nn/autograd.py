@@ -18,8 +18,27 @@ from reference import compiled, recompute
 from reference.autocast import first_module_pending, take_first_module
 from reference.nn.precision import Call
 
+Saved = tuple[torch.Tensor | None, ...]
 Forward = Callable[..., tuple[Any, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+class Plain:
+    """Runs a pair's functions; `optimized` puts in its place what launches their kernels without running them."""
+
+    def forward(self, function: Forward, call: Call, needs: tuple[bool, ...], tensors: Saved) -> tuple[Any, Saved, Any]:
+        """Out, what is saved, and a note for `backward`."""
+        return *function(call, needs, *tensors), None
+
+    def backward(
+        self, function: Backward, call: Call, needs: tuple[bool, ...], saved: Saved, grads: Saved, note: Any
+    ) -> Saved:
+        """The gradients."""
+        return function(call, needs, saved, *grads)
+
+
+_plain = Plain()
+player = _plain
 
 
 class _Pair(torch.autograd.Function):
@@ -33,7 +52,8 @@ class _Pair(torch.autograd.Function):
         updates: bool,
         *tensors: torch.Tensor | None,
     ) -> Any:
-        out, saved = forward(call, needs, *tensors)
+        player_here = _plain if torch.compiler.is_compiling() else player
+        out, saved, ctx.note = player_here.forward(forward, call, needs, tensors)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates
         return out
@@ -41,7 +61,8 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        results = ctx.backward_function(ctx.call, ctx.needs, ctx.saved_tensors, *grads)
+        player_here = _plain if torch.compiler.is_compiling() else player
+        results = player_here.backward(ctx.backward_function, ctx.call, ctx.needs, ctx.saved_tensors, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.call.layer)
         return None, None, None, None, None, *results

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from reference import recompute
 from reference.compiled import before
 from reference.nn import attention, layernorm_linear, layernorm_mlp, linear
 from reference.nn.attention import AttentionCall, CudnnCall, DotProductAttention, Mask
@@ -27,11 +28,22 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, Linear
 from reference.nn.multihead_attention import MultiheadAttention, SplitCall, split_forward
-from reference.nn.precision import Call, Weight, keep, prepare, rows_of
+from reference.nn.precision import Call, FP8Call, Weight, keep, prepare, rows_of
 from reference.ops.library import twin
 
 Saved = tuple[torch.Tensor | None, ...]
 Dropout = tuple[float, Generator]
+
+
+def _constants(call: Call) -> Any:
+    """What the launches of a module in a half depend on, or None: cached weights and gradients elsewhere always run."""
+    layer = call.layer
+    if layer.fuse_wgrad_accumulation:
+        return None
+    own = [getattr(layer, name, None) for name in ("eps", "zero_centered_gamma", "kind", "activation")]
+    if isinstance(call, FP8Call) and call.is_first_microbatch is None:
+        return (*own, call.dtype, call.forward_dtype, call.backward_dtype, call.amax_history is None)
+    return (*own, call.dtype) if type(call) is Call else None
 
 
 class BlockCall(Call):
@@ -41,6 +53,22 @@ class BlockCall(Call):
         super().__init__(first.layer, first.dtype)
         self.fp8, self.first = first.fp8, first
         self.p, self.generator = dropout
+
+    def parts(self) -> tuple[Call, ...]:
+        """The calls of its modules."""
+        return (self.first,)
+
+    def constants(self) -> Any:
+        if self.p > 0 and recompute.active():  # a checkpoint notes each random state that is taken
+            return None
+        found = [self.p, *map(_constants, self.parts())]
+        return None if None in found else tuple(found)
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        taken = [self.generator.state] if self.p > 0 else []
+        states = [part.tensors() for part in self.parts()]
+        every, forward, backward = ([x for state in states for x in state[i]] for i in range(3))
+        return every + taken, forward + taken, backward
 
     def take(self) -> torch.Tensor | None:
         """The random state of the dropout."""
@@ -95,6 +123,21 @@ class AttentionBlockCall(BlockCall):
         self.core, self.proj, self.split, self.lead = core, proj, split, lead
         self.heads_first = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
         self.tokens_first = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)
+
+    def parts(self) -> tuple[Call, ...]:
+        return self.first, self.proj
+
+    def constants(self) -> Any:
+        found = super().constants()
+        if found is None or isinstance(self.core, CudnnCall) or self.core.arguments[2] is not None:
+            return None
+        layout = (self.split.parts, self.split.channels, self.split.rows, self.lead, self.heads_first)
+        return (*found, self.core.arguments, *layout)
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        every, forward, backward = super().tensors()
+        taken = [] if isinstance(self.core, CudnnCall) or self.core.state is None else [self.core.state]
+        return every + taken, forward + taken, backward
 
     def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v `[b, heads, s, channels]` of the projection; a backward makes the views anew."""

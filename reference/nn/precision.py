@@ -118,6 +118,14 @@ class Call:
         # Inside an autograd.Function grad mode is always off; this is the mode outside.
         self.grad_enabled = torch.is_grad_enabled()
 
+    def constants(self) -> Any:
+        """All that the launches of its pair depend on besides tensors, hashable; None where that is not offered."""
+        return None
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """With `constants`: the tensors that it takes from the layer, what forward changes, what backward changes."""
+        return [], [], []
+
     def needs(self, *requires_grad: bool) -> tuple[bool, ...]:
         """Which gradients a backward will be asked for: none under torch.no_grad()."""
         return tuple(flag and self.grad_enabled for flag in requires_grad)
@@ -250,6 +258,11 @@ class FP8Call(Call):
         self.is_first_microbatch = is_first_microbatch
         self.scale = scale
         self.amax_history = amax_history
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        backward = self.layer.fp8_meta["scaling_bwd"]
+        noted = [] if self.amax_history is None else [self.amax_history]
+        return [self.scale, *noted, backward.scale, backward.amax_history], noted, [backward.amax_history]
 
     def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
         return _cast(x, self.scale, self.amax_history, column, self.forward_dtype, transpose)

@@ -25,8 +25,9 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
     """x `[rows, cols]`, moved eight bytes at a time: a GPU's `cat` pays for each element."""
-    wide = [x.contiguous().view(torch.int64).unflatten(1, (groups, -1)) for x in xs]
-    return torch.cat(wide, dim=2).flatten(1).view(xs[0].dtype)
+    rows, size = xs[0].shape[0], xs[0].element_size()
+    wide = [x.reshape(-1).view(torch.int64).view(rows, groups, x.shape[1] * size // (8 * groups)) for x in xs]
+    return torch.cat(wide, dim=2).view(-1).view(xs[0].dtype).view(rows, sum(x.shape[1] for x in xs))
 
 
 def check_parts(

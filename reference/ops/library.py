@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that wants to see the call
@@ -112,6 +113,13 @@ def no_implementation(name: str, devices: set[torch.device]) -> str:
     return f"twin::{name} got tensors on {where}; it runs on one device, 'cpu' (reference) or 'cuda' (optimized)."
 
 
+def _watched() -> bool:
+    """Whether a dispatch mode wants to see ops: one that is not `transparent` for them."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return not all(getattr(mode, "transparent", False) for mode in _get_current_dispatch_mode_stack())
+
+
 def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare `twin::<name>` with its schema and register the decorated function as its CPU implementation."""
     LIBRARY.define(name + SCHEMAS[name])
@@ -144,7 +152,7 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def direct(*args: Any) -> Any:
         # A compiler takes the first way out. Inside an autograd.Function, as in every layer, grad mode is off.
-        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or _watched():
             return overload(*args)
         first = args[0][0] if type(args[0]) is list and args[0] else args[0]
         side = None if type(first) not in _PLAIN else on_cuda if first.is_cuda else on_cpu if first.is_cpu else None

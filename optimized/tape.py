@@ -1,0 +1,267 @@
+"""Tapes: a layer's kernels launched again without running its Python.
+
+What a pair of functions (`reference.nn.autograd`) launches follows from the shapes and dtypes of its tensors, from the
+constants of its call, and from addresses. So a call that agrees in all of them with an earlier one makes the same
+launches, and a loop over a list makes them in a fraction of the time, which for a layer of a few hundred tokens is most
+of its time. A tape holds no memory: a call's temporaries and what it saves for backward lie in one tensor, the arena,
+allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
+
+    first call of a kind       runs, and is measured: sizes of its arena and of its results
+    then                       its launches, if a tape was recorded at these addresses
+                               else it runs, with its tensors placed in an arena, and is recorded
+
+A function that does anything but our own launches, allocations, views and copies of whole tensors always runs; so does
+one whose arena would be larger than `LARGEST`, because its kernels outlast its Python, and one whose addresses keep
+changing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimized import launch
+from reference.nn import autograd
+
+LARGEST = 256 << 20
+MOST_KINDS, MOST_TAPES = 512, 64  # of all, and of a kind
+_ALIGNMENT = 512  # as of PyTorch's allocator
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+Saved = tuple[torch.Tensor | None, ...]
+Function = Callable[[], tuple[Saved, Saved]]  # results, and what is saved for backward
+
+aten = torch.ops.aten
+_ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in an arena."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, arena: torch.Tensor) -> torch.Tensor:
+        """The tensor."""
+        made = torch.empty(0, dtype=self.dtype, device=arena.device)
+        first = (arena.storage_offset() * arena.element_size() + self.offset) // made.element_size()
+        return made.set_(arena.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
+
+
+class _Watch(TorchDispatchMode):
+    """Sees what a function does on the GPU besides launching, and places what it allocates."""
+
+    transparent = True  # ops past the dispatcher may stay there
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usable = True
+        self.allocated: list[tuple[int, int]] = []  # address and bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALLOCATIONS:
+            return self.allocate(func, args, kwargs)
+        if func is aten.clone.default and args[0].is_contiguous():
+            made = self.allocate(aten.empty_like.default, args, {})
+            self.copy(made, args[0])
+            return made
+        self.usable = self.usable and (func.is_view or func in _VIEWS)
+        return func(*args, **kwargs)
+
+    def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """An ordinary tensor, noted."""
+        made: torch.Tensor = func(*args, **kwargs)
+        self.allocated.append((made.data_ptr(), made.untyped_storage().nbytes()))
+        return made
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """A whole tensor."""
+        to.copy_(source)
+
+
+class _Record(_Watch):
+    """The second and later runs: tensors go where the kind's measurement said."""
+
+    def __init__(self, rooms: Sequence[tuple[torch.Tensor, int]], tape: "Tape") -> None:
+        super().__init__()
+        self.rooms, self.tape = iter(rooms), tape
+
+    def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        like = func(*args, **{**kwargs, "device": "meta"})
+        room, offset = next(self.rooms)
+        return Place(offset, like.shape, like.stride(), like.dtype).of(room)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+        self.tape.append(launch.Copy(to.data_ptr(), source.data_ptr(), to.untyped_storage().nbytes()))
+
+
+Tape = list[launch.Launch | launch.Copy]
+
+
+class Kind:
+    """Calls that agree in all but addresses.
+
+    Attributes:
+        usable: whether such a call can be replayed.
+        results: shape and dtype of each result, or None.
+        rooms: for each allocation, in order, the result that it is (None: it lies in the arena) and its offset.
+        size: bytes of the arena.
+        kept: what is saved for backward: None, the number of an input, or a place in the arena.
+        tapes: by all addresses.
+    """
+
+    def __init__(self) -> None:
+        self.usable = True
+        self.results: list[tuple[torch.Size, torch.dtype] | None] = []
+        self.rooms: list[tuple[int | None, int]] = []
+        self.size = 0
+        self.kept: list[Place | int | None] = []
+        self.tapes: dict[tuple[int, ...], Tape] = {}
+        self.misses = self.hits = 0
+
+    def measure(self, run: Function) -> tuple[Saved, Saved]:
+        """Run as ever, and note what was allocated."""
+        with _Watch() as watch:
+            results, saved = run()
+        last = {address: i for i, (address, _) in enumerate(watch.allocated)}
+        owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
+        for i, (_, size) in enumerate(watch.allocated):
+            self.rooms.append((owners.get(i), 0 if i in owners else self.size))
+            self.size += 0 if i in owners else -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.results = [None if x is None else (x.shape, x.dtype) for x in results]
+        whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
+        distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
+        self.usable = watch.usable and whole and distinct and self.size <= LARGEST
+        return results, saved
+
+    def record(
+        self, run: Function, results: Saved, arena: torch.Tensor, inputs: Saved, addresses: tuple[int, ...]
+    ) -> tuple[Saved, Saved]:
+        """Run with every tensor in its place, and keep the launches."""
+        tape: Tape = []
+        rooms: list[Any] = [(arena if i is None else results[i], offset) for i, offset in self.rooms]
+        with launch.recording(tape), _Record(rooms, tape) as watch:
+            found, kept = run()
+        self.kept = [_where(x, arena, inputs) for x in kept]
+        in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
+        self.usable = watch.usable and in_place and -1 not in self.kept
+        if len(self.tapes) >= MOST_TAPES:
+            self.tapes.clear()
+        self.tapes[addresses] = tape
+        return found, kept
+
+    def saved(self, arena: torch.Tensor, inputs: Saved) -> Saved:
+        """What goes to `save_for_backward`: the arena, and the inputs that are kept."""
+        return (arena, *(x if i in self.kept else None for i, x in enumerate(inputs)))
+
+    def found(self, saved: Saved) -> Saved:
+        """What the function itself would have saved."""
+        arena, *inputs = saved
+        assert arena is not None
+        return tuple(x.of(arena) if isinstance(x, Place) else None if x is None else inputs[x] for x in self.kept)
+
+
+def _where(x: torch.Tensor | None, arena: torch.Tensor, inputs: Saved) -> Place | int | None:
+    """How to find a saved tensor again; -1: it cannot be."""
+    if x is None:
+        return None
+    offset = x.data_ptr() - arena.data_ptr()
+    if 0 <= offset < arena.numel():
+        return Place(offset, x.shape, x.stride(), x.dtype)
+    same = (i for i, y in enumerate(inputs) if y is not None and y.data_ptr() == x.data_ptr() and y.shape == x.shape)
+    return next(same, -1)
+
+
+_kinds: dict[Any, Kind] = {}
+
+
+def _specification(x: torch.Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def play(
+    prepare: Callable[[], Function], constants: Any, inputs: Saved, state: Sequence[torch.Tensor]
+) -> tuple[Saved, Saved, Kind | None]:
+    """What the function that `prepare` gives returns; with a kind, in the form of `Kind.saved`."""
+    device = next(x.device for x in inputs if x is not None)
+    key = (constants, device.index, *map(_specification, inputs))
+    kind = _kinds.get(key)
+    if kind is None:
+        if len(_kinds) >= MOST_KINDS:
+            _kinds.clear()
+        kind = _kinds[key] = Kind()
+        return *kind.measure(prepare()), None
+    if not kind.usable or kind.misses > 2 * MOST_TAPES + kind.hits:
+        return *prepare()(), None
+    results = [None if one is None else torch.empty(one[0], dtype=one[1], device=device) for one in kind.results]
+    arena = torch.empty(kind.size, dtype=torch.uint8, device=device)
+    addresses = (arena.data_ptr(), *map(_address, results), *map(_address, inputs), *map(_address, state))
+    tape = kind.tapes.get(addresses)
+    if tape is None:
+        kind.misses += 1
+        found, kept = kind.record(prepare(), tuple(results), arena, inputs, addresses)
+        if not kind.usable:
+            return found, kept, None
+    else:
+        kind.hits += 1
+        launch.replay(tape, device.index)
+    return tuple(results), kind.saved(arena, inputs), kind
+
+
+class Player(autograd.Plain):
+    """Runs pairs of functions from tapes, where their call says what it depends on."""
+
+    def forward(self, pair: Any, call: Any, needs: tuple[bool, ...], tensors: Saved) -> tuple[Any, Saved, Any]:
+        plain = tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
+        constants = None if plain else call.constants()
+        if constants is None or not {type(x) for x in tensors} <= _PLAIN:
+            return super().forward(pair, call, needs, tensors)
+        state, changed, _ = call.tensors()
+
+        def run() -> tuple[Saved, Saved]:
+            out, saved = pair(call, needs, *tensors)
+            return (out,), saved
+
+        (out,), saved, kind = play(lambda: run, (pair, constants, needs), tensors, state)
+        if kind is not None and changed:
+            torch.autograd.graph.increment_version(changed)
+        return out, saved, kind
+
+    def backward(
+        self, pair: Any, call: Any, needs: tuple[bool, ...], saved: Saved, grads: Saved, kind: Kind | None
+    ) -> Saved:
+        if kind is None:
+            return super().backward(pair, call, needs, saved, grads, None)
+
+        def prepare() -> Function:
+            kept = kind.found(saved)
+            return lambda: (pair(call, needs, kept, *grads), ())
+
+        constants = call.constants()
+        if constants is None or torch._C._len_torch_dispatch_stack():
+            return prepare()()[0]
+        state, _, changed = call.tensors()
+        results, _, replayed = play(prepare, (pair, kind, constants, needs), (*grads, *saved), state)
+        if replayed is not None and changed:
+            torch.autograd.graph.increment_version(changed)
+        return results
+
+
+autograd.player = Player()

@@ -1,0 +1,175 @@
+"""Tapes: launches made again have the bits of the functions that made them, and what cannot be replayed is run."""
+
+import copy
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import optimized
+import reference as te
+from optimized import launch, tape
+from reference.nn import autograd
+
+BF16 = torch.bfloat16
+RECIPE = te.DelayedScaling(amax_history_len=3)
+
+
+@pytest.fixture(autouse=True)
+def no_kinds() -> Iterator[None]:
+    tape._kinds.clear()
+    yield
+    tape._kinds.clear()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """On a CPU the only launches are copies of whole tensors; the bytes of those that tapes made again."""
+    made: list[int] = []
+
+    def replay(entries: Sequence[Any], device: int) -> None:
+        for one in entries:
+            ctypes.memmove(*one._arguments)
+            made.append(one._arguments[2])
+
+    monkeypatch.setattr(launch, "replay", replay)
+    return made
+
+
+def played(function: Callable[[torch.Tensor], tape.Saved], x: torch.Tensor, constants: Any = ()) -> Any:
+    return tape.play(lambda: lambda: (function(x), (x,)), (function, constants), (x,), [])
+
+
+def test_copies_are_made_again_at_the_same_addresses(copied: list[int]) -> None:
+    def function(x: torch.Tensor) -> tape.Saved:
+        inside = x.clone()
+        return inside.t().t().clone(), None
+
+    x = torch.arange(6.0).view(2, 3)
+    for step in range(20):
+        x.add_(step)
+        (result, nothing), saved, kind = played(function, x)
+        assert_same_bits(result, x)
+        assert nothing is None
+        assert (kind is None) == (step == 0)
+        if kind is not None:
+            assert kind.found(saved)[0] is x
+    (only,) = tape._kinds.values()
+    assert only.hits * 2 == len(copied)
+    assert only.hits + only.misses == 19
+    only.misses = only.hits + 2 * tape.MOST_TAPES + 1  # what is recorded all the time is left alone at last
+    assert played(function, x)[2] is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x + 1,),  # a kernel of torch's
+        lambda x: (x,),  # a result that is an input
+        lambda x: (torch.empty(tape.LARGEST + 1, dtype=torch.uint8, device=x.device)[:1].clone(),),
+        lambda x: (x.t().clone(),),  # a copy that is not of a whole tensor
+        lambda x: (torch.zeros_like(x),),
+    ],
+)
+def test_what_cannot_be_replayed_runs_each_time(function: Callable[[torch.Tensor], tape.Saved]) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for _ in range(3):
+        x.mul_(2)
+        (result,), (kept,), kind = played(function, x)
+        assert kind is None
+        assert kept is x
+        assert_same_bits(result, *function(x))
+
+
+def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
+    function = lambda x: (x.clone(),)  # noqa: E731
+    for x, constants in ((torch.ones(2), 1), (torch.ones(2), 2), (torch.ones(3), 1), (torch.ones(2).double(), 1)):
+        assert played(function, x, constants)[2] is None
+    assert len(tape._kinds) == 4
+
+
+def test_what_a_layer_depends_on_is_a_constant_or_none() -> None:
+    """Cached weights, gradients added elsewhere, masks and recomputed dropout always run."""
+    layer = te.LayerNormMLP(32, 64, params_dtype=BF16)
+    x = torch.ones(4, 32, dtype=BF16)
+    from reference.nn.blocks import BlockCall
+    from reference.nn.dropout import Generator
+
+    generator = Generator(torch.device("cpu"))
+
+    def constants(p: float = 0.0, first: bool | None = None) -> Any:
+        return BlockCall(layer.call(x, first), (p, generator)).constants()
+
+    plain = constants()
+    layer.eps = 1e-3
+    assert plain is not None
+    assert constants() != plain
+    with te.autocast(recipe=RECIPE):
+        assert constants() not in (None, plain)
+        assert constants(0.5) != constants()
+        assert constants(first=True) is None
+    with te.autocast(enabled=False, calibrating=True):
+        assert constants() is None
+    layer.fuse_wgrad_accumulation = True
+    assert constants() is None
+
+
+def train(layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Twelve steps, of which some run forward twice before a backward, without gradients, or on another input."""
+    monkeypatch.setattr(autograd, "player", player)
+    numbers = torch.Generator("cuda").manual_seed(3)
+    x = torch.empty(24, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+    seen: list[Any] = []
+    for step in range(12):
+        layer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, generator=numbers, device="cuda") * 2.0 ** (step % 4))
+        with te.autocast(enabled=fp8, recipe=RECIPE):
+            outs = [layer(x) for _ in range(2 if step % 4 == 3 else 1)]
+            if step % 5 == 4:
+                with torch.no_grad():
+                    seen.append(layer(x))
+                    seen.append(layer(x[:16]))
+        torch.autograd.backward(outs, [torch.full_like(out, 2.0**-step) for out in outs])
+        seen += [*outs, x.grad, *(p.grad for p in layer.parameters())]
+        for module in layer.modules():
+            for meta in (getattr(module, "fp8_meta", {}).get(key) for key in ("scaling_fwd", "scaling_bwd")):
+                seen += [] if meta is None else [meta.scale.clone(), meta.amax_history.clone()]
+        x.grad = None
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(p - p.grad * 0.125)
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_layer_has_the_same_bits_with_tapes(fp8: bool, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    layer = optimized.TransformerLayer(
+        64, 128, 4, hidden_dropout=dropout, attention_dropout=dropout, fuse_qkv_params=True, params_dtype=BF16
+    )
+    other = copy.deepcopy(layer)
+    expected = train(layer, autograd.Plain(), fp8, monkeypatch)
+    assert not tape._kinds
+    actual = train(other, tape.Player(), fp8, monkeypatch)
+    for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
+    assert sum(kind.hits for kind in tape._kinds.values()) >= 8
+    assert all(kind.usable for kind in tape._kinds.values())
+
+
+@pytest.mark.gpu
+def test_a_parameter_changed_between_forward_and_backward_is_noticed() -> None:
+    layer = optimized.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16)
+    for _ in range(4):
+        x = torch.ones(8, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+        y = layer(x)
+        with torch.no_grad():
+            layer.layernorm_mlp.layer_norm_weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
