@@ -59,6 +59,20 @@ class Place(NamedTuple):
         return made.set_(arena.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
 
 
+class View(NamedTuple):
+    """A view of an input, from its beginning."""
+
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The tensor."""
+        whole = inputs[self.number]
+        assert whole is not None
+        return whole if whole.shape == self.shape else whole.as_strided(self.shape, self.stride)
+
+
 class _Watch(TorchDispatchMode):
     """Sees what a function does on the GPU besides launching, and places what it allocates."""
 
@@ -119,7 +133,7 @@ class Kind:
         results: shape and dtype of each result, or None.
         rooms: for each allocation, in order, the result that it is (None: it lies in the arena) and its offset.
         size: bytes of the arena.
-        kept: what is saved for backward: None, the number of an input, or a place in the arena.
+        kept: what is saved for backward: None, a view of an input, or a place in the arena.
         tapes: by all addresses.
     """
 
@@ -128,7 +142,8 @@ class Kind:
         self.results: list[tuple[torch.Size, torch.dtype] | None] = []
         self.rooms: list[tuple[int | None, int]] = []
         self.size = 0
-        self.kept: list[Place | int | None] = []
+        self.kept: list[Place | View | None] = []
+        self.inputs: set[int] = set()
         self.tapes: dict[tuple[int, ...], Tape] = {}
         self.misses = self.hits = 0
 
@@ -157,7 +172,8 @@ class Kind:
             found, kept = run()
         self.kept = [_where(x, arena, inputs) for x in kept]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
-        self.usable = watch.usable and in_place and -1 not in self.kept
+        self.inputs = {one.number for one in self.kept if isinstance(one, View)}
+        self.usable = watch.usable and in_place and -1 not in self.inputs
         if len(self.tapes) >= MOST_TAPES:
             self.tapes.clear()
         self.tapes[addresses] = tape
@@ -165,24 +181,24 @@ class Kind:
 
     def saved(self, arena: torch.Tensor, inputs: Saved) -> Saved:
         """What goes to `save_for_backward`: the arena, and the inputs that are kept."""
-        return (arena, *(x if i in self.kept else None for i, x in enumerate(inputs)))
+        return (arena, *(x if i in self.inputs else None for i, x in enumerate(inputs)))
 
     def found(self, saved: Saved) -> Saved:
         """What the function itself would have saved."""
         arena, *inputs = saved
         assert arena is not None
-        return tuple(x.of(arena) if isinstance(x, Place) else None if x is None else inputs[x] for x in self.kept)
+        return tuple(None if x is None else x.of(arena) if isinstance(x, Place) else x.of(inputs) for x in self.kept)
 
 
-def _where(x: torch.Tensor | None, arena: torch.Tensor, inputs: Saved) -> Place | int | None:
-    """How to find a saved tensor again; -1: it cannot be."""
+def _where(x: torch.Tensor | None, arena: torch.Tensor, inputs: Saved) -> Place | View | None:
+    """How to find a saved tensor again; a view of input -1: it cannot be."""
     if x is None:
         return None
     offset = x.data_ptr() - arena.data_ptr()
     if 0 <= offset < arena.numel():
         return Place(offset, x.shape, x.stride(), x.dtype)
-    same = (i for i, y in enumerate(inputs) if y is not None and y.data_ptr() == x.data_ptr() and y.shape == x.shape)
-    return next(same, -1)
+    same = (i for i, y in enumerate(inputs) if y is not None and y.data_ptr() == x.data_ptr() and y.dtype == x.dtype)
+    return View(next(same, -1), x.shape, x.stride())
 
 
 _kinds: dict[Any, Kind] = {}

@@ -5,7 +5,6 @@ what the module does. What a replay cannot do is the host's part: autocast's upd
 outside the graphs. Warm-up and capture change no state.
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +15,10 @@ from reference import scaling
 from reference.autocast import AutocastState, current, first_module_pending, restored, take_first_module
 from reference.nn.dropout import Generator
 from reference.nn.module import TransformerEngineBaseModule
+from reference.notice import say_once
 from reference.recipe import DelayedScaling
 
 __all__ = ["make_graphed_callables"]
-
-log = logging.getLogger("twin")
 
 # Transformer Engine's arguments that are not offered, at the value that means "off".
 OFF: dict[str, Any] = {
@@ -110,7 +108,7 @@ def make_graphed_callables(
             f"as modules are accepted."
         )
     if _nothing_to_capture(args):
-        _notice()
+        say_once("graph", "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are")
         return modules
     shared = (bool(given["calibrating"]), given["recipe"] or DelayedScaling(), given["amax_reduction_group"])
     graphs = [
@@ -159,19 +157,6 @@ def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple
 
 def _nothing_to_capture(sample_args: tuple[tuple[torch.Tensor, ...], ...]) -> bool:
     return all(tensor.device.type == "cpu" for args in sample_args for tensor in args)
-
-
-_noticed = False
-
-
-def _notice() -> None:
-    """Say once per process that there are no graphs on a CPU."""
-    global _noticed
-    if not _noticed:
-        _noticed = True
-        log.warning(
-            "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are (said once)."
-        )
 
 
 class _Graphed:

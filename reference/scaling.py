@@ -87,7 +87,9 @@ def registered(identity: int) -> Any:
 
 def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
     """Note what `module` runs under; its next update follows that recipe."""
-    module._membership = Membership(recipe, group)
+    known = module._membership
+    if known is None or known.recipe is not recipe or known.group is not group:
+        module._membership = Membership(recipe, group)
 
 
 def _members() -> Iterator[tuple[Any, Membership]]:
@@ -111,12 +113,13 @@ def update(forward: bool) -> None:
     One op call (one kernel launch on a GPU) per recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
-    buckets: dict[tuple[DelayedScaling, int | None, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
+    # By identity: the modules of one autocast share its recipe, and to hash one takes its time.
+    buckets: dict[tuple[int, int, torch.device], tuple[DelayedScaling, Any, list[FP8TensorMeta]]] = {}
     for module, (recipe, group) in _members():
         meta: FP8TensorMeta = module.fp8_meta[key]
-        bucket = buckets.setdefault((recipe, None if group is None else id(group), meta.scale.device), (group, []))
-        bucket[1].append(meta)
-    for (recipe, _, _), (group, metas) in buckets.items():
+        bucket = buckets.setdefault((id(recipe), id(group), meta.scale.device), (recipe, group, []))
+        bucket[2].append(meta)
+    for recipe, group, metas in buckets.values():
         histories = [meta.amax_history for meta in metas]
         if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)

@@ -186,7 +186,7 @@ def with_cudnn(kind: str, lengths: tuple[int, int], dtype: torch.dtype = torch.b
 
 
 def test_cudnn_is_said_once_to_be_outside_the_contract(caplog, monkeypatch) -> None:
-    monkeypatch.setattr("reference.nn.attention._noticed", False)
+    monkeypatch.setattr("reference.notice._said", set())
     for _ in range(2):
         te.TransformerLayer(64, 64, 4, attention_backend="cudnn")
     assert [record.message for record in caplog.records] == [

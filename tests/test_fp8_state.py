@@ -11,7 +11,6 @@ import torch
 
 import reference as te
 from reference import scaling
-from reference.nn import module as base
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 KEYS = ["scaling_fwd.scale", "scaling_fwd.amax_history", "scaling_bwd.scale", "scaling_bwd.amax_history"]
@@ -103,7 +102,7 @@ def test_keys_are_plain_tensors_inside_a_model() -> None:
 
 
 def test_a_plain_checkpoint_loads_strictly_with_one_notice(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(base, "_noticed", False)
+    monkeypatch.setattr("reference.notice._said", set())
     plain = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16)).bfloat16().state_dict()
     model = torch.nn.Sequential(trained(), te.Linear(16, 16, params_dtype=torch.bfloat16))
     with caplog.at_level(logging.WARNING):

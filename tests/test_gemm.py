@@ -9,7 +9,6 @@ from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import optimized.ops
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_tile import TILES, Tile
 
@@ -153,8 +152,8 @@ def test_two_runs_and_a_graph_give_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_the_padded_copy_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    optimized.ops.gemm.tell_once.cache_clear()
+def test_the_padded_copy_says_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reference.notice._said", set())
     a = draw(1, 5, 7, torch.bfloat16).cuda()
     with caplog.at_level(logging.WARNING):
         twin.gemm(a, a, None, torch.bfloat16)

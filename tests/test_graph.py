@@ -150,7 +150,7 @@ def test_tensors_by_keyword_change_from_call_to_call() -> None:
 def test_on_a_cpu_modules_come_back_unchanged_with_one_notice(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "_noticed", False)
+    monkeypatch.setattr("reference.notice._said", set())
     layer, x = te.Linear(HIDDEN, 16), torch.randn(4, HIDDEN)
     with caplog.at_level(logging.WARNING, logger="twin"):
         assert te.make_graphed_callables(layer, (x,), enabled=True) is layer

@@ -137,7 +137,9 @@ def train(layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch
         seen += [*outs, x.grad, *(p.grad for p in layer.parameters())]
         for module in layer.modules():
             for meta in (getattr(module, "fp8_meta", {}).get(key) for key in ("scaling_fwd", "scaling_bwd")):
-                seen += [] if meta is None else [meta.scale.clone(), meta.amax_history.clone()]
+                seen += [] if meta is None else [meta.scale, meta.amax_history]
+        seen = [one.cpu().clone() for one in seen]  # what stays on the GPU keeps its address from the next step
+        del outs
         x.grad = None
         with torch.no_grad():
             for p in layer.parameters():

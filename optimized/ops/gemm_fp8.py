@@ -5,7 +5,6 @@ The definition, with its rounding points, is reference/ops/gemm_fp8.py. Every ti
 
 import functools
 import itertools
-import logging
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from optimized import launch
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
+from reference.notice import say_once
 from reference.ops.gemm_fp8 import check, check_accumulate
 from reference.ops.library import LIBRARY
 
@@ -63,7 +63,6 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
     ("gemm_fp8", defines(torch.float8_e5m2, torch.float8_e4m3fn, out, "split", tile, n, add=True))
     for out, tile, n in itertools.product(OUTPUTS, TILES, (16, 32))
 ]
-_logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -187,10 +186,9 @@ def loadable(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-@functools.cache
 def tell_once(op: str, what: str) -> None:
     """Say once that an op goes a slower way."""
-    _logger.warning("twin::%s %s (a fallback, said once).", op, what)
+    say_once(f"{op} {what}", f"twin::{op} {what}: a fallback")
 
 
 def gemm_fp8_accumulate(

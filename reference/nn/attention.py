@@ -5,7 +5,6 @@ Arithmetic: `reference.ops.attention`. A mask says True where a pair is hidden, 
 bit contract. Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from reference.nn.autograd import differentiable
 from reference.nn.dropout import Generator
 from reference.nn.parameters import DeviceDefault, refuse_not_offered
 from reference.nn.precision import Call
+from reference.notice import say_once
 from reference.ops.library import twin
 from reference.recompute import checkpoint
 
@@ -39,8 +39,6 @@ MASK_TYPES = {
 FORMATS = ("sbhd", "bshd")
 BACKENDS = ("exact", "cudnn")
 CUDNN_MASK_TYPES = ("no_mask", "causal")
-
-log = logging.getLogger("twin")
 
 
 class AttentionCall(Call):
@@ -239,17 +237,12 @@ def cudnn_backward(call: CudnnCall, needs: tuple[bool, ...], saved: Saved, grad:
     )
 
 
-_noticed = False
-
-
 def check_backend(layer: str, attention_backend: str) -> str:
-    """`attention_backend`, if it is offered; says once per process what "cudnn" gives up."""
-    global _noticed
+    """`attention_backend`, if it is offered; says once what "cudnn" gives up."""
     if attention_backend not in BACKENDS:
         raise ValueError(f"{layer}: attention_backend={attention_backend!r}; one of {BACKENDS} is accepted.")
-    if attention_backend == "cudnn" and not _noticed:
-        _noticed = True
-        log.warning("attention_backend='cudnn': attention is cuDNN's and outside the bit contract (said once).")
+    if attention_backend == "cudnn":
+        say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
     return attention_backend
 
 

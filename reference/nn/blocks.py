@@ -28,22 +28,11 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, Linear
 from reference.nn.multihead_attention import MultiheadAttention, SplitCall, split_forward
-from reference.nn.precision import Call, FP8Call, Weight, keep, prepare, rows_of
+from reference.nn.precision import Call, Weight, keep, prepare, rows_of
 from reference.ops.library import twin
 
 Saved = tuple[torch.Tensor | None, ...]
 Dropout = tuple[float, Generator]
-
-
-def _constants(call: Call) -> Any:
-    """What the launches of a module in a half depend on, or None: cached weights and gradients elsewhere always run."""
-    layer = call.layer
-    if layer.fuse_wgrad_accumulation:
-        return None
-    own = [getattr(layer, name, None) for name in ("eps", "zero_centered_gamma", "kind", "activation")]
-    if isinstance(call, FP8Call) and call.is_first_microbatch is None:
-        return (*own, call.dtype, call.forward_dtype, call.backward_dtype, call.amax_history is None)
-    return (*own, call.dtype) if type(call) is Call else None
 
 
 class BlockCall(Call):
@@ -61,7 +50,7 @@ class BlockCall(Call):
     def constants(self) -> Any:
         if self.p > 0 and recompute.active():  # a checkpoint notes each random state that is taken
             return None
-        found = [self.p, *map(_constants, self.parts())]
+        found = [self.p, *(part.constants() for part in self.parts())]
         return None if None in found else tuple(found)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:

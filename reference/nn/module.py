@@ -1,6 +1,5 @@
 """What every layer shares: FP8 state, its way into checkpoints, and the checks before a forward."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ from reference import recompute, scaling
 from reference.autocast import AutocastState, current
 from reference.nn.parameters import DeviceDefault
 from reference.nn.precision import CalibratingCall, Call, FP8Call, Operand
+from reference.notice import say_once
 from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
 
-log = logging.getLogger("twin")
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,7 +60,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
         state = current()
         recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
-        self.fp8 = state.enabled
+        if self.fp8 != state.enabled:  # `Module.__setattr__` takes its time
+            self.fp8 = state.enabled
         if state.enabled or state.calibrating:
             length = state.recipe.amax_history_len
             if self._history_rows != length:
@@ -117,7 +117,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
                 history = state_dict[f"{prefix}{key}.amax_history"].detach().to(device, copy=True).contiguous()
                 self.fp8_meta[key] = FP8TensorMeta(scale, history)
         else:
-            _notice_fresh_state(prefix)
+            of = prefix.rstrip(".") or "the module"
+            say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
             self.fp8_meta.clear()
             scaling.register(self)
 
@@ -228,17 +229,3 @@ _make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _check_state(name: str, value: torch.Tensor, fits: bool, accepted: str) -> None:
     if value.dtype != torch.float32 or not fits:
         raise ValueError(f"checkpoint: {name} is {value.dtype} {list(value.shape)}; float32 {accepted} is accepted.")
-
-
-_noticed = False
-
-
-def _notice_fresh_state(prefix: str) -> None:
-    """Say once per process that a checkpoint without FP8 state starts with scales of 1."""
-    global _noticed
-    if not _noticed:
-        _noticed = True
-        log.warning(
-            "checkpoint: no FP8 state for %r: scales start at 1, as in a fresh module (said once).",
-            prefix.rstrip(".") or "the module",
-        )

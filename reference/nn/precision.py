@@ -119,8 +119,17 @@ class Call:
         self.grad_enabled = torch.is_grad_enabled()
 
     def constants(self) -> Any:
-        """All that the launches of its pair depend on besides tensors, hashable; None where that is not offered."""
-        return None
+        """All that the launches of its pair depend on besides tensors, hashable.
+
+        None where such a thing is not among them: a gradient that is added elsewhere, a cached weight.
+        """
+        layer = self.layer
+        if layer is None or layer.fuse_wgrad_accumulation or getattr(layer, "return_layernorm_output", False):
+            return None
+        return (
+            self.dtype,
+            *(getattr(layer, name, None) for name in ("eps", "zero_centered_gamma", "kind", "activation")),
+        )
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """With `constants`: the tensors that it takes from the layer, what forward changes, what backward changes."""
@@ -207,6 +216,9 @@ class NormArguments(NamedTuple):
 class CalibratingCall(Call):
     """16 bits, noting the amax of what FP8 would cast."""
 
+    def constants(self) -> Any:
+        return None
+
     def _note(self, x: torch.Tensor, column: int) -> None:
         twin.amax(x.detach().contiguous(), self.layer.fp8_meta["scaling_fwd"].amax_history, column)
 
@@ -258,6 +270,10 @@ class FP8Call(Call):
         self.is_first_microbatch = is_first_microbatch
         self.scale = scale
         self.amax_history = amax_history
+
+    def constants(self) -> Any:
+        found = super().constants() if self.is_first_microbatch is None else None
+        return None if found is None else (*found, self.forward_dtype, self.backward_dtype, self.amax_history is None)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         backward = self.layer.fp8_meta["scaling_bwd"]
