@@ -27,7 +27,7 @@ NAME = "layer"
 KERNELS = (
     *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),
     *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward", "norm_cast_transpose"),
-    *("multi_cast_transpose", "norm_total", "scale_update"),
+    *("cat_cast_transpose", "multi_cast_transpose", "norm_total", "scale_update"),
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)
 _COPY_BYTES = 1 << 29

@@ -45,6 +45,14 @@ def _casts_together(wide: torch.dtype, dtype: torch.dtype, device: torch.device)
     return found
 
 
+def _side_by_side(wide: torch.dtype, dtype: torch.dtype, groups: int, device: torch.device) -> Outputs:
+    """Three parts of 16, 8 and 8 columns in each group."""
+    xs = [numbers((130, groups * width), wide, 31 + i).to(device) for i, width in enumerate((16, 8, 8))]
+    scales, history = torch.tensor([1.0, 3.0], device=device), torch.zeros(4, 2, device=device)
+    results = twin.cat_cast_transpose_dbias(xs, groups, scales, history, 1, dtype)
+    return {**dict(zip(("q", "q_t", "scale_inv", "dbias"), results, strict=True)), "amax_history": history}
+
+
 def casts() -> Iterator[Case]:
     """The casts and the two reductions that they contain."""
     for wide, dtype in product(WIDE, FP8):
@@ -63,6 +71,9 @@ def casts() -> Iterator[Case]:
                 live=rows > 1000,
             )
         yield Case("multi_cast_transpose", f"{label}, three matrices", partial(_casts_together, wide, dtype))
+        for groups in (1, 3):
+            title = f"{label}, three parts in {groups} groups"
+            yield Case("cat_cast_transpose_dbias", title, partial(_side_by_side, wide, dtype, groups))
     for wide, rows in product(WIDE, (1, 63, 64, 65, 1000)):
         yield Case(
             "dbias",
