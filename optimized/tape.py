@@ -10,9 +10,9 @@ allocated at each call. PyTorch's allocator gives the steps of a training loop t
     then                       its launches, if a tape was recorded at these addresses
                                else it runs, with its tensors placed in an arena, and is recorded
 
-A function that does anything but our own launches, allocations, views and copies of whole tensors always runs; so does
-one whose arena would be larger than `LARGEST`, because its kernels outlast its Python, and one whose addresses keep
-changing.
+cuDNN's attention is called anew, and its results are looked for where they were. A function that does anything else
+but our own launches, allocations, views and copies of whole tensors always runs; so does one whose arena would be
+larger than `LARGEST`, because its kernels outlast its Python, and one whose addresses keep changing.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,34 +43,60 @@ _ALLOCATIONS = {
 }
 _VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
 
+_FOREIGN = {
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+
 
 class Place(NamedTuple):
-    """Where a tensor lies in an arena."""
+    """A tensor in the storage of another: of the arena, an input, or what an op of torch's made, by their number."""
 
-    offset: int
+    number: int
+    offset: int  # bytes from the other's first
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def of(self, arena: torch.Tensor) -> torch.Tensor:
+    def of(self, sources: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The tensor."""
-        made = torch.empty(0, dtype=self.dtype, device=arena.device)
-        first = (arena.storage_offset() * arena.element_size() + self.offset) // made.element_size()
-        return made.set_(arena.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
-
-
-class View(NamedTuple):
-    """A view of an input, from its beginning."""
-
-    number: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def of(self, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The tensor."""
-        whole = inputs[self.number]
+        whole = sources[self.number]
         assert whole is not None
-        return whole if whole.shape == self.shape else whole.as_strided(self.shape, self.stride)
+        size = self.dtype.itemsize
+        if whole.dtype != self.dtype:
+            first = (whole.storage_offset() * whole.element_size() + self.offset) // size
+            made = torch.empty(0, dtype=self.dtype, device=whole.device)
+            return made.set_(whole.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
+        if (self.offset, self.shape, self.stride) == (0, whole.shape, whole.stride()):
+            return whole
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // size)
+
+
+def _place(x: Any, sources: Sequence[torch.Tensor | None]) -> Any:
+    """Where a tensor lies (number -1: in none of them); what is no tensor, as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    storage = x.untyped_storage().data_ptr()
+    for number, whole in enumerate(sources):
+        if whole is not None and whole.untyped_storage().data_ptr() == storage:
+            return Place(number, x.data_ptr() - whole.data_ptr(), x.shape, x.stride(), x.dtype)
+    return Place(-1, 0, x.shape, x.stride(), x.dtype)
+
+
+class Foreign(NamedTuple):
+    """An op of torch's to be called again, whose results later launches read: they must lie where they lay."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    addresses: list[int]
+
+    def again(self, sources: list[torch.Tensor | None]) -> bool:
+        """Call it, and add what it makes to `sources`; whether that lies as it did."""
+        made = self.func(*(x.of(sources) if isinstance(x, Place) else x for x in self.args), **self.kwargs)
+        tensors = [x for x in made if isinstance(x, torch.Tensor)]
+        sources += tensors
+        return self.addresses == [x.data_ptr() for x in tensors]
 
 
 class _Watch(TorchDispatchMode):
@@ -91,7 +117,13 @@ class _Watch(TorchDispatchMode):
             made = self.allocate(aten.empty_like.default, args, {})
             self.copy(made, args[0])
             return made
+        if func in _FOREIGN:
+            return self.call(func, args, kwargs)
         self.usable = self.usable and (func.is_view or func in _VIEWS)
+        return func(*args, **kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An op of torch's that a tape may hold."""
         return func(*args, **kwargs)
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -108,21 +140,32 @@ class _Watch(TorchDispatchMode):
 class _Record(_Watch):
     """The second and later runs: tensors go where the kind's measurement said."""
 
-    def __init__(self, rooms: Sequence[tuple[torch.Tensor, int]], tape: "Tape") -> None:
+    def __init__(
+        self, rooms: Sequence[tuple[torch.Tensor, int]], tape: "Tape", sources: Sequence[torch.Tensor | None]
+    ) -> None:
         super().__init__()
-        self.rooms, self.tape = iter(rooms), tape
+        self.rooms, self.tape, self.sources = iter(rooms), tape, list(sources)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        places = [_place(x, self.sources) for x in args]
+        made = func(*args, **kwargs)
+        tensors = [x for x in made if isinstance(x, torch.Tensor)]
+        self.usable = self.usable and not any(isinstance(x, Place) and x.number < 0 for x in places)
+        self.tape.append(Foreign(func, places, kwargs, [x.data_ptr() for x in tensors]))
+        self.sources += tensors
+        return made
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         like = func(*args, **{**kwargs, "device": "meta"})
         room, offset = next(self.rooms)
-        return Place(offset, like.shape, like.stride(), like.dtype).of(room)
+        return Place(0, offset, like.shape, like.stride(), like.dtype).of([room])
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
         self.tape.append(launch.Copy(to.data_ptr(), source.data_ptr(), to.untyped_storage().nbytes()))
 
 
-Tape = list[launch.Launch | launch.Copy]
+Tape = list[launch.Launch | launch.Copy | Foreign]
 
 
 class Kind:
@@ -133,7 +176,8 @@ class Kind:
         results: shape and dtype of each result, or None.
         rooms: for each allocation, in order, the result that it is (None: it lies in the arena) and its offset.
         size: bytes of the arena.
-        kept: what is saved for backward: None, a view of an input, or a place in the arena.
+        kept: what is saved for backward: None, or a place in what `saved` gives.
+        needed: the numbers of those.
         tapes: by all addresses.
     """
 
@@ -142,8 +186,8 @@ class Kind:
         self.results: list[tuple[torch.Size, torch.dtype] | None] = []
         self.rooms: list[tuple[int | None, int]] = []
         self.size = 0
-        self.kept: list[Place | View | None] = []
-        self.inputs: set[int] = set()
+        self.kept: list[Place | None] = []
+        self.needed: set[int] = set()
         self.tapes: dict[tuple[int, ...], Tape] = {}
         self.misses = self.hits = 0
 
@@ -163,42 +207,43 @@ class Kind:
         return results, saved
 
     def record(
-        self, run: Function, results: Saved, arena: torch.Tensor, inputs: Saved, addresses: tuple[int, ...]
+        self, run: Function, results: Saved, sources: list[torch.Tensor | None], addresses: tuple[int, ...]
     ) -> tuple[Saved, Saved]:
-        """Run with every tensor in its place, and keep the launches."""
+        """Run with every tensor in its place, and keep the launches; `sources` are the arena and the inputs."""
         tape: Tape = []
-        rooms: list[Any] = [(arena if i is None else results[i], offset) for i, offset in self.rooms]
-        with launch.recording(tape), _Record(rooms, tape) as watch:
+        rooms: list[Any] = [(sources[0] if i is None else results[i], offset) for i, offset in self.rooms]
+        with launch.recording(tape), _Record(rooms, tape, sources) as watch:
             found, kept = run()
-        self.kept = [_where(x, arena, inputs) for x in kept]
+        sources[:] = watch.sources
+        self.kept = [_place(x, sources) for x in kept]
+        self.needed = {place.number for place in self.kept if place is not None}
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
-        self.inputs = {one.number for one in self.kept if isinstance(one, View)}
-        self.usable = watch.usable and in_place and -1 not in self.inputs
+        self.usable = watch.usable and in_place and -1 not in self.needed
         if len(self.tapes) >= MOST_TAPES:
             self.tapes.clear()
         self.tapes[addresses] = tape
         return found, kept
 
-    def saved(self, arena: torch.Tensor, inputs: Saved) -> Saved:
-        """What goes to `save_for_backward`: the arena, and the inputs that are kept."""
-        return (arena, *(x if i in self.inputs else None for i, x in enumerate(inputs)))
+    def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
+        """What goes to `save_for_backward`: of the arena, the inputs and what torch's ops made, what is needed."""
+        return tuple(x if i in self.needed else None for i, x in enumerate(sources))
 
     def found(self, saved: Saved) -> Saved:
         """What the function itself would have saved."""
-        arena, *inputs = saved
-        assert arena is not None
-        return tuple(None if x is None else x.of(arena) if isinstance(x, Place) else x.of(inputs) for x in self.kept)
+        return tuple(None if place is None else place.of(saved) for place in self.kept)
 
 
-def _where(x: torch.Tensor | None, arena: torch.Tensor, inputs: Saved) -> Place | View | None:
-    """How to find a saved tensor again; a view of input -1: it cannot be."""
-    if x is None:
-        return None
-    offset = x.data_ptr() - arena.data_ptr()
-    if 0 <= offset < arena.numel():
-        return Place(offset, x.shape, x.stride(), x.dtype)
-    same = (i for i, y in enumerate(inputs) if y is not None and y.data_ptr() == x.data_ptr() and y.dtype == x.dtype)
-    return View(next(same, -1), x.shape, x.stride())
+def _replay(tape: Tape, sources: list[torch.Tensor | None], device: int) -> bool:
+    """Make a tape's launches again; False: an op of torch's put its results elsewhere, and the function must run."""
+    start = 0
+    for i, one in enumerate(tape):
+        if isinstance(one, Foreign):
+            launch.replay(tape[start:i], device)  # type: ignore[arg-type]
+            if not one.again(sources):
+                return False
+            start = i + 1
+    launch.replay(tape[start:] if start else tape, device)  # type: ignore[arg-type]
+    return True
 
 
 _kinds: dict[Any, Kind] = {}
@@ -229,16 +274,17 @@ def play(
     results = [None if one is None else torch.empty(one[0], dtype=one[1], device=device) for one in kind.results]
     arena = torch.empty(kind.size, dtype=torch.uint8, device=device)
     addresses = (arena.data_ptr(), *map(_address, results), *map(_address, inputs), *map(_address, state))
+    sources = [arena, *inputs]
     tape = kind.tapes.get(addresses)
-    if tape is None:
+    if tape is not None and _replay(tape, sources, device.index):
+        kind.hits += 1
+    else:
         kind.misses += 1
-        found, kept = kind.record(prepare(), tuple(results), arena, inputs, addresses)
+        del sources[1 + len(inputs) :]
+        found, kept = kind.record(prepare(), tuple(results), sources, addresses)
         if not kind.usable:
             return found, kept, None
-    else:
-        kind.hits += 1
-        launch.replay(tape, device.index)
-    return tuple(results), kind.saved(arena, inputs), kind
+    return tuple(results), kind.saved(sources), kind
 
 
 class Player(autograd.Plain):

@@ -84,6 +84,29 @@ def test_what_cannot_be_replayed_runs_each_time(function: Callable[[torch.Tensor
         assert_same_bits(result, *function(x))
 
 
+def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it puts its results elsewhere, the function runs and is recorded anew."""
+    monkeypatch.setattr(tape, "_FOREIGN", {torch.ops.aten.frexp.Tensor})
+    elsewhere: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> tape.Saved:
+        mantissa, exponent = torch.ops.aten.frexp.Tensor(x.clone().view(32, 128))
+        elsewhere.append(mantissa)
+        return mantissa.clone(), exponent.clone()
+
+    x = torch.rand(64, 64)
+    for step in range(20):
+        x.mul_(1.5)
+        results = played(function, x)[0]
+        for a, b in zip(results, torch.frexp(x.view(32, 128)), strict=True):
+            assert_same_bits(a, b)
+        if step % 3:
+            elsewhere.clear()
+    (only,) = tape._kinds.values()
+    assert only.usable
+    assert len(elsewhere) < 20 or only.misses > 1
+
+
 def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
     function = lambda x: (x.clone(),)  # noqa: E731
     for x, constants in ((torch.ones(2), 1), (torch.ones(2), 2), (torch.ones(3), 1), (torch.ones(2).double(), 1)):

@@ -118,10 +118,12 @@ class AttentionBlockCall(BlockCall):
 
     def constants(self) -> Any:
         found = super().constants()
-        if found is None or isinstance(self.core, CudnnCall) or self.core.arguments[2] is not None:
-            return None
+        if found is None or (not isinstance(self.core, CudnnCall) and self.core.arguments[2] is not None):
+            return None  # a mask is a tensor that is not among the arguments
         layout = (self.split.parts, self.split.channels, self.split.rows, self.lead, self.heads_first)
-        return (*found, self.core.arguments, *layout)
+        core = self.core
+        how = (core.scale, core.kind, core.p) if isinstance(core, CudnnCall) else core.arguments
+        return (*found, type(core), how, *layout)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         every, forward, backward = super().tensors()
