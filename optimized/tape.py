@@ -176,6 +176,8 @@ class Kind:
         results: shape and dtype of each result, or None.
         rooms: for each allocation, in order, the result that it is (None: it lies in the arena) and its offset.
         size: bytes of the arena.
+        pooled: shapes of the results but the first, each with its padding, if they share one allocation.
+        pool_size: its elements.
         kept: what is saved for backward: None, or a place in what `saved` gives.
         needed: the numbers of those.
         tapes: by all addresses.
@@ -186,6 +188,8 @@ class Kind:
         self.results: list[tuple[torch.Size, torch.dtype] | None] = []
         self.rooms: list[tuple[int | None, int]] = []
         self.size = 0
+        self.pooled: list[torch.Tensor] = []
+        self.pool_size = 0
         self.kept: list[Place | None] = []
         self.needed: set[int] = set()
         self.tapes: dict[tuple[int, ...], Tape] = {}
@@ -204,7 +208,32 @@ class Kind:
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
         self.usable = watch.usable and whole and distinct and self.size <= LARGEST
+        shared = [x for x in results[1:] if x is not None]
+        if len(shared) > 1 and len({x.dtype for x in shared}) == 1:
+            for x in shared:
+                padding = -x.numel() % (_ALIGNMENT // x.element_size())
+                self.pooled += [
+                    torch.empty(x.shape, dtype=x.dtype, device="meta"),
+                    torch.empty(padding, dtype=x.dtype, device="meta"),
+                ]
+            self.pool_size = sum(x.numel() for x in self.pooled)
         return results, saved
+
+    def room_for_results(self, device: torch.device) -> Saved:
+        """The first result is a tensor of its own, which may live longer; the others share one: fewer allocations."""
+        first = (
+            None
+            if self.results[0] is None
+            else torch.empty(self.results[0][0], dtype=self.results[0][1], device=device)
+        )
+        if not self.pooled:
+            return (
+                first,
+                *(None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in self.results[1:]),
+            )
+        pool = torch.empty(self.pool_size, dtype=self.pooled[0].dtype, device=device)
+        views = iter(torch._C._nn.unflatten_dense_tensors(pool, self.pooled)[::2])
+        return (first, *(None if x is None else next(views) for x in self.results[1:]))
 
     def record(
         self, run: Function, results: Saved, sources: list[torch.Tensor | None], addresses: tuple[int, ...]
@@ -271,7 +300,7 @@ def play(
         return *kind.measure(prepare()), None
     if not kind.usable or kind.misses > 2 * MOST_TAPES + kind.hits:
         return *prepare()(), None
-    results = [None if one is None else torch.empty(one[0], dtype=one[1], device=device) for one in kind.results]
+    results = kind.room_for_results(device)
     arena = torch.empty(kind.size, dtype=torch.uint8, device=device)
     addresses = (arena.data_ptr(), *map(_address, results), *map(_address, inputs), *map(_address, state))
     sources = [arena, *inputs]
@@ -281,10 +310,10 @@ def play(
     else:
         kind.misses += 1
         del sources[1 + len(inputs) :]
-        found, kept = kind.record(prepare(), tuple(results), sources, addresses)
+        found, kept = kind.record(prepare(), results, sources, addresses)
         if not kind.usable:
             return found, kept, None
-    return tuple(results), kind.saved(sources), kind
+    return results, kind.saved(sources), kind
 
 
 class Player(autograd.Plain):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import reference as te
 from optimized.bench import layer, layer_models
 from optimized.commands import tables
 
@@ -90,3 +91,23 @@ def test_the_table_has_a_row_per_contestant() -> None:
     assert linear.rows == (("Linear", "yes", "0.500"),)
     (ops,) = tables.layer_ops(payload)
     assert ops.rows == (("gemm_fp8", "1×2×3", "2", "0.500", "7.00 TFLOP", "90 %"),)
+
+
+def test_what_a_step_holds_for_backward() -> None:
+    """Each storage once; weights are parameters, not saved a second time."""
+    tiny = dataclasses.replace(CASE, dtype=torch.bfloat16)
+    contestant = layer_models.Contestant.__new__(layer_models.Contestant)
+    module = te.LayerNormLinear(64, 128, params_dtype=torch.bfloat16)
+    x = torch.randn(16, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    contestant.__dict__.update(case=tiny, module=module, x=x, context=te.autocast, keywords={})
+    contestant.parameters = [x, *module.parameters()]
+    rows = {(row["what"], row["dtype"], row["shape"]): row["bytes"] for row in layer.memory(contestant)}
+    assert rows["input", "bfloat16", "16×2×64"] == 2 * 32 * 64
+    assert rows["saved for backward", "float8_e4m3fn", "64×32"] == 32 * 64  # the norm's output, transposed
+    assert rows["saved for backward", "float8_e4m3fn", "64×128"] == 64 * 128  # the weight, transposed
+    assert rows["parameter", "bfloat16", "128×64"] == 2 * 128 * 64
+    row = {"step": "ours", "attention": "exact", "peak_bytes": 2**31, "memory": [{"what": "input", "dtype": "bfloat16",
+        "shape": "4×4", "count": 2, "bytes": 2**20}]}  # fmt: skip
+    origin = {"cuda": "13.0", "torch": "2", "cupy": "14", "date": "2026-11-21T", "kernels": {}}
+    (table,) = tables.layer_memory({"cases": [{"rows": [row]}], "provenance": origin})
+    assert table.rows == (("input", "4×4", "bfloat16", "2", "1.0"),)

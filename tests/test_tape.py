@@ -141,18 +141,18 @@ def test_what_a_layer_depends_on_is_a_constant_or_none() -> None:
 
 
 def train(layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Twelve steps, of which some run forward twice before a backward, without gradients, or on another input."""
+    """Steps, some with two forwards before a backward, without gradients, or on another input; at the end ten alike."""
     monkeypatch.setattr(autograd, "player", player)
     numbers = torch.Generator("cuda").manual_seed(3)
     x = torch.empty(24, 2, 64, dtype=BF16, device="cuda").requires_grad_()
     seen: list[Any] = []
-    for step in range(12):
+    for step in range(20):
         layer.zero_grad(set_to_none=True)
         with torch.no_grad():
             x.copy_(torch.randn(x.shape, generator=numbers, device="cuda") * 2.0 ** (step % 4))
         with te.autocast(enabled=fp8, recipe=RECIPE):
-            outs = [layer(x) for _ in range(2 if step % 4 == 3 else 1)]
-            if step % 5 == 4:
+            outs = [layer(x) for _ in range(2 if step in (3, 7) else 1)]
+            if step in (4, 8):
                 with torch.no_grad():
                     seen.append(layer(x))
                     seen.append(layer(x[:16]))
@@ -184,7 +184,7 @@ def test_a_layer_has_the_same_bits_with_tapes(fp8: bool, dropout: float, monkeyp
     actual = train(other, tape.Player(), fp8, monkeypatch)
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
-    assert sum(kind.hits for kind in tape._kinds.values()) >= 8
+    assert sum(kind.hits for kind in tape._kinds.values()) >= 8, [vars(kind) for kind in tape._kinds.values()]
     assert all(kind.usable for kind in tape._kinds.values())
 
 

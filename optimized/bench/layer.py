@@ -152,6 +152,28 @@ def breakdown(contestant: Contestant, ceilings: Mapping[str, float], steps: int 
     return sorted(found.values(), key=lambda row: -row["ms"])
 
 
+def memory(contestant: Contestant) -> list[dict[str, Any]]:
+    """The tensors that a step holds between forward and backward, each storage once: what is saved, and the weights."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), contestant.context():
+        out = contestant.module(contestant.x, **contestant.keywords)
+    parameters = {p.data_ptr(): p for p in contestant.parameters}
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for address, x in {**found, **parameters}.items():
+        what = "input" if x is contestant.x else "parameter" if address in parameters else "saved for backward"
+        key = (what, str(x.dtype).removeprefix("torch."), "×".join(map(str, x.shape)))
+        row = rows.setdefault(key, dict(zip(("what", "dtype", "shape"), key, strict=True)) | {"count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += x.untyped_storage().nbytes()
+    del out
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
 def _of_ceiling(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> float | None:
     """The ceiling's time over the op's."""
     if row["bound"] == "memory":
@@ -220,6 +242,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     for row, (one, _) in zip(rows, entrants, strict=True):
         if one.name in BROKEN_DOWN:
             row["ops"] = breakdown(one, ceilings)
+            row["memory"] = memory(one)
     return {
         "case": {**vars(case), "dtype": str(case.dtype).removeprefix("torch.")},
         "rows": rows,

@@ -85,6 +85,27 @@ def layer_goals(payload: dict[str, Any]) -> list[Table]:
     return [Table("Against what was asked", columns, tuple(rows), origin(payload))]
 
 
+def layer_memory(payload: dict[str, Any]) -> list[Table]:
+    """What the first case's FP8 step holds between forward and backward (docs/layer.md)."""
+    found = []
+    for row in payload["cases"][0]["rows"]:
+        if row.get("memory"):
+            cells = [
+                (one["what"], one["shape"], one["dtype"], str(one["count"]), f"{one['bytes'] / 2**20:.1f}")
+                for one in row["memory"]
+                if one["bytes"] >= 2**16
+            ]
+            total = sum(one["bytes"] for one in row["memory"]) / 2**30
+            note = (
+                f"Together {total:.2f} GiB; the peak, in backward, is {row['peak_bytes'] / 2**30:.2f} GiB with the "
+                f"weights' gradients (Transformer Engine: 3.29 GiB, in a run of its own). Tensors of less than 64 KiB "
+                f"are left out. {origin(payload)}"
+            )
+            title = f"Between forward and backward, {row['step']}, {row['attention']} attention"
+            found.append(Table(title, ("what", "shape", "dtype", "tensors", "MiB"), tuple(cells), note))
+    return found
+
+
 def layer_ops(payload: dict[str, Any]) -> list[Table]:
     """The ops of the first case's FP8 steps, and what of its ceiling each reaches (docs/layer.md)."""
     first, found = payload["cases"][0], []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optimized import measure
-from optimized.commands.layer_tables import layer, layer_goals, layer_ops
+from optimized.commands.layer_tables import layer, layer_goals, layer_memory, layer_ops
 from optimized.commands.table import Table, origin, percent
 
 README = Path(__file__).parents[2] / "README.md"
@@ -281,6 +281,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 }
 DETAILS = {  # more tables of a result, for pages of docs
     "layer_goals": ("layer", layer_goals),
+    "layer_memory": ("layer", layer_memory),
     "layer_ops": ("layer", layer_ops),
 }
 IN_README = (
@@ -329,7 +330,7 @@ def updated(page: str, names: Iterable[str] = IN_README) -> str:
 PAGES = {
     README: IN_README,
     README.parent / "docs" / "ladder.md": ("ladder",),
-    README.parent / "docs" / "layer.md": ("layer_goals", "layer_ops"),
+    README.parent / "docs" / "layer.md": ("layer_goals", "layer_ops", "layer_memory"),
 }
 
 if __name__ == "__main__":

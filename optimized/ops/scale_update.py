@@ -2,7 +2,6 @@
 Semantics: `reference.ops.scale_update`.
 """
 
-import functools
 import itertools
 from typing import Any
 
@@ -33,13 +32,17 @@ _kernels = {
 Module = tuple[int, int, int, int]  # the fields of _MODULE
 
 
-@functools.lru_cache(maxsize=256)
-def _table(modules: tuple[Module, ...]) -> tuple[int, Any]:
+def _table(modules: list[Module]) -> tuple[int, Any]:
     """The kernel's argument: (capacity, table by value)."""
     capacity = next(c for c in CAPACITIES if len(modules) <= c)
     table = np.zeros(capacity, _MODULE)
-    table[: len(modules)] = list(modules)
+    table[: len(modules)] = modules
     return capacity, launch.by_value(table)
+
+
+# The launches of an update by all that they depend on: a training loop makes the same two in each step.
+_tapes: dict[Any, list[tuple[int, list[launch.Launch]]]] = {}
+_MOST_TAPES = 256
 
 
 def scale_update(
@@ -50,6 +53,19 @@ def scale_update(
     algorithm: str,
 ) -> None:
     """Update every module's `scale` `[n]` and `amax_history` `[L, n]`, fp32, in place."""
+    tensors = (*scales, *amax_histories)
+    key = (
+        fp8_max,
+        margin,
+        algorithm,
+        len(scales),
+        *[(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+    )
+    tapes = _tapes.get(key)
+    if tapes is not None:
+        for index, known in tapes:
+            launch.replay(known, index)
+        return
     check(scales, amax_histories, algorithm)
     scaled_max = np.float32(fp8_max * 2.0**-margin)
     modules: dict[torch.device, list[Module]] = {}
@@ -61,15 +77,21 @@ def scale_update(
             )
         entry = (scale.data_ptr(), history.data_ptr(), history.shape[0], history.shape[1])
         modules.setdefault(scale.device, []).append(entry)
+    tapes = []
     for device, entries in modules.items():
-        for start in range(0, len(entries), CAPACITIES[-1]):
-            part = tuple(entries[start : start + CAPACITIES[-1]])
-            columns = max(entry[3] for entry in part)
-            if columns == 0:
-                continue
-            capacity, table = _table(part)
-            kernel = _kernels[capacity, algorithm]
-            launch.launch(kernel, (len(part), columns), (_THREADS,), [table, scaled_max], device=device.index)
+        tape: list[launch.Launch] = []
+        with launch.recording(tape):
+            for start in range(0, len(entries), CAPACITIES[-1]):
+                part = entries[start : start + CAPACITIES[-1]]
+                columns = max(entry[3] for entry in part)
+                if columns:
+                    capacity, table = _table(part)
+                    kernel = _kernels[capacity, algorithm]
+                    launch.launch(kernel, (len(part), columns), (_THREADS,), [table, scaled_max], device=device.index)
+        tapes.append((device.index, tape))
+    if len(_tapes) >= _MOST_TAPES:
+        _tapes.clear()
+    _tapes[key] = tapes
 
 
 LIBRARY.impl("scale_update", scale_update, "CUDA")
