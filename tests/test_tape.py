@@ -184,8 +184,9 @@ def test_a_layer_has_the_same_bits_with_tapes(fp8: bool, dropout: float, monkeyp
     actual = train(other, tape.Player(), fp8, monkeypatch)
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
-    assert sum(kind.hits for kind in tape._kinds.values()) >= 8, [vars(kind) for kind in tape._kinds.values()]
-    assert all(kind.usable for kind in tape._kinds.values())
+    assert sum(kind.hits for kind in tape._kinds.values()) >= 8
+    # In 16 bits the gradients of q, k, v are put side by side by torch's `cat`, which a tape does not hold.
+    assert sum(not kind.usable for kind in tape._kinds.values()) == (0 if fp8 else 1)
 
 
 @pytest.mark.gpu
