@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -79,6 +80,13 @@ def _driver() -> Any:
     from cupy_backends.cuda.api import driver
 
     return driver
+
+
+@functools.cache
+def _runtime() -> Any:
+    from cupy_backends.cuda.api import runtime
+
+    return runtime
 
 
 def _allow_shared_memory(function: Any, size: int) -> None:
@@ -166,9 +174,7 @@ class Copy:
 
     def again(self, stream: int) -> None:
         """Copy on the current device."""
-        from cupy_backends.cuda.api import runtime
-
-        runtime.memcpyAsync(*self._arguments, runtime.memcpyDeviceToDevice, stream)
+        _runtime().memcpyAsync(*self._arguments, _runtime().memcpyDeviceToDevice, stream)
 
 
 class _Thread(threading.local):
@@ -185,9 +191,7 @@ class _Thread(threading.local):
 
     def attach(self, index: int) -> None:
         """Make the device's context current in this thread."""
-        from cupy_backends.cuda.api import runtime
-
-        runtime.setDevice(index)
+        _runtime().setDevice(index)
         self.devices.add(index)
 
 
@@ -242,34 +246,86 @@ def launch(
         head = (handle, *_three(grid), *_three(block), smem)
         _driver().launchKernel(*head, stream, pointers, 0)
         if _thread.tape is not None:
-            _thread.tape.append(Launch(kernel, head, args))
+            note(_thread.tape, Launch(kernel, head, args))
     finally:
         if previous != device:
             torch._C._cuda_exchangeDevice(previous)
 
 
+class Launches:
+    """Launches and copies to be made again, in order: one by one at first, and then as one CUDA graph."""
+
+    def __init__(self) -> None:
+        self._entries: list[Launch | Copy] = []
+        self._times = 0
+        self._graph = 0
+
+    def append(self, entry: Launch | Copy) -> None:
+        """Add one."""
+        self._entries.append(entry)
+
+    def again(self, device: int) -> None:
+        """Make them on torch's current stream of a device."""
+        previous = torch._C._cuda_exchangeDevice(device)
+        try:
+            if device not in _thread.devices:
+                _thread.attach(device)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            if torch.cuda.is_current_stream_capturing():  # which takes launches, but no graph of another's
+                for one in self._entries:
+                    one.again(stream)
+                return
+            self._times += 1
+            if self._times == _TIMES_TO_A_GRAPH and len(self._entries) > 1:
+                self._graph = _captured(self._entries)
+            if self._graph:
+                _runtime().graphLaunch(self._graph, stream)
+            else:
+                for one in self._entries:
+                    one.again(stream)
+        finally:
+            if previous != device:
+                torch._C._cuda_exchangeDevice(previous)
+
+    def __del__(self) -> None:
+        if self._graph and not sys.is_finalizing():
+            _runtime().graphExecDestroy(self._graph)
+
+
+_TIMES_TO_A_GRAPH = 3
+
+
+def _captured(entries: Sequence[Launch | Copy]) -> int:
+    """The handle of a CUDA graph of `entries`, captured on a stream of its own."""
+    runtime = _runtime()
+    stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+    try:
+        runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
+        for one in entries:
+            one.again(stream)
+        graph = runtime.streamEndCapture(stream)
+        executable: int = runtime.graphInstantiate(graph)
+        runtime.graphDestroy(graph)
+        return executable
+    finally:
+        runtime.streamDestroy(stream)
+
+
+def note(tape: list[Any], entry: Launch | Copy) -> None:
+    """Add to the last `Launches` of a tape, which begins with one and may hold other things."""
+    if not tape or not isinstance(tape[-1], Launches):
+        tape.append(Launches())
+    tape[-1].append(entry)
+
+
 @contextlib.contextmanager
 def recording(tape: list[Any]) -> Iterator[None]:
-    """Append every launch of this thread to `tape` as well."""
+    """Note every launch of this thread in `tape` as well."""
     outer, _thread.tape = _thread.tape, tape
     try:
         yield
     finally:
         _thread.tape = outer
-
-
-def replay(tape: Sequence[Launch | Copy], device: int) -> None:
-    """Make launches and copies again, on torch's current stream of a device."""
-    previous = torch._C._cuda_exchangeDevice(device)
-    try:
-        if device not in _thread.devices:
-            _thread.attach(device)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        for one in tape:
-            one.again(stream)
-    finally:
-        if previous != device:
-            torch._C._cuda_exchangeDevice(previous)
 
 
 def _three(extent: tuple[int, ...]) -> tuple[int, ...]:

@@ -162,10 +162,10 @@ class _Record(_Watch):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
-        self.tape.append(launch.Copy(to.data_ptr(), source.data_ptr(), to.untyped_storage().nbytes()))
+        launch.note(self.tape, launch.Copy(to.data_ptr(), source.data_ptr(), to.untyped_storage().nbytes()))
 
 
-Tape = list[launch.Launch | launch.Copy | Foreign]
+Tape = list[launch.Launches | Foreign]
 
 
 class Kind:
@@ -264,14 +264,11 @@ class Kind:
 
 def _replay(tape: Tape, sources: list[torch.Tensor | None], device: int) -> bool:
     """Make a tape's launches again; False: an op of torch's put its results elsewhere, and the function must run."""
-    start = 0
-    for i, one in enumerate(tape):
-        if isinstance(one, Foreign):
-            launch.replay(tape[start:i], device)  # type: ignore[arg-type]
-            if not one.again(sources):
-                return False
-            start = i + 1
-    launch.replay(tape[start:] if start else tape, device)  # type: ignore[arg-type]
+    for part in tape:
+        if isinstance(part, launch.Launches):
+            part.again(device)
+        elif not part.again(sources):
+            return False
     return True
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +30,12 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """On a CPU the only launches are copies of whole tensors; the bytes of those that tapes made again."""
     made: list[int] = []
 
-    def replay(entries: Sequence[Any], device: int) -> None:
-        for one in entries:
+    def again(self: Any, device: int) -> None:
+        for one in self._entries:
             ctypes.memmove(*one._arguments)
             made.append(one._arguments[2])
 
-    monkeypatch.setattr(launch, "replay", replay)
+    monkeypatch.setattr(launch.Launches, "again", again)
     return made
 
 
