@@ -54,9 +54,9 @@ OFF = {
 
 def refuse_not_offered(layer: str, arguments: Mapping[str, Any]) -> None:
     """Raise for a constructor argument of Transformer Engine's that asks for what is not here."""
-    for name, off in OFF.items():
-        if name in arguments and arguments[name] != off:
-            raise NotImplementedError(f"{layer}: {name}={arguments[name]!r} is not offered; {off!r} is accepted.")
+    for name, value in arguments.items():
+        if name in OFF and value != OFF[name]:
+            raise NotImplementedError(f"{layer}: {name}={value!r} is not offered; {OFF[name]!r} is accepted.")
     if arguments.get("window_size") not in (None, (-1, -1), (-1, 0)):
         raise NotImplementedError(
             f"{layer}: window_size={arguments['window_size']!r} is not offered; None is accepted."
