@@ -68,11 +68,6 @@ def replaying() -> bool:
     return len(_REPLAYING) > 0
 
 
-def active() -> bool:
-    """True while a checkpointed part runs, for the first time or again."""
-    return bool(_RECORDING or _REPLAYING)
-
-
 def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
     """The forward scale `module` has to use now: `scale`, or in a recomputation the one of the first run."""
     return _recalled(module, scale)

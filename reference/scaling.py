@@ -87,7 +87,8 @@ def registered(identity: int) -> Any:
 
 def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
     """Note what `module` runs under; its next update follows that recipe."""
-    known = module._membership
+    # `Module.__setattr__` takes its time; a compiler would guard what is read.
+    known = None if torch.compiler.is_compiling() else module._membership
     if known is None or known.recipe is not recipe or known.group is not group:
         module._membership = Membership(recipe, group)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from reference import recompute
 from reference.compiled import before
 from reference.nn import attention, layernorm_linear, layernorm_mlp, linear
 from reference.nn.attention import AttentionCall, CudnnCall, DotProductAttention, Mask
@@ -41,27 +40,22 @@ class BlockCall(Call):
     def __init__(self, first: Call, dropout: Dropout) -> None:
         super().__init__(first.layer, first.dtype)
         self.fp8, self.first = first.fp8, first
-        self.p, self.generator = dropout
+        self.p, generator = dropout
+        self.state = generator.take() if self.p > 0 else None  # here: no compiler follows it out of a pair
 
     def parts(self) -> tuple[Call, ...]:
         """The calls of its modules."""
         return (self.first,)
 
     def constants(self) -> Any:
-        if self.p > 0 and recompute.active():  # a checkpoint notes each random state that is taken
-            return None
         found = [self.p, *(part.constants() for part in self.parts())]
         return None if None in found else tuple(found)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        taken = [self.generator.state] if self.p > 0 else []
+        taken = [] if self.state is None else [self.state]
         states = [part.tensors() for part in self.parts()]
         every, forward, backward = ([x for state in states for x in state[i]] for i in range(3))
         return every + taken, forward + taken, backward
-
-    def take(self) -> torch.Tensor | None:
-        """The random state of the dropout."""
-        return self.generator.take() if self.p > 0 else None
 
     def before_dropout(self, grad: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The gradient on the other side of the dropout that drew from `state`."""
@@ -80,11 +74,10 @@ def mlp_forward(
     fc2_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, hidden]` of h `[tokens, hidden]`."""
-    mlp, state = call.first, call.take()
-    dropped = before(state)
+    mlp, dropped = call.first, before(call.state)
     tensors = (h, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, _, saved = layernorm_mlp.hidden_forward(mlp, needs, *tensors)
-    return mlp.residual(a, w2, mlp.bias(fc2_bias), h, call.p, state), (*saved, dropped)
+    return mlp.residual(a, w2, mlp.bias(fc2_bias), h, call.p, call.state), (*saved, dropped)
 
 
 def mlp_backward(call: BlockCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
@@ -163,11 +156,10 @@ def attention_forward(
     mixed, saved_qkv = layernorm_linear.forward(qkv, needs[:5], x, norm_weight, norm_bias, qkv_w, qkv_bias)
     attend: Any = attention.forward if isinstance(call.core, AttentionCall) else attention.cudnn_forward
     out, (_, _, _, *saved_core) = attend(call.core, (any(needs[:5]),), *call.heads(mixed))
-    state = call.take()
-    dropped = before(state)
+    dropped = before(call.state)
     operand = proj.input(call.tokens(out), INPUT, transpose=needs[5])
     w = proj.weight("weight", proj_w, WEIGHT, transpose=any(needs[:5]))
-    h = proj.residual(operand, w, proj.bias(proj_bias), x, call.p, state)
+    h = proj.residual(operand, w, proj.bias(proj_bias), x, call.p, call.state)
     return h, (*saved_qkv, *keep(operand), *keep(w), dropped, mixed, *saved_core)
 
 

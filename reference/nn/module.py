@@ -60,7 +60,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
         state = current()
         recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
-        if self.fp8 != state.enabled:  # `Module.__setattr__` takes its time
+        # `Module.__setattr__` takes its time; a compiler would guard what is read.
+        if torch.compiler.is_compiling() or self.fp8 != state.enabled:
             self.fp8 = state.enabled
         if state.enabled or state.calibrating:
             length = state.recipe.amax_history_len
