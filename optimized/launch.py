@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import functools
 import struct
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -253,12 +252,10 @@ def launch(
 
 
 class Launches:
-    """Launches and copies to be made again, in order: one by one at first, and then as one CUDA graph."""
+    """Launches and copies to be made again, in order."""
 
     def __init__(self) -> None:
         self._entries: list[Launch | Copy] = []
-        self._times = 0
-        self._graph = 0
 
     def append(self, entry: Launch | Copy) -> None:
         """Add one."""
@@ -271,44 +268,11 @@ class Launches:
             if device not in _thread.devices:
                 _thread.attach(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
-            if torch.cuda.is_current_stream_capturing():  # which takes launches, but no graph of another's
-                for one in self._entries:
-                    one.again(stream)
-                return
-            self._times += 1
-            if self._times == _TIMES_TO_A_GRAPH and len(self._entries) > 1:
-                self._graph = _captured(self._entries)
-            if self._graph:
-                _runtime().graphLaunch(self._graph, stream)
-            else:
-                for one in self._entries:
-                    one.again(stream)
+            for one in self._entries:
+                one.again(stream)
         finally:
             if previous != device:
                 torch._C._cuda_exchangeDevice(previous)
-
-    def __del__(self) -> None:
-        if self._graph and not sys.is_finalizing():
-            _runtime().graphExecDestroy(self._graph)
-
-
-_TIMES_TO_A_GRAPH = 3
-
-
-def _captured(entries: Sequence[Launch | Copy]) -> int:
-    """The handle of a CUDA graph of `entries`, captured on a stream of its own."""
-    runtime = _runtime()
-    stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-    try:
-        runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
-        for one in entries:
-            one.again(stream)
-        graph = runtime.streamEndCapture(stream)
-        executable: int = runtime.graphInstantiate(graph)
-        runtime.graphDestroy(graph)
-        return executable
-    finally:
-        runtime.streamDestroy(stream)
 
 
 def note(tape: list[Any], entry: Launch | Copy) -> None:
