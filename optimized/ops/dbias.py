@@ -15,11 +15,12 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
 ]
 
 BLOCK_ROWS = 64
-_BLOCK_THREADS = 128
+_THREADS = 128
+_CLUSTER = 8
 _TOTAL_THREADS = 256
 _TOTAL_COLS = 32
-_blocks = {
-    (x, vector): launch.function("dbias", "blocks", {"WIDE": WIDE[x], "VECTOR": vector})
+_kernels = {
+    (x, vector): launch.function("dbias", "dbias", {"WIDE": WIDE[x], "VECTOR": vector})
     for x, vector in itertools.product(WIDE, (0, 1))
 }
 _total = {x: launch.function("dbias", "total", {"WIDE": WIDE[x], "VECTOR": 1}) for x in WIDE}
@@ -45,14 +46,14 @@ def dbias(grad: torch.Tensor) -> torch.Tensor:
     """`grad` `[rows, cols]` -> `[cols]`, both of the same dtype: fp32, bf16 or fp16."""
     check_input("twin::dbias", "grad", grad)
     rows, cols = grad.shape
-    partial = new_partial(grad)
-    if partial.numel():
-        vector = int(grad.data_ptr() % 16 == 0 and cols * grad.element_size() % 16 == 0)
-        tile_cols = 32 * (16 // grad.element_size() if vector else 1)
-        args = [grad.data_ptr(), partial.data_ptr(), np.int32(rows), np.int32(cols)]
-        grid = (partial.shape[0] * -(-cols // tile_cols),)
-        launch.launch(_blocks[grad.dtype, vector], grid, (_BLOCK_THREADS,), args, device=grad.device.index)
-    return add_blocks(partial, grad.dtype)
+    out = torch.empty(cols, dtype=grad.dtype, device=grad.device)
+    vector = int(grad.data_ptr() % 16 == 0 and cols * grad.element_size() % 16 == 0)
+    strip = 8 * (16 // grad.element_size() if vector else 1)
+    if cols:
+        args = [grad.data_ptr(), out.data_ptr(), np.int32(rows), np.int32(cols)]
+        grid = (-(-cols // strip) * _CLUSTER,)
+        launch.launch(_kernels[grad.dtype, vector], grid, (_THREADS,), args, device=grad.device.index)
+    return out
 
 
 LIBRARY.impl("dbias", dbias, "CUDA")
