@@ -146,17 +146,18 @@ def test_every_configuration_on_ragged_shapes(kind, dtype, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
-def test_every_configuration_with_a_ragged_end(kind, dtype):
-    """Rows that end 48 elements before the last that a configuration holds; 35 rows: a whole tile and a ragged one."""
+@pytest.mark.parametrize("short", [0, 48])
+def test_every_configuration_to_its_end(kind, dtype, short):
+    """Rows that fill a configuration, and that end 48 elements before; 83 rows: a whole tile and a ragged one."""
     for warps in norm.ROW_WARPS:
-        hidden = 1024 * warps - 48
+        hidden = 1024 * warps - short
         assert norm.row_warps(hidden) == warps
-        x = values(35, hidden, dtype, warps)
+        x = values(83, hidden, dtype, warps)
         weight, bias = parameters(hidden, BF16, kind, warps)
-        check(twin.norm, x, weight, bias, 1e-5, False, kind, dtype)
+        check(twin.norm, x[:9], weight, bias, 1e-5, False, kind, dtype)
         check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)
     for shape in norm_backward.SHAPES:
-        hidden = 256 * shape[0] * shape[1] - 48
+        hidden = 256 * shape[0] * shape[1] - short
         assert norm_backward.backward_shape(BF16, hidden) == shape
         rows = 300 if hidden < 2500 else 35
         x, grad = values(rows, hidden, dtype, 1), values(rows, hidden, dtype, 2)
@@ -167,14 +168,22 @@ def test_every_configuration_with_a_ragged_end(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 17, 64, 65, 131, 200])
-def test_the_tiles_of_tall_matrices_on_few_rows(rows, kind, monkeypatch):
-    monkeypatch.setattr(norm_cast_transpose, "_TALL", 0)
-    for seed, hidden in enumerate((16, 976, 1024, 1040, 2000, 2048, 4112)):
+@pytest.mark.parametrize("rows", [1, 17, 33, 64, 65, 131, 200])
+def test_tiles_shared_by_two_blocks(rows, kind):
+    for seed, hidden in enumerate((16, 256, 976, 1024, 1040, 2000, 2048, 4112)):
         x = values(rows, hidden, BF16, seed)
         weight, bias = parameters(hidden, BF16, kind, seed)
         scale, history = torch.tensor([5.0]), torch.zeros(1, 1)
         check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, scale, history, 0, E4M3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tiles_to_a_block(kind):
+    """More tiles than multiprocessors: blocks go on to a second and a third."""
+    for seed, (rows, hidden) in enumerate(((17000, 16), (9000, 256), (4300, 4112))):
+        x = values(rows, hidden, BF16, seed)
+        weight, bias = parameters(hidden, BF16, kind, seed)
+        check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@
 // Bound by memory: 4 bytes an element in bf16. ROW_WARPS warps hold a row, 32 elements a lane, widened, in registers:
 // nothing is read, widened or centered twice. (A warp holding 4096 elements had to.) Blocks are persistent: a group
 // of warps has its next row on the way while it works on one, and gamma and beta stay in shared memory as fp32.
-#include "norm_row.cuh"
+#include "norm_held.cuh"
 
 constexpr int THREADS = 32 * ROW_WARPS * ROWS;  // ROWS: of a block at a time
 
@@ -37,30 +37,23 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_rows(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
     int zero_centered, int parameters, int out) {
-    __shared__ float slots[ROWS][2][ROW_WARPS];
-    const int group = threadIdx.x / (32 * ROW_WARPS), part = threadIdx.x / 32 % ROW_WARPS;
-    const int first = part * STRIPE * STRIPES + threadIdx.x % 32 * 8;
+    __shared__ Slots slots[ROWS];
+    const int group = threadIdx.x / (32 * ROW_WARPS);
     const int step = gridDim.x * ROWS;
-    const auto fetch = [&](Packed& packed, int index) {
-        if (index < rows) packed.load(x + static_cast<size_t>(index) * hidden + first, hidden - first);
-    };
-    int turn = 0;
-    int index = blockIdx.x * ROWS + group;
+    const Held held(hidden);
+    int index = blockIdx.x * ROWS + group, turn = 0;
     Packed packed, next;
-    fetch(packed, index);
-    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, hidden);
+    if (index < rows) packed = held.load(x, index);
+    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
 #pragma unroll 1
     for (; index < rows; index += step) {
-        fetch(next, index + step);
-        Values row(packed);
-        const Statistics s = center<ROW_WARPS>(row, hidden - first, hidden, eps, slots[group], turn, group + 1);
-        if (first == 0) {
-            if (KIND == 0) mean[index] = s.mean;
-            rstd[index] = s.rstd;
-        }
-        const size_t start = static_cast<size_t>(index) * hidden;
-        for_each_output(row, s.rstd, affine, bias != nullptr, first, hidden, [&](int at, const float(&v)[8]) {
-            store_output(y, out, start + at, v);
+        if (index + step < rows) next = held.load(x, index + step);
+        const Row row(packed, held, eps, slots[group], turn, group + 1);
+        turn ^= 1;
+        row.store_statistics(mean, rstd, index, held);
+        const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
+        row.for_each_output(affine, held, [&](int i, const float(&v)[8]) {
+            store_output(y, out, start + STRIPE * i, v);
         });
         packed = next;
     }

@@ -11,18 +11,18 @@
 // b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the chains
 // are added in pairs.
 //
-// Bound by memory: 6 bytes an element in bf16, 8 with a residual. 32 * ROW_WARPS threads hold a row, 8 * VECTORS
-// columns each, so that a thread keeps its columns' sums in registers while rows stream past; a block takes CHAINS rows
-// at a time. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will read itself, so these copies
-// need no barrier. One barrier a row (two sets of slots in shared memory) exchanges both of the row's sums. KEPT 1: a
-// thread keeps gamma, xhat and g as well; KEPT 0: it reads and computes them twice, where registers are short.
+// Bound by memory: 6 bytes an element in bf16, 8 with a residual. ROW_WARPS warps hold a row, 256 * VECTORS
+// neighbouring columns each, 8 * VECTORS to a lane, so that a thread keeps its columns' sums in registers while rows
+// stream past; a block takes CHAINS rows at a time. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what
+// it will read itself, so these copies need no barrier. One barrier a row (two sets of slots in shared memory) exchanges
+// both of the row's sums. KEPT 1: a thread keeps gamma, xhat and g as well; KEPT 0: it reads and computes them twice,
+// where registers are short. WHOLE 1: rows of exactly as many elements as the warps hold, a constant.
 #include "norm_row.cuh"
 #include "ptx/cp_async.cuh"
 
 constexpr int THREADS = 32 * ROW_WARPS * CHAINS;
-constexpr int WIDTH = 8 * 32 * ROW_WARPS;    // columns of a vector of all threads of a row
-constexpr int LEAVES = VECTORS * ROW_WARPS;  // sums of 256 neighbours of a row
-static_assert(CHAINS == 1 || VECTORS == 1, "several rows at a time are short");
+constexpr int WIDTH = STRIPE * VECTORS * ROW_WARPS;  // columns that the threads of a row hold
+static_assert(VECTORS == 1 || VECTORS == 2 || VECTORS == 4, "a warp's columns are a subtree of the row's sum");
 constexpr int PIECES = sizeof(Eight) / 16;
 
 constexpr int TENSORS = 3;
@@ -43,14 +43,17 @@ __device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
     return v;
 }
 
+// Whether the row, of which `left` elements are left from the thread's first on, reaches its vector.
+__device__ __forceinline__ bool inside(int vector, int left) { return WHOLE || vector * STRIPE < left; }
+
 // `from`: the thread's first element of the row; `left`: elements from there to the row's end.
 __device__ __forceinline__ void fetch(uint4* mine, const wide_t* from, int left) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
-        if (i * WIDTH < left)
+        if (inside(i, left))
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                cp_async_16(mine + (i * PIECES + p) * THREADS, from + i * WIDTH + p * LANES);
+                cp_async_16(mine + (i * PIECES + p) * THREADS, from + i * STRIPE + p * LANES);
 }
 
 // Waits for the threads of one row only: rows of one block go on independently.
@@ -58,37 +61,19 @@ __device__ __forceinline__ void row_barrier(int chain) {
     asm volatile("bar.sync %0, %1;" ::"r"(chain + 1), "n"(32 * ROW_WARPS) : "memory");
 }
 
-// Both means of a row from a thread's (vectors of 8 columns); first: g, second: g * xhat. `slots` belong to this row.
-__device__ __forceinline__ float2 row_means(
-    const float (&first)[VECTORS], const float (&second)[VECTORS], float (*slots)[LEAVES], int chain,
-    float n) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % ROW_WARPS;
-    const bool odd = lane & 1;
+// Two sums of a row from its warps.
+typedef Leaves<ROW_WARPS> Slots[2];
+
+// Both means of a row from a thread's sums of g in each vector, then those of g * xhat. `slots` belong to this row.
+__device__ __forceinline__ float2 row_means(const float (&sums)[2 * VECTORS], Slots& slots, int chain, float n) {
+    const int lane = threadIdx.x % 32;
+    float v = lane_sum(sums);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        // Even lanes go on with the first sum, odd ones with the second.
-        float v = (odd ? second[i] : first[i]) + __shfl_xor_sync(ALL, odd ? first[i] : second[i], 1);
-#pragma unroll
-        for (int bit = 2; bit < 32; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
-        if (lane < 2) slots[lane][i * ROW_WARPS + warp] = v;
-    }
+    for (int bit = 1; bit < VECTORS; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
+    if (lane % VECTORS == 0 && lane < 2 * VECTORS) slots[lane / VECTORS].sum[threadIdx.x / 32 % ROW_WARPS] = v;
     row_barrier(chain);
-    // Lanes 0-15 go on with the first sum, 16-31 with the second, each with HELD neighbouring stripes.
-    constexpr int SPREAD = LEAVES < 16 ? power_of_two(LEAVES) : 16, HELD = power_of_two(LEAVES) / SPREAD;
-    float v[HELD];
-#pragma unroll
-    for (int k = 0; k < HELD; ++k) {
-        const int leaf = lane % SPREAD * HELD + k;
-        v[k] = leaf < LEAVES ? slots[lane / 16][leaf] : 0.0f;
-    }
-#pragma unroll
-    for (int i = 1; i < HELD; i *= 2)
-#pragma unroll
-        for (int k = 0; k + i < HELD; k += 2 * i) v[k] = v[k] + v[k + i];
-#pragma unroll
-    for (int bit = 1; bit < SPREAD; bit *= 2) v[0] = v[0] + __shfl_xor_sync(ALL, v[0], bit);
-    const float mine = v[0] / n;
-    const float other = __shfl_xor_sync(ALL, mine, 16);
+    // Half of the lanes go on with each sum.
+    const float mine = tree<ROW_WARPS>(slots[lane / 16].sum) / n, other = __shfl_xor_sync(ALL, mine, 16);
     return lane < 16 ? make_float2(mine, other) : make_float2(other, mine);
 }
 
@@ -114,8 +99,8 @@ struct Columns {
 template <typename Gamma>
 __device__ __forceinline__ void backward_row(
     const uint4* mine, bool has_residual, float mean, float rstd, Columns& columns, Gamma gamma, wide_t* dx, int left,
-    float n, float (*slots)[LEAVES], int chain) {
-    float first[VECTORS], second[VECTORS], xhat[VECTORS][8], g[VECTORS][8];
+    float n, Slots& slots, int chain) {
+    float sums[2 * VECTORS], xhat[VECTORS][8], g[VECTORS][8];
     const auto normalize = [&](int i, float(&grad)[8]) {
         const Eight incoming = arrived(mine, i), x = arrived(mine + TENSOR, i);
         float factor[8];
@@ -129,7 +114,6 @@ __device__ __forceinline__ void backward_row(
     };
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        const bool inside = i * WIDTH < left;
         float grad[8], gx[8];
         normalize(i, grad);
 #pragma unroll
@@ -138,13 +122,13 @@ __device__ __forceinline__ void backward_row(
             columns.weight[i][j] = columns.weight[i][j] + grad[j] * xhat[i][j];
             if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad[j];
         }
-        first[i] = inside ? tree8(g[i]) : 0.0f;
-        second[i] = inside ? tree8(gx) : 0.0f;
+        sums[i] = inside(i, left) ? tree8(g[i]) : 0.0f;
+        sums[VECTORS + i] = inside(i, left) ? tree8(gx) : 0.0f;
     }
-    const float2 c = row_means(first, second, slots, chain, n);
+    const float2 c = row_means(sums, slots, chain, n);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        if (i * WIDTH < left) {
+        if (inside(i, left)) {
             float v[8];
             if constexpr (!KEPT) normalize(i, v);
 #pragma unroll
@@ -157,7 +141,7 @@ __device__ __forceinline__ void backward_row(
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = widen(narrow(v[j])) + widen(residual, j);
             }
-            store_eight(dx + i * WIDTH, v);
+            store_eight(dx + i * STRIPE, v);
         }
     }
 }
@@ -168,7 +152,7 @@ __device__ __forceinline__ void store_partial(
     if constexpr (CHAINS == 1) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            const int at = column + i * WIDTH;
+            const int at = column + i * STRIPE;
             if (at < hidden) {
                 float4* to = reinterpret_cast<float4*>(partial + at);
                 to[0] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
@@ -179,9 +163,11 @@ __device__ __forceinline__ void store_partial(
         __shared__ float staged[CHAINS][WIDTH];
         __syncthreads();  // the sums before have been read
 #pragma unroll
-        for (int j = 0; j < 8; j += 4)
-            *reinterpret_cast<float4*>(&staged[chain][column + j]) =
-                make_float4(sums[0][j], sums[0][j + 1], sums[0][j + 2], sums[0][j + 3]);
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; j += 4)
+                *reinterpret_cast<float4*>(&staged[chain][column + i * STRIPE + j]) =
+                    make_float4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
         __syncthreads();
         for (int at = threadIdx.x; at < WIDTH && at < hidden; at += THREADS) {
             float v = staged[0][at] + staged[1][at];
@@ -194,15 +180,16 @@ __device__ __forceinline__ void store_partial(
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
     const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
     const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
-    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int hidden, int count, int zero_centered,
+    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count, int zero_centered,
     int parameters) {
-    __shared__ float slots[2][CHAINS][2][LEAVES];
+    const int hidden = WHOLE ? WIDTH : length;
+    __shared__ Slots slots[2][CHAINS];
     const int chain = threadIdx.x / (32 * ROW_WARPS);
-    const int column = threadIdx.x % (32 * ROW_WARPS) * 8;
+    const int column = threadIdx.x / 32 % ROW_WARPS * STRIPE * VECTORS + threadIdx.x % 32 * 8;
     Columns columns = {};
     float kept[VECTORS][8];
     const auto read_gamma = [&](int i, float(&to)[8]) {
-        if (column + i * WIDTH < hidden) gamma8(weight, parameters, zero_centered != 0, column + i * WIDTH, to);
+        if (inside(i, hidden - column)) gamma8(weight, parameters, zero_centered != 0, column + i * STRIPE, to);
     };
 #pragma unroll
     for (int i = 0; i < (KEPT ? VECTORS : 0); ++i) read_gamma(i, kept[i]);

@@ -18,7 +18,7 @@ __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
         float v[8];
         each(STRIPE * i + static_cast<int>(threadIdx.x) % 32 * 8, v);
         const float lane[1] = {tree8(v)};
-        const float sum = row_sum<1>(lane);
+        const float sum = lane_sum(lane);
         if (threadIdx.x % 32 == 0) sums[i] = sum;
     }
     float *from = sums, *to = next;

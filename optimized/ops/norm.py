@@ -27,14 +27,29 @@ def row_warps(hidden: int) -> int | None:
     return None if hidden % 8 else next((n for n in ROW_WARPS if hidden <= n * 1024), None)
 
 
-def defines(x: torch.dtype, kind: str, warps: int, shape: tuple[int, int] | None = None) -> Defines:
-    """Macros of norm.cu; `shape`, the rows of a block and the blocks of a multiprocessor, is what tuning varied."""
-    shapes = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
-    rows, blocks = shape or shapes[warps]
-    if x == torch.float32 and shape is None:
+# Rows of a block and blocks of a multiprocessor, by the warps of a row.
+_SHAPES = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
+
+
+def whole(x: torch.dtype, warps: int, hidden: int) -> int:
+    """WHOLE of norm_held.cuh: the row fills its warps. (fp32 rows, rare, do without such kernels.)"""
+    return int(hidden == 1024 * warps and x != torch.float32)
+
+
+def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
+    """Macros of norm.cu for rows of `hidden` elements."""
+    rows, blocks = _SHAPES[warps]
+    if x == torch.float32:
         rows = min(rows, max(1, 16 // warps))
         blocks = min(blocks, max(1, 16 // (rows * warps)))
-    return {"WIDE": WIDE[x], "KIND": KIND[kind], "ROW_WARPS": warps, "ROWS": rows, "BLOCKS": blocks}
+    return {
+        "WIDE": WIDE[x],
+        "KIND": KIND[kind],
+        "ROW_WARPS": warps,
+        "ROWS": rows,
+        "BLOCKS": blocks,
+        "WHOLE": whole(x, warps, hidden),
+    }
 
 
 def _any_defines(x: torch.dtype, kind: str, vector: int) -> Defines:
@@ -42,15 +57,19 @@ def _any_defines(x: torch.dtype, kind: str, vector: int) -> Defines:
 
 
 CONFIGURATIONS: list[tuple[str, Defines]] = [
-    *(("norm", defines(*choice)) for choice in itertools.product(WIDE, KINDS, ROW_WARPS)),
+    *(
+        ("norm", defines(x, kind, warps, 1024 * warps - short))
+        for x, kind, warps, short in itertools.product(WIDE, KINDS, ROW_WARPS, (0, 8))
+        if short or x != torch.float32
+    ),
     *(("norm_any", _any_defines(*choice)) for choice in itertools.product(WIDE, KINDS, (0, 1))),
 ]
 
 
 @functools.cache
-def rows_kernel(x: torch.dtype, kind: str, warps: int, shape: tuple[int, int] | None = None) -> launch.Kernel:
+def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int) -> launch.Kernel:
     """norm.cu with the macros of `defines`."""
-    return launch.function("norm", "norm_rows", defines(x, kind, warps, shape), _SHARED)
+    return launch.function("norm", "norm_rows", defines(x, kind, warps, hidden), _SHARED)
 
 
 @functools.cache
@@ -108,7 +127,7 @@ def normalize(
     ]
     warps = row_warps(hidden)
     if warps is not None:
-        kernel = rows_kernel(x.dtype, kind, warps)
+        kernel = rows_kernel(x.dtype, kind, warps, hidden)
         in_block = int(kernel.defines["ROWS"])
         # Persistent blocks, as many as run at once.
         at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)

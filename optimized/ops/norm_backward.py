@@ -22,7 +22,7 @@ _TOTAL_COLUMNS = 32
 _TOTAL_THREADS = 512
 
 # (ROW_WARPS, VECTORS) of norm_backward.cu: 256 * ROW_WARPS * VECTORS elements of a row.
-SHAPES = ((4, 1), (8, 1), (12, 1), (16, 1), (10, 2), (12, 2), (16, 2), (16, 3), (16, 4))
+SHAPES = ((4, 1), (8, 1), (12, 1), (16, 1), (10, 2), (12, 2), (16, 2), (12, 4), (16, 4))
 
 
 def backward_shape(x: torch.dtype, hidden: int) -> tuple[int, int] | None:
@@ -33,22 +33,20 @@ def backward_shape(x: torch.dtype, hidden: int) -> tuple[int, int] | None:
     return next(((warps, vectors) for warps, vectors in SHAPES if hidden <= 256 * warps * vectors), None)
 
 
-def defines(
-    x: torch.dtype, kind: str, shape: tuple[int, int], stages: int | None = None, blocks: int | None = None
-) -> Defines:
-    """Macros of norm_backward.cu; `stages` and `blocks` are what tuning varied."""
+def defines(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> Defines:
+    """Macros of norm_backward.cu for rows of `hidden` elements."""
     warps, vectors = shape
-    if stages is None:
-        stages = 3 if vectors == 2 and warps < 16 and x != torch.float32 else 2
+    deep = kind == "layernorm" and vectors == 2 and warps < 16 and x != torch.float32
     return {
         "WIDE": WIDE[x],
         "KIND": KIND[kind],
         "CHAINS": chains(256 * warps * vectors),
         "ROW_WARPS": warps,
         "VECTORS": vectors,
-        "STAGES": stages,
-        "BLOCKS": blocks or (2 if vectors == 1 else 1),
+        "STAGES": 3 if deep else 2,
+        "BLOCKS": 2 if vectors == 1 else 1,
         "KEPT": int(vectors <= 2),
+        "WHOLE": int(hidden == 256 * warps * vectors and x != torch.float32),
     }
 
 
@@ -64,20 +62,18 @@ CONFIGURATIONS: list[tuple[str, Defines]] = [
     *(("norm_total", _total_defines(x)) for x in WIDE),
     *(("norm_backward_any", _any_defines(*choice)) for choice in itertools.product(WIDE, KINDS)),
     *(
-        ("norm_backward", defines(x, kind, shape))
-        for x, kind, shape in itertools.product(WIDE, KINDS, SHAPES)
-        if backward_shape(x, 256 * shape[0] * shape[1])
+        ("norm_backward", defines(x, kind, shape, 256 * shape[0] * shape[1] - short))
+        for x, kind, shape, short in itertools.product(WIDE, KINDS, SHAPES, (0, 8))
+        if backward_shape(x, 256 * shape[0] * shape[1]) and (short or x != torch.float32)
     ),
 ]
 _total = {x: launch.function("norm_total", "norm_total", _total_defines(x)) for x in WIDE}
 
 
 @functools.cache
-def kernel(
-    x: torch.dtype, kind: str, shape: tuple[int, int], stages: int | None = None, blocks: int | None = None
-) -> launch.Kernel:
+def kernel(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> launch.Kernel:
     """norm_backward.cu with the macros of `defines`."""
-    return launch.function("norm_backward", "norm_backward", defines(x, kind, shape, stages, blocks), _SHARED)
+    return launch.function("norm_backward", "norm_backward", defines(x, kind, shape, hidden), _SHARED)
 
 
 @functools.cache
@@ -186,7 +182,7 @@ def norm_backward(
     shape = backward_shape(x.dtype, hidden)
     if rows and shape is not None:
         _backward_rows(
-            kernel(x.dtype, kind, shape),
+            kernel(x.dtype, kind, shape, hidden),
             grad,
             x,
             weight,

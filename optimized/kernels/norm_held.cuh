@@ -1,0 +1,143 @@
+// A row in the registers of ROW_WARPS warps: warp p has elements 1024 p .. + 1023, lane l of it 256 i + 8 l .. + 7 of
+// those, in stripe i < 4, so that a warp's sum is a subtree of the row's. +0.0 beyond the end.
+//
+// WHOLE 1: rows of 1024 * ROW_WARPS elements. The length is then a constant, and no lane asks where the row ends.
+#pragma once
+#include "norm_row.cuh"
+
+constexpr int STRIPES = 4;
+
+struct Packed {
+    Eight stripe[STRIPES];
+};
+
+// One lane's part of rows.
+struct Held {
+    int first, hidden;  // the lane's first element; the row's length
+
+    __device__ __forceinline__ explicit Held(int length)
+        : first(threadIdx.x / 32 % ROW_WARPS * STRIPE * STRIPES + threadIdx.x % 32 * 8),
+          hidden(WHOLE ? STRIPE * STRIPES * ROW_WARPS : length) {}
+
+    __device__ __forceinline__ bool inside(int stripe) const { return WHOLE || first + STRIPE * stripe < hidden; }
+
+    __device__ __forceinline__ Packed load(const wide_t* x, int row) const {
+        const wide_t* const from = x + static_cast<size_t>(row) * hidden + first;
+        Packed packed;
+#pragma unroll
+        for (int i = 0; i < STRIPES; ++i) packed.stripe[i] = inside(i) ? load8(from + STRIPE * i) : Eight{};
+        return packed;
+    }
+};
+
+// Where the warps of a row exchange their sums: one set for the mean, one for the squares; rmsnorm uses them in turn.
+// A set is written again only after the barrier of the sum between.
+typedef Leaves<ROW_WARPS> Slots[2];
+
+// The row's sum from a lane's sums of its stripes; every lane of its warps gets it.
+__device__ __forceinline__ float row_sum(const float (&stripes)[STRIPES], Leaves<ROW_WARPS>& slots, int barrier) {
+    float sum = lane_sum(stripes);
+#pragma unroll
+    for (int bit = 1; bit < STRIPES; bit *= 2) sum = sum + __shfl_xor_sync(ALL, sum, bit);
+    if constexpr (ROW_WARPS == 1) return sum;
+    if (threadIdx.x % 32 == 0) slots.sum[threadIdx.x / 32 % ROW_WARPS] = sum;
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * ROW_WARPS) : "memory");
+    return tree<ROW_WARPS>(slots.sum);
+}
+
+struct Row {
+    float v[STRIPES][8];  // centered
+    float mean, rstd;
+
+    __device__ __forceinline__ Row(
+        const Packed& packed, const Held& held, float eps, Slots& slots, int turn, int barrier)
+        : mean(0.0f) {
+        const float n = static_cast<float>(held.hidden);
+        float sums[STRIPES];
+#pragma unroll
+        for (int i = 0; i < STRIPES; ++i) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[i][j] = widen(packed.stripe[i], j);
+            sums[i] = tree8(v[i]);
+        }
+        if constexpr (KIND == 0) mean = row_sum(sums, slots[0], barrier) / n;
+#pragma unroll
+        for (int i = 0; i < STRIPES; ++i) {
+            float squares[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                v[i][j] = centered(v[i][j], mean);
+                squares[j] = v[i][j] * v[i][j];
+            }
+            sums[i] = held.inside(i) ? tree8(squares) : 0.0f;
+        }
+        rstd = 1.0f / sqrtf(row_sum(sums, slots[KIND == 0 ? 1 : turn], barrier) / n + eps);
+    }
+
+    __device__ __forceinline__ void store_statistics(float* means, float* rstds, int row, const Held& held) const {
+        if (held.first != 0) return;
+        if (KIND == 0) means[row] = mean;
+        rstds[row] = rstd;
+    }
+
+    // y, 8 columns at a time: store(i, y) for the stripes inside the row.
+    template <typename Store>
+    __device__ __forceinline__ void for_each_output(const float* parameters, const Held& held, Store store) const;
+};
+
+// gamma and beta as fp32 in shared memory: [gamma, beta][first or second 4 of 8 columns][8 columns][4], the halves
+// apart so that a warp's 16-byte reads touch all banks. `hidden` floats each; gamma is weight, or weight + 1. Without
+// a bias, beta is -0.0: y + -0.0 is y. rmsnorm has no beta.
+__device__ __forceinline__ void stage_parameters(
+    float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
+    for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
+#pragma unroll
+        for (int which = 0; which < (KIND == 0 ? 2 : 1); ++which) {
+            const void* const from = which == 0 ? weight : bias;
+            float v[8];
+            if (from == nullptr) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = -0.0f;
+            } else if (type == 0) {
+                parameters8<0>(from, at, v);
+            } else if (type == 1) {
+                parameters8<1>(from, at, v);
+            } else {
+                parameters8<2>(from, at, v);
+            }
+            if (which == 0 && zero_centered)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = v[j] + 1.0f;
+            float4* const to = reinterpret_cast<float4*>(shared + which * hidden + at / 2);
+            to[0] = make_float4(v[0], v[1], v[2], v[3]);
+            to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);
+        }
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void staged8(const float* shared, int hidden, int at, float (&out)[8]) {
+    const float4* const from = reinterpret_cast<const float4*>(shared + at / 2);
+    const float4 low = from[0], high = from[hidden / 8];
+    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
+    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
+}
+
+template <typename Store>
+__device__ __forceinline__ void Row::for_each_output(const float* parameters, const Held& held, Store store) const {
+#pragma unroll
+    for (int i = 0; i < STRIPES; ++i) {
+        if (held.inside(i)) {
+            const int at = held.first + STRIPE * i;
+            float gamma[8], beta[8], y[8];
+            staged8(parameters, held.hidden, at, gamma);
+            if (KIND == 0) staged8(parameters + held.hidden, held.hidden, at, beta);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                y[j] = (v[i][j] * rstd) * gamma[j];
+                if (KIND == 0) y[j] = y[j] + beta[j];
+            }
+            store(i, y);
+        }
+    }
+}
