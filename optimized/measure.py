@@ -52,6 +52,16 @@ def graph(call: Callable[[int], object], calls: int) -> Callable[[], object]:
     return replay
 
 
+def copy_of(size: int, calls: int, footprint: int = 1 << 29) -> Callable[[], object]:
+    """`calls` copies that read and write `size` bytes each, over buffers that exceed L2, as one CUDA graph.
+
+    What a short op that moves as many bytes can be held against: the copy, too, pays for its start and its end.
+    """
+    count = max(1, min(calls, -(-footprint // size)))
+    pairs = [torch.empty(2, size // 4, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(count)]
+    return graph(lambda i: pairs[i % count][1].copy_(pairs[i % count][0]), calls)
+
+
 def interleave(
     variants: Mapping[str, Callable[[], object]],
     repeats: int = 50,

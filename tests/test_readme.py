@@ -84,9 +84,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     cast = {
         "rows": [
-            {"op": "cast", "dtype": "bf16", "of_copy": 0.5},
-            {"op": "cast", "dtype": "bf16", "of_copy": 0.9},
-            {"op": "cast", "dtype": "bf16", "of_copy": 0.8},
+            {"op": "cast", "dtype": "bf16", "of_copy": 0.5, "of_copy_of_as_many_bytes": 0.6},
+            {"op": "cast", "dtype": "bf16", "of_copy": 0.9, "of_copy_of_as_many_bytes": 0.95},
+            {"op": "cast", "dtype": "bf16", "of_copy": 0.8, "of_copy_of_as_many_bytes": 0.85},
         ],
         "provenance": {**origin, "kernels": {}},
     }
@@ -101,9 +101,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     norm = {
         "rows": [
-            {"op": "norm_backward", "kind": "layernorm", "of_copy": 0.5},
-            {"op": "norm_backward", "kind": "layernorm", "of_copy": 0.7},
-            {"op": "norm_backward", "kind": "rmsnorm", "of_copy": 0.9},
+            {"op": "norm_backward", "kind": "layernorm", "of_copy": 0.5, "of_copy_of_as_many_bytes": 0.6},
+            {"op": "norm_backward", "kind": "layernorm", "of_copy": 0.7, "of_copy_of_as_many_bytes": 0.75},
+            {"op": "norm_backward", "kind": "rmsnorm", "of_copy": 0.9, "of_copy_of_as_many_bytes": 0.95},
         ],
         "provenance": {**origin, "kernels": {}},
     }
@@ -130,9 +130,9 @@ def test_tables_are_built_from_the_results(results: Path) -> None:
     assert "| geometric mean |  | 90 % |  | 120 % |" in text
     assert "| 1 of 2 products | 16 | 0 |  |" in text
     assert "| 2×16×32, fast | 32 | 5 | K split by 2 |" in text
-    assert "| cast | 80 % (50 %) |" in text
+    assert "| cast | 80 % (50 %; 60 %) |" in text
     assert "| kernel | LayerNorm | RMSNorm |" in text
-    assert "| norm backward | 60 % (50 %) | 90 % (90 %) |" in text
+    assert "| norm backward | 60 % (50 %; 60 %) | 90 % (90 %; 95 %) |" in text
     assert "| b=1 s=8 | 2.00 | 50 % | 4.00 | 125 % |" in text
     assert "| softmax backward | 3.00 | 75 % |" in text
     assert "An H200, driver 1.2, CUDA 13.0, torch 2.11, CuPy 14, 2026-01-02." in text

@@ -1,8 +1,8 @@
 """The activations against the device copy of the same run (docs/results/activation.json).
 
 All are bound by memory, so the figure is bandwidth: the bytes that must move (each input read once, each output
-written once) over the time, against `Tensor.copy_` of 512 MiB. A sample is a few calls over inputs that together
-exceed L2, replayed as a CUDA graph, so that the host's time is not in it.
+written once) over the time, against `Tensor.copy_` of 512 MiB and against a copy of as many bytes. A sample is a few
+calls over inputs that together exceed L2, replayed as a CUDA graph, so that the host's time is not in it.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,15 +77,17 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> d
             calls: dict[str, Callable[[], object]] = {
                 op: measure.graph(call, _CALLS) for op, call in variants(xs, grads, kind).items()
             }
-            calls["large copy"] = lambda: target.copy_(source)
+            sizes = {op: bytes_moved(op, rows, n, m, dtype.itemsize) for op in calls}
+            copies = {f"copy {moved}": measure.copy_of(moved, _CALLS) for moved in set(sizes.values())}
+            calls |= {**copies, "large copy": lambda: target.copy_(source)}
             times = {
                 op: measure.summary(samples)
                 for op, samples in measure.interleave(calls, repeats=repeats, warmup=2, flush=flush).items()
             }
-            ceiling = 2 * _COPY_BYTES / times.pop("large copy")["median"]
-            for op, time in times.items():
-                ms = {key: value / _CALLS for key, value in time.items()}
-                rate = bytes_moved(op, rows, n, m, dtype.itemsize) / ms["median"]
+            ceiling = 2 * _COPY_BYTES / times["large copy"]["median"]
+            for op, moved in sizes.items():
+                ms = {key: value / _CALLS for key, value in times[op].items()}
+                rate = moved / ms["median"]
                 results.append(
                     {
                         "op": op,
@@ -97,12 +99,13 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> d
                         "terabytes_per_second": rate / 1e9,
                         "copy_terabytes_per_second": ceiling / 1e9,
                         "of_copy": rate / ceiling,
+                        "of_copy_of_as_many_bytes": times[f"copy {moved}"]["median"] / times[op]["median"],
                     }
                 )
             if progress is not None:
                 progress((done + 1) / len(cases))
     return {
-        "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB in the same interleaved run",
+        "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB and of as many bytes",
         "calls_per_sample": _CALLS,
         "repeats": repeats,
         "rows": results,

@@ -53,13 +53,6 @@ def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[i
     }
 
 
-def copy_of(size: int) -> Callable[[int], object]:
-    """Copies that read and write `size` bytes together, over buffers that exceed L2."""
-    count = max(1, min(_CALLS, -(-2 * _FOOTPRINT // size)))
-    pairs = [torch.empty(2, size // 4, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(count)]
-    return lambda i: pairs[i % count][1].copy_(pairs[i % count][0])
-
-
 def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
     """Measure; `progress` is told the fraction done."""
     flush = measure.Flush()
@@ -75,7 +68,7 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> d
                 op: measure.graph(call, _CALLS) for op, call in variants(inputs, kind).items()
             }
             for size in sorted(set(BYTES.values())):
-                calls[f"copy {size}"] = measure.graph(copy_of(size * tokens * hidden), _CALLS)
+                calls[f"copy {size}"] = measure.copy_of(size * tokens * hidden, _CALLS)
             calls["large copy"] = lambda: target.copy_(source)
             times = {
                 op: measure.summary(samples)
