@@ -13,7 +13,8 @@ from optimized.commands import corpus, language_model, main
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.sides import differing
-from optimized.commands.steps import training, tutorial
+from optimized.commands.steps import speed, training, tutorial
+from optimized.commands.steps.style import styled
 from reference import tensor_core
 
 TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)
@@ -72,6 +73,7 @@ def test_walkthrough_writes_one_self_contained_page(
     page = path.read_text()
     for title in (
         "The FP8 number line", "One Linear, four ways", "One layer, five ways", "The CPU predicts", "Training in bf16",
+        "How fast is it?",
     ):  # fmt: skip
         assert title in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
@@ -80,6 +82,19 @@ def test_walkthrough_writes_one_self_contained_page(
     out = capsys.readouterr().out
     assert "0 different" in out
     assert "bits/byte" in out
+
+
+def test_the_speed_is_the_recorded_one_without_a_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("title", "introduction")
+    with styled():
+        outcome = speed.run(report, live=True)
+    page = report.html()
+    assert outcome.step == "Speed"
+    assert outcome.result.startswith("FP8 takes 1/")
+    assert "Recorded: NVIDIA H200" in page
+    assert "TransformerLayer, FP8" in page
+    monkeypatch.setattr(speed, "RECORDED", Path("/no/such/file"))
+    assert speed.run(report, live=False).result == "no recorded results in this installation"
 
 
 def test_the_tutorials_layers_are_one_layer(no_gpu: None) -> None:

@@ -99,7 +99,9 @@ def test_what_a_step_holds_for_backward() -> None:
     contestant = layer_models.Contestant.__new__(layer_models.Contestant)
     module = te.LayerNormLinear(64, 128, params_dtype=torch.bfloat16)
     x = torch.randn(16, 2, 64, dtype=torch.bfloat16, requires_grad=True)
-    contestant.__dict__.update(case=tiny, module=module, x=x, context=te.autocast, keywords={})
+    contestant.__dict__.update(
+        case=tiny, module=module, x=x, context=te.autocast, keywords={}, block=lambda steps: None
+    )
     contestant.parameters = [x, *module.parameters()]
     rows = {(row["what"], row["dtype"], row["shape"]): row["bytes"] for row in layer.memory(contestant)}
     assert rows["input", "bfloat16", "16×2×64"] == 2 * 32 * 64

@@ -170,7 +170,9 @@ def memory(contestant: Contestant) -> list[dict[str, Any]]:
         row = rows.setdefault(key, dict(zip(("what", "dtype", "shape"), key, strict=True)) | {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += x.untyped_storage().nbytes()
-    del out
+    del out, x  # and with `found` what they keep
+    found.clear()
+    contestant.block(1)  # whose scales are not to be updated at the end of other contestants' steps
     return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 

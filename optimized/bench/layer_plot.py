@@ -19,13 +19,13 @@ THEIRS, INSIDE, OUTSIDE = "#c9ced6", "#1b9e77", "#7570b3"
 GROUPS = (
     ("attention", "#7570b3", ("attention", "_scaled_dot")),
     ("products, some with epilogues", "#1b9e77", ("gemm",)),
-    ("casts and transposes", "#d95f02", ("cast", "multi_cast", "dbias")),
+    ("casts and transposes", "#d95f02", ("cast", "multi_cast", "cat_cast", "dbias")),
     ("norms", "#e6ab02", ("norm",)),
     ("everything else", THEIRS, ("",)),
 )
 
 
-def _bars(axis: Any, case: dict[str, Any]) -> None:
+def bars(axis: Any, case: dict[str, Any]) -> None:
     """One bar per contestant, the parts as a dashed line."""
     rows = case["rows"]
     for place, row in enumerate(rows):
@@ -43,7 +43,7 @@ def _bars(axis: Any, case: dict[str, Any]) -> None:
     axis.set_title(case["case"]["name"], fontsize=9, loc="left", color=INK)
 
 
-def _stack(axis: Any, case: dict[str, Any]) -> None:
+def stack(axis: Any, case: dict[str, Any]) -> None:
     """Time per group of ops, each timed by itself, of the steps that were broken down; the ceilings beside them."""
     ceilings = case["ceilings"]
     products = ("×".join(map(str, shape[:3])) for shape in Case(**case["case"]).products().values())
@@ -83,8 +83,8 @@ def main() -> None:
     cases = json.loads((measure.RESULTS / "layer.json").read_text("utf-8"))["cases"]
     figure, axes = plt.subplots(2, 2, figsize=(12, 8.2), constrained_layout=True)
     for axis, case in zip(axes.flat, cases, strict=False):
-        _bars(axis, case)
-    _stack(axes.flat[len(cases)], cases[0])
+        bars(axis, case)
+    stack(axes.flat[len(cases)], cases[0])
     for axis in axes.flat[len(cases) + 1 :]:
         axis.remove()
     for axis in axes.flat[: len(cases) + 1]:

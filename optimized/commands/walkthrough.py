@@ -2,8 +2,8 @@
 
 The steps: the FP8 number line; one Linear in plain PyTorch, in 16 bits and in FP8; one Transformer layer in plain
 PyTorch, of modules, of fused modules, as one TransformerLayer and in FP8; the CPU predicting words that an H200
-recorded; a small GPT of the standard library's sources, trained in bf16 and in FP8. On a machine with a Hopper GPU
-every step runs on both sides, and any word that differs makes the exit code 1.
+recorded; a small GPT of the standard library's sources, trained in bf16 and in FP8; the layer's speed. On a machine
+with a Hopper GPU every step runs on both sides, and any word that differs makes the exit code 1.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from optimized.commands import CommandError, corpus, positive
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.sides import hopper
-from optimized.commands.steps import Outcome, linear, number_line, recorded, training, tutorial
+from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps.style import styled
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
@@ -77,7 +77,9 @@ def _machine() -> str:
     )
 
 
-def _steps(report: Report, settings: Settings, files: int | None, bars: _Bars) -> list[tuple[Outcome, float]]:
+def _steps(
+    report: Report, settings: Settings, files: int | None, bars: _Bars, quick: bool
+) -> list[tuple[Outcome, float]]:
     """Run the steps in order; each with the seconds it took."""
 
     def linear_step() -> Outcome:
@@ -97,6 +99,7 @@ def _steps(report: Report, settings: Settings, files: int | None, bars: _Bars) -
         lambda: tutorial.run(report, bars),
         lambda: recorded.run(report, bars),
         training_step,
+        lambda: speed.run(report, live=not quick),
     ):
         begun = time.perf_counter()
         outcome = step()
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress, styled():
-        found = _steps(report, _settings(args), QUICK_FILES if args.quick else None, _Bars(progress))
+        found = _steps(report, _settings(args), QUICK_FILES if args.quick else None, _Bars(progress), args.quick)
     report.section("What this run found")
     verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
     report.table(

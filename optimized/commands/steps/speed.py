@@ -1,0 +1,66 @@
+"""The last step, speed: the tutorial's layer by each way to compute it, and what an FP8 step consists of.
+
+Measured now where there is a Hopper GPU; elsewhere as recorded in docs/results/layer.json.
+"""
+
+import json
+from typing import Any
+
+from optimized import measure
+from optimized.bench import layer, layer_plot
+from optimized.bench.layer_models import CASES
+from optimized.commands.report import Report
+from optimized.commands.sides import hopper
+from optimized.commands.steps import Outcome
+from optimized.commands.steps.style import figure
+from optimized.commands.table import origin
+
+STEP = "Speed"
+SEED = CASES[1]  # fp16, no mask, dropout: the quickstart's own layer
+RECORDED = measure.RESULTS / "layer.json"
+
+
+def results(live: bool) -> tuple[dict[str, Any], str] | None:
+    """The seed's case and where it was measured; None where nothing is recorded and nothing can be."""
+    if live and hopper() is not None:
+        return layer.measured(SEED, repeats=2), "Measured just now, on this machine."
+    if not RECORDED.is_file():
+        return None
+    payload = json.loads(RECORDED.read_text("utf-8"))
+    (case,) = (one for one in payload["cases"] if one["case"]["name"] == SEED.name)
+    return case, f"Recorded: {origin(payload)}".replace("**", "")
+
+
+def run(report: Report, live: bool) -> Outcome:
+    """Add the table and the pictures."""
+    found = results(live)
+    if found is None:
+        return Outcome(STEP, "no recorded results in this installation")
+    case, where = found
+    times = {(row["step"], row["attention"]): row["ms"]["median"] for row in case["rows"]}
+    plain = times["PyTorch", "its matmuls"]
+    gain = {way: plain / times["TransformerLayer, FP8", way] for way in ("exact", "cuDNN")}
+    result = f"FP8 takes 1/{gain['exact']:.2f} of plain PyTorch's time, 1/{gain['cuDNN']:.2f} with cuDNN's attention"
+    report.section("How fast is it?", f"{gain['exact']:.2f} ×")
+    report.text(
+        f"One layer of the tutorial, forward and backward ({SEED.name}; hidden {SEED.hidden}, sequence "
+        f"{SEED.sequence}), by plain PyTorch and by each of the tutorial's steps on an H200. “exact” is this project's "
+        "attention, whose every bit a CPU predicts; cuDNN's is faster, and its bits are its own."
+    )
+    head = ["step", "attention", "milliseconds", "× plain PyTorch", "every bit defined"]
+    rows = [
+        [step.replace("te.", ""), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no"]
+        for ((step, attention), ms), row in zip(times.items(), case["rows"], strict=True)
+    ]
+    report.table(head, rows, where)
+    drawn = figure(9.0, 7.0)
+    bars, stack = drawn.subplots(2, 1)
+    layer_plot.bars(bars, case)
+    layer_plot.stack(stack, case)
+    report.picture(
+        drawn,
+        "Above, a step by each; the dashed line is what NVIDIA's libraries take for the twelve products and the "
+        "attention alone. Below, what the FP8 steps consist of, each kernel timed by itself.",
+        "bars of milliseconds per step, and stacked times per group of kernels",
+    )
+    return Outcome(STEP, result)
