@@ -62,14 +62,13 @@ def gemms() -> None:
 
 
 def gemm_tiles() -> None:
-    """Every tile, on a problem with more than one tile and a ragged edge in each direction."""
-    m, n, k = 330, 272, 592
+    """Every tile, on problems with more than one tile, ragged in each direction, then wide and narrow tiles in one."""
     one = torch.ones(1).cuda()
-    a, b = (torch.randn(size, k).to(FP8[0]).cuda() for size in (m, n))
-    wide_a, wide_b = (torch.randn(size, k).bfloat16().cuda() for size in (m, n))
-    for tile in TILES:
+    for (m, n, k), tile in itertools.product(((330, 272, 592), (140, 736, 144)), TILES):
+        a, b = (torch.randn(size, k).to(FP8[0]).cuda() for size in (m, n))
         for accumulate in ("fast", "split"):
             gemm_fp8_tiled(a, b, one, one, None, torch.bfloat16, accumulate, tile)
+        wide_a, wide_b = (torch.randn(size, k).bfloat16().cuda() for size in (m, n))
         gemm_tiled(wide_a, wide_b, None, torch.bfloat16, tile)
 
 
