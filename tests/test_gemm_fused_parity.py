@@ -239,6 +239,36 @@ def test_the_layers_residuals_and_gradients_against_the_kernels_one_by_one() -> 
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), f"{dtype}"
 
 
+@pytest.mark.parametrize("columns", [3136, 3120])
+@pytest.mark.parametrize("k", [400, 1040, 2064, 4112])
+def test_steps_beside_other_tiles_at_ragged_edges(k: int, columns: int) -> None:
+    """Several tiles a block, so that what follows one stands beside the next, in as many steps as K has room for."""
+    torch.manual_seed(k)
+    rows, s = 3001, one(0.01).cuda()
+    a = torch.randn(rows, k, device="cuda").to(E4M3)
+    for kind, tile in itertools.product(("gelu", "swiglu"), TILES[:2]):
+        n = columns * (2 if kind in GATED else 1)
+        b, bias = torch.randn(n, k, device="cuda").to(E4M3), torch.randn(n, device="cuda").bfloat16()
+        fused, apart = on("cuda", state()), on("cuda", state())
+        args = (a, b, s, s, bias, torch.bfloat16, kind)
+        found = gemm_fused.gemm_fp8_activation(*args, *fused, E4M3, tile=tile)
+        h = twin.gemm_fp8(*args[:-1], "fast")
+        expected = (h, *twin.activation_cast_transpose(h, kind, *apart, E4M3))
+        for name, x, y in zip(
+            ("h", "q", "q_t", "scale_inv", "amax"), (*found, fused[1]), (*expected, apart[1]), strict=True
+        ):
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), f"{kind}, {tile}, {name}"
+    b, bias = torch.randn(columns, k, device="cuda").to(E4M3), torch.randn(columns, device="cuda").bfloat16()
+    residual = torch.randn(rows, columns, device="cuda").bfloat16()
+    for p, tile in itertools.product((0.0, 0.1), TILES[:2]):
+        fused, apart = torch.tensor([7, 1]).cuda(), torch.tensor([7, 1]).cuda()
+        rest = (bias, residual, torch.bfloat16, p, fused)
+        found = gemm_fused.gemm_fp8_bias_dropout_add(a, b, s, s, *rest, tile=tile)
+        x = twin.gemm_fp8(a, b, s, s, None, torch.bfloat16, "fast")
+        expected = twin.bias_dropout_add(x, bias, residual, p, apart)
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), f"p = {p}, {tile}"
+
+
 def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
     args = on("cuda", (*backward((1111, 1040, 2064), "geglu", torch.bfloat16), *state(), E5M2))
 

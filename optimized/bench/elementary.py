@@ -195,7 +195,7 @@ def gemm_variants() -> dict[str, Callable[[], object]]:
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     q, amax = torch.empty(m, n, dtype=torch.uint8, device="cuda"), torch.zeros(1, device="cuda")
     a_scale, b_scale = scales[:1], scales[1:].clone()
-    maps = (one.argument for one in gemm_fp8.operand_maps(a, b, TILE, gemm_fp8.run(n), TILE.cluster))
+    maps = (one.argument for one in gemm_fp8.operand_maps(a, b, TILE, gemm_fp8.run(n, torch.bfloat16), TILE.cluster))
     sizes = tuple(map(np.int32, FC1))
     args: list[Any] = [
         *maps,

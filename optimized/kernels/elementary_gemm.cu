@@ -113,8 +113,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
             } else {
                 chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb++ == 0, issue);
             }
-            finish_chain<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous);
-            scale_and_bias<kRun>(acc, scale, bias, bias_type, tile.column + column, n);
+            Bias<kRun, kAcc> added;
+            finish_chain<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous,
+                                       [&] { added.load(bias, bias_type, tile.column + column, n); });
+            scale_tile(acc, scale);
+            added.add(acc);
             to = destination<2>(out, tile.row + row, tile.column + column, m, n, tile.end);
             codes[0] = q + static_cast<long long>(tile.row + row) * n + tile.column + column;
             codes[1] = codes[0] + 8ll * n;

@@ -81,11 +81,6 @@ struct Issue {
     }
 };
 
-__device__ __forceinline__ float bias_at(const void* bias, int type, int column) {
-    if (type == kBiasFP32) return __ldg(static_cast<const float*>(bias) + column);
-    return widen_bias(__ldg(static_cast<const unsigned short*>(bias) + column), type);
-}
-
 // In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds; kCount accumulators from `first`.
 template <int kCount>
 __device__ __forceinline__ void add_stored_pairs(float (&acc)[kAcc], const Destination& to, int first) {
@@ -94,20 +89,6 @@ __device__ __forceinline__ void add_stored_pairs(float (&acc)[kAcc], const Desti
         const int h = i / 2 % 2, c = i / 4 * 8 + i % 2;
         if (to.valid[h] && c < to.columns_left) acc[i] = __fadd_rn(stored<OUT>(to.pointer[h], c), acc[i]);
     }
-}
-
-// acc -> fp32(acc + bias). `column` is that of the thread's first accumulator.
-__device__ __forceinline__ void add_bias(float (&acc)[kAcc], const void* bias, int type, int column, int n) {
-    if (type == kNoBias) return;
-#pragma unroll
-    for (int j = 0; j < kAcc / 4; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            if (column + 8 * j + e >= n) continue;
-            const float value = bias_at(bias, type, column + 8 * j + e);
-            acc[4 * j + e] = __fadd_rn(acc[4 * j + e], value);
-            acc[4 * j + 2 + e] = __fadd_rn(acc[4 * j + 2 + e], value);
-        }
 }
 
 // The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q.
@@ -172,11 +153,14 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         do {
             tile = wait_for_tile<Map>(shared, stage);
             float acc[kAcc];
+            Bias<2, kAcc> added;
             const auto store = [&](int s) { store_step<8>(words, s, to); };
             const bool narrow = kNarrow < kBlockN && tile.end - tile.column <= kNarrow;
             constexpr int kSteps = kStoreSteps<8, kAcc>;
-            chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, narrow, pending, store);
-            add_bias(acc, bias, bias_type, tile.column + 2 * quad, n);
+            chain_tile<Map, CLUSTER, kSteps, kNarrow>(
+                acc, shared, stage, k_blocks, issue, narrow, pending, store,
+                [&] { added.load(bias, bias_type, tile.column + 2 * quad, n); });
+            added.add(acc);
             to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n, tile.end);
             if constexpr (kFP32) {
                 store_fp32_pairs(acc, to);

@@ -4,8 +4,8 @@
 //   2: a piece holds dact = T(acc * scale), gradient of y;      v = dh of dact and h; partial sums of 64 rows of v
 //   q = v in FP8, q_t its transpose [columns, ceil16(m)], amax  (quantize.cuh, reference/ops/cast_transpose.py)
 //
-// h and dh have twice y's columns where the kind is gated. 1 is done by the consumers, deferred: a step behind each of
-// the next tile's k-blocks is a row half of a piece. 2 is done by the workers of gemm_handoff.cuh, 64 rows of a piece at
+// h and dh have twice y's columns where the kind is gated. 1 is done by the consumers, deferred: four columns of a row
+// half of a piece, or a few such units, behind each of the next tile's first k-blocks. 2 is done by the workers of gemm_handoff.cuh, 64 rows of a piece at
 // a time, so that the order of the sums (row_sum.cuh) needs no other warp.
 //
 // Defines: EPILOGUE, KIND (activation.cuh), FP8 (quantize.cuh).
@@ -24,7 +24,9 @@ namespace twin {
 constexpr bool kBackward = EPILOGUE == 2;
 constexpr int kOutputs = kBackward ? HALVES : 1;  // values made of an element (pair)
 constexpr int kItems = kPieces / kHalves;         // of a tile's pieces; x1 and x2 of a gated one are one item
-constexpr int kSteps = 2 * kItems;
+constexpr int kSteps = STEPS;
+constexpr int kUnits = 4 * kItems;  // four columns of a row half of an item
+static_assert(kBackward || kUnits % kSteps == 0, "whole units behind each k-block");
 static_assert(kHalves == (kBackward ? 1 : HALVES), "a gated activation reads B in halves");
 
 struct Epilogue {
@@ -169,10 +171,16 @@ struct Deferred {
     Problem problem;
     int row = 0, column = 0;  // of the warp's run, of the tile
     float amax = 0.0f;
-    unsigned codes[kOutputs][2][2];  // from a piece's first step to its second
+    unsigned codes[kOutputs][2][2];  // of an item, from its first unit to its last
+    Bias<kRun, kAcc, kHalves> bias;  // of the product
 
     __device__ __forceinline__ Deferred(const Epilogue& epilogue, int m, int n)
         : e(epilogue), problem(epilogue, m, n / kHalves) {}
+
+    __device__ __forceinline__ void load_bias(const Tile& tile) {
+        bias.load(e.bias, static_cast<int>(e.bias_type), tile.column + threadIdx.x % 4 * kRun, kHalves * problem.width);
+    }
+    __device__ __forceinline__ void add_bias(float (&acc)[kAcc]) const { bias.add(acc); }
 
     __device__ __forceinline__ void begin(const Tile& tile) {
         row = tile.row + threadIdx.x / 32 * 16;
@@ -180,24 +188,39 @@ struct Deferred {
     }
 
     __device__ __forceinline__ void step(const unsigned (&words)[kAcc / 2], int s) {
-        const int item = s / 2, r = s % 2;
+#pragma unroll
+        for (int unit = s * (kUnits / kSteps); unit < (s + 1) * (kUnits / kSteps); unit++)
+            finish_unit(unit / 4, unit / 2 % 2, unit % 2, [&](int piece, int r) { return packed_row(words, piece, r); });
+    }
+
+    // All of a parked tile.
+    __device__ __forceinline__ void finish(unsigned char* memory) {
+#pragma unroll 1
+        for (int item = 0; item < kItems; item++)
+#pragma unroll
+            for (int unit = 0; unit < 4; unit++)
+                finish_unit(item, unit / 2, unit % 2, [&](int piece, int r) { return parked_row(memory, 2 * piece + r); });
+    }
+
+    // Four columns, the first or the other four, of row half r of an item.
+    template <class Row>
+    __device__ __forceinline__ void finish_unit(int item, int r, int f, const Row& packed) {
         if (row >= problem.m || column + 32 * item >= problem.width) return;
         const Place at = problem.place(row, column + 32 * item);
         Vector<8> x[HALVES];
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) x[half] = packed_row(words, item + half * kItems, r, at);
+        for (int half = 0; half < HALVES; half++) x[half] = existing(packed(item + half * kItems, r), r, at);
         float none[kOutputs][8];
-#pragma unroll
-        for (int f = 0; f < 2; f++) finish_four(problem, at, r, f, {}, x, amax, codes, none);
-        store_row(e, problem, at, r, codes);
-        if (at.rows[r]) {
+        finish_four(problem, at, r, f, {}, x, amax, codes, none);
+        if (f == 0 && at.rows[r]) {
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
                 store_eight_columns(
                     e.h + (static_cast<size_t>(at.row + 8 * r) * HALVES + half) * problem.width + at.column,
                     x[half].words, at.second);
         }
-        if (r == 1) store_columns(e, problem, at, codes);
+        if (f == 1) store_row(e, problem, at, r, codes);
+        if (f == 1 && r == 1) store_columns(e, problem, at, codes);
     }
 
     __device__ __forceinline__ void end() const { commit(e, problem.scale, amax); }

@@ -29,53 +29,82 @@ __device__ __forceinline__ float widen_bias(unsigned short bits, int type) {
     return type == kBiasBF16 ? __uint_as_float(static_cast<unsigned>(bits) << 16) : cvt_f32_f16(bits);
 }
 
-// kCount consecutive values of the bias, widened to fp32. `bias` is 16-byte aligned, `column` a multiple of kCount.
-template <int kCount>
-__device__ __forceinline__ void load_bias(float (&values)[kCount], const void* bias, int type, int column) {
-    static_assert(kCount % 4 == 0, "the bias is read in vectors of four");
-    if (type == kBiasFP32) {
-        const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(bias) + column);
-#pragma unroll
-        for (int i = 0; i < kCount / 4; i++) {
-            const float4 four = __ldg(source + i);
-            values[4 * i] = four.x, values[4 * i + 1] = four.y;
-            values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
-        }
-        return;
-    }
-    const uint2* source = reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(bias) + column);
-#pragma unroll
-    for (int i = 0; i < kCount / 4; i++) {
-        const uint2 four = __ldg(source + i);
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            values[4 * i + e] = widen_bias(static_cast<unsigned short>((e < 2 ? four.x : four.y) >> (e % 2 * 16)), type);
-    }
-}
+// A tile's bias. Read where a thread needs it, one run of columns after the other, it took 8 to 13 % of a product with
+// K = 4096: every run waited for memory. So each lane reads a part of it ahead of its use: of the columns of a quad's lane
+// q, lane 4 i + q holds the runs i, i + 8, ... With kHalves 2 the second half of the runs are the same columns n / 2
+// further.
+template <int kRun, int kCount, int kHalves = 1>
+struct Bias {
+    static constexpr int kRuns = kCount / (2 * kRun), kHeld = (kRuns + 7) / 8;
+    static constexpr int kVector = kRun == 2 ? 1 : 4;  // values loaded together; 2: rows of any length
+    int type;
+    unsigned words[kHeld][kRun];  // as stored; vectors of 16-bit values two to a word
 
-// In place: acc -> fp32(fp32(acc * scale) + bias). `column` is the thread's first column of the tile; with kHalves 2 the
-// second half of its groups are the same columns n / 2 further.
-template <int kRun, int kHalves = 1, int kCount>
-__device__ __forceinline__ void scale_and_bias(float (&acc)[kCount], float scale, const void* bias, int bias_type,
-                                               int column, int n) {
+    // `column` is the first of the tile for this lane of a quad. Columns beyond the last are read at the last: nobody
+    // stores what comes of them.
+    __device__ __forceinline__ void load(const void* bias, int bias_type, int column, int n) {
+        type = bias_type;
+        if (type == kNoBias) return;
+        constexpr int kHalf = kRuns / kHalves;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) acc[i] = __fmul_rn(acc[i], scale);
-    if (bias_type == kNoBias) return;
+        for (int i = 0; i < kHeld; i++)
 #pragma unroll
-    for (int g = 0; g < kCount / (2 * kRun); g++) {
-        constexpr int kGroups = kCount / (2 * kRun) / kHalves;
-        const int c = column + 4 * kRun * (g % kGroups);
-        if (c >= n / kHalves) continue;
-        float values[kRun];
-        load_bias(values, bias, bias_type, c + g / kGroups * (n / kHalves));
-#pragma unroll
-        for (int j = 0; j < kRun / 2; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float& x = acc[2 * kRun * g + 4 * j + i];
-                x = __fadd_rn(x, values[2 * j + i % 2]);
+            for (int v = 0; v < kRun; v += kVector) {
+                const int run = min(threadIdx.x % 32 / 4 + 8 * i, kRuns - 1);
+                const int c = min(column + 4 * kRun * (run % kHalf) + v, n / kHalves - kVector) + run / kHalf * (n / kHalves);
+                unsigned* to = words[i] + v;
+                if (type == kBiasFP32) {
+                    const float* source = static_cast<const float*>(bias) + c;
+                    if constexpr (kVector == 1) {
+                        *to = __float_as_uint(__ldg(source));
+                    } else {
+                        const uint4 four = __ldg(reinterpret_cast<const uint4*>(source));
+                        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+                    }
+                } else {
+                    const unsigned short* source = static_cast<const unsigned short*>(bias) + c;
+                    if constexpr (kVector == 1) {
+                        *to = __ldg(source);
+                    } else {
+                        const uint2 four = __ldg(reinterpret_cast<const uint2*>(source));
+                        to[0] = four.x, to[1] = four.y;
+                    }
+                }
             }
     }
+
+    // Value c of a run that this lane holds, in fp32.
+    __device__ __forceinline__ float held(int i, int c) const {
+        if (type == kBiasFP32) return __uint_as_float(words[i][c]);
+        const unsigned word = words[i][kVector == 1 ? c : c / 4 * 4 + c % 4 / 2];
+        return widen_bias(static_cast<unsigned short>(word >> (kVector == 1 ? 0 : c % 2 * 16)), type);
+    }
+
+    // In place: acc -> fp32(acc + bias).
+    __device__ __forceinline__ void add(float (&acc)[kCount]) const {
+        if (type == kNoBias) return;
+        float values[kHeld][kRun];
+#pragma unroll
+        for (int i = 0; i < kHeld * kRun; i++) values[i / kRun][i % kRun] = held(i / kRun, i % kRun);
+#pragma unroll
+        for (int run = 0; run < kRuns; run++)
+#pragma unroll
+            for (int c = 0; c < kRun; c++) {
+                const float value = __shfl_sync(0xFFFFFFFF, values[run / 8][c], run % 8 * 4 + threadIdx.x % 4);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float& x = acc[2 * kRun * run + c / 2 * 4 + 2 * h + c % 2];
+                    x = __fadd_rn(x, value);
+                }
+            }
+    }
+};
+
+// In place: acc -> fp32(acc * scale).
+template <int kCount>
+__device__ __forceinline__ void scale_tile(float (&acc)[kCount], float scale) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) acc[i] = __fmul_rn(acc[i], scale);
 }
 
 // Where a thread's results of one tile go: its first column in its two rows, and what of it exists.
@@ -105,21 +134,41 @@ __device__ __forceinline__ float stored(const char* row, int column) {
                       same_type<Out, BF16> ? kBiasBF16 : kBiasFP16);
 }
 
-// In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds.
+// 8 or 16 bytes of an output; zeros where they do not exist. Not a branch: loads that stand behind one wait for each other.
+template <int kWords>
+__device__ __forceinline__ void load_if(unsigned (&words)[kWords], const char* pointer, bool exists) {
+    for (unsigned& word : words) word = 0;
+    if constexpr (kWords == 4)
+        asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %5, 0;\n @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                     : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                     : "l"(pointer), "r"(static_cast<int>(exists))
+                     : "memory");
+    else
+        asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %3, 0;\n @p ld.global.v2.u32 {%0, %1}, [%2];\n}"
+                     : "+r"(words[0]), "+r"(words[1])
+                     : "l"(pointer), "r"(static_cast<int>(exists))
+                     : "memory");
+}
+
+// In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds. As many runs are on their way as
+// the registers that the main loop has left can take.
 template <class Out, int kRun, int kCount>
 __device__ __forceinline__ void add_stored(float (&acc)[kCount], const Destination& to) {
+    constexpr int kBytes = same_type<Out, FP32> ? 4 : 2, kWords = kRun * kBytes / 4;
+    constexpr int kRows = kCount / kRun, kAhead = kRows < 64 / kWords ? kRows : 64 / kWords;  // row halves of runs
+    static_assert(kWords <= 4, "a run is one vector");
+    unsigned words[kAhead][kWords];
 #pragma unroll
-    for (int g = 0; g < kCount / (2 * kRun); g++) {
-        if (4 * kRun * g >= to.columns_left) return;
+    for (int i = 0; i < kRows + kAhead; i++) {
+        const int done = i - kAhead;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            if (!to.valid[h]) continue;
-#pragma unroll
-            for (int i = 0; i < kRun; i++) {
-                float& x = acc[2 * kRun * g + 4 * (i / 2) + 2 * h + i % 2];
-                x = __fadd_rn(stored<Out>(to.pointer[h], 4 * kRun * g + i), x);
-            }
+        for (int c = 0; c < kRun && done >= 0; c++) {
+            float& x = acc[2 * kRun * (done / 2) + 4 * (c / 2) + 2 * (done % 2) + c % 2];
+            x = __fadd_rn(stored<Out>(reinterpret_cast<const char*>(words[done % kAhead]), c), x);
         }
+        const int column = 4 * kRun * (i / 2), h = i % 2;
+        if (i < kRows)
+            load_if(words[i % kAhead], to.pointer[h] + column * kBytes, to.valid[h] && column < to.columns_left);
     }
 }
 

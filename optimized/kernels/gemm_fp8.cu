@@ -24,6 +24,7 @@ using namespace twin;
 
 constexpr bool kFP32 = same_type<OUT, FP32>;
 constexpr bool kDeferred = !kFP32 && !SPLIT;
+constexpr bool kBiasAhead = kDeferred && kRun == 8;  // of the last k-block; else there are no registers for it
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm_fp8(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
@@ -52,6 +53,10 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             tile = wait_for_tile<Map>(shared, stage);
             const bool narrow = kNarrow < kBlockN && tile.end - tile.column <= kNarrow;
             float acc[kAcc];
+            Bias<kRun, kAcc> added;
+            const auto load_bias = [&] {
+                if constexpr (!ACCUMULATE) added.load(bias, bias_type, tile.column + column, n);
+            };
             if constexpr (SPLIT) {
                 if (narrow)
                     split_tile(columns<kNarrow>(acc), shared, issue, stage, k_blocks, !tile.last);
@@ -60,11 +65,16 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             } else {
                 constexpr int kSteps = kStoreSteps<kRun, kAcc>;
                 const auto store = [&](int s) { store_step<kRun>(words, s, to); };
-                chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, narrow, pending, store);
+                chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, narrow, pending, store,
+                                                          [&] { if constexpr (kBiasAhead) load_bias(); });
             }
-            scale_and_bias<kRun>(acc, scale, bias, bias_type, tile.column + column, n);
+            if constexpr (!kBiasAhead) load_bias();
+            scale_tile(acc, scale);
             to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + column, m, n, tile.end);
-            if constexpr (ACCUMULATE) add_stored<OUT, kRun>(acc, to);
+            if constexpr (ACCUMULATE)
+                add_stored<OUT, kRun>(acc, to);
+            else
+                added.add(acc);
             if constexpr (kFP32) {
                 store_fp32<kRun>(acc, to);
             } else {

@@ -6,11 +6,11 @@
 //
 // Each gives the bits of gemm_fp8.cu followed by the kernel that it takes the place of: T, 16 bits, is where they part.
 // acc is fast (1, 3: SPLIT 0) or split (2: SPLIT 1), as in gemm_fp8.cu, by the same main loops (gemm_fp8_mainloop.cuh).
-// What follows runs beside the tensor cores' work on the next tile: 1 and 3 in the consumers, a step behind each k-block
-// ("deferred", gemm_mainloop.cuh); 2, where split accumulation has no registers for that, in seven other warps
+// What follows runs beside the tensor cores' work on the next tile: 1 and 3 in the consumers, a step behind each of its
+// first k-blocks ("deferred", gemm_mainloop.cuh), of which the host sees that there are as many; 2, where split accumulation has no registers for that, in seven other warps
 // (gemm_handoff.cuh), for which shared memory holds a tile in 16 bits.
 //
-// Defines: EPILOGUE (and that header's), WIDE (1 bf16, 2 fp16: T), OUT (BF16 | FP16, the same), and those of gemm_fp8.cu;
+// Defines: EPILOGUE (and that header's), STEPS (k-blocks over which it is spread), WIDE (1 bf16, 2 fp16: T), OUT (BF16 | FP16, the same), and those of gemm_fp8.cu;
 // B_HALVES 2 where EPILOGUE 1 is gated.
 #include "gemm_fp8_mainloop.cuh"
 #if EPILOGUE == 3
@@ -56,7 +56,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
             float acc[kAcc];
             split_tile(acc, shared, issue, stage, k_blocks, index + tiles.step() < tiles.count());
             const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);  // here, for want of a register
-            scale_and_bias<kRun>(acc, scale, nullptr, kNoBias, 0, n);
+            scale_tile(acc, scale);
             unsigned words[kAcc / 2];
             pack_tile<OUT, kRun>(words, acc);
             hand_over(words, memory, parity);
@@ -73,20 +73,29 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
         for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
             const Tile tile = tiles[index];
             float acc[kAcc];
-            chain_tile<Map, CLUSTER, kSteps, kNarrow>(acc, shared, stage, k_blocks, issue, false, pending,
-                                                      [&](int s) { after.step(words, s); });
-#if EPILOGUE == 1
-            scale_and_bias<kRun, kHalves>(acc, scale, epilogue.bias, static_cast<int>(epilogue.bias_type),
-                                          tile.column + threadIdx.x % 4 * kRun, n);
-#else
-            scale_and_bias<kRun>(acc, scale, nullptr, kNoBias, 0, n);
-#endif
+            int kb = 0, previous = 0;
+            if (pending) {
+#pragma unroll
+                for (; kb < kSteps; kb++) {
+                    chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb == 0, issue);
+                    if (kSteps > 1 && kb == kSteps - 1) after.load_bias(tile);  // a single one leaves no registers
+                    after.step(words, kb);
+                }
+            } else {
+                chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb++ == 0, issue);
+            }
+            if (kSteps == 1 || !pending) after.load_bias(tile);
+            finish_chain<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous);
+            scale_tile(acc, scale);
+            after.add_bias(acc);
             pack_tile<OUT, kRun>(words, acc);
             after.begin(tile);
             pending = true;
         }
-#pragma unroll
-        for (int s = 0; s < kSteps && pending; s++) after.step(words, s);
+        if (pending) {
+            park(memory, words);
+            after.finish(memory);
+        }
         after.end();
     };
     const auto finishing = [] {};

@@ -33,20 +33,27 @@ __device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared,
     stage.advance();
 }
 
-// The k-blocks of a tile from `kb` on, of which there was one at least, the last in stage `previous`.
-template <class Map, int kCluster, int kStages, int kAcc, class Issue>
+struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+};
+
+// The k-blocks of a tile from `kb` on, of which there was one at least, the last in stage `previous`. last() is called while
+// the tensor cores work on the last of them.
+template <class Map, int kCluster, int kStages, int kAcc, class Issue, class Last = Nothing>
 __device__ __forceinline__ void finish_chain(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                             const Issue& issue, int kb, int previous) {
+                                             const Issue& issue, int kb, int previous, const Last& last = {}) {
     for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, false, issue);
+    last();
     wgmma_wait<0>();
     wgmma_hold(acc);
     release<kCluster>(shared + Map::kEmpty + 8 * previous);
 }
 
 // The k-blocks of a tile behind its first, and the rest of the stores.
-template <class Map, int kCluster, int kSteps, int kStages, int kAcc, class Issue, class Store>
+template <class Map, int kCluster, int kSteps, int kStages, int kAcc, class Issue, class Store, class Last>
 __device__ __forceinline__ void continue_chain(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                               const Issue& issue, int previous, bool pending, const Store& store) {
+                                               const Issue& issue, int previous, bool pending, const Store& store,
+                                               const Last& last) {
     int kb = 1;
     if (pending && k_blocks >= kSteps) {
 #pragma unroll
@@ -58,23 +65,24 @@ __device__ __forceinline__ void continue_chain(float (&acc)[kAcc], unsigned shar
 #pragma unroll
         for (int s = 1; s < kSteps; s++) store(s);
     }
-    finish_chain<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous);
+    finish_chain<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous, last);
 }
 
 // All k-blocks of a tile. If `narrow`, of kNarrow columns; its first k-block is multiplied as wide as any tile's, since
 // ptxas serialises the wgmma of both if the widths have no common beginning. If `pending`, store(s) is called on the way
-// for s = 0 .. kSteps - 1, one behind each of the first k-blocks.
-template <class Map, int kCluster, int kSteps, int kNarrow, int kStages, int kAcc, class Issue, class Store>
+// for s = 0 .. kSteps - 1, one behind each of the first k-blocks; and last() beside the last.
+template <class Map, int kCluster, int kSteps, int kNarrow, int kStages, int kAcc, class Issue, class Store, class Last>
 __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                           const Issue& issue, bool narrow, bool pending, const Store& store) {
+                                           const Issue& issue, bool narrow, bool pending, const Store& store,
+                                           const Last& last) {
     int previous = 0;
     chain_block<Map, kCluster>(acc, shared, stage, previous, true, issue);
     if (pending) store(0);
     if (narrow)
         continue_chain<Map, kCluster, kSteps>(columns<kNarrow>(acc), shared, stage, k_blocks, issue, previous, pending,
-                                              store);
+                                              store, last);
     else
-        continue_chain<Map, kCluster, kSteps>(acc, shared, stage, k_blocks, issue, previous, pending, store);
+        continue_chain<Map, kCluster, kSteps>(acc, shared, stage, k_blocks, issue, previous, pending, store, last);
 }
 
 // A persistent block: barriers, the roles, the end. `consume` runs in the first warpgroups, `produce` in one thread of the

@@ -55,15 +55,39 @@ __device__ __forceinline__ Vector<8> load_eight_columns(const unsigned short* po
     return v;
 }
 
-// Row half r of piece `piece` of a packed tile (pack_tile), a lane's eight columns; zeros where nothing exists.
-__device__ __forceinline__ Vector<8> packed_row(const unsigned (&words)[kAcc / 2], int piece, int r, const Place& at) {
+// Row half r of piece `piece` of a packed tile (pack_tile), a lane's eight columns.
+__device__ __forceinline__ Vector<8> packed_row(const unsigned (&words)[kAcc / 2], int piece, int r) {
     Vector<8> row;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const unsigned word = words[8 * piece + (kRun == 8 ? 4 * r + j : 4 * (j / 2) + 2 * r + j % 2)];
-        row.words[j] = at.rows[r] && (j < 2 || at.second) ? word : 0;
-    }
+    for (int j = 0; j < 4; j++) row.words[j] = words[8 * piece + (kRun == 8 ? 4 * r + j : 4 * (j / 2) + 2 * r + j % 2)];
     return row;
+}
+
+// Such a row with zeros where nothing exists.
+__device__ __forceinline__ Vector<8> existing(Vector<8> row, int r, const Place& at) {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (!at.rows[r] || (j >= 2 && !at.second)) row.words[j] = 0;
+    return row;
+}
+
+// A block's last tile waits in shared memory, where the stages were: what follows it has no k-block to stand beside, and a
+// loop over its pieces, which registers do not allow, is a tenth of the instructions to fetch. Row half r of piece p is
+// row 2 p + r; behind the tile's rows is room for others.
+__device__ __forceinline__ uint4* parked(unsigned char* memory, int row) {
+    return reinterpret_cast<uint4*>(memory) + row * (128 * WARPGROUPS) + threadIdx.x;
+}
+__device__ __forceinline__ void park_row(unsigned char* memory, int row, const Vector<8>& v) {
+    *parked(memory, row) = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
+}
+__device__ __forceinline__ Vector<8> parked_row(unsigned char* memory, int row) {
+    const uint4 v = *parked(memory, row);
+    return {v.x, v.y, v.z, v.w};
+}
+__device__ __forceinline__ void park(unsigned char* memory, const unsigned (&words)[kAcc / 2]) {
+    asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory");  // no consumer reads a stage any more
+#pragma unroll
+    for (int i = 0; i < 2 * kPieces; i++) park_row(memory, i, packed_row(words, i / 2, i % 2));
 }
 
 }  // namespace twin

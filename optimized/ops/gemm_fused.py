@@ -21,7 +21,7 @@ from optimized.ops.dropout import advance
 from optimized.ops.dropout import bias_dropout_add as dropout
 from optimized.ops.gemm_fp8 import BIAS_TYPES, check_devices, gemm_fp8, loadable, operand_maps, run
 from optimized.ops.gemm_fp8 import defines as product_defines
-from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile, stage_bytes
+from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.dropout import keep_scale, threshold
@@ -60,14 +60,22 @@ def halves(epilogue: int, kind: str | None) -> int:
     return 2 if epilogue == ACTIVATION and kind in GATED else 1
 
 
+def select_steps(epilogue: int, tile: Tile, k: int, kind: str | None = None, drop: bool = False) -> int:
+    """Into how many steps what follows a tile falls, each beside a k-block of the tile after it."""
+    units = tile.block_n // (16 if epilogue == DROPOUT and not drop else 8) // halves(epilogue, kind)
+    return next(steps for steps in (units, units // 2, units // 4, 1) if (steps - 1) * K_BLOCK_BYTES < k)
+
+
 def defines(
     epilogue: int,
     formats: tuple[torch.dtype, torch.dtype],
     dtype: torch.dtype,
     tile: Tile,
     columns: int,
+    k: int,
     kind: str | None = None,
     q: torch.dtype | None = None,
+    drop: bool = False,
 ) -> dict[str, int | str]:
     """The macros of one configuration of kernels/gemm_fp8_fused.cu.
 
@@ -77,29 +85,38 @@ def defines(
         dtype: T, bfloat16 or float16.
         tile: from `fused_tile`.
         columns: of the output; of each of its halves, if there are two.
+        k: columns of a and b.
+        drop: whether DROPOUT drops anything.
     """
     accumulate = "split" if epilogue == BACKWARD else "fast"
     macros = product_defines(*formats, dtype, accumulate, tile, columns)
     del macros["ACCUMULATE"], macros["NARROW"]
     macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
+    macros["STEPS"] = 1 if epilogue == BACKWARD else select_steps(epilogue, tile, k, kind, drop)
+    if epilogue == DROPOUT:
+        macros["DROP"] = int(drop)
     if kind is not None and q is not None:
         macros |= {"KIND": activations.KIND[kind], "FP8": FP8[q]}
     return macros
 
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+_LONG = K_BLOCK_BYTES * 32  # a K with room for every step
 _CHOICES = [
-    *itertools.product(TILES, [32], (ACTIVATION, BACKWARD), ("gelu", "swiglu"), [_BF16], [_E4M3]),
-    *itertools.product(TILES, [16], [ACTIVATION], ("geglu",), [_BF16], [_E5M2]),
-    *itertools.product(TILES, [16], [BACKWARD], ("silu",), [_BF16], [_E5M2]),
-    *itertools.product(TILES[1:2], [32], (ACTIVATION, BACKWARD), KINDS, (torch.bfloat16, torch.float16), [_E5M2]),
-    *itertools.product(TILES, (16, 32), [DROPOUT], [None], [_BF16], [None]),
-    *itertools.product(TILES[1:2], [32], [DROPOUT], [None], [torch.float16], [None]),
+    *itertools.product(TILES, [32], [_LONG], (ACTIVATION, BACKWARD), ("gelu", "swiglu"), [_BF16], [_E4M3], [False]),
+    *itertools.product(TILES, [16], [_LONG], [ACTIVATION], ("geglu",), [_BF16], [_E5M2], [False]),
+    *itertools.product(TILES, [16], [_LONG], [BACKWARD], ("silu",), [_BF16], [_E5M2], [False]),
+    *itertools.product(
+        TILES[1:2], [32], [_LONG], (ACTIVATION, BACKWARD), KINDS, (torch.bfloat16, torch.float16), [_E5M2], [False]
+    ),
+    *itertools.product(TILES, (16, 32), [_LONG], [DROPOUT], [None], [_BF16], [None], (False, True)),
+    *itertools.product(TILES[1:2], [32], [_LONG], [DROPOUT], [None], [torch.float16], [None], (False, True)),
+    *itertools.product(TILES[:2], [32], [128, 1024, 2048], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
 ]
-# What the CPU suite compiles: every tile with each epilogue, and every kind and type in one tile.
+# What the CPU suite compiles: every tile with each epilogue, every kind and type in one tile, fewer steps.
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("gemm_fp8_fused", defines(epilogue, (_E4M3, _E4M3), dtype, fused_tile(epilogue, tile), columns, kind, q))
-    for tile, columns, epilogue, kind, dtype, q in _CHOICES
+    ("gemm_fp8_fused", defines(epilogue, (_E4M3, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop))
+    for tile, columns, k, epilogue, kind, dtype, q, drop in _CHOICES
 ]
 
 
@@ -110,10 +127,12 @@ def _kernel(
     dtype: torch.dtype,
     tile: Tile,
     columns: int,
+    k: int,
     kind: str | None,
     q: torch.dtype | None,
+    drop: bool,
 ) -> launch.Kernel:
-    macros = defines(epilogue, formats, dtype, tile, columns, kind, q)
+    macros = defines(epilogue, formats, dtype, tile, columns, k, kind, q, drop)
     return launch.function("gemm_fp8_fused", "gemm_fp8_fused", macros, resources(epilogue, tile)[1])
 
 
@@ -127,6 +146,7 @@ def _launch(
     tile: Tile | None,
     kind: str | None = None,
     q: torch.dtype | None = None,
+    drop: bool = False,
 ) -> None:
     """Run the kernel; `arguments` are the 64-bit words of its struct Epilogue."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
@@ -135,7 +155,7 @@ def _launch(
     tile = fused_tile(epilogue, tile)
     parts = halves(epilogue, kind)
     columns = n // parts
-    a_map, b_map = operand_maps(a, b, tile, run(columns), max(parts, tile.cluster))
+    a_map, b_map = operand_maps(a, b, tile, run(columns, dtype), max(parts, tile.cluster))
     args = (
         a_map.argument,
         b_map.argument,
@@ -147,7 +167,8 @@ def _launch(
         np.int32(k),
     )
     # What of `columns` the configuration depends on.
-    kernel = _kernel(epilogue, (a.dtype, b.dtype), dtype, tile, 32 if columns % 32 == 0 else 16, kind, q)
+    width = 32 if columns % 32 == 0 else 16
+    kernel = _kernel(epilogue, (a.dtype, b.dtype), dtype, tile, width, min(k, _LONG), kind, q, drop)
     blocks = tile.blocks(tile.count(m, n), multiprocessors(index))
     threads, shared = resources(epilogue, tile)
     launch.launch(kernel, (blocks,), (threads,), args, shared, device=index)
@@ -251,8 +272,7 @@ def gemm_fp8_bias_dropout_add(
     out = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
     check_residual(out, bias, residual, p, rng_state)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
-    apart = tile is None and threshold(p) > 0  # the mask makes the fused kernel take longer
-    if apart or not _fusible(a, b, out_dtype):
+    if not _fusible(a, b, out_dtype):
         x = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
         return dropout(x, bias, residual, p, rng_state)
     bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
@@ -264,7 +284,7 @@ def gemm_fp8_bias_dropout_add(
         threshold(p),
         int(np.float64(keep_scale(p)).view(np.int64)),
     ]
-    _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile)
+    _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, drop=threshold(p) > 0)
     if threshold(p):
         assert rng_state is not None
         advance(rng_state)
