@@ -67,6 +67,7 @@ def interleave(
     repeats: int = 50,
     warmup: int = 5,
     flush: Callable[[], object] | None = None,
+    ahead: bool = False,
 ) -> dict[str, list[float]]:
     """Time each variant `repeats` times, in turn.
 
@@ -76,6 +77,8 @@ def interleave(
         warmup: untimed rounds before.
         flush: called before every sample, untimed. It also keeps the GPU busy while the host queues the sample, so
             that a short variant is not timed by its launches.
+        ahead: whether the GPU sleeps until every sample is queued, so that no launch of the host's is in any of them,
+            however slow the host is. For at most some 200 samples, or the queue is full before the GPU wakes.
 
     Returns:
         Milliseconds by name, `repeats` of each.
@@ -87,15 +90,28 @@ def interleave(
     for _ in range(warmup):
         for variant in variants.values():
             variant()
-    torch.cuda.synchronize()
-    for repeat in range(repeats):
-        for name, variant in variants.items():
-            if flush is not None:
-                flush()
-            start, end = events[name][repeat]
-            start.record()
-            variant()
-            end.record()
+    awake = torch.cuda.Event()
+    cycles = 1 << 22  # of sleep, 2 ms
+    late = True
+    while late:
+        torch.cuda.synchronize()
+        if ahead:
+            torch.cuda._sleep(cycles)
+            awake.record()
+        for repeat in range(repeats):
+            for name, variant in variants.items():
+                if flush is not None:
+                    flush()
+                start, end = events[name][repeat]
+                start.record()
+                variant()
+                end.record()
+        late = ahead and awake.query()
+        if late and cycles > 1 << 27:
+            raise RuntimeError(
+                f"repeats={repeats}: the host is behind a GPU that sleeps for {cycles} cycles; lower it."
+            )
+        cycles *= 2
     torch.cuda.synchronize()
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 

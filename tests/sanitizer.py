@@ -16,7 +16,8 @@ import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.ops import gemm_fused
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
-from optimized.ops.gemm_tile import TILES
+from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k
+from optimized.ops.gemm_tile import FP8_TILES, TILES
 from reference.ops.activation import GATED, KINDS
 from reference.ops.cast_transpose import cast_outputs
 
@@ -64,12 +65,22 @@ def gemms() -> None:
 def gemm_tiles() -> None:
     """Every tile, on problems with more than one tile, ragged in each direction, then wide and narrow tiles in one."""
     one = torch.ones(1).cuda()
-    for (m, n, k), tile in itertools.product(((330, 272, 592), (140, 736, 144)), TILES):
+    for (m, n, k), tile in itertools.product(((330, 272, 592), (140, 736, 144)), FP8_TILES):
         a, b = (torch.randn(size, k).to(FP8[0]).cuda() for size in (m, n))
         for accumulate in ("fast", "split"):
             gemm_fp8_tiled(a, b, one, one, None, torch.bfloat16, accumulate, tile)
+        if tile not in TILES:
+            continue
         wide_a, wide_b = (torch.randn(size, k).bfloat16().cuda() for size in (m, n))
         gemm_tiled(wide_a, wide_b, None, torch.bfloat16, tile)
+
+
+def gemm_split_k() -> None:
+    """One part and several, one k-block in a part and several; edges in every direction; each output, with a bias."""
+    one = torch.ones(1).cuda()
+    for (m, n, k), out in itertools.product(((1, 16, 16), (70, 80, 1168), (130, 272, 16400)), WIDE):
+        a, b = (torch.randn(size, k).to(FP8[0]).cuda() for size in (m, n))
+        gemm_fp8_split_k(a, b, one, one, torch.randn(n).cuda(), out)
 
 
 def fused_gemms() -> None:
@@ -156,6 +167,7 @@ def main() -> None:
         "scale_update": scale_update,
         "gemms": gemms,
         "gemm_tiles": gemm_tiles,
+        "gemm_split_k": gemm_split_k,
         "fused_gemms": fused_gemms,
         "norms": norms,
         "activations": activations,

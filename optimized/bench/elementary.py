@@ -26,7 +26,7 @@ from rich.progress import track
 from optimized import compiler, launch, measure
 from optimized.bench import elementary_digest as digest
 from optimized.bench import elementary_error as error
-from optimized.ops import gemm_fp8
+from optimized.ops import gemm_fp8, gemm_operands
 from optimized.ops.gemm_tile import Tile
 from reference import elementary
 
@@ -195,10 +195,9 @@ def gemm_variants() -> dict[str, Callable[[], object]]:
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     q, amax = torch.empty(m, n, dtype=torch.uint8, device="cuda"), torch.zeros(1, device="cuda")
     a_scale, b_scale = scales[:1], scales[1:].clone()
-    maps = (one.argument for one in gemm_fp8.operand_maps(a, b, TILE, gemm_fp8.run(n, torch.bfloat16), TILE.cluster))
     sizes = tuple(map(np.int32, FC1))
     args: list[Any] = [
-        *maps,
+        gemm_operands.operands(a, b, TILE, gemm_operands.run(n, torch.bfloat16)),
         out.data_ptr(),
         bias.data_ptr(),
         np.int32(1),

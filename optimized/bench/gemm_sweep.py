@@ -11,21 +11,28 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
+from optimized.bench import gemm_shapes
 from optimized.bench.gemm import KERNELS, scaled_mm, shapes
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
-from optimized.ops.gemm_tile import TILES, multiprocessors, select_tile
+from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k, partition
+from optimized.ops.gemm_tile import FP8_TILES, TILES, multiprocessors, select_tile
 
 NAME = "gemm_sweep"
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 WEIGHTS = ((1024, 1024), (3072, 768), (768, 3072), (4096, 4096), (4096, 16384), (16384, 4096))
 KINDS = ("fast", "split", "bf16")
+RANDOM = (5, 320)  # seed and length of the random list
 
 
-def problems() -> list[tuple[int, int, int]]:
-    """M, N, K: small to large token counts through six weights, and the layer's twelve shapes."""
+def cases() -> list[tuple[str, int, int, int]]:
+    """Kind, M, N, K: small to large token counts through six weights, the layer's twelve shapes, and a random list.
+
+    The list is drawn as gemm_shapes draws the one that it measures, from another seed.
+    """
     small = [(m, n, k) for n, k in WEIGHTS for m in TOKENS]
-    return small + sorted(set(shapes().values()))
+    named = [(kind, *shape) for shape in small + sorted(set(shapes().values())) for kind in KINDS]
+    return named + [(kind, m, n, k) for m, n, k in gemm_shapes.problems(*RANDOM) for kind in gemm_shapes.kinds(m, n)]
 
 
 def variants(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], torch.Tensor]]:
@@ -39,24 +46,28 @@ def variants(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], torch.
         }
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
     one = torch.ones(1, device="cuda")
-    return {
+    rest = (a, b, one, one, None, out.dtype)
+    found: dict[str, Callable[[], torch.Tensor]] = {
         "theirs": functools.partial(scaled_mm, a, b, one, out.dtype, kind),
-        **{str(t): functools.partial(gemm_fp8_tiled, a, b, one, one, None, out.dtype, kind, t, out) for t in TILES},
+        **{str(t): functools.partial(gemm_fp8_tiled, *rest, kind, t, out) for t in FP8_TILES},
     }
+    if kind == "split" and partition(m, n, k, multiprocessors(0))[1] > 1:
+        found[gemm_shapes.SPLIT_K] = functools.partial(gemm_fp8_split_k, *rest)
+    return found
 
 
 def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> dict[str, Any]:
     """Measure; `progress` is told the fraction done."""
     flush = measure.Flush(1 << 27)
-    cases = [(kind, *shape) for shape in problems() for kind in KINDS]
     rows: list[dict[str, Any]] = []
+    listed = cases()
     with torch.no_grad():
-        for done, (kind, m, n, k) in enumerate(cases):
-            samples = measure.interleave(variants(kind, m, n, k), repeats=repeats, warmup=2, flush=flush)
+        for done, (kind, m, n, k) in enumerate(listed):
+            samples = measure.interleave(variants(kind, m, n, k), repeats=repeats, warmup=1, flush=flush, ahead=True)
             ms = {name: measure.summary(times)["median"] for name, times in samples.items()}
             rows.append({"kind": kind, "m": m, "n": n, "k": k, "ms": ms})
             if progress is not None:
-                progress((done + 1) / len(cases))
+                progress((done + 1) / len(listed))
     return {
         "what": "ms of cuBLASLt and of each tile, L2 flushed, bf16 output",
         "repeats": repeats,
@@ -68,9 +79,11 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> di
 
 def choice(row: Mapping[str, Any], processors: int) -> dict[str, Any]:
     """What `select_tile` chooses for a row of the result, against the best tile and against cuBLASLt."""
-    k_bytes = row["k"] * (2 if row["kind"] == "bf16" else 1)
-    tile = str(select_tile(row["m"], row["n"], k_bytes, row["kind"] == "split", processors))
-    best = min(row["ms"][str(t)] for t in TILES)
+    if row["kind"] == "bf16":
+        tile = str(select_tile(row["m"], row["n"], 2 * row["k"], False, processors))
+    else:
+        tile = gemm_shapes.chosen(row["kind"], row["m"], row["n"], row["k"], processors)
+    best = min(ms for name, ms in row["ms"].items() if name != "theirs")
     return {
         "tile": tile,
         "over_best": row["ms"][tile] / best,

@@ -73,7 +73,7 @@ __device__ __forceinline__ void finish(int from, int to_quarter, const unsigned 
 using namespace twin;
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
-    gemm_activation(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
+    gemm_activation(const __grid_constant__ Operands operands, void* out,
                     const void* bias, int bias_type, const float* a_scale_inv, const float* b_scale_inv, int m, int n,
                     int k, unsigned char* q, float q_scale, int* amax_bits) {
     static_assert(WARPGROUPS == 2 && kRun == 8 && !SPLIT && same_type<OUT, BF16>, "one configuration is priced");
@@ -86,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
 
     if (threadIdx.x >= 128 * WARPGROUPS) {
         setmaxnreg_dec<40>();
-        if (threadIdx.x == 128 * WARPGROUPS) produce(&a_map, &b_map, shared, tiles, k_blocks, 0, [](const Tile&, int) {});
+        if (threadIdx.x == 128 * WARPGROUPS) produce(operands, shared, tiles, 0, k_blocks, m, n, [](const Tile&, int) {});
     } else {
         setmaxnreg_inc<232>();
         const int lane = threadIdx.x % 32;

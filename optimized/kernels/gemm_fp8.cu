@@ -27,15 +27,14 @@ constexpr bool kDeferred = !kFP32 && !SPLIT;
 constexpr bool kBiasAhead = kDeferred && kRun == 8;  // of the last k-block; else there are no registers for it
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
-    gemm_fp8(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
-             const void* bias, int bias_type, const float* a_scale_inv, const float* b_scale_inv, int m, int n, int k,
-             int tile_count) {
+    gemm_fp8(const __grid_constant__ Operands operands, void* out, const void* bias, int bias_type,
+             const float* a_scale_inv, const float* b_scale_inv, int m, int n, int k, int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     const auto producing = [&] {
-        produce(&a_map, &b_map, shared, tiles, k_blocks, 0, [&](const Tile& tile, int kb) {
+        produce(operands, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
             if constexpr (ACCUMULATE) prefetch_part<kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
         });
     };
@@ -85,5 +84,5 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         } while (!tile.last);
         if (pending) store_packed_tile<kRun>(words, to);
     };
-    run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, a_map, b_map, producing, consuming, [] {});
+    run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, operands.a, operands.b, producing, consuming, [] {});
 }

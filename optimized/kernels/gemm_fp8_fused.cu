@@ -12,6 +12,9 @@
 //
 // Defines: EPILOGUE (and that header's), STEPS (k-blocks over which it is spread), WIDE (1 bf16, 2 fp16: T), OUT (BF16 | FP16, the same), and those of gemm_fp8.cu;
 // B_HALVES 2 where EPILOGUE 1 is gated.
+#if EPILOGUE == 2
+#define ALTERNATING_N 64  // the other warps need the registers
+#endif
 #include "gemm_fp8_mainloop.cuh"
 #if EPILOGUE == 3
 #include "gemm_dropout.cuh"
@@ -28,7 +31,7 @@ constexpr int kBehind = 1, kConsumer = 232, kOthers = 40;
 #endif
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kBehind), 1)
-    gemm_fp8_fused(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+    gemm_fp8_fused(const __grid_constant__ Operands operands,
                    const __grid_constant__ Epilogue epilogue, const float* a_scale_inv, const float* b_scale_inv, int m,
                    int n, int k) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -37,7 +40,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     const Issue issue{shared + Map::kA + warpgroup_index() * 64 * kStageRowBytes, shared + Map::kB};
     const auto producing = [&] {
-        produce(&a_map, &b_map, shared, tiles, k_blocks, n / 2, [&](const Tile& tile, int kb) {
+        produce(operands, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
 #if EPILOGUE == 2
             for (int half = 0; half < HALVES; half++)
                 prefetch_part<2>(epilogue.h + half * n, tile, kb, k_blocks, m, static_cast<size_t>(HALVES) * n);
@@ -100,6 +103,6 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
     };
     const auto finishing = [] {};
 #endif
-    run_block<Map, kStages, CLUSTER, WARPGROUPS, kConsumer, kOthers>(shared, a_map, b_map, producing, consuming,
+    run_block<Map, kStages, CLUSTER, WARPGROUPS, kConsumer, kOthers>(shared, operands.a, operands.b, producing, consuming,
                                                                      finishing);
 }

@@ -15,6 +15,9 @@
 #ifndef B_HALVES
 #define B_HALVES 1
 #endif
+#ifndef ALTERNATING_N
+#define ALTERNATING_N 128
+#endif
 #ifndef NARROW
 #define NARROW BLOCK_N
 #endif
@@ -31,6 +34,7 @@ constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
 constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;                   // accumulators of a thread
 constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's columns, each through one temporary
+constexpr bool kAlternating = kBlockN <= ALTERNATING_N;  // split: a thread has registers for two temporaries
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
 using Position = Stage<kStages>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow>;
@@ -38,31 +42,56 @@ using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : k
 constexpr int kParts = kHalves > CLUSTER ? kHalves : CLUSTER;
 constexpr int kPartRows = kBlockN / kParts;
 
-// `half` is the number of B's rows in each of its halves (unused where kHalves is 1). also(tile, kb) is called behind the
-// copies of each k-block.
+// How the copy engine reads A and B: in boxes of a tile's rows (of one of B's parts), and at the matrix's edge in boxes
+// of the rows that remain there. Rows that do not exist are not asked for: to fill one with zeros takes three times as
+// long as to fetch one, and what stands in shared memory instead reaches only outputs that do not exist.
+struct Operands {
+    CUtensorMap a, b, a_edge, b_edge;
+};
+
+// How many rows are copied from `first` on, of `rows` in a full box: where fewer are left, only those. But the edge boxes have
+// as many as are left behind full ones, and where tiles of two widths are mixed the last may begin elsewhere.
+__device__ __forceinline__ int box_rows(int first, int end, int rows) {
+    const int left = end - first;
+    return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
+}
+
+// A is [m, ...], B [n, ...]; k-blocks from `begin` to before `end`. also(tile, kb) is called behind the copies of each.
 template <class Also>
-__device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
-                                        const Tiles& tiles, int k_blocks, int half, const Also& also) {
+__device__ __forceinline__ void produce(const Operands& operands, unsigned shared, const Tiles& tiles, int begin, int end,
+                                        int m, int n, const Also& also) {
+    constexpr int kMine = kParts / CLUSTER;  // parts of B that this block copies
     Position stage;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
-        for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
+        const int a_rows = box_rows(tile.row, m, kBlockM);
+        int b_rows[kMine], all_rows = a_rows;
+#pragma unroll
+        for (int part = 0; part < kParts; part++) {
+            const int rows = box_rows(tile.column + (kHalves == 1 ? part * kPartRows : 0), n / kHalves, kPartRows);
+            all_rows += rows;
+            if (CLUSTER == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
+        }
+        for (int kb = begin; kb < end; kb++, stage.advance()) {
             const unsigned full = shared + Map::kFull + 8 * stage.index;
             const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
             const unsigned b = shared + Map::kB + stage.index * Map::kBBytes;
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-            if (kb == 0) said<Map>(shared, stage.index) = tile;
-            mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
-            tma_load_2d(a, a_map, full, kb * kBlockK, tile.row);
+            if (kb == begin) said<Map>(shared, stage.index) = tile;
+            mbarrier_arrive_expect_tx(full, all_rows * kStageRowBytes);
+            if (a_rows > 0)
+                tma_load_2d(a, a_rows == kBlockM ? &operands.a : &operands.a_edge, full, kb * kBlockK, tile.row);
 #pragma unroll
-            for (int i = 0; i < kParts / CLUSTER; i++) {
+            for (int i = 0; i < kMine; i++) {
+                if (b_rows[i] == 0) continue;
+                const CUtensorMap* map = b_rows[i] == kPartRows ? &operands.b : &operands.b_edge;
                 const int part = CLUSTER == 1 ? i : tiles.rank;
-                const int group = (tile.column + part * (kHalves == 1 ? kPartRows : half)) / (4 * kRun);
-                const unsigned destination = b + part * kPartRows * kStageRowBytes;
+                const int group = (tile.column + part * (kHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
+                const unsigned to = b + part * kPartRows * kStageRowBytes;
                 if constexpr (CLUSTER == 1)
-                    tma_load_5d(destination, b_map, full, kb * kBlockK, 0, 0, 0, group);
+                    tma_load_5d(to, map, full, kb * kBlockK, 0, 0, 0, group);
                 else
-                    tma_load_5d_multicast(destination, b_map, full, (1 << CLUSTER) - 1, kb * kBlockK, 0, 0, 0, group);
+                    tma_load_5d_multicast(to, map, full, (1 << CLUSTER) - 1, kb * kBlockK, 0, 0, 0, group);
             }
             also(tile, kb);
         }
@@ -92,40 +121,81 @@ struct Issue {
     }
 };
 
-// All k-blocks of a tile with split accumulation: for each part of the columns a chain of four wgmma from zero, then its
-// promotion. The stage has been waited for already, and at the end the next tile's (if there is one: `more`) has too:
-// the wait runs under a part's wgmma, so that nothing but the additions stands between that part and the next.
+// `k_blocks` chains of four wgmma, each from zero, one after the other: take(partial) is called with each in order, while
+// the next is running. Two temporaries: for tiles that leave room for them.
+template <class Take>
+__device__ __forceinline__ void alternate_chains(unsigned shared, const Issue& issue, Position& stage, int k_blocks,
+                                                 const Take& take) {
+    float even[kAcc], odd[kAcc];
+    int previous;
+    const auto start = [&](float(&partial)[kAcc]) {
+        mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+        wgmma_fence();
+        issue(partial, stage.index, true);
+        wgmma_commit();
+    };
+    const auto finish = [&](float(&partial)[kAcc]) {
+        wgmma_hold(partial);
+        release<CLUSTER>(shared + Map::kEmpty + 8 * previous);
+        take(partial);
+    };
+    const auto next = [&] { previous = stage.index, stage.advance(); };
+    start(even);
+    for (; k_blocks > 2; k_blocks -= 2) {
+        next(), start(odd), wgmma_wait<1>(), finish(even);
+        next(), start(even), wgmma_wait<1>(), finish(odd);
+    }
+    next();
+    if (k_blocks == 2) {
+        start(odd), wgmma_wait<1>(), finish(even);
+        next(), wgmma_wait<0>(), finish(odd);
+    } else {
+        wgmma_wait<0>(), finish(even);
+    }
+}
+
+// All k-blocks of a tile with split accumulation. Where there is no room for two temporaries: for each part of the columns
+// a chain of four wgmma from zero, then its promotion. The stage has been waited for already, and at the end the next
+// tile's (if there is one: `more`) has too: the wait runs under a part's wgmma, so that nothing but the additions stands
+// between that part and the next.
 template <int kCount>
 __device__ __forceinline__ void split_tile(float (&acc)[kCount], unsigned shared, const Issue& base, Position& stage,
                                            int k_blocks, bool more) {
 #pragma unroll
     for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
-    constexpr int kPart = kCount / kSplitParts;
-    const int followed = k_blocks - !more;  // stages of this tile behind which another comes
-    for (int kb = 0; kb < k_blocks; kb++) {
-        const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
-        const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
+    if constexpr (kAlternating) {
+        alternate_chains(shared, base, stage, k_blocks, [&](const float(&partial)[kCount]) {
 #pragma unroll
-        for (int part = 0; part < kSplitParts; part++) {
-            float partial[kPart];
-            wgmma_fence();
+            for (int i = 0; i < kCount; i++) acc[i] = __fadd_rn(acc[i], partial[i]);
+        });
+    } else {
+        constexpr int kPart = kCount / kSplitParts;
+        const int followed = k_blocks - !more;  // stages of this tile behind which another comes
+        for (int kb = 0; kb < k_blocks; kb++) {
+            const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
+            const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                wgmma_k32<A_FORMAT, B_FORMAT>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k,
-                                              k > 0);
-            wgmma_commit();
-            if (part == kSplitParts - 1) {
-                const unsigned empty = shared + Map::kEmpty + 8 * stage.index;
-                stage.advance();
-                if (kb < followed) mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-                wgmma_wait<0>();
-                release<CLUSTER>(empty);
-            } else {
-                wgmma_wait<0>();
+            for (int part = 0; part < kSplitParts; part++) {
+                float partial[kPart];
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    wgmma_k32<A_FORMAT, B_FORMAT>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k,
+                                                  k > 0);
+                wgmma_commit();
+                if (part == kSplitParts - 1) {
+                    const unsigned empty = shared + Map::kEmpty + 8 * stage.index;
+                    stage.advance();
+                    if (kb < followed) mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+                    wgmma_wait<0>();
+                    release<CLUSTER>(empty);
+                } else {
+                    wgmma_wait<0>();
+                }
+                wgmma_hold(partial);
+#pragma unroll
+                for (int i = 0; i < kPart; i++) acc[part * kPart + i] = __fadd_rn(acc[part * kPart + i], partial[i]);
             }
-            wgmma_hold(partial);
-#pragma unroll
-            for (int i = 0; i < kPart; i++) acc[part * kPart + i] = __fadd_rn(acc[part * kPart + i], partial[i]);
         }
     }
 }

@@ -10,6 +10,7 @@
 
 #include "gemm_epilogue.cuh"
 #include "gemm_tile.cuh"
+#include "ptx/elect.cuh"
 
 namespace twin {
 
@@ -87,8 +88,8 @@ __device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, 
 
 // A persistent block: barriers, the roles, the end. `consume` runs in the first warpgroups, `produce` in one thread of the
 // one after them, `assist` in every warp after that thread's.
-template <class Map, int kStages, int kCluster, int kWarpgroups, int kConsumer, int kOthers, class Produce,
-          class Consume, class Assist>
+template <class Map, int kStages, int kCluster, int kWarpgroups, int kConsumer, int kOthers, bool kElect = true,
+          class Produce, class Consume, class Assist>
 __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_map, const CUtensorMap& b_map,
                                           const Produce& produce, const Consume& consume, const Assist& assist) {
     init_barriers<Map, kStages, kCluster, 4 * kWarpgroups>(shared);
@@ -96,7 +97,7 @@ __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_
         if constexpr (kWarpgroups == 2) setmaxnreg_dec<kOthers>();
         if (threadIdx.x >= 128 * kWarpgroups + 32) {
             assist();
-        } else if (threadIdx.x == 128 * kWarpgroups) {
+        } else if (kElect ? elect_one() : threadIdx.x == 128 * kWarpgroups) {
             prefetch_tensor_map(&a_map);
             prefetch_tensor_map(&b_map);
             produce();

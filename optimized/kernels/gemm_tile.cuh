@@ -162,11 +162,12 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     }
 }
 
-// A block of a cluster must not end while the other may still write to its shared memory.
+// A block of a cluster must not end while the other may still write to its shared memory, be it an arrival on a barrier:
+// this one's arrival orders what came before it.
 template <int kCluster>
 __device__ __forceinline__ void end_together() {
     if constexpr (kCluster > 1) {
-        cluster_arrive_relaxed();
+        cluster_arrive();
         cluster_wait();
     }
 }

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_fp8 import BIAS_TYPES, OUTPUTS, UNWRITABLE, tell_once, writable
+from optimized.ops.gemm_fp8 import UNWRITABLE, tell_once, writable
+from optimized.ops.gemm_operands import BIAS_TYPES, OUTPUTS
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm import check

@@ -10,20 +10,12 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
-from optimized.tensor_map import TensorMap, encode
+from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k, is_faster
+from optimized.ops.gemm_operands import BIAS_TYPES, FORMATS, OUTPUTS, loadable, operands, run
+from optimized.ops.gemm_tile import FP8_TILES, TILES, Tile, multiprocessors, select_tile
 from reference.notice import say_once
 from reference.ops.gemm_fp8 import check, check_accumulate
 from reference.ops.library import LIBRARY
-
-FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-BIAS_TYPES = {
-    None: np.int32(0),
-    torch.bfloat16: np.int32(1),
-    torch.float16: np.int32(2),
-    torch.float32: np.int32(3),
-}
 
 
 def defines(
@@ -45,23 +37,21 @@ def defines(
     }
 
 
-def run(n: int, out: torch.dtype) -> int:
-    """Consecutive columns of the output that a thread owns: 16 bytes, or 8 where N is an odd multiple of 16."""
-    return 8 if n % 32 == 0 and out != torch.float32 else 4
-
+# Of a product that is added to: in clusters, which help split accumulation little, there are too few registers for it.
+ADDING_TILES = tuple(tile for tile in TILES if tile.cluster == 1)
 
 # What the CPU suite compiles: every tile with both accumulations, and every format and output in one tile.
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
     ("gemm_fp8", defines(a, b, out, accumulate, tile, n))
     for a, b, out, accumulate, tile, n in [
         *itertools.product(
-            [torch.float8_e4m3fn], [torch.float8_e4m3fn], [torch.bfloat16], ("fast", "split"), TILES, (16, 32)
+            [torch.float8_e4m3fn], [torch.float8_e4m3fn], [torch.bfloat16], ("fast", "split"), FP8_TILES, (16, 32)
         ),
         *itertools.product([torch.float8_e5m2], FORMATS, OUTPUTS, ("fast", "split"), TILES[:1], [32]),
     ]
 ] + [
     ("gemm_fp8", defines(torch.float8_e5m2, torch.float8_e4m3fn, out, "split", tile, n, add=True))
-    for out, tile, n in itertools.product(OUTPUTS, TILES, (16, 32))
+    for out, tile, n in itertools.product(OUTPUTS, ADDING_TILES, (16, 32))
 ]
 
 
@@ -72,34 +62,6 @@ def _kernel(
     # `columns` is 32 or 16: what of N the configuration depends on.
     macros = defines(a, b, out, accumulate, tile, columns, add)
     return launch.function("gemm_fp8", "gemm_fp8", macros, tile.shared_bytes)
-
-
-def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, parts: int) -> tuple[TensorMap, TensorMap]:
-    """How the copy engine reads A and B, B with its rows permuted.
-
-    B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e: shared memory then holds the rows in
-    the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are `parts` boxes.
-    """
-    for name, operand in (("a", a), ("b", b)):
-        if operand.data_ptr() % 16:
-            raise ValueError(
-                f"{name} starts at address {operand.data_ptr():#x}; the copy engine needs a multiple of 16 "
-                f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
-            )
-    (m, k), n = a.shape, b.shape[0]
-    # L2 fetches two lines at a time, but for rows that straddle lines: there it costs 5 to 20 %.
-    l2 = 256 if k % 128 == 0 else 128
-    a_map = encode(a.data_ptr(), a.dtype, (k, m), (k,), (128, tile.block_m), 128, l2)
-    b_map = encode(
-        b.data_ptr(),
-        b.dtype,
-        (k, 2, 4, width // 2, n // (4 * width)),
-        (k, width * k, 2 * k, 4 * width * k),
-        (128, 2, 4, width // 2, tile.block_n // (4 * width * parts)),
-        128,
-        l2,
-    )
-    return a_map, b_map
 
 
 def gemm_fp8(
@@ -114,7 +76,10 @@ def gemm_fp8(
     """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`, bias `[N]` or None -> `[M, N]` of out_dtype."""
     check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
-    tile = _tile(a, b, accumulate)
+    (m, k), n = a.shape, b.shape[0]
+    if accumulate == "split" and m * n * k > 0 and is_faster(m, n, k, multiprocessors(a.device.index)):
+        return gemm_fp8_split_k(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
+    tile = _tile(a, b, accumulate, FP8_TILES)
     return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate, tile)
 
 
@@ -125,8 +90,9 @@ def check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm_fp8 runs on one device.")
 
 
-def _tile(a: torch.Tensor, b: torch.Tensor, accumulate: str) -> Tile:
-    return select_tile(a.shape[0], b.shape[0], a.shape[1], accumulate == "split", multiprocessors(a.device.index))
+def _tile(a: torch.Tensor, b: torch.Tensor, accumulate: str, tiles: tuple[Tile, ...]) -> Tile:
+    (m, k), n = a.shape, b.shape[0]
+    return select_tile(m, n, k, accumulate == "split", multiprocessors(a.device.index), tiles)
 
 
 def gemm_fp8_tiled(
@@ -145,7 +111,7 @@ def gemm_fp8_tiled(
     """`gemm_fp8` with a given tile, for tests and tuning; arguments are those that `check` accepts.
 
     Args:
-        tile: one of `gemm_tile.TILES`, or any that fits.
+        tile: one of `gemm_tile.FP8_TILES`, or any that fits.
         out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
         add: to what `out` holds, in fp32.
         cut: into how many clusters' tiles; `Tile.cut` if None.
@@ -158,14 +124,13 @@ def gemm_fp8_tiled(
     if k == 0:
         zero = _epilogue_of_zero(m, n, a_scale_inv, b_scale_inv, bias)
         return out.copy_(out.float() + zero if add else zero)
-    a_map, b_map = operand_maps(a, b, tile, run(n, out_dtype), tile.cluster)
+    maps = operands(a, b, tile, run(n, out_dtype))
     bias = None if bias is None else loadable(bias)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
     kernel = _kernel(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
     args = (
-        a_map.argument,
-        b_map.argument,
+        maps,
         out.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         BIAS_TYPES[None if bias is None else bias.dtype],
@@ -179,11 +144,6 @@ def gemm_fp8_tiled(
     blocks = tile.blocks(cut, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
-
-
-def loadable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where it is not contiguous from the 16-byte boundary that vector loads need."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def tell_once(op: str, what: str) -> None:
@@ -200,7 +160,7 @@ def gemm_fp8_accumulate(
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
     rest = (a, b, a_scale_inv, b_scale_inv, None)
     if writable(out):
-        gemm_fp8_tiled(*rest, out.dtype, "split", _tile(a, b, "split"), out, add=True)
+        gemm_fp8_tiled(*rest, out.dtype, "split", _tile(a, b, "split", ADDING_TILES), out, add=True)
     else:
         tell_once("gemm_fp8_accumulate", UNWRITABLE)
         out.copy_(out.float() + gemm_fp8(*rest, torch.float32, "split"))

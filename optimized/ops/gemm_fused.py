@@ -19,8 +19,9 @@ from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.dbias import add_blocks, new_partial
 from optimized.ops.dropout import advance
 from optimized.ops.dropout import bias_dropout_add as dropout
-from optimized.ops.gemm_fp8 import BIAS_TYPES, check_devices, gemm_fp8, loadable, operand_maps, run
+from optimized.ops.gemm_fp8 import check_devices, gemm_fp8
 from optimized.ops.gemm_fp8 import defines as product_defines
+from optimized.ops.gemm_operands import BIAS_TYPES, loadable, operands, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
 from reference.ops.cast_transpose import cast_outputs
@@ -30,6 +31,8 @@ from reference.ops.library import LIBRARY
 
 ACTIVATION, BACKWARD, DROPOUT = 1, 2, 3  # the macro EPILOGUE
 SHARED_BYTES = 232448  # of a block, at most
+# 128 columns are fast with two temporaries a thread, for which the backward has no registers.
+BACKWARD_TILES = tuple(tile for tile in TILES if tile.block_n != 128)
 Inverses = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -151,14 +154,13 @@ def _launch(
     """Run the kernel; `arguments` are the 64-bit words of its struct Epilogue."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
     if tile is None:
-        tile = select_tile(m, n, k, epilogue == BACKWARD, multiprocessors(index))
+        tiles = BACKWARD_TILES if epilogue == BACKWARD else TILES
+        tile = select_tile(m, n, k, epilogue == BACKWARD, multiprocessors(index), tiles)
     tile = fused_tile(epilogue, tile)
     parts = halves(epilogue, kind)
     columns = n // parts
-    a_map, b_map = operand_maps(a, b, tile, run(columns, dtype), max(parts, tile.cluster))
     args = (
-        a_map.argument,
-        b_map.argument,
+        operands(a, b, tile, run(columns, dtype), parts),
         launch.by_value(np.array(arguments, np.int64)),
         inverses[0].data_ptr(),
         inverses[1].data_ptr(),

@@ -3,9 +3,9 @@
 The choice changes no bit of any result (the order over K is fixed by contract), only the time. It is a pure
 function of the problem and the number of multiprocessors:
 
-    time = waves · max(k-blocks · cycles of a k-block + cycles of a tile's ends, cycles of its copies)
+    time = waves · (cycles of a tile's ends + max(k-blocks · cycles of a k-block, cycles of its copies))
 
-with cycles fitted to sweeps on an H200 (docs/results/gemm_sweep.json, gemm_shapes.json, by optimized/bench).
+with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json, by optimized/bench).
 The last wave is rarely full. So tiles of 256 columns are mixed with tiles of 224, as many more as fill it (`Tile.cut`).
 
 A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block of a
@@ -14,6 +14,7 @@ A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores 
 The copy engine fetches a row of a k-block in 2.4 cycles or less if it starts at a multiple of 128 bytes, which the
 costs of k-blocks contain. Where K is no such multiple, most rows straddle two lines, and the last k-block reaches
 over the end of every row: then the copies may take longer than the products, and what counts is to copy few rows.
+Rows that do not exist are not copied.
 """
 
 import functools
@@ -44,12 +45,12 @@ class Tile:
     def __post_init__(self) -> None:
         if (
             self.warpgroups not in (1, 2)
-            or self.block_n not in (64, 128, 192, 256)
+            or self.block_n not in (64, 96, 128, 160, 192, 224, 256)
             or self.stages < 2
             or self.cluster not in (1, 2)
         ):
             raise ValueError(
-                f"{self}: a tile has 1 or 2 warpgroups, 64, 128, 192 or 256 columns, at least 2 stages and "
+                f"{self}: a tile has 1 or 2 warpgroups, 64 to 256 columns in steps of 32, at least 2 stages and "
                 f"clusters of 1 or 2."
             )
         if self.shared_bytes > 232448:
@@ -113,34 +114,39 @@ class Cost:
 
 # By tile: one chain over K (fast accumulation, 16-bit operands), and chains of K = 128 (split accumulation).
 COSTS = {
-    Tile(2, 256, 4): (Cost(1100, 3200), Cost(1170, 4600)),
-    Tile(2, 256, 4, 2): (Cost(1095, 3200), Cost(1200, 4600)),
-    Tile(2, 128, 6): (Cost(610, 700), Cost(635, 1450)),
-    Tile(2, 64, 8): (Cost(430, 320), Cost(550, 100)),
-    Tile(1, 128, 8): (Cost(345, 380), Cost(550, 720)),
-    Tile(1, 64, 8): (Cost(280, 250), Cost(355, 400)),
+    Tile(2, 256, 4): (Cost(1245, 4000), Cost(1210, 4250)),
+    Tile(2, 256, 4, 2): (Cost(1240, 4000), Cost(1220, 5100)),
+    Tile(2, 128, 7): (Cost(630, 1700), Cost(610, 1650)),
+    Tile(2, 64, 9): (Cost(470, 1000), Cost(400, 1150)),
+    Tile(1, 128, 9): (Cost(365, 900), Cost(405, 1150)),
+    Tile(1, 64, 13): (Cost(285, 550), Cost(300, 550)),
+    Tile(2, 192, 5): (Cost(945, 2150), Cost(910, 3700)),
+    Tile(2, 192, 5, 2): (Cost(945, 2950), Cost(905, 4750)),
+    Tile(2, 160, 6): (Cost(785, 2250), Cost(770, 3250)),
+    Tile(2, 96, 8): (Cost(510, 1500), Cost(470, 1400)),
+    Tile(1, 192, 7): (Cost(480, 1500), Cost(710, 1750)),
 }
-TILES = tuple(COSTS)
-
+TILES = tuple(COSTS)[:6]  # of every kernel
+FP8_TILES = tuple(COSTS)  # of the FP8 product alone
 
 # Cycles of the copy engine for a row of a k-block: starting at a multiple of 32 bytes, of 16; reaching over its end.
-ROW_32, ROW_16, ROW_END = 3.0, 4.5, 20.0
+ROW_32, ROW_16, ROW_END = 2.5, 3.8, 8.5
 
 
 def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
     """The time of `select_tile`'s model, in cycles; arguments as there."""
     blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
     cost = COSTS[tile][split]
-    rows = tile.block_m + tile.block_n // tile.cluster
+    rows = min(tile.block_m, m) + min(tile.block_n, n) / tile.cluster  # that are copied
     copies = rows * (blocks * (ROW_32 if k_bytes % 32 == 0 else ROW_16) + ROW_END) if rest else 0.0
     tiles = tile.cut(m, n, sms)
     width = 1.0 if tiles == tile.count(m, n) else tile.rows(m) * n / (tiles * tile.block_n)
     waves = -(-tiles * tile.cluster // sms)
-    return waves * max((blocks + (rest > 0)) * cost.block * width + cost.ends, copies)
+    return waves * (cost.ends + max((blocks + (rest > 0)) * cost.block * width, copies))
 
 
 @functools.lru_cache(maxsize=4096)
-def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int) -> Tile:
+def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
     """The tile with the least modelled time for `[m, k] · [n, k]ᵀ` on `sms` multiprocessors.
 
     Args:
@@ -149,9 +155,10 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int) -> Tile:
         k_bytes: bytes of a row of an operand.
         split: whether the accumulation is split.
         sms: multiprocessors, each of which runs one persistent block.
+        tiles: those that the kernel has.
     """
     # A cluster needs a second row of tiles, or its second block has nothing to do.
-    candidates = (tile for tile in TILES if tile.cluster == 1 or m > tile.block_m)
+    candidates = (tile for tile in tiles if tile.cluster == 1 or m > tile.block_m)
     return min(candidates, key=lambda tile: modelled_cycles(tile, m, n, k_bytes, split, sms))
 
 

@@ -56,23 +56,29 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
         "+f"(d[i + 7])
 #define TWIN_ACC_16(i) TWIN_ACC_8(i), TWIN_ACC_8(i + 8)
 #define TWIN_ACCUMULATORS_32 TWIN_ACC_16(0), TWIN_ACC_16(16)
-#define TWIN_ACCUMULATORS_48 TWIN_ACCUMULATORS_32, TWIN_ACC_16(32)
+#define TWIN_ACCUMULATORS_40 TWIN_ACCUMULATORS_32, TWIN_ACC_8(32)
+#define TWIN_ACCUMULATORS_48 TWIN_ACCUMULATORS_40, TWIN_ACC_8(40)
 #define TWIN_ACCUMULATORS_56 TWIN_ACCUMULATORS_48, TWIN_ACC_8(48)
 #define TWIN_ACCUMULATORS_64 TWIN_ACCUMULATORS_56, TWIN_ACC_8(56)
-#define TWIN_ACCUMULATORS_112 TWIN_ACCUMULATORS_64, TWIN_ACC_16(64), TWIN_ACC_16(80), TWIN_ACC_16(96)
+#define TWIN_ACCUMULATORS_80 TWIN_ACCUMULATORS_64, TWIN_ACC_16(64)
+#define TWIN_ACCUMULATORS_96 TWIN_ACCUMULATORS_80, TWIN_ACC_16(80)
+#define TWIN_ACCUMULATORS_112 TWIN_ACCUMULATORS_96, TWIN_ACC_16(96)
 #define TWIN_ACCUMULATORS_128 TWIN_ACCUMULATORS_112, TWIN_ACC_16(112)
 #define TWIN_REGISTERS_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TWIN_REGISTERS_48 \
-    TWIN_REGISTERS_32 \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TWIN_REGISTERS_40 TWIN_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define TWIN_REGISTERS_48 TWIN_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define TWIN_REGISTERS_56 TWIN_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define TWIN_REGISTERS_64 TWIN_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define TWIN_REGISTERS_112 \
+#define TWIN_REGISTERS_80 \
     TWIN_REGISTERS_64 \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TWIN_REGISTERS_96 \
+    TWIN_REGISTERS_80 \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TWIN_REGISTERS_112 \
+    TWIN_REGISTERS_96 \
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define TWIN_REGISTERS_128 \
     TWIN_REGISTERS_112 \
@@ -80,6 +86,8 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #define TWIN_DESCRIPTORS_32 "%32, %33"
 #define TWIN_SCALE_D_32 "%34"
 #define TWIN_TRANSPOSE_32 "%35, %36"
+#define TWIN_DESCRIPTORS_40 "%40, %41"
+#define TWIN_SCALE_D_40 "%42"
 #define TWIN_DESCRIPTORS_48 "%48, %49"
 #define TWIN_SCALE_D_48 "%50"
 #define TWIN_DESCRIPTORS_56 "%56, %57"
@@ -87,6 +95,10 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #define TWIN_DESCRIPTORS_64 "%64, %65"
 #define TWIN_SCALE_D_64 "%66"
 #define TWIN_TRANSPOSE_64 "%67, %68"
+#define TWIN_DESCRIPTORS_80 "%80, %81"
+#define TWIN_SCALE_D_80 "%82"
+#define TWIN_DESCRIPTORS_96 "%96, %97"
+#define TWIN_SCALE_D_96 "%98"
 #define TWIN_DESCRIPTORS_112 "%112, %113"
 #define TWIN_SCALE_D_112 "%114"
 #define TWIN_TRANSPOSE_112 "%115, %116"
@@ -113,9 +125,12 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
         TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E5M2, "e5m2.e5m2")                                                \
     }
 TWIN_WGMMA_FP8(32, 64)
+TWIN_WGMMA_FP8(40, 80)
 TWIN_WGMMA_FP8(48, 96)
 TWIN_WGMMA_FP8(56, 112)
 TWIN_WGMMA_FP8(64, 128)
+TWIN_WGMMA_FP8(80, 160)
+TWIN_WGMMA_FP8(96, 192)
 TWIN_WGMMA_FP8(112, 224)
 TWIN_WGMMA_FP8(128, 256)
 

@@ -1,0 +1,84 @@
+// FP8 GEMM with split accumulation for few output tiles and a long K, spread over K without changing a bit.
+//
+//   partial[i] = A[:, 128 i .. 128 i + 127] B[:, same]^T     chains of four wgmma from +0 (docs/numerics.md)
+//   acc = ((+0 + partial[0]) + partial[1]) + ...              fp32, one rounding each, in order of K
+//   out = round(fp32(fp32(acc * fp32(a_scale_inv * b_scale_inv)) + bias))
+//
+// A [M, K], B [N, K] FP8 row-major, K and N multiples of 16, M any; out [M, N] bf16, fp16 or fp32. The same words as
+// gemm_fp8.cu with SPLIT 1: the chains are independent of each other, only their additions have an order. So
+//   partials       computes chains on all multiprocessors and writes them to a workspace [slab][M][N] fp32: slab 0 is
+//                  acc after the first `count` k-blocks, each further slab the partial of one more k-block,
+//   add_in_order   adds the slabs, a thread an output, and finishes the epilogue.
+// It pays while the workspace, written and read, is small beside what L2 holds (optimized/ops/gemm_fp8_split_k.py).
+//
+// Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), STAGES.
+#define WARPGROUPS 1
+#define BLOCK_N 64
+#define CLUSTER 1
+#define RUN 4
+#include "gemm_fp8_mainloop.cuh"
+
+using namespace twin;
+
+constexpr int kSums = 64, kBatch = 64;  // add_in_order: outputs of a block, slabs that a thread fetches together
+
+// Block (tile, part) of a grid of tiles x parts: k-blocks [part * count, (part + 1) * count) of a tile.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    partials(const __grid_constant__ Operands operands, float* workspace, int m, int n, int k_blocks, int count) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const unsigned shared = shared_address(memory);
+    const Tiles tiles(m, n);
+    const int begin = blockIdx.y * count, end = min(begin + count, k_blocks);
+    const auto producing = [&] { produce(operands, shared, tiles, begin, end, m, n, [](const Tile&, int) {}); };
+    const auto consuming = [&] {
+        const int lane = threadIdx.x % 32;
+        const Tile tile = tiles[tiles.first()];
+        const Issue issue{shared + Map::kA, shared + Map::kB};
+        Destination to = destination<4>(workspace, tile.row + threadIdx.x / 32 * 16 + lane / 4,
+                                        tile.column + lane % 4 * kRun, m, n, tile.end);
+        Position stage;
+        const auto next_slab = [&](long long slabs) {
+            for (char*& pointer : to.pointer) pointer += slabs * m * n * 4;
+        };
+        if (begin == 0) {
+            float acc[kAcc];
+            split_tile(acc, shared, issue, stage, end, false);
+            store_fp32<kRun>(acc, to);
+        } else {
+            next_slab(begin - count);
+            alternate_chains(shared, issue, stage, end - begin, [&](const float(&partial)[kAcc]) {
+                next_slab(1);
+                store_fp32<kRun>(partial, to);
+            });
+        }
+    };
+    run_block<Map, kStages, CLUSTER, WARPGROUPS, 0, 0>(shared, operands.a, operands.b, producing, consuming, [] {});
+}
+
+// A thread an output. Slabs are fetched kBatch at a time, whose latencies overlap.
+extern "C" __global__ void __launch_bounds__(kSums)
+    add_in_order(const float* workspace, void* out, const void* bias, int bias_type, const float* a_scale_inv,
+                 const float* b_scale_inv, int m, int n, int slabs) {
+    const long long outputs = static_cast<long long>(m) * n;
+    const long long index = static_cast<long long>(blockIdx.x) * kSums + threadIdx.x;
+    if (index >= outputs) return;
+    const float* source = workspace + index;
+    float acc = 0.0f;
+    for (; slabs > 0; slabs -= kBatch, source += kBatch * outputs) {
+        float partial[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) partial[i] = i < slabs ? __ldg(source + i * outputs) : -0.0f;  // x + -0 is x
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) acc = __fadd_rn(acc, partial[i]);
+    }
+    acc = __fmul_rn(acc, __fmul_rn(*a_scale_inv, *b_scale_inv));
+    const int column = index % n;
+    if (bias_type == kBiasFP32)
+        acc = __fadd_rn(acc, static_cast<const float*>(bias)[column]);
+    else if (bias_type != kNoBias)
+        acc = __fadd_rn(acc, widen_bias(static_cast<const unsigned short*>(bias)[column], bias_type));
+    if constexpr (same_type<OUT, FP32>)
+        static_cast<float*>(out)[index] = acc;
+    else
+        static_cast<unsigned short*>(out)[index] = same_type<OUT, BF16> ? cvt_bf16_f32(acc) : cvt_f16_f32(acc);
+}

@@ -1,0 +1,78 @@
+"""What the FP8 GEMM kernels are told about their operands and outputs."""
+
+import functools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.gemm_tile import Tile
+from optimized.tensor_map import TensorMap, encode
+
+FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+BIAS_TYPES = {
+    None: np.int32(0),
+    torch.bfloat16: np.int32(1),
+    torch.float16: np.int32(2),
+    torch.float32: np.int32(3),
+}
+
+
+def run(n: int, out: torch.dtype) -> int:
+    """Consecutive columns of the output that a thread owns: 16 bytes, or 8 where N is an odd multiple of 16."""
+    return 8 if n % 32 == 0 and out != torch.float32 else 4
+
+
+@functools.lru_cache(maxsize=1024)
+def _operands(
+    a: int,
+    b: int,
+    formats: tuple[torch.dtype, torch.dtype],
+    m: int,
+    n: int,
+    k: int,
+    tile: Tile,
+    width: int,
+    halves: int,
+) -> launch.ByValue:
+    # L2 fetches two lines at a time, but for rows that straddle lines: there it costs 5 to 20 %.
+    l2 = 256 if k % 128 == 0 else 128
+    part = tile.block_n // max(halves, tile.cluster)
+
+    def a_map(rows: int) -> TensorMap:
+        return encode(a, formats[0], (k, m), (k,), (128, rows), 128, l2)
+
+    def b_map(rows: int) -> TensorMap:
+        shape, strides = (k, 2, 4, width // 2, n // (4 * width)), (k, width * k, 2 * k, 4 * width * k)
+        return encode(b, formats[1], shape, strides, (128, 2, 4, width // 2, rows // (4 * width)), 128, l2)
+
+    maps = [
+        a_map(tile.block_m),
+        b_map(part),
+        a_map(m % tile.block_m or tile.block_m),
+        b_map(n // halves % part or part),
+    ]
+    return launch.by_value(np.concatenate([one.words for one in maps]))
+
+
+def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: int = 1) -> launch.ByValue:
+    """How the copy engine reads A and B, B with its rows permuted: the kernels' struct Operands.
+
+    B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e: shared memory then holds the rows in
+    the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are one box, or one for each
+    block of a cluster or each of B's `halves`. At the edges a box has the rows that remain.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if operand.data_ptr() % 16:
+            raise ValueError(
+                f"{name} starts at address {operand.data_ptr():#x}; the copy engine needs a multiple of 16 "
+                f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
+            )
+    (m, k), n = a.shape, b.shape[0]
+    return _operands(a.data_ptr(), b.data_ptr(), (a.dtype, b.dtype), m, n, k, tile, width, halves)
+
+
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where it is not contiguous from the 16-byte boundary that vector loads need."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
