@@ -176,7 +176,8 @@ class Kind:
         results: shape and dtype of each result, or None.
         rooms: for each allocation, in order, the result that it is (None: it lies in the arena) and its offset.
         size: bytes of the arena.
-        pooled: shapes of the results but the first, each with its padding, if they share one allocation.
+        pooled: shapes of the results but the first and of paddings, if they share one allocation.
+        pooled_at: which of those are results.
         pool_size: its elements.
         kept: what is saved for backward: None, or a place in what `saved` gives.
         needed: the numbers of those.
@@ -189,6 +190,7 @@ class Kind:
         self.rooms: list[tuple[int | None, int]] = []
         self.size = 0
         self.pooled: list[torch.Tensor] = []
+        self.pooled_at: list[int] = []
         self.pool_size = 0
         self.kept: list[Place | None] = []
         self.needed: set[int] = set()
@@ -211,29 +213,25 @@ class Kind:
         shared = [x for x in results[1:] if x is not None]
         if len(shared) > 1 and len({x.dtype for x in shared}) == 1:
             for x in shared:
+                self.pooled_at.append(len(self.pooled))
                 padding = -x.numel() % (_ALIGNMENT // x.element_size())
-                self.pooled += [
-                    torch.empty(x.shape, dtype=x.dtype, device="meta"),
-                    torch.empty(padding, dtype=x.dtype, device="meta"),
-                ]
+                shapes = [x.shape, torch.Size([padding])] if padding else [x.shape]
+                self.pooled += [torch.empty(shape, dtype=x.dtype, device="meta") for shape in shapes]
             self.pool_size = sum(x.numel() for x in self.pooled)
         return results, saved
 
     def room_for_results(self, device: torch.device) -> Saved:
         """The first result is a tensor of its own, which may live longer; the others share one: fewer allocations."""
-        first = (
-            None
-            if self.results[0] is None
-            else torch.empty(self.results[0][0], dtype=self.results[0][1], device=device)
-        )
+
+        def room(x: tuple[torch.Size, torch.dtype] | None) -> torch.Tensor | None:
+            return None if x is None else torch.empty(x[0], dtype=x[1], device=device)
+
         if not self.pooled:
-            return (
-                first,
-                *(None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in self.results[1:]),
-            )
+            return tuple(map(room, self.results))
         pool = torch.empty(self.pool_size, dtype=self.pooled[0].dtype, device=device)
-        views = iter(torch._C._nn.unflatten_dense_tensors(pool, self.pooled)[::2])
-        return (first, *(None if x is None else next(views) for x in self.results[1:]))
+        made = torch._C._nn.unflatten_dense_tensors(pool, self.pooled)
+        views = iter([made[i] for i in self.pooled_at])
+        return (room(self.results[0]), *(None if x is None else next(views) for x in self.results[1:]))
 
     def record(
         self, run: Function, results: Saved, sources: list[torch.Tensor | None], addresses: tuple[int, ...]

@@ -187,6 +187,7 @@ class Contestant:
         shape = (case.sequence, case.batch, case.hidden)
         self.x = torch.randn(shape, device="cuda", dtype=case.dtype, requires_grad=True)
         self.grad = torch.randn(shape, device="cuda", dtype=case.dtype)
+        self.threads = True  # PyTorch's default: backward runs on a thread of its own
         self.run: Callable[[], object] = self.step  # or a replay of it
         self.parameters = [self.x, *self.module.parameters()]  # type: ignore[attr-defined]
 
@@ -195,7 +196,8 @@ class Contestant:
         self.forget()
         with self.context():
             out = self.module(self.x, **{**self.keywords, **keywords})
-        out.backward(self.grad)
+        with torch.autograd.set_multithreading_enabled(self.threads):
+            out.backward(self.grad)
 
     def forget(self) -> None:
         """Set the gradients to None."""
@@ -226,6 +228,8 @@ def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
     yield lambda: Contestant("PyTorch", "cuDNN", plain("cuDNN"), case)
     if case == CASES[0]:  # a compilation takes ten seconds
         yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(plain("cuDNN")), case)
+    if case.tokens <= 1024:
+        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", plain("cuDNN"), case))
     for name, kind in (("te.Linear, te.LayerNorm", _Modules), ("LayerNormLinear, LayerNormMLP", _Fused)):
         # Behind the projection they drop as PyTorch does.
         yield functools.partial(
@@ -237,6 +241,15 @@ def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
         yield from _ours(case, attention)
     if importlib.util.find_spec("transformer_engine") is not None:
         yield from _transformer_engine(case)
+
+
+def _one_thread(build: Callable[[], Contestant]) -> Contestant:
+    """A contestant whose backward runs on the thread that calls it: where the host decides, its wake-ups count."""
+    made = build()
+    made.name += ", autograd on one thread"
+    made.title = f"{made.name} / {made.attention}"
+    made.threads = False
+    return made
 
 
 def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
@@ -265,6 +278,8 @@ def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
 
     yield lambda: one("TransformerLayer", contextlib.nullcontext)
     yield lambda: one("TransformerLayer, FP8", _fp8)
+    if case.tokens <= 1024:
+        yield functools.partial(_one_thread, lambda: one("TransformerLayer, FP8", _fp8))
     yield cached
     yield graphed
     yield whole_step

@@ -75,6 +75,7 @@ def layer_goals(payload: dict[str, Any]) -> list[Table]:
     names = {row["step"] for row in small["rows"]}
     for what, step, asked in (
         ("eager", fp8, "0.9"),
+        ("eager, autograd on one thread", f"{fp8}, autograd on one thread", "0.9"),
         ("forward and backward as CUDA graphs", f"{fp8}, CUDA graph", "0.3"),
         ("the whole step as one CUDA graph", f"{fp8}, step as one CUDA graph", "0.3"),
     ):

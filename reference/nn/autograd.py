@@ -41,6 +41,10 @@ _plain = Plain()
 player = _plain
 
 
+def _player() -> Plain:
+    return _plain if torch.compiler.is_compiling() else player  # a compiler looks into the functions
+
+
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -52,8 +56,7 @@ class _Pair(torch.autograd.Function):
         updates: bool,
         *tensors: torch.Tensor | None,
     ) -> Any:
-        player_here = _plain if torch.compiler.is_compiling() else player
-        out, saved, ctx.note = player_here.forward(forward, call, needs, tensors)
+        out, saved, ctx.note = _player().forward(forward, call, needs, tensors)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates
         return out
@@ -61,8 +64,7 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        player_here = _plain if torch.compiler.is_compiling() else player
-        results = player_here.backward(ctx.backward_function, ctx.call, ctx.needs, ctx.saved_tensors, grads, ctx.note)
+        results = _player().backward(ctx.backward_function, ctx.call, ctx.needs, ctx.saved_tensors, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.call.layer)
         return None, None, None, None, None, *results
