@@ -79,7 +79,9 @@ def _place(x: Any, sources: Sequence[torch.Tensor | None]) -> Any:
     storage = x.untyped_storage().data_ptr()
     for number, whole in enumerate(sources):
         if whole is not None and whole.untyped_storage().data_ptr() == storage:
-            return Place(number, x.data_ptr() - whole.data_ptr(), x.shape, x.stride(), x.dtype)
+            # Not from addresses: that of a tensor without elements is 0.
+            offset = int(x.storage_offset()) * x.itemsize - int(whole.storage_offset()) * whole.itemsize
+            return Place(number, offset, x.shape, x.stride(), x.dtype)
     return Place(-1, 0, x.shape, x.stride(), x.dtype)
 
 
@@ -315,7 +317,9 @@ class Player(autograd.Plain):
     """Runs pairs of functions from tapes, where their call says what it depends on."""
 
     def forward(self, pair: Any, call: Any, needs: tuple[bool, ...], tensors: Saved) -> tuple[Any, Saved, Any]:
-        plain = tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
+        # Whoever takes what is saved elsewhere (offloading) or compares it (checkpoint) gets tensors, not arenas.
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
         constants = None if plain else call.constants()
         if constants is None or not {type(x) for x in tensors} <= _PLAIN:
             return super().forward(pair, call, needs, tensors)

@@ -107,6 +107,21 @@ def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.
     assert len(elsewhere) < 20 or only.misses > 1
 
 
+def test_what_is_saved_may_be_empty(copied: list[int]) -> None:
+    def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
+        inside, empty = x.clone(), torch.empty(0)  # as RMSNorm's mean
+        return (inside.clone(),), (inside, empty)
+
+    x = torch.arange(6.0)
+    for _ in range(3):
+        _, saved, kind = tape.play(lambda: lambda: function(x), "empty", (x,), [])
+    assert kind is not None
+    inside, empty = kind.found(saved)
+    assert_same_bits(inside, x)
+    assert empty is not None
+    assert empty.shape == (0,)
+
+
 def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
     function = lambda x: (x.clone(),)  # noqa: E731
     for x, constants in ((torch.ones(2), 1), (torch.ones(2), 2), (torch.ones(3), 1), (torch.ones(2).double(), 1)):
