@@ -114,13 +114,13 @@ def update(forward: bool) -> None:
     One op call (one kernel launch on a GPU) per recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
-    # By identity: the modules of one autocast share its recipe, and to hash one takes its time.
-    buckets: dict[tuple[int, int, torch.device], tuple[DelayedScaling, Any, list[FP8TensorMeta]]] = {}
+    # torch 2.11's compiler knows neither id(None) nor the id of a recipe made inside of what it compiles.
+    buckets: dict[tuple[DelayedScaling, int | None, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
     for module, (recipe, group) in _members():
         meta: FP8TensorMeta = module.fp8_meta[key]
-        bucket = buckets.setdefault((id(recipe), id(group), meta.scale.device), (recipe, group, []))
-        bucket[2].append(meta)
-    for recipe, group, metas in buckets.values():
+        bucket = buckets.setdefault((recipe, None if group is None else id(group), meta.scale.device), (group, []))
+        bucket[1].append(meta)
+    for (recipe, _, _), (group, metas) in buckets.items():
         histories = [meta.amax_history for meta in metas]
         if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
