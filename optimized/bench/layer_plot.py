@@ -25,22 +25,22 @@ GROUPS = (
 )
 
 
-def bars(axis: Any, case: dict[str, Any]) -> None:
-    """One bar per contestant, the parts as a dashed line."""
+def bars(axis: Any, case: dict[str, Any], size: float = 7) -> None:
+    """One bar per contestant, the parts as a dashed line; letters of `size` points."""
     rows = case["rows"]
     for place, row in enumerate(rows):
         theirs = row["step"].startswith(("PyTorch", "Transformer Engine"))
         colour = INSIDE if row["in_contract"] else THEIRS if theirs else OUTSIDE
         axis.barh(place, row["ms"]["median"], color=colour, height=0.72)
-        axis.text(row["ms"]["median"], place, f" {row['ms']['median']:.2f}", va="center", fontsize=7, color=INK)
+        axis.text(row["ms"]["median"], place, f" {row['ms']['median']:.2f}", va="center", fontsize=size, color=INK)
     axis.axvline(case["parts_ms"], color=QUIET, linestyle="--", linewidth=1)
     axis.set_yticks(
-        range(len(rows)), [f"{row['step'].replace('te.', '')} · {row['attention']}" for row in rows], fontsize=7
+        range(len(rows)), [f"{row['step'].replace('te.', '')} · {row['attention']}" for row in rows], fontsize=size
     )
     axis.invert_yaxis()
     axis.set_xlim(right=1.15 * max(row["ms"]["median"] for row in rows))
-    axis.set_xlabel("ms, forward + backward", fontsize=8)
-    axis.set_title(case["case"]["name"], fontsize=9, loc="left", color=INK)
+    axis.set_xlabel("ms, forward + backward", fontsize=size + 1)
+    axis.set_title(case["case"]["name"], fontsize=size + 2, loc="left", color=INK)
 
 
 def stack(axis: Any, case: dict[str, Any]) -> None:

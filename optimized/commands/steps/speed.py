@@ -18,6 +18,7 @@ from optimized.commands.table import origin
 STEP = "Speed"
 SEED = CASES[1]  # fp16, no mask, dropout: the quickstart's own layer
 RECORDED = measure.RESULTS / "layer.json"
+HEAD = ("step", "attention", "milliseconds", "× plain PyTorch", "every bit defined")
 
 
 def results(live: bool) -> tuple[dict[str, Any], str] | None:
@@ -31,14 +32,28 @@ def results(live: bool) -> tuple[dict[str, Any], str] | None:
     return case, f"Recorded: {origin(payload)}".replace("**", "")
 
 
+def medians(case: dict[str, Any]) -> tuple[dict[tuple[str, str], float], float]:
+    """Milliseconds by step and attention, and those of plain PyTorch."""
+    times = {(row["step"], row["attention"]): row["ms"]["median"] for row in case["rows"]}
+    return times, times["PyTorch", "its matmuls"]
+
+
+def table(case: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each way to compute the layer, under `HEAD`."""
+    times, plain = medians(case)
+    return [
+        (step.replace("te.", ""), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no")
+        for ((step, attention), ms), row in zip(times.items(), case["rows"], strict=True)
+    ]
+
+
 def run(report: Report, live: bool) -> Outcome:
     """Add the table and the pictures."""
     found = results(live)
     if found is None:
         return Outcome(STEP, "no recorded results in this installation")
     case, where = found
-    times = {(row["step"], row["attention"]): row["ms"]["median"] for row in case["rows"]}
-    plain = times["PyTorch", "its matmuls"]
+    times, plain = medians(case)
     gain = {way: plain / times["TransformerLayer, FP8", way] for way in ("exact", "cuDNN")}
     result = f"FP8 takes 1/{gain['exact']:.2f} of plain PyTorch's time, 1/{gain['cuDNN']:.2f} with cuDNN's attention"
     report.section("How fast is it?", f"{gain['exact']:.2f} ×")
@@ -47,12 +62,7 @@ def run(report: Report, live: bool) -> Outcome:
         f"{SEED.sequence}), by plain PyTorch and by each of the tutorial's steps on an H200. “exact” is this project's "
         "attention, whose every bit a CPU predicts; cuDNN's is faster, and its bits are its own."
     )
-    head = ["step", "attention", "milliseconds", "× plain PyTorch", "every bit defined"]
-    rows = [
-        [step.replace("te.", ""), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no"]
-        for ((step, attention), ms), row in zip(times.items(), case["rows"], strict=True)
-    ]
-    report.table(head, rows, where)
+    report.table(HEAD, table(case), where)
     drawn = figure(9.0, 7.0)
     bars, stack = drawn.subplots(2, 1)
     layer_plot.bars(bars, case)
