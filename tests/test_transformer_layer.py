@@ -169,6 +169,16 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(variant: str, fp8: bool, sam
             same_bits(a, b)
 
 
+def test_a_global_hook_sees_every_part() -> None:
+    seen: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda part, _, out: seen.append(type(part).__name__))
+    try:
+        layer_of()(numbers(1, 24, 2, 64).bfloat16())
+    finally:
+        handle.remove()
+    assert {"LayerNormLinear", "DotProductAttention", "Linear", "MultiheadAttention", "LayerNormMLP"} <= set(seen)
+
+
 def test_names_are_transformer_engines() -> None:
     encoder = [n for n, _ in layer_of().named_parameters()]
     assert encoder[:3] == [

@@ -17,6 +17,7 @@ once what the parts do apart:
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from reference.compiled import before
 from reference.nn import attention, layernorm_linear, layernorm_mlp, linear
@@ -196,6 +197,7 @@ def untouched(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
         or part._forward_pre_hooks
         or part._backward_hooks
         or part._backward_pre_hooks
+        or _has_any_global_hook()
     )
 
 
