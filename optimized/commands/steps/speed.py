@@ -59,8 +59,8 @@ def run(report: Report, live: bool) -> Outcome:
     report.section("How fast is it?", f"{gain['exact']:.2f} ×")
     report.text(
         f"One layer of the tutorial, forward and backward ({SEED.name}; hidden {SEED.hidden}, sequence "
-        f"{SEED.sequence}), by plain PyTorch and by each of the tutorial's steps on an H200. “exact” is this project's "
-        "attention, whose every bit a CPU predicts; cuDNN's is faster, and its bits are its own."
+        f"{SEED.sequence}), by plain PyTorch and by each of the tutorial's steps on a Hopper GPU. “exact” is this "
+        "project's attention, whose every bit a CPU predicts; cuDNN's is faster, and its bits are its own."
     )
     report.table(HEAD, table(case), where)
     drawn = figure(9.0, 7.0)
