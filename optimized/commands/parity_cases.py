@@ -73,8 +73,7 @@ def casts() -> Iterator[Case]:
         yield Case("multi_cast_transpose", f"{label}, three matrices", partial(_casts_together, wide, dtype))
         for groups in (1, 3):
             title = f"{label}, three parts in {groups} groups"
-            # Not live any more when it has been recorded (tests/test_parity.py, NOT_YET_RECORDED).
-            yield Case("cat_cast_transpose_dbias", title, partial(_side_by_side, wide, dtype, groups), live=True)
+            yield Case("cat_cast_transpose_dbias", title, partial(_side_by_side, wide, dtype, groups))
     for wide, rows in product(WIDE, (1, 63, 64, 65, 1000)):
         yield Case(
             "dbias",
