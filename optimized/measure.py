@@ -195,6 +195,7 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cupy": _version("cupy-cuda13x"),
         "nvrtc": compiler.nvrtc_version(),
+        "transformer_engine": _version("transformer_engine"),
         "commit": commit,
         "commit_is_clean": None if commit is None else status == "",
         "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},

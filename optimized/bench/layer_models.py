@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from optimized import measure
 from optimized.commands.steps.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
 from reference.nn.module import TransformerEngineBaseModule
 
+INSTALLED = importlib.util.find_spec("transformer_engine") is not None
 RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
 
 
@@ -217,19 +219,28 @@ def _fp8() -> te.autocast:
     return te.autocast(recipe=RECIPE)
 
 
+def _plain(case: Case, attention: str) -> torch.nn.Module:
+    with torch.device("cuda"):
+        return Plain(case, attention).to(case.dtype)
+
+
+def few(case: Case) -> Iterator[Callable[[], Contestant]]:
+    """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8."""
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
+    for attention in ("exact", "cuDNN"):
+        yield from itertools.islice(_ours(case, attention), 2)
+    if INSTALLED:
+        yield from itertools.islice(_transformer_engine(case), 1, 2)
+
+
 def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
     """Each contestant, as a call that builds it."""
-
-    def plain(attention: str) -> torch.nn.Module:
-        with torch.device("cuda"):
-            return Plain(case, attention).to(case.dtype)
-
-    yield lambda: Contestant("PyTorch", "its matmuls", plain("own"), case)
-    yield lambda: Contestant("PyTorch", "cuDNN", plain("cuDNN"), case)
+    yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, "own"), case)
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
     if case == CASES[0]:  # a compilation takes ten seconds
-        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(plain("cuDNN")), case)
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case, "cuDNN")), case)
     if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", plain("cuDNN"), case))
+        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case))
     for name, kind in (("te.Linear, te.LayerNorm", _Modules), ("LayerNormLinear, LayerNormMLP", _Fused)):
         # Behind the projection they drop as PyTorch does.
         yield functools.partial(
@@ -239,7 +250,7 @@ def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
         )
     for attention in ("exact", "cuDNN"):
         yield from _ours(case, attention)
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if INSTALLED:
         yield from _transformer_engine(case)
 
 
@@ -292,30 +303,49 @@ def linears(case: Case = LINEAR) -> Iterator[Callable[[], Contestant]]:
     """One square linear map, where the casts to FP8 weigh most."""
     sizes = (case.hidden, case.hidden)
     yield lambda: Contestant("torch.nn.Linear", "", torch.nn.Linear(*sizes, device="cuda", dtype=case.dtype), case)
-    for name, context in (("te.Linear", contextlib.nullcontext), ("te.Linear, FP8", _fp8)):
-        yield functools.partial(
-            lambda name, context: Contestant(
-                name,
-                "",
-                te.Linear(*sizes, init_method=_normal, params_dtype=case.dtype),
-                case,
-                context,
-                in_contract=True,
-            ),
-            name,
-            context,
-        )
+
+    def one(name: str, library: Any, context: Callable[[], Any], ours: bool) -> Contestant:
+        linear = library.Linear(*sizes, init_method=_normal, params_dtype=case.dtype)
+        return Contestant(name, "", linear, case, context, in_contract=ours)
+
+    yield lambda: one("te.Linear", te, contextlib.nullcontext, True)
+    yield lambda: one("te.Linear, FP8", te, _fp8, True)
+    if INSTALLED:
+        theirs = importlib.import_module("transformer_engine.pytorch")
+        yield lambda: one("Transformer Engine", theirs, contextlib.nullcontext, False)
+        yield lambda: one("Transformer Engine, FP8", theirs, _their_fp8(theirs)[1], False)
 
 
 def _transformer_engine(case: Case) -> Iterator[Callable[[], Contestant]]:
-    """NVIDIA's library, where it is installed, through the same harness."""
+    """NVIDIA's library, where it is installed, through the same harness; its own choice of attention."""
     theirs = importlib.import_module("transformer_engine.pytorch")
+    recipe, fp8 = _their_fp8(theirs)
+
+    def one(name: str, context: Callable[[], Any] = contextlib.nullcontext, **keywords: Any) -> Contestant:
+        layer = _transformer_layer(theirs, case)
+        return Contestant(f"Transformer Engine{name}", "its own", layer, case, context, **keywords)
+
+    def cached() -> Contestant:
+        made = one(", FP8, cached weights", fp8, is_first_microbatch=False)
+        made.step(is_first_microbatch=True)
+        return made
+
+    def graphed() -> Contestant:
+        made = one(", FP8, CUDA graph", fp8)
+        made.module = theirs.make_graphed_callables(made.module, (made.x,), enabled=True, recipe=recipe)
+        return made
+
+    yield lambda: one("")
+    yield lambda: one(", FP8", fp8)
+    yield cached
+    yield graphed
+    if case.tokens <= 1024:
+        yield functools.partial(_one_thread, lambda: one(", FP8", fp8))
+
+
+def _their_fp8(theirs: Any) -> tuple[Any, Callable[[], Any]]:
+    """Transformer Engine's form of `RECIPE`, and of the context around a forward."""
     recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling(
-        amax_history_len=16, amax_compute_algo="max"
+        amax_history_len=RECIPE.amax_history_len, amax_compute_algo=RECIPE.amax_compute_algo
     )
-
-    def fp8() -> Any:
-        return theirs.fp8_autocast(enabled=True, fp8_recipe=recipe)
-
-    yield lambda: Contestant("Transformer Engine", "its own", _transformer_layer(theirs, case), case)
-    yield lambda: Contestant("Transformer Engine, FP8", "its own", _transformer_layer(theirs, case), case, fp8)
+    return recipe, lambda: theirs.autocast(enabled=True, recipe=recipe)

@@ -25,6 +25,7 @@ from optimized.bench import (
     gemm_sweep,
     ladder,
     layer,
+    layer_sweep,
     norm,
 )
 from optimized.commands import CommandError, tables
@@ -43,6 +44,7 @@ MODULES = (
     activation,
     attention,
     layer,
+    layer_sweep,
 )
 BENCHMARKS = {module.NAME: module for module in MODULES}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
@@ -64,6 +66,7 @@ WHAT = {
     "activation": "five activations, forward, backward and to FP8, against a copy",
     "attention": "attention against cuDNN's; softmax, rotary embedding and dropout against a copy",
     "layer": "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes",
+    "layer_sweep": "an FP8 layer against PyTorch's over widths and numbers of tokens",
     "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
     "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
 }

@@ -31,6 +31,8 @@ def origin(payload: dict[str, Any]) -> str:
     gpu, smi = found.get("gpu") or {}, found.get("nvidia_smi") or {}
     driver = f", driver {smi['driver_version']}" if "driver_version" in smi else ""
     versions = f"CUDA {found['cuda']}, torch {found['torch']}, CuPy {found['cupy']}"
+    if found.get("transformer_engine"):
+        versions += f", Transformer Engine {found['transformer_engine']}"
     text = f"{gpu.get('name', 'no GPU')}{driver}, {versions}, {found['date'][:10]}."
     changed = measure.outdated(payload)
     if changed:

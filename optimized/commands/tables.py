@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optimized import measure
-from optimized.commands.layer_tables import layer, layer_goals, layer_memory, layer_ops
+from optimized.commands.layer_tables import layer, layer_goals, layer_memory, layer_ops, layer_sweep
 from optimized.commands.table import Table, origin, percent
 
 README = Path(__file__).parents[2] / "README.md"
@@ -272,6 +272,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "attention": attention,
     "elementary": elementary,
     "layer": layer,
+    "layer_sweep": layer_sweep,
 }
 DETAILS = {  # more tables of a result, for pages of docs
     "layer_goals": ("layer", layer_goals),
@@ -324,7 +325,7 @@ def updated(page: str, names: Iterable[str] = IN_README) -> str:
 PAGES = {
     README: IN_README,
     README.parent / "docs" / "ladder.md": ("ladder",),
-    README.parent / "docs" / "layer.md": ("layer_goals", "layer_ops", "layer_memory"),
+    README.parent / "docs" / "layer.md": ("layer_goals", "layer_sweep", "layer_ops", "layer_memory"),
 }
 
 if __name__ == "__main__":
