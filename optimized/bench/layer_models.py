@@ -116,7 +116,7 @@ class Plain(_Dropping):
 
 def _normal(weight: torch.Tensor) -> None:
     """On the GPU: the layers' own initialisation is drawn on the CPU, which takes seconds at these sizes."""
-    weight.normal_(0, 0.023)
+    torch.nn.init.normal_(weight, 0, 0.023)
 
 
 class _Modules(_Dropping, ModulesLayer):
