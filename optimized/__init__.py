@@ -23,8 +23,10 @@ from reference import (
     checkpoint,
     formats,
     fp8_autocast,
+    fp8_model_init,
     make_graphed_callables,
     philox,
+    quantized_model_init,
     recipe,
     tensor_core,
 )
@@ -44,8 +46,10 @@ __all__ = [
     "checkpoint",
     "formats",
     "fp8_autocast",
+    "fp8_model_init",
     "make_graphed_callables",
     "philox",
+    "quantized_model_init",
     "recipe",
     "tensor_core",
 ]

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import launch
 from reference.nn import autograd
+from reference.nn.precision import Operand
 
 LARGEST = 256 << 20
 MOST_KINDS, MOST_TAPES = 512, 64  # of all, and of a kind
@@ -321,7 +322,9 @@ class Player(autograd.Plain):
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
         constants = None if plain else call.constants()
-        if constants is None or not {type(x) for x in tensors} <= _PLAIN:
+        # A weight that is kept in FP8 comes as an operand, the tensors of which are where they were the step before.
+        inputs = tuple(part for x in tensors for part in (x if isinstance(x, Operand) else (x,)))
+        if constants is None or not {type(x) for x in inputs} <= _PLAIN:
             return super().forward(pair, call, needs, tensors)
         state, changed, _ = call.tensors()
 
@@ -329,7 +332,7 @@ class Player(autograd.Plain):
             out, saved = pair(call, needs, *tensors)
             return (out,), saved
 
-        (out,), saved, kind = play(lambda: run, (pair, constants, needs), tensors, state)
+        (out,), saved, kind = play(lambda: run, (pair, constants, needs), inputs, state)
         if kind is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return out, saved, kind

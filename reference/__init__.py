@@ -13,6 +13,7 @@ from reference import formats, philox, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.graph import make_graphed_callables
+from reference.model_init import fp8_model_init, quantized_model_init
 from reference.nn.attention import DotProductAttention
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_linear import LayerNormLinear
@@ -40,8 +41,10 @@ __all__ = [
     "checkpoint",
     "formats",
     "fp8_autocast",
+    "fp8_model_init",
     "make_graphed_callables",
     "philox",
+    "quantized_model_init",
     "recipe",
     "tensor_core",
 ]

@@ -155,6 +155,23 @@ def test_transformer_layers_of_every_kind(variant: str, backend: str) -> None:
     compare_modules(eager, [t.to(torch.float16) for t in hidden()], True, backend, 3, recipe, **extra)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["dequantized", "fp8"])
+def test_weights_that_are_kept_in_fp8(fp8: bool, backend: str) -> None:
+    torch.manual_seed(1)
+    with te.quantized_model_init(recipe=te.DelayedScaling(amax_history_len=3)):
+        eager = te.TransformerLayer(HIDDEN, 64, HEADS, fuse_qkv_params=True, params_dtype=BF16)
+    compare_modules(eager, hidden(), fp8, backend, 4)
+
+
+def test_a_weight_that_is_kept_in_fp8_is_written_outside_of_graphs() -> None:
+    with te.quantized_model_init():
+        weight = te.Linear(16, 16).weight
+    write = torch.compile(lambda w: w.mul_(2), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="a weight is written or copied inside"), torch.no_grad():
+        write(weight)
+
+
 class Twelve(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

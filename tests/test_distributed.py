@@ -47,9 +47,14 @@ def worker(rank: int, processes: int, backend: str, port: int, folder: str) -> N
         fresh = copy.deepcopy(layer)
         lonely = copy.deepcopy(layer)
         group = dist.new_group(range(processes))
+        with te.quantized_model_init(recipe=te.DelayedScaling(amax_history_len=4)):
+            kept = te.Linear(32, 16, params_dtype=torch.bfloat16).to(device)
+        with torch.no_grad():
+            kept.weight.mul_(1 + rank)  # weights differ and their scale does not
         results = {
             "default": steps(layer, rank, te.DelayedScaling(amax_history_len=4)),
             "group": steps(fresh, rank, te.DelayedScaling(amax_history_len=4), group),
+            "kept in FP8": steps(kept, rank, te.DelayedScaling(amax_history_len=4)),
             "off": steps(lonely, rank, te.DelayedScaling(amax_history_len=4, reduce_amax=False)),
         }
         copy.deepcopy(fresh)  # a module that has seen a process group can still be copied
@@ -66,11 +71,12 @@ def run(backend: str, folder: Path, processes: int) -> list[dict[str, dict[str, 
 
 def test_amax_reduction(tmp_path: Path) -> None:
     ranks = run("gloo", tmp_path / "gloo", 2)
-    for name in ("default", "group"):
+    for name in ("default", "group", "kept in FP8"):
         for key in ("fwd", "bwd", "history"):
             assert torch.equal(ranks[0][name][key], ranks[1][name][key]), (name, key)
         assert ranks[0][name]["fwd"][0].item() == torch.tensor(448.0).div(3 * 7).item()
         assert ranks[0][name]["bwd"][0].item() == 57344 / 2
+    assert ranks[0]["kept in FP8"]["fwd"][1] < ranks[0]["default"]["fwd"][1] / 1.5, "the larger weights decide"
     assert not torch.equal(ranks[0]["off"]["fwd"], ranks[1]["off"]["fwd"])
     assert ranks[0]["off"]["fwd"][0].item() == torch.tensor(448.0).div(3 * 3).item()
 

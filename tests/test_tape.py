@@ -187,12 +187,17 @@ def train(layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_layer_has_the_same_bits_with_tapes(fp8: bool, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fp8", "weights"), [(False, False), (True, False), (True, True)], ids=["bf16", "fp8", "fp8 weights"]
+)
+def test_a_layer_has_the_same_bits_with_tapes(
+    fp8: bool, weights: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(1)
-    layer = optimized.TransformerLayer(
-        64, 128, 4, hidden_dropout=dropout, attention_dropout=dropout, fuse_qkv_params=True, params_dtype=BF16
-    )
+    with te.quantized_model_init(enabled=weights, recipe=RECIPE):
+        layer = optimized.TransformerLayer(
+            64, 128, 4, hidden_dropout=dropout, attention_dropout=dropout, fuse_qkv_params=True, params_dtype=BF16
+        )
     other = copy.deepcopy(layer)
     expected = train(layer, autograd.Plain(), fp8, monkeypatch)
     assert not tape._kinds

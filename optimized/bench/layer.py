@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import measure
 from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
+from reference.nn.float8_tensor import Float8Tensor
 
 NAME = "layer"
 KERNELS = (
@@ -30,6 +31,7 @@ KERNELS = (
     *("cat_cast_transpose", "multi_cast_transpose", "norm_total", "scale_update"),
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)
+HELD = (*BROKEN_DOWN, "TransformerLayer, FP8 weights")
 _COPY_BYTES = 1 << 29
 _BUSY_CYCLES = 60_000_000  # some 30 ms, in which the host queues a step
 
@@ -162,7 +164,7 @@ def memory(contestant: Contestant) -> list[dict[str, Any]]:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), contestant.context():
         out = contestant.module(contestant.x, **contestant.keywords)
-    parameters = {p.data_ptr(): p for p in contestant.parameters}
+    parameters = {x.data_ptr(): x for p in contestant.parameters for x in _parts(p)}
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for address, x in {**found, **parameters}.items():
         what = "input" if x is contestant.x else "parameter" if address in parameters else "saved for backward"
@@ -174,6 +176,13 @@ def memory(contestant: Contestant) -> list[dict[str, Any]]:
     found.clear()
     contestant.block(1)  # whose scales are not to be updated at the end of other contestants' steps
     return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
+def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a parameter: of one that is kept in FP8 its codes, transposed codes and scale_inv."""
+    if not isinstance(parameter, Float8Tensor):
+        return [parameter]
+    return [x for x in (parameter._data, parameter._transpose, parameter._scale_inv) if x is not None]
 
 
 def _of_ceiling(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> float | None:
@@ -244,6 +253,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     for row, (one, _) in zip(rows, entrants, strict=True):
         if one.name in BROKEN_DOWN:
             row["ops"] = breakdown(one, ceilings)
+        if one.name in HELD:
             row["memory"] = memory(one)
     return {
         "case": {**vars(case), "dtype": str(case.dtype).removeprefix("torch.")},

@@ -273,6 +273,10 @@ def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
         made.step(is_first_microbatch=True)
         return made
 
+    def kept() -> Contestant:
+        with te.quantized_model_init(recipe=RECIPE):
+            return one("TransformerLayer, FP8 weights", _fp8)
+
     def graphed() -> Contestant:
         made = one("TransformerLayer, FP8, CUDA graph", _fp8)
         # Gradients are None at each step: nobody adds to those of the step before, so they need not be copied out.
@@ -292,6 +296,7 @@ def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
     if case.tokens <= 1024:
         yield functools.partial(_one_thread, lambda: one("TransformerLayer, FP8", _fp8))
     yield cached
+    yield kept
     yield graphed
     yield whole_step
 

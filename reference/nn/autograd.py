@@ -56,7 +56,8 @@ class _Pair(torch.autograd.Function):
         updates: bool,
         *tensors: torch.Tensor | None,
     ) -> Any:
-        out, saved, ctx.note = _player().forward(forward, call, needs, tensors)
+        taken = tuple(call.taken(tensor, any(needs)) for tensor in tensors)
+        out, saved, ctx.note = _player().forward(forward, call, needs, taken)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates
         return out

@@ -58,6 +58,9 @@ class BlockCall(Call):
         every, forward, backward = ([x for state in states for x in state[i]] for i in range(3))
         return every + taken, forward + taken, backward
 
+    def taken(self, x: Any, trains: bool) -> Any:
+        return self.first.taken(x, trains)
+
     def before_dropout(self, grad: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The gradient on the other side of the dropout that drew from `state`."""
         return twin.dropout_backward(grad, self.p, state) if self.p > 0 else grad

@@ -9,7 +9,7 @@ T is the activation dtype. Source: Transformer Engine's `pytorch/module/layernor
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -121,6 +121,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     num_gemms = 2
     fp8_sizes = ("hidden_size", "ffn_hidden_size")
+    fp8_weights: ClassVar = {"fc1_weight": FC1_WEIGHT, "fc2_weight": FC2_WEIGHT}
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter
@@ -203,9 +204,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         reset_norm(self)
-        for initialise, weight in zip(self._init_methods, (self.fc1_weight, self.fc2_weight), strict=True):
+        for init_method, name in zip(self._init_methods, self.fp8_weights, strict=True):
             with forked(self._get_rng):
-                initialise(weight)
+                self.initialize(name, init_method)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 bias.zero_()

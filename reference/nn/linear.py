@@ -16,7 +16,7 @@ to bf16 first. Each of these rounding points is Transformer Engine's `module/lin
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,6 +64,7 @@ class LinearBase(TransformerEngineBaseModule):
     """A layer with one linear map: its sizes, its weight and bias (maybe in parts), their names and first values."""
 
     fp8_sizes = ("in_features", "out_features")
+    fp8_weights: ClassVar = {"weight": WEIGHT}
 
     def _set_up(
         self,
@@ -79,6 +80,11 @@ class LinearBase(TransformerEngineBaseModule):
             raise NotImplementedError(
                 f"{layer}: fuse_wgrad_accumulation=True with parameters_split={split!r} is not offered; "
                 f"parameters_split=None is accepted."
+            )
+        if self.quantized_init is not None and split is not None:
+            raise NotImplementedError(
+                f"{layer}: parameters_split={split!r} in quantized_model_init is not offered (a weight in FP8 is one "
+                f"tensor with one scale; fuse_qkv_params=True of an attention makes it so); None is accepted."
             )
         self.in_features, self.out_features = sizes
         check_sizes(layer, in_features=self.in_features, out_features=self.out_features)
@@ -109,7 +115,7 @@ class LinearBase(TransformerEngineBaseModule):
             self.to_empty(device=self.resolve_device(None))
         for name in self.weight_names:
             with forked(*self._rng):
-                self._init_method(getattr(self, name))
+                self.initialize(name, self._init_method)
         for name in self.bias_names:
             getattr(self, name).zero_()
 

@@ -1,13 +1,14 @@
 """What every layer shares: FP8 state, its way into checkpoints, and the checks before a forward."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from reference import recompute, scaling
+from reference import model_init, recompute, scaling
 from reference.autocast import AutocastState, current
-from reference.nn.parameters import DeviceDefault
+from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
+from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.precision import CalibratingCall, Call, FP8Call, Operand
 from reference.notice import say_once
 from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
@@ -23,10 +24,13 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             FP8, has calibrated, or has loaded FP8 state; empty before.
         fp8: whether the last forward ran in FP8.
         fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
+        fp8_weights: names of the weights, and their columns of `scaling_fwd`.
+        quantized_init: the settings of the `quantized_model_init` that it was made in; None outside of one.
     """
 
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
+    fp8_weights: ClassVar[dict[str, int]] = {}
     fuse_wgrad_accumulation = False
 
     def __init__(self) -> None:
@@ -36,6 +40,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         self._history_rows: int | None = None  # what the state is known to have: no need to look
         self._fp8_workspaces: dict[str, Operand] = {}
         self._membership: scaling.Membership | None = None
+        self.quantized_init = model_init.current()
         scaling.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,6 +51,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         """A copy or an unpickled module is a module of its own: it registers itself."""
         super().__setstate__(state)
         scaling.register(self)
+        self._bind_weights()
 
     # --- FP8 state -----------------------------------------------------------------------------------
 
@@ -55,6 +61,50 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     def _parameter_device(self) -> torch.device:
         return next(parameter for parameter in self._parameters.values() if parameter is not None).device
+
+    def initialize(self, name: str, init_method: InitMethod) -> None:
+        """Let `init_method` fill a weight; in `quantized_model_init` what it gives is cast to FP8 and let go."""
+        weight = self._parameters[name]
+        assert weight is not None
+        if self.quantized_init is None:
+            init_method(weight)
+            return
+        if isinstance(weight, Float8Tensor):
+            values = weight.dequantize()
+            init_method(values)
+            weight.quantize_(values)
+        else:
+            self._check_fp8_sizes("in quantized_model_init")
+            init_method(weight)
+            values = weight.detach()
+            if not self.fp8_meta:
+                self._fresh_state(weight.device)
+            cast = Float8Tensor.of(values, self.fp8_meta["scaling_fwd"], self.fp8_weights[name])
+            weight = torch.nn.Parameter(cast, requires_grad=weight.requires_grad)
+            self.register_parameter(name, weight)
+        if self.quantized_init.preserve:
+            weight._high_precision_init_val = values.to("cpu", copy=True)  # type: ignore[attr-defined]
+
+    def _fresh_state(self, device: torch.device) -> None:
+        """No FP8 state, as before the first forward; where weights are kept in FP8 the one that they begin with."""
+        self.fp8_meta.clear()
+        scaling.register(self)
+        if self.quantized_init is not None and self.fp8_weights:
+            recipe = self.quantized_init.recipe
+            self.fp8_meta["recipe"] = recipe
+            for key in scaling.KEYS:
+                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), recipe.amax_history_len, device)
+
+    def _bind_weights(self) -> None:
+        """Let weights in FP8 take their scales from this module's state; not one that it shares of another's."""
+        for name, weight in self._fp8_parameters().items():
+            if "scaling_fwd" in self.fp8_meta and self.fp8_weights.get(name) == weight._column:
+                weight.bind(self.fp8_meta["scaling_fwd"])
+
+    def _fp8_parameters(self) -> dict[str, Float8Tensor]:
+        """The weights that are kept in FP8."""
+        parameters: dict[str, Any] = self._parameters
+        return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
 
     def init_fp8_metadata(self) -> AutocastState:
         """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
@@ -74,7 +124,12 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move FP8 state with the module, by device only, and forget cached weights."""
+        fp8: dict[str, Any] = self._fp8_parameters()
+        self._parameters.update(dict.fromkeys(fp8))
         super()._apply(fn, recurse)
+        self._parameters.update(fp8)
+        for weight in self._fp8_parameters().values():
+            weight.follow(fn)
         for key in scaling.KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].apply(fn)
@@ -90,6 +145,9 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
                 meta = self.fp8_meta[key]
                 destination[f"{prefix}{key}.scale"] = meta.scale.detach()
                 destination[f"{prefix}{key}.amax_history"] = meta.amax_history.detach()
+        for name, weight in self._fp8_parameters().items():
+            if not keep_vars:
+                destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
     def _load_from_state_dict(
         self,
@@ -101,18 +159,20 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load parameters and FP8 state; refuse a broken state before anything of this module changes."""
+        """Load FP8 state and parameters; refuse a broken state before anything of this module changes.
+
+        Weights may be FP8 codes with a scale_inv, as a module that keeps them in FP8 saves them, or plain numbers,
+        whichever of both this module keeps; plain ones are cast with the scales that are loaded.
+        """
         names = [f"{prefix}{key}.{part}" for key in scaling.KEYS for part in ("scale", "amax_history")]
         present = [name for name in names if name in state_dict]
         self._check_checkpoint(state_dict, prefix, names, present)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        unexpected_keys[:] = [name for name in unexpected_keys if name not in present]
         self._fp8_workspaces.clear()
         self._history_rows = None
+        assigned = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
+        replaces = bool(assigned) and local_metadata.get("assign_to_params_buffers", False)
+        device = assigned[0].device if replaces else self._parameter_device()
         if present:
-            device = self._parameter_device()
             for key in scaling.KEYS:
                 scale = state_dict[f"{prefix}{key}.scale"].detach().to(device, copy=True).contiguous()
                 history = state_dict[f"{prefix}{key}.amax_history"].detach().to(device, copy=True).contiguous()
@@ -120,12 +180,35 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         else:
             of = prefix.rstrip(".") or "the module"
             say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
-            self.fp8_meta.clear()
-            scaling.register(self)
+            self._fresh_state(device)
+        self._bind_weights()
+        state_dict = self._with_weights(state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        unexpected_keys[:] = [name for name in unexpected_keys if name not in present]
+        self._bind_weights()
+
+    def _with_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """`state_dict` with weights of FP8 codes as one tensor each: a Float8Tensor, or numbers of its dtype."""
+        state_dict = dict(state_dict)
+        for name, column in self.fp8_weights.items():
+            weight, codes = self._parameters.get(name), state_dict.get(prefix + name)
+            if weight is None or codes is None or codes.dtype != FP8:
+                continue
+            scale_inv = state_dict.pop(f"{prefix}{name}_scale_inv")
+            if self.quantized_init is None:
+                state_dict[prefix + name] = dequantized(codes, scale_inv, weight.dtype)
+            else:
+                meta = self.fp8_meta["scaling_fwd"]
+                state_dict[prefix + name] = Float8Tensor.of_codes(codes, scale_inv, weight.dtype, meta, column)
+        return state_dict
 
     def _check_checkpoint(self, state_dict: dict[str, Any], prefix: str, names: list[str], present: list[str]) -> None:
         for name in self._parameters:
             value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.dtype.itemsize == 1:
+                value = _check_codes(prefix + name, value, state_dict.get(f"{prefix}{name}_scale_inv"))
             if isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any()):
                 raise ValueError(
                     f"checkpoint: {prefix + name} holds {int(value.isnan().sum())} NaN; finite weights are accepted."
@@ -156,7 +239,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
     def call(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Call:
         """How this forward computes, from the current autocast and the input's dtype."""
         if current().enabled:
-            self._check_fp8_sizes()
+            self._check_fp8_sizes("under FP8 autocast")
         state, dtype = self.init_fp8_metadata(), self.activation_dtype(inp)
         if state.enabled:
             meta = self.fp8_meta["scaling_fwd"]
@@ -179,11 +262,11 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             )
         return main_grad
 
-    def _check_fp8_sizes(self) -> None:
+    def _check_fp8_sizes(self, where: str) -> None:
         for name in self.fp8_sizes:
             if getattr(self, name) % 16:
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={getattr(self, name)} under FP8 autocast; a multiple of 16 is "
+                    f"{type(self).__name__}: {name}={getattr(self, name)} {where}; a multiple of 16 is "
                     f"accepted (rows of FP8 operands start at multiples of 16 bytes)."
                 )
 
@@ -225,6 +308,15 @@ def _make_state(identity: int, length: int) -> None:
 # in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
 # eager mode has made the state serves every module like it. torch 2.11 lets only constants in: hence the `id`.
 _make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _check_codes(name: str, codes: torch.Tensor, scale_inv: Any) -> torch.Tensor:
+    """The numbers of a weight that is saved as FP8 codes."""
+    if codes.dtype != FP8 or scale_inv is None:
+        beside = f"and no {name}_scale_inv" if scale_inv is None else f"beside {name}_scale_inv"
+        raise ValueError(f"checkpoint: {name} is {codes.dtype} {beside}; {FP8} with a scale_inv is accepted.")
+    _check_state(f"{name}_scale_inv", scale_inv, scale_inv.shape == (1,), "[1]")
+    return dequantized(codes, scale_inv, torch.float32)
 
 
 def _check_state(name: str, value: torch.Tensor, fits: bool, accepted: str) -> None:

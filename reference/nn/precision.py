@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
+from reference.notice import say_once
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
@@ -138,6 +140,14 @@ class Call:
     def needs(self, *requires_grad: bool) -> tuple[bool, ...]:
         """Which gradients a backward will be asked for: none under torch.no_grad()."""
         return tuple(flag and self.grad_enabled for flag in requires_grad)
+
+    def taken(self, x: Any, trains: bool) -> Any:
+        """A tensor as a pair's functions take it: a weight that is kept in FP8 as plain numbers."""
+        if not isinstance(x, Float8Tensor):
+            return x
+        say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
+        codes, _, scale_inv = operand(x, transpose=False)
+        return dequantized(codes, scale_inv, x.dtype)
 
     def _operand(self, x: torch.Tensor, transpose: bool) -> Operand:
         return Operand(x, x.t() if transpose else None, None)
@@ -279,6 +289,10 @@ class FP8Call(Call):
         backward = self.layer.fp8_meta["scaling_bwd"]
         noted = [] if self.amax_history is None else [self.amax_history]
         return [self.scale, *noted, backward.scale, backward.amax_history], noted, [backward.amax_history]
+
+    def taken(self, x: Any, trains: bool) -> Any:
+        """A weight that is kept in FP8 as an operand."""
+        return Operand(*operand(x, transpose=trains)) if isinstance(x, Float8Tensor) else x
 
     def input(self, x: torch.Tensor, column: int, transpose: bool) -> Operand:
         return _cast(x, self.scale, self.amax_history, column, self.forward_dtype, transpose)

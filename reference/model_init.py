@@ -1,0 +1,57 @@
+"""`quantized_model_init`: layers made inside keep their weights in FP8 only.
+
+A weight is drawn in `params_dtype`, cast to FP8 with scale 1, its amax noted, and the 16-bit numbers are let go; what
+happens to it from then on is written in `reference.nn.float8_tensor`. Biases and norms stay as they are.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from reference.recipe import DelayedScaling
+
+__all__ = ["fp8_model_init", "quantized_model_init"]
+
+
+class QuantizedInit(NamedTuple):
+    """What a layer made inside `quantized_model_init` reads."""
+
+    recipe: DelayedScaling
+    preserve: bool
+
+
+_current: QuantizedInit | None = None
+
+
+def current() -> QuantizedInit | None:
+    """The innermost open context's settings; None outside of one."""
+    return _current
+
+
+@contextlib.contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: DelayedScaling | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """Make layers whose weights are kept in FP8 only.
+
+    Args:
+        enabled: off inside an enabled context makes ordinary layers.
+        recipe: a `DelayedScaling`; None is `DelayedScaling()`. Its amax_history_len is that of the new state.
+        preserve_high_precision_init_val: keep what each weight was drawn as, on the CPU, for an optimizer's master
+            weights: `weight.get_high_precision_init_val()`, and `weight.clear_high_precision_init_val()` to let it go.
+
+    Source: Transformer Engine's `quantized_model_init`.
+    """
+    global _current
+    if recipe is not None and not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
+    outer = _current
+    _current = QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val) if enabled else None
+    try:
+        yield
+    finally:
+        _current = outer
+
+
+fp8_model_init = quantized_model_init
+"""`quantized_model_init` under its older name."""
