@@ -9,7 +9,7 @@ y.backward(dy)
 """
 
 import reference.ops  # noqa: F401  (registers the CPU definitions)
-from reference import formats, philox, recipe, tensor_core
+from reference import formats, optimizers, philox, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.graph import make_graphed_callables
@@ -43,6 +43,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "make_graphed_callables",
+    "optimizers",
     "philox",
     "quantized_model_init",
     "recipe",

@@ -2,6 +2,10 @@
 
 A weight is drawn in `params_dtype`, cast to FP8 with scale 1, its amax noted, and the 16-bit numbers are let go; what
 happens to it from then on is written in `reference.nn.float8_tensor`. Biases and norms stay as they are.
+
+The first scale of delayed scaling is 1, which leaves few bits to weights far below 1: in training it is gone after the
+first step. Where nothing is written any more, as in inference, it stays; a checkpoint of 16-bit weights is cast with
+the scales that it brings, so take one of a model that has run in FP8.
 """
 
 import contextlib

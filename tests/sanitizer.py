@@ -49,6 +49,15 @@ def scale_update() -> None:
         twin.scale_update(scales, histories, 448.0, 0, algorithm)
 
 
+def adam() -> None:
+    for dtype, master, count in itertools.product(WIDE, (False, True), (2, 40)):  # both capacities
+        grads = [torch.randn(size).to(dtype).cuda() for size in (2050, 8) * (count // 2)]
+        params = [x.float() if master else x.clone() for x in grads]
+        first, second = ([torch.zeros(x.shape).cuda() for x in grads] for _ in range(2))
+        rounded = [torch.zeros(x.shape).to(dtype).cuda() for x in grads] if master else []
+        twin.adam(grads, params, first, second, rounded, 1e-3, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, not master)
+
+
 def gemms() -> None:
     for m, n, k in ((1, 16, 16), (130, 272, 144), (256, 256, 256)):
         for bias, accumulate in itertools.product((None, torch.randn(n).bfloat16().cuda()), ("fast", "split")):
@@ -165,6 +174,7 @@ def main() -> None:
     parts = {
         "casts": casts,
         "scale_update": scale_update,
+        "adam": adam,
         "gemms": gemms,
         "gemm_tiles": gemm_tiles,
         "gemm_split_k": gemm_split_k,

@@ -9,6 +9,7 @@ import torch
 
 from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, every_word, numbers, short
 from reference import philox
+from reference.ops.adam import correction
 
 twin = torch.ops.twin
 HALVES = (torch.bfloat16, torch.float16)
@@ -175,8 +176,27 @@ def _dropout(dtype: torch.dtype, p: float, parts: str, device: torch.device) -> 
     return found if state is None else {**found, "rng_state": state}
 
 
+def _adam(dtype: torch.dtype, master: bool, decoupled: bool, device: torch.device) -> Outputs:
+    """Three steps of two tensors."""
+    sizes, param = ((3, 7), (33, 100)), torch.float32 if master else dtype
+    grads = [numbers(shape, dtype, 171 + i).to(device) for i, shape in enumerate(sizes)]
+    params = [numbers(shape, param, 173 + i).to(device) for i, shape in enumerate(sizes)]
+    first, second = ([torch.zeros(shape, device=device) for shape in sizes] for _ in range(2))
+    rounded = [torch.zeros_like(grad) for grad in grads] if master else []
+    for step in (1, 2, 3):
+        divisors = correction(0.9, step), correction(0.999, step)
+        twin.adam(grads, params, first, second, rounded, 1e-2, 0.9, 0.999, 1e-8, 0.1, *divisors, decoupled)
+    lists = {"param": params, "exp_avg": first, "exp_avg_sq": second, "rounded": rounded}
+    return {f"{name}.{i}": x for name, found in lists.items() for i, x in enumerate(found)}
+
+
 def elementwise() -> Iterator[Case]:
-    """Softmax, rotary embedding, and bias + dropout + residual; forward and backward."""
+    """Adam; softmax, rotary embedding, and bias + dropout + residual, forward and backward."""
+    for dtype, master, decoupled in product(WIDE, (False, True), (False, True)):
+        if not (master and dtype == torch.float32):
+            label = f"{short(dtype)}{', masters' * master}{', decoupled decay' * decoupled}"
+            # Not live any more when it has been recorded (tests/test_parity.py, NOT_YET_RECORDED).
+            yield Case("adam", label, partial(_adam, dtype, master, decoupled), live=True)
     for dtype, (mask_type, mask) in product(
         HALVES, (("none", ""), ("causal", ""), ("causal_bottom_right", "padding"), ("none", "arbitrary"))
     ):

@@ -7,6 +7,7 @@ Each module lists its kernels' `CONFIGURATIONS` (kernel file, macros), which the
 import reference.ops  # noqa: F401  (declares the ops)
 from optimized.ops import (
     activation,
+    adam,
     amax,
     attention,
     attention_backward,
@@ -30,6 +31,7 @@ from optimized.ops import (
 
 MODULES = (
     activation,
+    adam,
     amax,
     attention,
     attention_backward,

@@ -56,7 +56,7 @@ class _Readable(torch.Tensor):
 
     def quantize_(self, values: torch.Tensor) -> "_Readable":
         """Write `values`, which are broadcast to its shape."""
-        _write([(self, values)])
+        write([(self, values)])
         return self
 
     def _shared(self) -> "_Readable":
@@ -99,7 +99,7 @@ def _dispatch_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = zip(func._schema.arguments, args, strict=False)
         named = ((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)
         written = [x for argument, x in (*given, *named) if argument.alias_info and argument.alias_info.is_write]
-        _write([(x, read[id(x)]) for x in tree_leaves(written) if isinstance(x, _Readable)])
+        write([(x, read[id(x)]) for x in tree_leaves(written) if isinstance(x, _Readable)])
     elif func.is_view:
         return _views(out, args[0], lambda whole: func(whole, *args[1:], **kwargs))
     return tree_map(lambda x: owners.get(id(x), x), out)
@@ -297,8 +297,8 @@ def dequantized(codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
 
 
 @torch.no_grad()
-def _write(pairs: Iterable[tuple[_Readable, torch.Tensor]]) -> None:
-    """Write values; to weights with transposed codes in one launch per device and dtype."""
+def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write values to Float8Tensors (and views); to those with transposed codes in one launch per device and dtype."""
     together: dict[tuple[torch.device, torch.dtype], list[tuple[Float8Tensor, torch.Tensor]]] = {}
     for target, values in pairs:
         if isinstance(target, _View):

@@ -2,6 +2,7 @@
 
 from reference.ops import (
     activation,
+    adam,
     amax,
     attention,
     attention_backward,
@@ -22,6 +23,7 @@ from reference.ops import (
 
 __all__ = [
     "activation",
+    "adam",
     "amax",
     "attention",
     "attention_backward",

@@ -47,6 +47,9 @@ SCHEMAS = {
     " Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     "activation_cast_transpose": "(Tensor x, str kind, Tensor scale, Tensor(a!)? amax_history, int column,"
     " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "adam": "(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
+    " Tensor(d!)[] rounded, float lr, float beta1, float beta2, float eps, float weight_decay, float correction1,"
+    " float correction2, bool decoupled) -> ()",
     "amax": "(Tensor x, Tensor(a!) amax_history, int column) -> ()",
     "attention": "(Tensor q, Tensor k, Tensor v, float scale, str mask_type, Tensor? mask, float dropout,"
     " Tensor(a!)? rng_state) -> (Tensor, Tensor, Tensor)",

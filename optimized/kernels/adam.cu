@@ -1,0 +1,119 @@
+// adam: one step of Adam for up to CAPACITY tensors in one launch; formulas and order: reference/ops/adam.py.
+//
+//     g = grad [+ decay p]                         [ ]: decay as part of the gradient, not decoupled
+//     m = beta1 m + rest1 g                        rest = 1 - beta, rounded to fp32
+//     v = beta2 v + (rest2 g) g
+//     u = (m / c1) / (sqrt(v / c2) + eps) [+ decay p]
+//     p = p - lr u
+//
+// grad and rounded (which may be null) are WIDE, m and v fp32, p fp32 (MASTER 1) or WIDE (MASTER 0). Bound by memory:
+// a thread takes eight neighbours, 16 bytes a load. Blocks are numbered through all tensors, those of tensor i from
+// first_block on; the table is a kernel argument by value.
+#include "wide.cuh"
+
+#if MASTER
+typedef float param_t;
+#else
+typedef wide_t param_t;
+#endif
+
+constexpr int THREADS = 256;
+constexpr int kElements = 8;
+
+struct Entry {
+    const wide_t* grad;
+    param_t* param;
+    float* exp_avg;
+    float* exp_avg_sq;
+    wide_t* rounded;
+    long long count;
+    int first_block, aligned;  // aligned: every pointer is at a multiple of 16 bytes
+};
+
+struct Table {
+    Entry tensors[CAPACITY];
+};
+
+template <typename T>
+struct alignas(16) Sixteen {
+    T element[16 / sizeof(T)];
+};
+
+template <typename T>
+__device__ __forceinline__ float wide_of(T x) {
+    if constexpr (sizeof(T) == 4) return x;
+    else return widen(static_cast<wide_t>(x));
+}
+
+template <typename T>
+__device__ __forceinline__ T narrow_to(float x) {
+    if constexpr (sizeof(T) == 4) return x;
+    else return narrow(x);
+}
+
+// Elements from `at` on; those from `count` on read as zero. `whole`: all eight exist, at an aligned address.
+template <typename T>
+__device__ __forceinline__ void load(float (&value)[kElements], const T* x, long long at, long long count, bool whole) {
+    constexpr int lanes = 16 / sizeof(T);
+    if (whole) {
+#pragma unroll
+        for (int i = 0; i < kElements; i += lanes) {
+            const Sixteen<T> part = *reinterpret_cast<const Sixteen<T>*>(x + at + i);
+#pragma unroll
+            for (int j = 0; j < lanes; ++j) value[i + j] = wide_of(part.element[j]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) value[i] = at + i < count ? wide_of(x[at + i]) : 0.0f;
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* x, const float (&value)[kElements], long long at, long long count, bool whole) {
+    constexpr int lanes = 16 / sizeof(T);
+    if (whole) {
+#pragma unroll
+        for (int i = 0; i < kElements; i += lanes) {
+            Sixteen<T> part;
+#pragma unroll
+            for (int j = 0; j < lanes; ++j) part.element[j] = narrow_to<T>(value[i + j]);
+            *reinterpret_cast<Sixteen<T>*>(x + at + i) = part;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+            if (at + i < count) x[at + i] = narrow_to<T>(value[i]);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS) void adam(
+    const __grid_constant__ Table table, int tensors, float lr, float beta1, float rest1, float beta2, float rest2,
+    float eps, float decay, float c1, float c2, int decoupled) {
+    // The last tensor whose first block is not beyond this one.
+    int at = 0;
+    for (int step = CAPACITY / 2; step > 0; step /= 2)
+        if (at + step < tensors && table.tensors[at + step].first_block <= static_cast<int>(blockIdx.x)) at += step;
+    const Entry& t = table.tensors[at];
+    const long long first =
+        (static_cast<long long>(blockIdx.x - t.first_block) * THREADS + threadIdx.x) * kElements;
+    if (first >= t.count) return;
+    const bool whole = t.aligned && first + kElements <= t.count;
+    float g[kElements], p[kElements], m[kElements], v[kElements];
+    load(g, t.grad, first, t.count, whole);
+    load(p, t.param, first, t.count, whole);
+    load(m, t.exp_avg, first, t.count, whole);
+    load(v, t.exp_avg_sq, first, t.count, whole);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+        if (!decoupled) g[i] = g[i] + decay * p[i];
+        m[i] = beta1 * m[i] + rest1 * g[i];
+        v[i] = beta2 * v[i] + (rest2 * g[i]) * g[i];
+        float u = (m[i] / c1) / (sqrtf(v[i] / c2) + eps);
+        if (decoupled) u = u + decay * p[i];
+        p[i] = p[i] - lr * u;
+    }
+    store(t.exp_avg, m, first, t.count, whole);
+    store(t.exp_avg_sq, v, first, t.count, whole);
+    store(t.param, p, first, t.count, whole);
+    if (t.rounded != nullptr) store(t.rounded, p, first, t.count, whole);
+}

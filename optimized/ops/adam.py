@@ -1,0 +1,79 @@
+"""`twin::adam` on the GPU: kernels/adam.cu, one launch for all tensors. Semantics: `reference.ops.adam`."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops.amax import WIDE
+from reference.ops.adam import check
+from reference.ops.library import LIBRARY
+
+# Tensors whose addresses fit in the kernel's argument (56 bytes each, of 32764); a longer list takes more launches.
+CAPACITIES = (32, 512)
+# Gradient's dtype, and whether the parameter is fp32 beside it; of fp32 gradients both are one.
+_KINDS = [(wide, master) for wide, master in itertools.product(WIDE, (False, True)) if not (WIDE[wide] == 0 and master)]
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+    ("adam", {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity})
+    for (wide, master), capacity in itertools.product(_KINDS, CAPACITIES)
+]
+
+_ELEMENTS_PER_BLOCK = 256 * 8
+_THREADS = 256
+_TENSOR = np.dtype(
+    [
+        *((name, "u8") for name in ("grad", "param", "exp_avg", "exp_avg_sq", "rounded")),
+        *(("count", "i8"), ("first_block", "i4"), ("aligned", "i4")),
+    ]
+)
+_kernels = {
+    (wide, master, capacity): launch.function(
+        "adam", "adam", {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity}
+    )
+    for (wide, master), capacity in itertools.product(_KINDS, CAPACITIES)
+}
+
+
+def adam(
+    grads: list[torch.Tensor],
+    params: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    rounded: list[torch.Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    correction1: float,
+    correction2: float,
+    decoupled: bool,
+) -> None:
+    """Change `params`, `exp_avgs`, `exp_avg_sqs` and `rounded` in place."""
+    check(grads, params, exp_avgs, exp_avg_sqs, rounded)
+    b1, b2, one = np.float32(beta1), np.float32(beta2), np.float32(1)
+    scalars = [
+        *(np.float32(lr), b1, one - b1, b2, one - b2, np.float32(eps), np.float32(weight_decay)),
+        *(np.float32(correction1), np.float32(correction2), np.int32(decoupled)),
+    ]
+    filled = [i for i, grad in enumerate(grads) if grad.numel()]
+    for start in range(0, len(filled), CAPACITIES[-1]):
+        part = filled[start : start + CAPACITIES[-1]]
+        capacity = next(c for c in CAPACITIES if len(part) <= c)
+        table = np.zeros(capacity, _TENSOR)
+        blocks = 0
+        for entry, i in enumerate(part):
+            tensors = (grads[i], params[i], exp_avgs[i], exp_avg_sqs[i], *rounded[i : i + 1])
+            addresses = [x.data_ptr() for x in tensors]
+            aligned = all(address % 16 == 0 for address in addresses)
+            missing = [] if rounded else [0]
+            table[entry] = (*addresses, *missing, grads[i].numel(), blocks, aligned)
+            blocks += -(-grads[i].numel() // _ELEMENTS_PER_BLOCK)
+        wide = grads[0].dtype
+        kernel = _kernels[wide, params[0].dtype != wide, capacity]
+        args = [launch.by_value(table), np.int32(len(part)), *scalars]
+        launch.launch(kernel, (blocks,), (_THREADS,), args, device=grads[0].device.index)
+
+
+LIBRARY.impl("adam", adam, "CUDA")

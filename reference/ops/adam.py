@@ -1,0 +1,139 @@
+"""`twin::adam`: one step of Adam (or AdamW) for a list of tensors, moments and master weights in fp32.
+
+For each element, every operation one fp32 rounding, in the order of the brackets; g is the widened gradient, p the
+widened parameter; every scalar is rounded to fp32 first, and 1 − β is computed in fp32:
+
+    g = g + (decay · p)                                    only where the decay is not decoupled
+    m = (β1 · m) + ((1 − β1) · g)
+    v = (β2 · v) + (((1 − β2) · g) · g)
+    u = (m / c1) / (sqrt(v / c2) + eps)                    IEEE division and square root
+    u = u + (decay · p)                                    only where the decay is decoupled: AdamW
+    p = p − (lr · u)
+
+p is rounded once to the parameter's dtype; a rounded copy of a master is its own rounding of the fp32 p. c1 and c2 are
+what `correction` gives. No operation is fused with another, and NaN and infinities go where arithmetic takes them.
+
+Source: Transformer Engine's `common/multi_tensor/adam.cu`, whose compiler may fuse multiplications with additions.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from reference import formats
+from reference.ops.library import define, fake
+
+OP = "twin::adam"
+
+
+def correction(beta: float, step: int) -> float:
+    """1 − beta^step, the divisor of a moment after `step` steps, in float64: squarings and products, no `pow`."""
+    power, base = 1.0, float(beta)
+    while step:
+        power *= base if step & 1 else 1.0
+        base *= base
+        step >>= 1
+    return 1.0 - power
+
+
+def check(
+    grads: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    rounded: Sequence[torch.Tensor],
+) -> None:
+    """Refuse what `twin::adam` does not take, on either device, with a sentence."""
+    lists = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    lists |= {"rounded": rounded} if len(rounded) else {}
+    for name, tensors in lists.items():
+        if len(tensors) != len(grads):
+            raise ValueError(f"{OP}: {name} must have {len(grads)} entries, one for each of grads; got {len(tensors)}.")
+    if not len(grads):
+        return
+    wide = grads[0].dtype
+    if wide not in formats.WIDE_DTYPES:
+        raise TypeError(f"{OP}: grads[0] is {wide}; float32, bfloat16 and float16 are accepted.")
+    if params[0].dtype not in (torch.float32, wide) or (len(rounded) and params[0].dtype != torch.float32):
+        masters = "masters in float32" if len(rounded) else f"{wide} and float32"
+        raise TypeError(f"{OP}: params[0] is {params[0].dtype}; {masters} are accepted.")
+    dtypes = {"params": params[0].dtype, "exp_avgs": torch.float32, "exp_avg_sqs": torch.float32, "rounded": wide}
+    for i, grad in enumerate(grads):
+        for name, tensors in ({"grads": grads} | lists).items():
+            x, dtype = tensors[i], dtypes.get(name, wide)
+            if x.dtype != dtype or x.shape != grad.shape or x.device != grads[0].device or not x.is_contiguous():
+                raise ValueError(
+                    f"{OP}: {name}[{i}] must be contiguous {dtype} {list(grad.shape)} on {grads[0].device}; got "
+                    f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}."
+                )
+
+
+@define("adam")
+def adam(
+    grads: list[torch.Tensor],
+    params: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    rounded: list[torch.Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    correction1: float,
+    correction2: float,
+    decoupled: bool,
+) -> None:
+    """Change `params`, `exp_avgs`, `exp_avg_sqs` and `rounded` in place.
+
+    Args:
+        grads: of one dtype, fp32, bf16 or fp16.
+        params: of the gradients' dtype, or fp32; of the gradients' shapes, as all lists.
+        exp_avgs, exp_avg_sqs: fp32, m and v.
+        rounded: an empty list, or a copy of each fp32 parameter in the gradients' dtype, which is written.
+        lr, beta1, beta2, eps, weight_decay: Adam's.
+        correction1, correction2: c1 and c2; 1 for moments that are taken as they are.
+        decoupled: AdamW's weight decay.
+    """
+    check(grads, params, exp_avgs, exp_avg_sqs, rounded)
+    rate, b1, b2, epsilon, decay, c1, c2 = (
+        np.float32(x) for x in (lr, beta1, beta2, eps, weight_decay, correction1, correction2)
+    )
+    one = np.float32(1)
+    for i, grad in enumerate(grads):
+        g, p = (formats.widen(x.detach()).numpy() for x in (grad, params[i]))
+        m, v = exp_avgs[i].numpy(), exp_avg_sqs[i].numpy()
+        with np.errstate(all="ignore"):
+            if not decoupled:
+                g = g + decay * p
+            m = b1 * m + (one - b1) * g
+            v = b2 * v + ((one - b2) * g) * g
+            u = (m / c1) / (np.sqrt(v / c2) + epsilon)
+            if decoupled:
+                u = u + decay * p
+            new = torch.from_numpy(np.asarray(p - rate * u))
+        exp_avgs[i].copy_(torch.from_numpy(np.asarray(m)))
+        exp_avg_sqs[i].copy_(torch.from_numpy(np.asarray(v)))
+        params[i].copy_(new)
+        if rounded:
+            rounded[i].copy_(new)
+
+
+@fake("adam")
+def _(
+    grads: list[torch.Tensor],
+    params: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    rounded: list[torch.Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    correction1: float,
+    correction2: float,
+    decoupled: bool,
+) -> None:
+    check(grads, params, exp_avgs, exp_avg_sqs, rounded)
