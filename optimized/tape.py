@@ -165,7 +165,7 @@ class _Record(_Watch):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
-        launch.note(self.tape, launch.Copy(to.data_ptr(), source.data_ptr(), to.untyped_storage().nbytes()))
+        launch.note(self.tape, launch.Copy(to.data_ptr(), source.data_ptr(), to.nbytes))
 
 
 Tape = list[launch.Launches | Foreign]
