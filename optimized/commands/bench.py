@@ -16,6 +16,7 @@ from rich.table import Table
 from optimized import measure
 from optimized.bench import (
     activation,
+    adam,
     attention,
     cast,
     gemm,
@@ -43,6 +44,7 @@ MODULES = (
     norm,
     activation,
     attention,
+    adam,
     layer,
     layer_sweep,
 )
@@ -65,6 +67,7 @@ WHAT = {
     "norm": "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy",
     "activation": "five activations, forward, backward and to FP8, against a copy",
     "attention": "attention against cuDNN's; softmax, rotary embedding and dropout against a copy",
+    "adam": "FusedAdam over a layer's weights against a copy and PyTorch's fused AdamW",
     "layer": "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes",
     "layer_sweep": "an FP8 layer against PyTorch's over widths and numbers of tokens",
     "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",

@@ -251,6 +251,17 @@ def elementary(payload: dict[str, Any]) -> list[Table]:
     return [Table("Elementary functions", columns, tuple(rows), f"docs/elementary.md has the rest. {origin(payload)}")]
 
 
+def adam(payload: dict[str, Any]) -> list[Table]:
+    """One optimizer step, as a share of the copy."""
+    rows = [
+        (row["optimizer"], str(row["bytes_a_number"]), f"{row['ms']['median']:.2f}", percent(row["of_copy"]))
+        for row in payload["rows"]
+    ]
+    note = f"{payload['numbers'] / 1e6:.0f} million numbers. {origin(payload)}"
+    columns = ("one step over a layer's weights", "bytes a number", "ms", "of copy")
+    return [Table("Optimizers", columns, tuple(rows), note)]
+
+
 def gpu_suite(payload: dict[str, Any]) -> list[Table]:
     """How the GPU suite went."""
     row = (f"`{payload['command']}`", str(payload["passed"]), str(payload["failed"]))
@@ -271,6 +282,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "activation": activation,
     "attention": attention,
     "elementary": elementary,
+    "adam": adam,
     "layer": layer,
     "layer_sweep": layer_sweep,
 }
@@ -290,6 +302,7 @@ IN_README = (
     "norm",
     "activation",
     "attention",
+    "adam",
 )
 
 

@@ -1,0 +1,91 @@
+"""A step of `FusedAdam` over the weights of a layer against a copy and PyTorch's fused AdamW (docs/results/adam.json).
+
+Bound by memory: what must move, gradients, weights and moments in and all but the gradients out, over the time, beside
+`Tensor.copy_` of 512 MiB in the same run. FP8 weights are written by `multi_cast_transpose` from their masters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import optimized as te
+from optimized import measure
+
+NAME = "adam"
+KERNELS = ("adam", "multi_cast_transpose")
+HIDDEN = 4096
+_WEIGHTS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
+SHAPES = (*_WEIGHTS, *((rows,) for rows, _ in _WEIGHTS))
+_COPY_BYTES = 1 << 29
+# Bytes a number: gradient, weight, two moments, and the master or FP8 codes, each read and written but the gradient.
+_MOMENTS = 2 * 2 * 4
+
+
+def _parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    found = [torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype)) for shape in SHAPES]
+    for parameter in found:
+        parameter.grad = torch.randn_like(parameter)
+    return found
+
+
+def _fp8() -> list[Any]:
+    """Weights in FP8 with their transposed codes, and biases, as a layer in training has them."""
+    found: list[Any] = []
+    for rows, columns in _WEIGHTS:
+        with te.quantized_model_init():
+            linear = te.Linear(columns, rows, params_dtype=torch.bfloat16, init_method=torch.nn.init.normal_)
+        found += [linear.weight, linear.bias]
+        found[-2].operand(True)
+    for parameter in found:
+        parameter.grad = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16)
+    return found
+
+
+def contestants() -> dict[str, tuple[torch.optim.Optimizer, int]]:
+    """An optimizer with its gradients, and the bytes a number that it must move."""
+    adam = te.optimizers.FusedAdam
+    fp32 = _MOMENTS + 4 + 2 * 4
+    return {
+        "FusedAdam, fp32": (adam(_parameters(torch.float32)), fp32),
+        "torch.optim.AdamW(fused=True), fp32": (torch.optim.AdamW(_parameters(torch.float32), fused=True), fp32),
+        "FusedAdam, bf16": (adam(_parameters(torch.bfloat16)), _MOMENTS + 2 + 2 * 2),
+        "FusedAdam, bf16, fp32 masters": (
+            adam(_parameters(torch.bfloat16), master_weights=True),
+            _MOMENTS + 2 + 2 * 4 + 2,
+        ),
+        # The masters are read once more to be cast; codes and transposed codes are written.
+        "FusedAdam, FP8 weights, fp32 masters": (adam(_fp8(), master_weights=True), _MOMENTS + 2 + 2 * 4 + 4 + 2),
+    }
+
+
+def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
+    """Measure; `progress` is told the fraction done."""
+    numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
+    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    entrants = contestants()
+    if progress is not None:
+        progress(0.3)
+    calls: dict[str, Callable[[], object]] = {name: optimizer.step for name, (optimizer, _) in entrants.items()}
+    samples = measure.interleave({**calls, "copy": lambda: target.copy_(source)}, repeats, 3, measure.Flush())
+    times = {name: measure.summary(values) for name, values in samples.items()}
+    ceiling = 2 * _COPY_BYTES / times["copy"]["median"]
+    rows = [
+        {
+            "optimizer": name,
+            "bytes_a_number": size,
+            "ms": times[name],
+            "of_copy": numbers * size / times[name]["median"] / ceiling,
+        }
+        for name, (_, size) in entrants.items()
+    ]
+    if progress is not None:
+        progress(1.0)
+    return {
+        "what": "one optimizer step over the weights and biases of a layer, hidden 4096",
+        "numbers": numbers,
+        "repeats": repeats,
+        "rows": rows,
+        "provenance": measure.provenance(KERNELS),
+    }
