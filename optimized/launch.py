@@ -23,6 +23,9 @@ import torch
 from optimized import compiler
 from optimized import device as device_checks
 
+_WORTH_A_GRAPH = 3  # launches
+_retired: list[Any] = []  # graphs to be destroyed when no stream captures: there it is not permitted
+
 _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
 
@@ -252,10 +255,16 @@ def launch(
 
 
 class Launches:
-    """Launches and copies to be made again, in order."""
+    """Launches and copies to be made again, in order: after some times as one CUDA graph, a call for all of them."""
 
     def __init__(self) -> None:
         self._entries: list[Launch | Copy] = []
+        self._times = 0
+        self._graph: Any = None  # CuPy's
+
+    def __del__(self) -> None:
+        if self._graph is not None:
+            _retired.append(self._graph)
 
     def append(self, entry: Launch | Copy) -> None:
         """Add one."""
@@ -268,11 +277,27 @@ class Launches:
             if device not in _thread.devices:
                 _thread.attach(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
-            for one in self._entries:
-                one.again(stream)
+            self._times += 1
+            if len(self._entries) < _WORTH_A_GRAPH or self._times <= 2 or torch._C._cuda_isCurrentStreamCapturing():
+                for one in self._entries:
+                    one.again(stream)
+                return
+            if self._graph is None:
+                self._graph = self._captured()
+            _runtime().graphLaunch(self._graph.graphExec, stream)
         finally:
             if previous != device:
                 torch._C._cuda_exchangeDevice(previous)
+
+    def _captured(self) -> Any:
+        from cupy.cuda import Stream
+
+        _retired.clear()
+        stream = Stream(non_blocking=True)
+        stream.begin_capture(_runtime().streamCaptureModeRelaxed)
+        for one in self._entries:
+            one.again(stream.ptr)
+        return stream.end_capture()
 
 
 def note(tape: list[Any], entry: Launch | Copy) -> None:

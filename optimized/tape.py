@@ -3,16 +3,17 @@
 What a pair of functions (`reference.nn.autograd`) launches follows from the shapes and dtypes of its tensors, from the
 constants of its call, and from addresses. So a call that agrees in all of them with an earlier one makes the same
 launches, and a loop over a list makes them in a fraction of the time, which for a layer of a few hundred tokens is most
-of its time. A tape holds no memory: a call's temporaries and what it saves for backward lie in one tensor, the arena,
-allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
+of its time. A tape holds no memory: what a call saves for backward lies in one tensor, the arena, and its temporaries
+in another, the scratch, allocated at each call. PyTorch's allocator gives the steps of a training loop the same
+addresses.
 
-    first call of a kind       runs, and is measured: sizes of its arena and of its results
+    first call of a kind       runs, and is measured: sizes of its arena, its scratch and its results
     then                       its launches, if a tape was recorded at these addresses
-                               else it runs, with its tensors placed in an arena, and is recorded
+                               else it runs, with its tensors placed there, and is recorded
 
 cuDNN's attention is called anew, and its results are looked for where they were. A function that does anything else
-but our own launches, allocations, views and copies of whole tensors always runs; so does one whose arena would be
-larger than `LARGEST`, because its kernels outlast its Python, and one whose addresses keep changing.
+but our own launches, allocations, views and copies of whole tensors always runs; so does one with more than `LARGEST`
+bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from reference.nn import autograd
 from reference.nn.precision import Operand
 
 LARGEST = 256 << 20
-MOST_KINDS, MOST_TAPES = 512, 64  # of all, and of a kind
+MOST_KINDS, MOST_TAPES = 512, 256  # of all, and of a kind
 _ALIGNMENT = 512  # as of PyTorch's allocator
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -51,7 +52,7 @@ _FOREIGN = {
 
 
 class Place(NamedTuple):
-    """A tensor in the storage of another: of the arena, an input, or what an op of torch's made, by their number."""
+    """A tensor in the storage of another: arena, scratch, input, state, or what an op of torch's made, by number."""
 
     number: int
     offset: int  # bytes from the other's first
@@ -73,13 +74,17 @@ class Place(NamedTuple):
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // size)
 
 
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 def _place(x: Any, sources: Sequence[torch.Tensor | None]) -> Any:
     """Where a tensor lies (number -1: in none of them); what is no tensor, as it is."""
     if not isinstance(x, torch.Tensor):
         return x
-    storage = x.untyped_storage().data_ptr()
+    storage = _storage(x)
     for number, whole in enumerate(sources):
-        if whole is not None and whole.untyped_storage().data_ptr() == storage:
+        if whole is not None and _storage(whole) == storage:
             # Not from addresses: that of a tensor without elements is 0.
             offset = int(x.storage_offset()) * x.itemsize - int(whole.storage_offset()) * whole.itemsize
             return Place(number, offset, x.shape, x.stride(), x.dtype)
@@ -170,6 +175,8 @@ class _Record(_Watch):
 
 Tape = list[launch.Launches | Foreign]
 
+ARENA, SCRATCH, FIRST = range(3)  # of what a call's tensors lie in; then its inputs and its state, or its results
+
 
 class Kind:
     """Calls that agree in all but addresses.
@@ -177,11 +184,11 @@ class Kind:
     Attributes:
         usable: whether such a call can be replayed.
         results: shape and dtype of each result, or None.
-        rooms: for each allocation, in order, the result that it is (None: it lies in the arena) and its offset.
-        size: bytes of the arena.
-        pooled: shapes of the results but the first and of paddings, if they share one allocation.
-        pooled_at: which of those are results.
-        pool_size: its elements.
+        rooms: for each allocation, in order, what it lies in (arena, scratch, `FIRST` + number of a result), and where.
+        sizes: bytes of the arena and of the scratch.
+        dtype: of arena and scratch; that of the results, in which ops of torch's read them too.
+        pooled: elements of the results but the first and of paddings, if they share one allocation, of `pool_dtype`.
+        pooled_at: which of those each result is, and its shape.
         kept: what is saved for backward: None, or a place in what `saved` gives.
         needed: the numbers of those.
         tapes: by all addresses.
@@ -190,13 +197,14 @@ class Kind:
     def __init__(self) -> None:
         self.usable = True
         self.results: list[tuple[torch.Size, torch.dtype] | None] = []
-        self.rooms: list[tuple[int | None, int]] = []
-        self.size = 0
-        self.pooled: list[torch.Tensor] = []
-        self.pooled_at: list[int] = []
-        self.pool_size = 0
+        self.rooms: list[tuple[int, int]] = []
+        self.sizes = [0, 0]
+        self.dtype = torch.uint8
+        self.pooled: list[int] = []
+        self.pool_dtype = torch.uint8
+        self.pooled_at: list[tuple[int, torch.Size] | None] = []
         self.kept: list[Place | None] = []
-        self.needed: set[int] = set()
+        self.needed: list[int] = []
         self.tapes: dict[tuple[int, ...], Tape] = {}
         self.misses = self.hits = 0
 
@@ -206,57 +214,82 @@ class Kind:
             results, saved = run()
         last = {address: i for i, (address, _) in enumerate(watch.allocated)}
         owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
-        for i, (_, size) in enumerate(watch.allocated):
-            self.rooms.append((owners.get(i), 0 if i in owners else self.size))
-            self.size += 0 if i in owners else -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._make_rooms(watch.allocated, owners, {last.get(_storage(x)) for x in saved if x is not None})
         self.results = [None if x is None else (x.shape, x.dtype) for x in results]
+        self.dtype = next(x.dtype for x in results if x is not None)
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
-        self.usable = watch.usable and whole and distinct and self.size <= LARGEST
+        self.usable = watch.usable and whole and distinct and sum(self.sizes) <= LARGEST
         shared = [x for x in results[1:] if x is not None]
         if len(shared) > 1 and len({x.dtype for x in shared}) == 1:
-            for x in shared:
-                self.pooled_at.append(len(self.pooled))
-                padding = -x.numel() % (_ALIGNMENT // x.element_size())
-                shapes = [x.shape, torch.Size([padding])] if padding else [x.shape]
-                self.pooled += [torch.empty(shape, dtype=x.dtype, device="meta") for shape in shapes]
-            self.pool_size = sum(x.numel() for x in self.pooled)
+            self.pool_dtype = shared[0].dtype
+            for x in results[1:]:
+                self.pooled_at.append(None if x is None else (len(self.pooled), x.shape))
+                if x is not None:
+                    padding = -x.numel() % (_ALIGNMENT // x.element_size())
+                    self.pooled += [x.numel(), padding] if padding else [x.numel()]
         return results, saved
 
-    def room_for_results(self, device: torch.device) -> Saved:
-        """The first result is a tensor of its own, which may live longer; the others share one: fewer allocations."""
+    def _make_rooms(self, allocated: list[tuple[int, int]], owners: dict[int, int], kept: set[int | None]) -> None:
+        """Temporaries share room where PyTorch's allocator found that they can: at one address."""
+        shared: dict[int, tuple[int, int]] = {}
+        for i, (address, size) in enumerate(allocated):
+            size = max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT
+            if i in owners:
+                self.rooms.append((FIRST + owners[i], 0))
+            elif i not in kept and shared.get(address, (0, -1))[1] >= size:
+                self.rooms.append((SCRATCH, shared[address][0]))
+            else:
+                where = ARENA if i in kept else SCRATCH
+                self.rooms.append((where, self.sizes[where]))
+                if where == SCRATCH:
+                    shared[address] = (self.sizes[where], size)
+                self.sizes[where] += size
 
-        def room(x: tuple[torch.Size, torch.dtype] | None) -> torch.Tensor | None:
-            return None if x is None else torch.empty(x[0], dtype=x[1], device=device)
+    def room(self, where: int, device: torch.device) -> torch.Tensor | None:
+        """A new arena or scratch."""
+        size = self.sizes[where] // self.dtype.itemsize
+        return torch.empty(size, dtype=self.dtype, device=device) if size else None
 
+    def room_for_results(self, device: torch.device) -> tuple[Saved, Saved]:
+        """The results, and what they lie in: the first is its own tensor, which may live longer; others may share."""
+        first = [None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in self.results[:1]]
         if not self.pooled:
-            return tuple(map(room, self.results))
-        pool = torch.empty(self.pool_size, dtype=self.pooled[0].dtype, device=device)
-        made = torch._C._nn.unflatten_dense_tensors(pool, self.pooled)
-        views = iter([made[i] for i in self.pooled_at])
-        return (room(self.results[0]), *(None if x is None else next(views) for x in self.results[1:]))
+            others = [None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in self.results[1:]]
+            return (*first, *others), (*first, *others)
+        pool = torch.empty(sum(self.pooled), dtype=self.pool_dtype, device=device)
+        parts = pool.unsafe_split_with_sizes(self.pooled)  # unsafe: they are no views to autograd
+        others = [
+            None if at is None else parts[at[0]] if len(at[1]) == 1 else parts[at[0]].view(*at[1])
+            for at in self.pooled_at
+        ]
+        return (*first, *others), (*first, pool)
 
     def record(
         self, run: Function, results: Saved, sources: list[torch.Tensor | None], addresses: tuple[int, ...]
     ) -> tuple[Saved, Saved]:
-        """Run with every tensor in its place, and keep the launches; `sources` are the arena and the inputs."""
+        """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
         tape: Tape = []
-        rooms: list[Any] = [(sources[0] if i is None else results[i], offset) for i, offset in self.rooms]
+        places = (*sources[:FIRST], *results)
+        rooms: list[Any] = [(places[where], offset) for where, offset in self.rooms]
         with launch.recording(tape), _Record(rooms, tape, sources) as watch:
             found, kept = run()
         sources[:] = watch.sources
-        self.kept = [_place(x, sources) for x in kept]
-        self.needed = {place.number for place in self.kept if place is not None}
+        places_kept = [_place(x, sources) for x in kept]
+        needed = sorted({place.number for place in places_kept if place is not None})
+        located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places_kept]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
-        self.usable = watch.usable and in_place and -1 not in self.needed
+        same = not self.tapes or (self.needed, self.kept) == (needed, located)  # not if inputs share storage at times
+        self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
+        self.needed, self.kept = needed, located
         if len(self.tapes) >= MOST_TAPES:
             self.tapes.clear()
         self.tapes[addresses] = tape
         return found, kept
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
-        """What goes to `save_for_backward`: of the arena, the inputs and what torch's ops made, what is needed."""
-        return tuple(x if i in self.needed else None for i, x in enumerate(sources))
+        """What goes to `save_for_backward`: of arena, inputs, state and what torch's ops made, what is needed."""
+        return tuple([sources[i] for i in self.needed])
 
     def found(self, saved: Saved) -> Saved:
         """What the function itself would have saved."""
@@ -276,20 +309,21 @@ def _replay(tape: Tape, sources: list[torch.Tensor | None], device: int) -> bool
 _kinds: dict[Any, Kind] = {}
 
 
-def _specification(x: torch.Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype)
-
-
 def _address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
 def play(
-    prepare: Callable[[], Function], constants: Any, inputs: Saved, state: Sequence[torch.Tensor]
+    prepare: Callable[[], Function], key: Any, inputs: Saved, state: Sequence[torch.Tensor]
 ) -> tuple[Saved, Saved, Kind | None]:
-    """What the function that `prepare` gives returns; with a kind, in the form of `Kind.saved`."""
-    device = next(x.device for x in inputs if x is not None)
-    key = (constants, device.index, *map(_specification, inputs))
+    """What the function that `prepare` gives returns; with a kind, in the form of `Kind.saved`.
+
+    Args:
+        prepare: makes the function.
+        key: all but addresses that its launches depend on.
+        inputs: what it reads; the first is a tensor.
+        state: what else it reads or changes.
+    """
     kind = _kinds.get(key)
     if kind is None:
         if len(_kinds) >= MOST_KINDS:
@@ -298,20 +332,25 @@ def play(
         return *kind.measure(prepare()), None
     if not kind.usable or kind.misses > 2 * MOST_TAPES + kind.hits:
         return *prepare()(), None
-    results = kind.room_for_results(device)
-    arena = torch.empty(kind.size, dtype=torch.uint8, device=device)
-    addresses = (arena.data_ptr(), *map(_address, results), *map(_address, inputs), *map(_address, state))
-    sources = [arena, *inputs]
+    device: torch.device = inputs[0].device  # type: ignore[union-attr]
+    results, rooms = kind.room_for_results(device)
+    sources = [kind.room(ARENA, device), kind.room(SCRATCH, device), *inputs, *state]
+    known = len(sources)
+    addresses = tuple([x.data_ptr() for x in (*rooms, *sources) if x is not None])
     tape = kind.tapes.get(addresses)
     if tape is not None and _replay(tape, sources, device.index):
         kind.hits += 1
     else:
         kind.misses += 1
-        del sources[1 + len(inputs) :]
+        del sources[known:]
         found, kept = kind.record(prepare(), results, sources, addresses)
         if not kind.usable:
             return found, kept, None
     return results, kind.saved(sources), kind
+
+
+def _specifications(tensors: Saved) -> list[Any]:
+    return [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
 
 
 class Player(autograd.Plain):
@@ -332,7 +371,8 @@ class Player(autograd.Plain):
             out, saved = pair(call, needs, *tensors)
             return (out,), saved
 
-        (out,), saved, kind = play(lambda: run, (pair, constants, needs), inputs, state)
+        key = (pair, constants, needs, tensors[0].device.index, *_specifications(inputs))  # type: ignore[union-attr]
+        (out,), saved, kind = play(lambda: run, key, inputs, state)
         if kind is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return out, saved, kind
@@ -347,11 +387,11 @@ class Player(autograd.Plain):
             kept = kind.found(saved)
             return lambda: (pair(call, needs, kept, *grads), ())
 
-        constants = call.constants()
-        if constants is None or torch._C._len_torch_dispatch_stack():
+        if torch._C._len_torch_dispatch_stack():
             return prepare()()[0]
         state, _, changed = call.tensors()
-        results, _, replayed = play(prepare, (pair, kind, constants, needs), (*grads, *saved), state)
+        # The kind stands for the call's constants, and for shapes and dtypes of what it saved.
+        results, _, replayed = play(prepare, (pair, kind, *_specifications(grads)), (*grads, *saved), state)
         if replayed is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return results

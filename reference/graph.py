@@ -5,6 +5,7 @@ what the module does. What a replay cannot do is the host's part: autocast's upd
 outside the graphs. Warm-up and capture change no state.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -117,6 +118,7 @@ def make_graphed_callables(
     ]
     kept = [tensor for graph in graphs for tensor in graph.state()]
     before = [tensor.clone() for tensor in kept]
+    gc.collect()  # an older graph that is garbage must not be destroyed while these are captured
     with warnings.catch_warnings():
         # torch keeps the last warm-up's outputs alive into the capture, on another stream, and warns of it itself.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")

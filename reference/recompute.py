@@ -68,6 +68,11 @@ def replaying() -> bool:
     return len(_REPLAYING) > 0
 
 
+def active() -> bool:
+    """True in a checkpointed part's first run and in its recomputation."""
+    return len(_RECORDING) + len(_REPLAYING) > 0
+
+
 def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
     """The forward scale `module` has to use now: `scale`, or in a recomputation the one of the first run."""
     return _recalled(module, scale)

@@ -116,10 +116,15 @@ def update(forward: bool) -> None:
     key = KEYS[0] if forward else KEYS[1]
     # torch 2.11's compiler knows neither id(None) nor the id of a recipe made inside of what it compiles.
     buckets: dict[tuple[DelayedScaling, int | None, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
+    last: tuple[Any, ...] = ()
     for module, (recipe, group) in _members():
         meta: FP8TensorMeta = module.fp8_meta[key]
-        bucket = buckets.setdefault((recipe, None if group is None else id(group), meta.scale.device), (group, []))
-        bucket[1].append(meta)
+        device = meta.scale.device
+        # Almost always the bucket of the module before: a recipe's hash takes its time.
+        if not last or last[0] is not recipe or last[1] is not group or last[2] != device:
+            bucket = buckets.setdefault((recipe, None if group is None else id(group), device), (group, []))
+            last = (recipe, group, device, bucket[1])
+        last[3].append(meta)
     for (recipe, _, _), (group, metas) in buckets.items():
         histories = [meta.amax_history for meta in metas]
         if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:

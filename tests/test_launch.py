@@ -220,6 +220,40 @@ def test_a_cuda_graph_replays_what_eager_computes() -> None:
 
 
 @pytest.mark.gpu
+def test_recorded_launches_are_made_again_on_any_stream_and_inside_a_capture() -> None:
+    """The first times one by one, then as a CUDA graph, which cannot itself be captured."""
+
+    def casts(x: torch.Tensor, history: torch.Tensor) -> list[torch.Tensor]:
+        scale = torch.full((3,), 0.5, device=x.device)
+        return [scale, *(t for column in range(3) for t in twin.cast_transpose(x, scale, history, column, E4M3))]
+
+    x, history = torch.randn(130, 256, device="cuda").bfloat16(), torch.zeros(5, 3, device="cuda")
+    tape: list = []
+    with launch.recording(tape):
+        out = casts(x, history)
+    (launches,) = tape
+    captured, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    for time in range(7):
+        x.copy_(torch.randn(130, 256) * 3)
+        history.zero_()
+        for result in out[1:]:
+            result.zero_()
+        torch.cuda.synchronize()
+        if time == 6:
+            with torch.cuda.graph(captured):
+                launches.again(0)
+            captured.replay()
+        else:
+            with torch.cuda.stream(other if time in (1, 4) else torch.cuda.current_stream()):
+                launches.again(0)
+        torch.cuda.synchronize()
+        expected = torch.zeros(5, 3)
+        for a, b in zip([*out, history], [*casts(x.cpu(), expected), expected], strict=True):
+            assert_same_bits(a, b)
+        assert (launches._graph is not None) == (time >= 2)
+
+
+@pytest.mark.gpu
 def test_cupy_allocates_nothing() -> None:
     import cupy
 

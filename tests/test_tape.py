@@ -12,7 +12,7 @@ from conftest import assert_same_bits
 import optimized
 import reference as te
 from optimized import launch, tape
-from reference.nn import autograd
+from reference.nn import autograd, blocks
 
 BF16 = torch.bfloat16
 RECIPE = te.DelayedScaling(amax_history_len=3)
@@ -36,11 +36,23 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             made.append(one._arguments[2])
 
     monkeypatch.setattr(launch.Launches, "again", again)
+    # An allocator that gives the steps of a loop the same addresses, as the GPU's does.
+    places: dict[Any, Any] = {}
+    room, results = tape.Kind.room, tape.Kind.room_for_results
+
+    def same_room(kind: tape.Kind, where: int, device: torch.device) -> Any:
+        return places.setdefault((kind, where), room(kind, where, device))
+
+    monkeypatch.setattr(tape.Kind, "room", same_room)
+    monkeypatch.setattr(
+        tape.Kind, "room_for_results", lambda kind, device: places.setdefault(kind, results(kind, device))
+    )
     return made
 
 
 def played(function: Callable[[torch.Tensor], tape.Saved], x: torch.Tensor, constants: Any = ()) -> Any:
-    return tape.play(lambda: lambda: (function(x), (x,)), (function, constants), (x,), [])
+    key = (function, constants, *tape._specifications((x,)))
+    return tape.play(lambda: lambda: (function(x), (x,)), key, (x,), [])
 
 
 def test_copies_are_made_again_at_the_same_addresses(copied: list[int]) -> None:
@@ -58,8 +70,8 @@ def test_copies_are_made_again_at_the_same_addresses(copied: list[int]) -> None:
         if kind is not None:
             assert kind.found(saved)[0] is x
     (only,) = tape._kinds.values()
-    assert only.hits * 2 == len(copied)
-    assert only.hits + only.misses == 19
+    assert copied == [x.nbytes] * only.hits * 2
+    assert (only.hits, only.misses) == (18, 1)
     only.misses = only.hits + 2 * tape.MOST_TAPES + 1  # what is recorded all the time is left alone at last
     assert played(function, x)[2] is None
 
@@ -122,6 +134,29 @@ def test_what_is_saved_may_be_empty(copied: list[int]) -> None:
     assert empty.shape == (0,)
 
 
+def test_what_is_not_saved_lies_elsewhere_and_shares_room(copied: list[int]) -> None:
+    def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
+        temporary = x.clone()
+        kept = temporary.clone()
+        for _ in range(8):
+            del temporary
+            temporary = kept.clone()
+        return (temporary.clone(),), (kept,)
+
+    x = torch.arange(1024.0)
+    for step in range(4):
+        x.add_(step)
+        (result,), saved, kind = tape.play(lambda: lambda: function(x), "temporaries", (x,), [])
+        assert_same_bits(result, x)
+    assert kind is not None
+    (arena,) = saved
+    assert arena is not None
+    assert arena.untyped_storage().nbytes() == 4096
+    assert_same_bits(kind.found(saved)[0], x)
+    assert 4096 <= kind.sizes[tape.SCRATCH] < 9 * 4096
+    assert set(copied) == {4096}
+
+
 def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
     function = lambda x: (x.clone(),)  # noqa: E731
     for x, constants in ((torch.ones(2), 1), (torch.ones(2), 2), (torch.ones(3), 1), (torch.ones(2).double(), 1)):
@@ -130,7 +165,7 @@ def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
 
 
 def test_what_a_layer_depends_on_is_a_constant_or_none() -> None:
-    """Cached weights, gradients added elsewhere, masks and recomputed dropout always run."""
+    """Weights that are yet to be cached, gradients added elsewhere and masks always run."""
     layer = te.LayerNormMLP(32, 64, params_dtype=BF16)
     x = torch.ones(4, 32, dtype=BF16)
     from reference.nn.blocks import BlockCall
@@ -139,7 +174,7 @@ def test_what_a_layer_depends_on_is_a_constant_or_none() -> None:
     generator = Generator(torch.device("cpu"))
 
     def constants(p: float = 0.0, first: bool | None = None) -> Any:
-        return BlockCall(layer.call(x, first), (p, generator)).constants()
+        return BlockCall(layer.call(x, first), (p, generator), x.shape).constants()
 
     plain = constants()
     layer.eps = 1e-3
@@ -149,24 +184,33 @@ def test_what_a_layer_depends_on_is_a_constant_or_none() -> None:
         assert constants() not in (None, plain)
         assert constants(0.5) != constants()
         assert constants(first=True) is None
+        assert constants(first=False) is None
+        layer(x, is_first_microbatch=True)
+        assert constants(first=False) not in (None, constants())
     with te.autocast(enabled=False, calibrating=True):
         assert constants() is None
     layer.fuse_wgrad_accumulation = True
     assert constants() is None
 
 
-def train(layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Steps, some with two forwards before a backward, without gradients, or on another input; at the end ten alike."""
+def train(
+    layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch: pytest.MonkeyPatch, micro: bool = False
+) -> list[Any]:
+    """Steps, some with two forwards before a backward, without gradients, or on another input; at the end ten alike.
+
+    Or each of three microbatches, whose weights are cast in the first of all.
+    """
     monkeypatch.setattr(autograd, "player", player)
     numbers = torch.Generator("cuda").manual_seed(3)
-    x = torch.empty(24, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+    x = torch.empty(25, 2, 64, dtype=BF16, device="cuda").requires_grad_()
     seen: list[Any] = []
     for step in range(20):
         layer.zero_grad(set_to_none=True)
         with torch.no_grad():
             x.copy_(torch.randn(x.shape, generator=numbers, device="cuda") * 2.0 ** (step % 4))
         with te.autocast(enabled=fp8, recipe=RECIPE):
-            outs = [layer(x) for _ in range(2 if step in (3, 7) else 1)]
+            firsts = (step == 0, False, False) if micro else (None, None) if step in (3, 7) else (None,)
+            outs = [layer(x, is_first_microbatch=first) for first in firsts]
             if step in (4, 8):
                 with torch.no_grad():
                     seen.append(layer(x))
@@ -186,22 +230,23 @@ def train(layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize(
-    ("fp8", "weights"), [(False, False), (True, False), (True, True)], ids=["bf16", "fp8", "fp8 weights"]
-)
+@pytest.mark.parametrize("mode", ["bf16", "fp8", "fp8 weights", "microbatches"])
 def test_a_layer_has_the_same_bits_with_tapes(
-    fp8: bool, weights: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
+    mode: str, dropout: float, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fp8, weights, micro = mode != "bf16", mode == "fp8 weights", mode == "microbatches"
+    monkeypatch.setattr(blocks, "SMALL", small)
     torch.manual_seed(1)
     with te.quantized_model_init(enabled=weights, recipe=RECIPE):
         layer = optimized.TransformerLayer(
             64, 128, 4, hidden_dropout=dropout, attention_dropout=dropout, fuse_qkv_params=True, params_dtype=BF16
         )
     other = copy.deepcopy(layer)
-    expected = train(layer, autograd.Plain(), fp8, monkeypatch)
+    expected = train(layer, autograd.Plain(), fp8, monkeypatch, micro)
     assert not tape._kinds
-    actual = train(other, tape.Player(), fp8, monkeypatch)
+    actual = train(other, tape.Player(), fp8, monkeypatch, micro)
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
     assert sum(kind.hits for kind in tape._kinds.values()) >= 8

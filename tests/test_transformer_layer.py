@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import reference as te
+from reference.nn import blocks
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -141,13 +142,19 @@ FROZEN = {
 
 @pytest.mark.parametrize("variant", PARTS)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_layer_as_one_has_the_bits_of_its_parts(variant: str, fp8: bool, same_bits) -> None:
-    """A hook on a part makes the layer run part by part. Microbatches, with cached weights, and a recomputed one."""
+def test_the_layer_as_one_has_the_bits_of_its_parts(
+    variant: str, fp8: bool, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that is not small runs as two halves, one with a hook on a part part by part.
+
+    Microbatches, with cached weights, and a recomputed one.
+    """
     mask = (torch.arange(24) >= torch.tensor([[24], [15]])).view(2, 1, 1, 24)
-    both = []
-    for apart in (False, True):
+    three = []
+    for nodes in ("one", "two", "many"):
+        monkeypatch.setattr(blocks, "SMALL", 1 << 25 if nodes == "one" else 0)
         layer = layer_of(**PARTS[variant])
-        if apart:
+        if nodes == "many":
             layer.self_attention.proj.register_forward_hook(lambda module, inputs, out: None)
         for name, p in layer.named_parameters():
             p.requires_grad_(not FROZEN.get(variant, lambda name: False)(name))
@@ -162,11 +169,23 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(variant: str, fp8: bool, sam
             found += [y, x.grad, *(p.grad for p in layer.parameters()), *(p.main_grad for p in layer.parameters())]
             found += [t for n, t in layer.state_dict().items() if "scaling" in n]
             found = [None if t is None else t.clone() for t in found]
-        both.append(found)
-    for a, b in zip(*both, strict=True):
-        assert (a is None) == (b is None)
+        three.append(found)
+    for a, b, c in zip(*three, strict=True):
+        assert (a is None) == (b is None) == (c is None)
         if a is not None:
             same_bits(a, b)
+            same_bits(a, c)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 25])
+def test_the_output_may_be_changed_in_place(small: int, same_bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    layer, x, y = layer_of(), numbers(1, 24, 2, 64).bfloat16().requires_grad_(), []
+    for change in (lambda out: out.mul(2), lambda out: out.mul_(2)):
+        y.append(change(layer(x)))
+        y.append(torch.autograd.grad(y[-1].sum(), x)[0])
+    same_bits(y[0], y[2])
+    same_bits(y[1], y[3])
 
 
 def test_a_global_hook_sees_every_part() -> None:

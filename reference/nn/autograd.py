@@ -37,6 +37,7 @@ class Plain:
         return function(call, needs, saved, *grads)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
 _plain = Plain()
 player = _plain
 
@@ -56,7 +57,8 @@ class _Pair(torch.autograd.Function):
         updates: bool,
         *tensors: torch.Tensor | None,
     ) -> Any:
-        taken = tuple(call.taken(tensor, any(needs)) for tensor in tensors)
+        trains = any(needs)
+        taken = tuple([x if type(x) in _PLAIN else call.taken(x, trains) for x in tensors])
         out, saved, ctx.note = _player().forward(forward, call, needs, taken)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates

@@ -12,6 +12,8 @@ once what the parts do apart:
     the gradients of q, k, v are cast from where they are         FP8 with a bias; else side by side first
 
 `TransformerLayer` runs its parts instead where somebody looks at them (`untouched`), or where a half is none of these.
+A small layer runs both halves as one pair (`is_small`): what one half saves then lives until the other is through, and
+the host, for which such a layer waits, has half the calls to make.
 """
 
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
+from reference import recompute
 from reference.compiled import before
 from reference.nn import attention, layernorm_linear, layernorm_mlp, linear
 from reference.nn.attention import AttentionCall, CudnnCall, DotProductAttention, Mask
@@ -34,13 +37,20 @@ from reference.ops.library import twin
 Saved = tuple[torch.Tensor | None, ...]
 Dropout = tuple[float, Generator]
 
+SMALL = 1 << 25  # elements of parameters and of activations together, some 30 to an element of x
+_ATTENTION_TENSORS = 7  # arguments of its pair, x included
+_MLP_SAVED = 14
+
 
 class BlockCall(Call):
-    """A half's forward: the call of its first module, and its dropout."""
+    """A half's forward: the call of its first module, its dropout, and its input's shape.
 
-    def __init__(self, first: Call, dropout: Dropout) -> None:
+    The pairs take and give tensors of that shape, so that autograd sees no views between the halves.
+    """
+
+    def __init__(self, first: Call, dropout: Dropout, shape: torch.Size) -> None:
         super().__init__(first.layer, first.dtype)
-        self.fp8, self.first = first.fp8, first
+        self.fp8, self.first, self.shape = first.fp8, first, shape
         self.p, generator = dropout
         self.state = generator.take() if self.p > 0 else None  # here: no compiler follows it out of a pair
 
@@ -61,6 +71,10 @@ class BlockCall(Call):
     def taken(self, x: Any, trains: bool) -> Any:
         return self.first.taken(x, trains)
 
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[tokens, hidden]` in the input's shape; no view, which a function's result must not be."""
+        return torch.ops.aten._unsafe_view(rows, self.shape)
+
     def before_dropout(self, grad: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The gradient on the other side of the dropout that drew from `state`."""
         return twin.dropout_backward(grad, self.p, state) if self.p > 0 else grad
@@ -77,19 +91,21 @@ def mlp_forward(
     fc2_weight: torch.Tensor,
     fc2_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:
-    """y `[tokens, hidden]` of h `[tokens, hidden]`."""
-    mlp, dropped = call.first, before(call.state)
-    tensors = (h, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
+    """y `[..., hidden]` of h `[..., hidden]`."""
+    mlp, dropped, rows = call.first, before(call.state), rows_of(h)
+    tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, _, saved = layernorm_mlp.hidden_forward(mlp, needs, *tensors)
-    return mlp.residual(a, w2, mlp.bias(fc2_bias), h, call.p, call.state), (*saved, dropped)
+    return call.whole(mlp.residual(a, w2, mlp.bias(fc2_bias), rows, call.p, call.state)), (*saved, dropped)
 
 
 def mlp_backward(call: BlockCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
     """The gradients of forward's tensors."""
-    grad = grad.contiguous()
+    grad = rows_of(grad)
     *kept, dropped = saved
     inner = call.before_dropout(grad, dropped)
-    return layernorm_mlp.backward(call.first, needs, tuple(kept), inner, residual_grad=grad if needs[0] else None)
+    residual_grad = grad if needs[0] else None
+    dh, *grads = layernorm_mlp.backward(call.first, needs, tuple(kept), inner, residual_grad=residual_grad)
+    return None if dh is None else call.whole(dh), *grads
 
 
 class AttentionBlockCall(BlockCall):
@@ -102,11 +118,11 @@ class AttentionBlockCall(BlockCall):
         core: AttentionCall | CudnnCall,
         proj: Call,
         split: SplitCall,
-        lead: torch.Size,
+        shape: torch.Size,
         sequence_first: bool,
     ) -> None:
-        super().__init__(first, dropout)
-        self.core, self.proj, self.split, self.lead = core, proj, split, lead
+        super().__init__(first, dropout, shape)
+        self.core, self.proj, self.split, self.lead = core, proj, split, shape[:-1]
         self.heads_first = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
         self.tokens_first = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)
 
@@ -148,8 +164,8 @@ def attention_forward(
     proj_weight: torch.Tensor,
     proj_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:
-    """h `[tokens, hidden]` of x `[tokens, hidden]`."""
-    qkv, proj = call.first, call.proj
+    """h `[..., hidden]` of x `[..., hidden]`."""
+    qkv, proj, x = call.first, call.proj, rows_of(x)
     qkv_w, proj_w = prepare(
         [
             (qkv, Weight("weight", qkv_weight, WEIGHT, any(needs[:3]))),
@@ -164,13 +180,13 @@ def attention_forward(
     operand = proj.input(call.tokens(out), INPUT, transpose=needs[5])
     w = proj.weight("weight", proj_w, WEIGHT, transpose=any(needs[:5]))
     h = proj.residual(operand, w, proj.bias(proj_bias), x, call.p, call.state)
-    return h, (*saved_qkv, *keep(operand), *keep(w), dropped, mixed, *saved_core)
+    return call.whole(h), (*saved_qkv, *keep(operand), *keep(w), dropped, mixed, *saved_core)
 
 
 def attention_backward(call: AttentionBlockCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
     """The gradients of forward's tensors."""
     saved_qkv, saved_proj, (dropped, mixed, *saved_core) = saved[:8], saved[8:12], saved[12:]
-    grad = grad.contiguous()
+    grad = rows_of(grad)
     inner = call.before_dropout(grad, dropped)
     needs_proj = (any(needs[:5]), *needs[5:])
     context_grad, *proj_grads = linear.backward(call.proj, needs_proj, saved_proj, inner)
@@ -181,8 +197,52 @@ def attention_backward(call: AttentionBlockCall, needs: tuple[bool, ...], saved:
     pieces = [call.tokens(t) for t in attend(call.core, (), (*call.heads(mixed), *saved_core), by_head)]
     g, db = call.first.joined_grad(pieces, call.split.rows, GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
     residual_grad = grad if needs[0] else None
-    qkv_grads = layernorm_linear.operand_backward(call.first, needs, saved_qkv, g, residual_grad=residual_grad)
-    return (*qkv_grads, db, *proj_grads)
+    dx, *qkv_grads = layernorm_linear.operand_backward(call.first, needs, saved_qkv, g, residual_grad=residual_grad)
+    return (None if dx is None else call.whole(dx), *qkv_grads, db, *proj_grads)
+
+
+class LayerCall(Call):
+    """Both halves."""
+
+    def __init__(self, attention: AttentionBlockCall, mlp: BlockCall) -> None:
+        super().__init__(attention.layer, attention.dtype)
+        self.fp8, self.halves = attention.fp8, (attention, mlp)
+
+    def constants(self) -> Any:
+        found = tuple(half.constants() for half in self.halves)
+        return None if None in found else found
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        first, second = (half.tensors() for half in self.halves)
+        return first[0] + second[0], first[1] + second[1], first[2] + second[2]
+
+    def taken(self, x: Any, trains: bool) -> Any:
+        return self.halves[0].taken(x, trains)
+
+    def split(self, needs: tuple[bool, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """`needs` of the halves."""
+        first = needs[:_ATTENTION_TENSORS]
+        return first, (any(first), *needs[_ATTENTION_TENSORS:])
+
+
+def layer_forward(
+    call: LayerCall, needs: tuple[bool, ...], x: torch.Tensor, *weights: torch.Tensor | None
+) -> tuple[torch.Tensor, Saved]:
+    """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's and the second's."""
+    (attention, mlp), (needs_attention, needs_mlp) = call.halves, call.split(needs)
+    arguments: Any = (weights[: _ATTENTION_TENSORS - 1], weights[_ATTENTION_TENSORS - 1 :])
+    h, saved = attention_forward(attention, needs_attention, x, *arguments[0])
+    y, more = mlp_forward(mlp, needs_mlp, h, *arguments[1])
+    return y, saved + more
+
+
+def layer_backward(call: LayerCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+    """The gradients of forward's tensors."""
+    (attention, mlp), (needs_attention, needs_mlp) = call.halves, call.split(needs)
+    dh, *mlp_grads = mlp_backward(mlp, needs_mlp, saved[-_MLP_SAVED:], grad)
+    if dh is None:
+        return (*[None] * _ATTENTION_TENSORS, *mlp_grads)
+    return (*attention_backward(attention, needs_attention, saved[:-_MLP_SAVED], dh), *mlp_grads)
 
 
 def _parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
@@ -223,18 +283,25 @@ def is_attention_block(module: Any) -> bool:
     )
 
 
-def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> torch.Tensor:
-    """y of h `[..., hidden]`."""
+def is_small(parameters: int, x: torch.Tensor) -> bool:
+    """Whether `layer_block` should run for a layer of two such halves: the host decides about its time.
+
+    A checkpoint notes a random state as it is when a half's call is made, so the halves must take turns.
+    """
+    return not torch.compiler.is_compiling() and not recompute.active() and parameters + 30 * x.numel() <= SMALL
+
+
+def _mlp_arguments(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> Any:
+    """The call of an MLP's half, and its parameters."""
     mlp.check_input(h, mlp.hidden_size)
-    call = BlockCall(mlp.call(h, is_first_microbatch), dropout)
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-    return differentiable(mlp_forward, mlp_backward, call, rows_of(h), *_parameters(mlp, names)).view(h.shape)
+    return BlockCall(mlp.call(h, is_first_microbatch), dropout, h.shape), _parameters(mlp, names)
 
 
-def attention_block(
+def _attention_arguments(
     module: Any, x: torch.Tensor, mask: Mask, mask_type: str, dropout: Dropout, is_first_microbatch: bool | None
-) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`."""
+) -> Any:
+    """The call of an attention's half, and its parameters."""
     qkv, core, proj = module.layernorm_qkv, module.core_attention, module.proj
     qkv.check_input(x, qkv.in_features)
     sequence_first = module.qkv_format == "sbhd"
@@ -247,11 +314,37 @@ def attention_block(
         core.attention_call(first.dtype, kind, attention.full_mask(kind, mask, length, length)),
         proj.call(x, is_first_microbatch),
         module.split_call(first.dtype, module.num_attention_heads // module.num_gqa_groups),
-        x.shape[:-1],
+        x.shape,
         sequence_first,
     )
-    tensors = (
-        *(qkv.layer_norm_weight, qkv.layer_norm_bias, qkv.joined_weight(), qkv.joined_bias()),
-        *(proj.weight, proj.joined_bias()),
-    )
-    return differentiable(attention_forward, attention_backward, call, rows_of(x), *tensors).view(x.shape)
+    norm = (qkv.layer_norm_weight, qkv.layer_norm_bias)
+    return call, (*norm, qkv.joined_weight(), qkv.joined_bias(), proj.weight, proj.joined_bias())
+
+
+def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> torch.Tensor:
+    """y of h `[..., hidden]`."""
+    call, tensors = _mlp_arguments(mlp, h, dropout, is_first_microbatch)
+    return differentiable(mlp_forward, mlp_backward, call, h, *tensors)
+
+
+def attention_block(
+    module: Any, x: torch.Tensor, mask: Mask, mask_type: str, dropout: Dropout, is_first_microbatch: bool | None
+) -> torch.Tensor:
+    """h of x `[s, b, hidden]` or `[b, s, hidden]`."""
+    call, tensors = _attention_arguments(module, x, mask, mask_type, dropout, is_first_microbatch)
+    return differentiable(attention_forward, attention_backward, call, x, *tensors)
+
+
+def layer_block(
+    module: Any,
+    mlp: Any,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout,
+    is_first_microbatch: bool | None,
+) -> torch.Tensor:
+    """y of x `[s, b, hidden]` or `[b, s, hidden]`: `mlp_block` of `attention_block`."""
+    first, tensors = _attention_arguments(module, x, mask, mask_type, dropout, is_first_microbatch)
+    second, more = _mlp_arguments(mlp, x, dropout, is_first_microbatch)
+    return differentiable(layer_forward, layer_backward, LayerCall(first, second), x, *tensors, *more)

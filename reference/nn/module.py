@@ -31,7 +31,11 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
     fp8_weights: ClassVar[dict[str, int]] = {}
-    fuse_wgrad_accumulation = False
+    fuse_wgrad_accumulation = return_layernorm_output = False
+    eps: Any = None  # of a layer with a norm, as the next two
+    zero_centered_gamma: Any = None
+    kind: Any = None
+    activation: Any = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,12 +126,9 @@ class Call:
         None where such a thing is not among them: a gradient that is added elsewhere, a cached weight.
         """
         layer = self.layer
-        if layer is None or layer.fuse_wgrad_accumulation or getattr(layer, "return_layernorm_output", False):
+        if layer is None or layer.fuse_wgrad_accumulation or layer.return_layernorm_output:
             return None
-        return (
-            self.dtype,
-            *(getattr(layer, name, None) for name in ("eps", "zero_centered_gamma", "kind", "activation")),
-        )
+        return self.dtype, layer.eps, layer.zero_centered_gamma, layer.kind, layer.activation
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """With `constants`: the tensors that it takes from the layer, what forward changes, what backward changes."""
@@ -282,13 +279,23 @@ class FP8Call(Call):
         self.amax_history = amax_history
 
     def constants(self) -> Any:
-        found = super().constants() if self.is_first_microbatch is None else None
-        return None if found is None else (*found, self.forward_dtype, self.backward_dtype, self.amax_history is None)
+        found = super().constants()
+        cached = self._cached()
+        if found is None or (self.is_first_microbatch is not None and len(cached) < self.layer.num_gemms):
+            return None  # a weight is cast for later microbatches
+        return *found, self.forward_dtype, self.backward_dtype, self.amax_history is None, len(cached)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         backward = self.layer.fp8_meta["scaling_bwd"]
         noted = [] if self.amax_history is None else [self.amax_history]
-        return [self.scale, *noted, backward.scale, backward.amax_history], noted, [backward.amax_history]
+        cached = [t for operand in self._cached() for t in operand if t is not None]
+        return [self.scale, *noted, backward.scale, backward.amax_history, *cached], noted, [backward.amax_history]
+
+    def _cached(self) -> list[Operand]:
+        """The weights that an earlier microbatch has cast, if this one reads them."""
+        if self.is_first_microbatch is not False:
+            return []
+        return [one for one in self.layer._fp8_workspaces.values() if self._serves(one, transpose=True)]
 
     def taken(self, x: Any, trains: bool) -> Any:
         """A weight that is kept in FP8 as an operand."""

@@ -166,6 +166,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             )
         self.output_layernorm = output_layernorm
         self.generator = Generator(device)
+        self.elements = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
         self,
@@ -226,10 +227,12 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             "checkpoint_core_attention": checkpoint_core_attention,
         }
         plain = rotary_pos_emb is None and not checkpoint_core_attention
+        mlp, halved = self.layernorm_mlp, blocks.is_mlp_block(self.layernorm_mlp)
+        first = (hidden_states, attention_mask, mask_type, dropout, is_first_microbatch)
         if plain and blocks.is_attention_block(self.self_attention):
-            hidden = blocks.attention_block(
-                self.self_attention, hidden_states, attention_mask, mask_type, dropout, is_first_microbatch
-            )
+            if halved and self.layer_type == "encoder" and blocks.is_small(self.elements, hidden_states):
+                return blocks.layer_block(self.self_attention, mlp, *first)
+            hidden = blocks.attention_block(self.self_attention, *first)
         else:
             attended = self.self_attention(
                 hidden_states,
@@ -248,10 +251,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 **shared,
             )
             hidden = self._add(crossed, hidden, dropout, normed=True)
-        if blocks.is_mlp_block(self.layernorm_mlp):
-            out = blocks.mlp_block(self.layernorm_mlp, hidden, dropout, is_first_microbatch)
+        if halved:
+            out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
-            out = self._add(self.layernorm_mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
+            out = self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
         return self.layernorm(out) if self.output_layernorm else out
 
     def _add(self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool) -> torch.Tensor:
