@@ -1,9 +1,4 @@
-"""The activations against the device copy of the same run (docs/results/activation.json).
-
-All are bound by memory, so the figure is bandwidth: the bytes that must move (each input read once, each output
-written once) over the time, against `Tensor.copy_` of 512 MiB and against a copy of as many bytes. A sample is a few
-calls over inputs that together exceed L2, replayed as a CUDA graph, so that the host's time is not in it.
-"""
+"""The activations against the device copy of the same run (docs/results/activation.json); how: `copies`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +7,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
+from optimized.bench.copies import Copies
 from reference.ops.activation import KINDS, width
 
 NAME = "activation"
@@ -21,8 +17,6 @@ CASES = (("bf16", 8192, 16384), ("bf16", 8192, 4096), ("fp32", 8192, 4096))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _CALLS = 4
-_FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
-_COPY_BYTES = 1 << 29
 
 twin = torch.ops.twin
 
@@ -62,46 +56,20 @@ def variants(
 
 def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> dict[str, Any]:
     """Measure; `progress` is told the fraction done."""
-    flush = measure.Flush()
-    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
+    copies = Copies(_CALLS, repeats)
     results: list[dict[str, Any]] = []
     cases = [(*case, kind) for case in CASES for kind in KINDS]
     with torch.no_grad():
         for done, (name, rows, m, kind) in enumerate(cases):
             dtype = DTYPES[name]
             n = m * (m // width(kind, m))
-            count = max(1, min(_CALLS, -(-_FOOTPRINT // (rows * m * dtype.itemsize))))
+            count = copies.inputs(rows * m * dtype.itemsize)
             xs = [torch.empty(rows, n, dtype=dtype, device="cuda").normal_() for _ in range(count)]
             grads = [torch.empty(rows, m, dtype=dtype, device="cuda").normal_() for _ in range(count)]
-            calls: dict[str, Callable[[], object]] = {
-                op: measure.graph(call, _CALLS) for op, call in variants(xs, grads, kind).items()
-            }
-            sizes = {op: bytes_moved(op, rows, n, m, dtype.itemsize) for op in calls}
-            copies = {f"copy {moved}": measure.copy_of(moved, _CALLS) for moved in set(sizes.values())}
-            calls |= {**copies, "large copy": lambda: target.copy_(source)}
-            times = {
-                op: measure.summary(samples)
-                for op, samples in measure.interleave(calls, repeats=repeats, warmup=2, flush=flush).items()
-            }
-            ceiling = 2 * _COPY_BYTES / times["large copy"]["median"]
-            for op, moved in sizes.items():
-                ms = {key: value / _CALLS for key, value in times[op].items()}
-                rate = moved / ms["median"]
-                results.append(
-                    {
-                        "op": op,
-                        "kind": kind,
-                        "dtype": name,
-                        "rows": rows,
-                        "x_columns": n,
-                        "ms": ms,
-                        "terabytes_per_second": rate / 1e9,
-                        "copy_terabytes_per_second": ceiling / 1e9,
-                        "of_copy": rate / ceiling,
-                        "of_copy_of_as_many_bytes": times[f"copy {moved}"]["median"] / times[op]["median"],
-                    }
-                )
+            ops = variants(xs, grads, kind)
+            found = copies.beside(ops, {op: bytes_moved(op, rows, n, m, dtype.itemsize) for op in ops})
+            case = {"kind": kind, "dtype": name, "rows": rows, "x_columns": n}
+            results += [{"op": op, **case, **result} for op, result in found.items()]
             if progress is not None:
                 progress((done + 1) / len(cases))
     return {

@@ -1,10 +1,4 @@
-"""The norms against the device copy of the same run (docs/results/norm.json).
-
-All are bound by memory, so the figure is bandwidth: the bytes that must move (each input read once, each output
-written once) over the time. It stands beside two copies: `Tensor.copy_` of 512 MiB, the ceiling, and a copy that
-moves as many bytes as the op, which pays for starting and ending a kernel as the op does. A sample is eight calls
-over inputs that together exceed L2, replayed as a CUDA graph, so that the host's time is not in it.
-"""
+"""The norms against the device copy of the same run (docs/results/norm.json); how: `copies`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +7,22 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
+from optimized.bench.copies import Copies
 
 NAME = "norm"
-KERNELS = ("norm", "norm_any", "norm_cast_transpose", "norm_backward", "norm_backward_any", "norm_total")
+KERNELS = (
+    "norm",
+    "norm_any",
+    "norm_cast_transpose",
+    "norm_backward",
+    "norm_backward_long",
+    "norm_backward_any",
+    "norm_total",
+)
 SHAPES = ((8192, 4096), (8192, 1024), (8192, 2048), (8192, 5120), (8192, 8192), (8192, 12288))
 KINDS = ("layernorm", "rmsnorm")
 
 _CALLS = 8
-_FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
-_COPY_BYTES = 1 << 29
 
 twin = torch.ops.twin
 
@@ -55,42 +56,17 @@ def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[i
 
 def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
     """Measure; `progress` is told the fraction done."""
-    flush = measure.Flush()
-    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
+    copies = Copies(_CALLS, repeats)
     rows: list[dict[str, Any]] = []
     cases = [(shape, kind) for shape in SHAPES for kind in KINDS]
     with torch.no_grad():
         for done, ((tokens, hidden), kind) in enumerate(cases):
-            count = max(3, min(_CALLS, -(-_FOOTPRINT // (tokens * hidden * 2))))
+            count = copies.inputs(tokens * hidden * 2, least=3)
             inputs = [torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16) for _ in range(count)]
-            calls: dict[str, Callable[[], object]] = {
-                op: measure.graph(call, _CALLS) for op, call in variants(inputs, kind).items()
-            }
-            for size in sorted(set(BYTES.values())):
-                calls[f"copy {size}"] = measure.copy_of(size * tokens * hidden, _CALLS)
-            calls["large copy"] = lambda: target.copy_(source)
-            times = {
-                op: measure.summary(samples)
-                for op, samples in measure.interleave(calls, repeats=repeats, warmup=2, flush=flush).items()
-            }
-            ceiling = 2 * _COPY_BYTES / times["large copy"]["median"]
-            for op, size in BYTES.items():
-                ms = {key: value / _CALLS for key, value in times[op].items()}
-                rate = size * tokens * hidden / ms["median"]
-                rows.append(
-                    {
-                        "op": op,
-                        "kind": kind,
-                        "rows": tokens,
-                        "hidden": hidden,
-                        "ms": ms,
-                        "terabytes_per_second": rate / 1e9,
-                        "copy_terabytes_per_second": ceiling / 1e9,
-                        "of_copy": rate / ceiling,
-                        "of_copy_of_as_many_bytes": times[f"copy {size}"]["median"] / times[op]["median"],
-                    }
-                )
+            moved = {op: size * tokens * hidden for op, size in BYTES.items()}
+            found = copies.beside(variants(inputs, kind), moved)
+            case = {"kind": kind, "rows": tokens, "hidden": hidden}
+            rows += [{"op": op, **case, **result} for op, result in found.items()]
             if progress is not None:
                 progress((done + 1) / len(cases))
     return {

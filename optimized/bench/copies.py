@@ -1,0 +1,53 @@
+"""Ops bound by memory beside the device copy of the same run.
+
+The figure is bandwidth: the bytes that must move (each input read once, each output written once) over the time. It
+stands beside two copies: `Tensor.copy_` of 512 MiB, the ceiling, and a copy that moves as many bytes as the op, which
+pays for starting and ending a kernel as the op does. A sample is a few calls over inputs that together exceed L2,
+replayed as a CUDA graph, so that the host's time is not in it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from optimized import measure
+
+FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
+COPY_BYTES = 1 << 29
+
+
+class Copies:
+    """Samples of `calls` calls each, and the large copy that they are held against."""
+
+    def __init__(self, calls: int, repeats: int) -> None:
+        self.calls, self.repeats = calls, repeats
+        self._flush = measure.Flush()
+        self._source = torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+        self._target = torch.empty_like(self._source)
+
+    def inputs(self, size: int, least: int = 1) -> int:
+        """How many inputs of `size` bytes the calls of a sample take in turn, to exceed L2."""
+        return max(least, min(self.calls, -(-FOOTPRINT // size)))
+
+    def beside(self, ops: Mapping[str, Callable[[int], object]], moved: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """Time ops, given as one call each that is told its number, which move so many bytes: results by name."""
+        timed: dict[str, Callable[[], object]] = {op: measure.graph(call, self.calls) for op, call in ops.items()}
+        for size in sorted({moved[op] for op in ops}):
+            timed[f"copy {size}"] = measure.copy_of(size, self.calls)
+        timed["large copy"] = lambda: self._target.copy_(self._source)
+        samples = measure.interleave(timed, repeats=self.repeats, warmup=2, flush=self._flush)
+        times = {name: measure.summary(values) for name, values in samples.items()}
+        ceiling = 2 * COPY_BYTES / times["large copy"]["median"]
+        found = {}
+        for op in ops:
+            ms = {key: value / self.calls for key, value in times[op].items()}
+            rate = moved[op] / ms["median"]
+            found[op] = {
+                "ms": ms,
+                "terabytes_per_second": rate / 1e9,
+                "copy_terabytes_per_second": ceiling / 1e9,
+                "of_copy": rate / ceiling,
+                "of_copy_of_as_many_bytes": times[f"copy {moved[op]}"]["median"] / times[op]["median"],
+            }
+        return found
