@@ -324,3 +324,35 @@ def _three(extent: tuple[int, ...]) -> tuple[int, ...]:
 def processors(index: int) -> int:
     """Number of multiprocessors of CUDA device `index`: the grid of a persistent kernel."""
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver's API."""
+
+    _fields_ = (
+        ("extents", ctypes.c_uint * 6),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def clusters_at_once(kernel: Kernel, blocks: int, threads: int, smem: int, device: int) -> int:
+    """How many clusters of so many blocks run at once: the grid of a persistent kernel with clusters.
+
+    A cluster lies within one part of the GPU, and parts have multiprocessors to spare that make no whole cluster.
+    """
+    found = ctypes.c_int()
+    config = _LaunchConfig(extents=(blocks, 1, 1, threads, 1, 1), shared_bytes=smem)
+    with torch.cuda.device(device):
+        if device not in _thread.devices:
+            _thread.attach(device)
+        handle = ctypes.c_void_p(kernel.on(device))
+        status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
+            ctypes.byref(found), handle, ctypes.byref(config)
+        )
+    if status != 0:
+        raise RuntimeError(f"{kernel.kernel}: cuOccupancyMaxActiveClusters({blocks} blocks) gave error {status}.")
+    return max(1, found.value)

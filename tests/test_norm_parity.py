@@ -123,21 +123,25 @@ def test_every_configuration_on_ragged_shapes(kind, dtype, monkeypatch):
     cast = twin.norm_cast_transpose(x, weight, bias, 1e-5, False, kind, scale, history, 0, E4M3)
     there = [None if t is None else t.cuda() for t in (x, weight, bias, scale)]
     for warps in norm.ROW_WARPS:
-        for module in (norm, norm_cast_transpose):
-            monkeypatch.setattr(module, "row_warps", lambda hidden, warps=warps: warps)
+        monkeypatch.setattr(norm, "row_warps", lambda hidden, warps=warps: warps)
         poison()
         for a, b in zip(y, twin.norm(*there[:3], 1e-5, False, kind, BF16), strict=True):
             assert_same_bits(a, b, f"norm, {warps} warps")
+    shapes = [
+        norm_cast_transpose.tile_shape(dtype, kind, 512 * n * cluster - 16) for n, cluster in norm_cast_transpose.SHAPES
+    ]
+    for shape in shapes:
+        monkeypatch.setattr(norm_cast_transpose, "tile_shape", lambda dtype, kind, hidden, shape=shape: shape)
         poison()
         found = torch.zeros(1, 1, device="cuda")
         for a, b in zip(
             cast, twin.norm_cast_transpose(*there[:3], 1e-5, False, kind, there[3], found, 0, E4M3), strict=True
         ):
-            assert_same_bits(a, b, f"norm_cast_transpose, {warps} warps")
+            assert_same_bits(a, b, f"norm_cast_transpose, {shape}")
         assert_same_bits(history, found, "amax")
     # The kernels for rows of any length, on this one.
-    for module in (norm, norm_cast_transpose):
-        monkeypatch.setattr(module, "row_warps", lambda hidden: None)
+    monkeypatch.setattr(norm, "row_warps", lambda hidden: None)
+    monkeypatch.setattr(norm_cast_transpose, "tile_shape", lambda dtype, kind, hidden: None)
     check(twin.norm, x, weight, bias, 1e-5, False, kind, FP32)
     check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, scale, history, 0, E5M2)
     monkeypatch.setattr(norm_backward, "backward_shape", lambda dtype, hidden: None)
@@ -155,6 +159,11 @@ def test_every_configuration_to_its_end(kind, dtype, short):
         x = values(83, hidden, dtype, warps)
         weight, bias = parameters(hidden, BF16, kind, warps)
         check(twin.norm, x[:9], weight, bias, 1e-5, False, kind, dtype)
+    for stripes, cluster in norm_cast_transpose.SHAPES:
+        hidden = 512 * stripes * cluster - short
+        assert norm_cast_transpose.tile_shape(dtype, kind, hidden)[:2] == (stripes, cluster)
+        x = values(83, hidden, dtype, stripes)
+        weight, bias = parameters(hidden, BF16, kind, cluster)
         check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)
     for shape in norm_backward.SHAPES:
         hidden = 256 * shape[0] * shape[1] - short
@@ -169,7 +178,7 @@ def test_every_configuration_to_its_end(kind, dtype, short):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 17, 33, 64, 65, 131, 200])
-def test_tiles_shared_by_two_blocks(rows, kind):
+def test_tiles_shared_by_blocks(rows, kind):
     for seed, hidden in enumerate((16, 256, 976, 1024, 1040, 2000, 2048, 4112)):
         x = values(rows, hidden, BF16, seed)
         weight, bias = parameters(hidden, BF16, kind, seed)
@@ -180,7 +189,7 @@ def test_tiles_shared_by_two_blocks(rows, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_tiles_to_a_block(kind):
     """More tiles than multiprocessors: blocks go on to a second and a third."""
-    for seed, (rows, hidden) in enumerate(((17000, 16), (9000, 256), (4300, 4112))):
+    for seed, (rows, hidden) in enumerate(((17000, 16), (9000, 256), (4300, 4112), (8500, 1040))):
         x = values(rows, hidden, BF16, seed)
         weight, bias = parameters(hidden, BF16, kind, seed)
         check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)

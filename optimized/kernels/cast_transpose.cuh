@@ -50,7 +50,6 @@ __device__ __forceinline__ void cast_run(
 
     // Four columns at a time, from the loads to the transposed store, so that registers free up on the way.
     unsigned codes[RUN][WORDS];
-    float run[LANES], sum[LANES / 4];
 #pragma unroll
     for (int w = 0; w < WORDS; ++w) {
 #pragma unroll
@@ -65,12 +64,17 @@ __device__ __forceinline__ void cast_run(
             // Not left to 0 * scale, which is NaN if scale is infinite.
             if (!WHOLE && r >= left) codes[r][w] = 0;
         }
+        if constexpr (SUMS) {
+            float run[4], sum[1];
 #pragma unroll
-        for (int i = 0; i < (SUMS ? 4 : 0); ++i) {
-            float column[RUN];
+            for (int i = 0; i < 4; ++i) {
+                float column[RUN];
 #pragma unroll
-            for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], 4 * w + i);
-            run[4 * w + i] = run_sum(column);
+                for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], 4 * w + i);
+                run[i] = run_sum(column);
+            }
+            const int first = 4 * w + block_sum<4>(run, sum);
+            if (WHOLE || out.partial != nullptr) out.partial[first] = sum[0];
         }
         unsigned columns[4][4];  // [group of four rows][column]
 #pragma unroll
@@ -90,13 +94,6 @@ __device__ __forceinline__ void cast_run(
                 *reinterpret_cast<uint2*>(out.q + r * cols) = make_uint2(codes[r][0], codes[r][1]);
             else
                 *reinterpret_cast<unsigned*>(out.q + r * cols) = codes[r][0];
-        }
-    }
-    if constexpr (SUMS) {
-        const int first = block_sum<LANES>(run, sum);
-        if (WHOLE || out.partial != nullptr) {
-#pragma unroll
-            for (int c = 0; c < LANES / 4; ++c) out.partial[first + c] = sum[c];
         }
     }
 }

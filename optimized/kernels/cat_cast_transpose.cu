@@ -23,7 +23,7 @@ struct Parts {
     }
 };
 
-extern "C" __global__ __launch_bounds__(THREADS, 3) void cat_cast_transpose(
+extern "C" __global__ __launch_bounds__(THREADS, 4) void cat_cast_transpose(
     const __grid_constant__ Parts parts, const float* __restrict__ scale_slot, float* amax_slot,
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {

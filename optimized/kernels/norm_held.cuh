@@ -86,28 +86,14 @@ struct Row {
 };
 
 // gamma and beta as fp32 in shared memory: [gamma, beta][first or second 4 of 8 columns][8 columns][4], the halves
-// apart so that a warp's 16-byte reads touch all banks. `hidden` floats each; gamma is weight, or weight + 1. Without
-// a bias, beta is -0.0: y + -0.0 is y. rmsnorm has no beta.
+// apart so that a warp's 16-byte reads touch all banks. `hidden` floats each. rmsnorm has no beta.
 __device__ __forceinline__ void stage_parameters(
     float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
     for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
 #pragma unroll
         for (int which = 0; which < (KIND == 0 ? 2 : 1); ++which) {
-            const void* const from = which == 0 ? weight : bias;
             float v[8];
-            if (from == nullptr) {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) v[j] = -0.0f;
-            } else if (type == 0) {
-                parameters8<0>(from, at, v);
-            } else if (type == 1) {
-                parameters8<1>(from, at, v);
-            } else {
-                parameters8<2>(from, at, v);
-            }
-            if (which == 0 && zero_centered)
-#pragma unroll
-                for (int j = 0; j < 8; ++j) v[j] = v[j] + 1.0f;
+            affine8(which == 0, which == 0 ? weight : bias, type, zero_centered, at, v);
             float4* const to = reinterpret_cast<float4*>(shared + which * hidden + at / 2);
             to[0] = make_float4(v[0], v[1], v[2], v[3]);
             to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);

@@ -35,6 +35,25 @@ __device__ __forceinline__ void parameters8(const void* parameters, int at, floa
     }
 }
 
+// 8 neighbours of gamma (weight, or weight + 1) or of beta, of a type known at run time. Without a bias, beta is -0.0:
+// y + -0.0 is y.
+__device__ __forceinline__ void affine8(
+    bool gamma, const void* parameters, int type, bool zero_centered, int at, float (&out)[8]) {
+    if (parameters == nullptr) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) out[j] = -0.0f;
+    } else if (type == 0) {
+        parameters8<0>(parameters, at, out);
+    } else if (type == 1) {
+        parameters8<1>(parameters, at, out);
+    } else {
+        parameters8<2>(parameters, at, out);
+    }
+    if (gamma && zero_centered)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) out[j] = out[j] + 1.0f;
+}
+
 // One parameter of a type known at run time, widened.
 __device__ __forceinline__ float parameter(const void* parameters, int type, int at) {
     if (type == 0) return __ldg(static_cast<const float*>(parameters) + at);

@@ -31,9 +31,9 @@ def row_warps(hidden: int) -> int | None:
 _SHAPES = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
 
 
-def whole(x: torch.dtype, warps: int, hidden: int) -> int:
-    """WHOLE of norm_held.cuh: the row fills its warps. (fp32 rows, rare, do without such kernels.)"""
-    return int(hidden == 1024 * warps and x != torch.float32)
+def whole(x: torch.dtype, held: int, hidden: int) -> int:
+    """WHOLE of the kernels: the row fills its warps, which hold so many. (fp32 rows, rare, do without such kernels.)"""
+    return int(hidden == held and x != torch.float32)
 
 
 def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
@@ -48,7 +48,7 @@ def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
         "ROW_WARPS": warps,
         "ROWS": rows,
         "BLOCKS": blocks,
-        "WHOLE": whole(x, warps, hidden),
+        "WHOLE": whole(x, 1024 * warps, hidden),
     }
 
 

@@ -1,7 +1,7 @@
 """The backward of LayerNorm and RMSNorm on the GPU: `twin::norm_backward`.
 
-Kernels: norm_backward.cu or norm_backward_any.cu, then norm_total.cu. Semantics, and the order of the sums:
-`reference.ops.norm`.
+Kernels: norm_backward.cu, norm_backward_long.cu or norm_backward_any.cu, then norm_total.cu. Semantics, and the order
+of the sums: `reference.ops.norm`.
 """
 
 import functools
@@ -12,42 +12,51 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE, aligned
-from optimized.ops.norm import KIND, Defines, pointer
+from optimized.ops.norm import KIND, Defines, pointer, whole
 from reference.ops.library import LIBRARY
 from reference.ops.norm import KINDS, block_rows, chains, check_backward
 
-_SHARED = 200 * 1024  # bytes, at most
+_SHARED = {"norm_backward": 200 * 1024, "norm_backward_long": 224 * 1024}  # bytes, at most
 _ANY_THREADS = 256
 _TOTAL_COLUMNS = 32
 _TOTAL_THREADS = 512
 
-# (ROW_WARPS, VECTORS) of norm_backward.cu: 256 * ROW_WARPS * VECTORS elements of a row.
+# (ROW_WARPS, VECTORS): 256 * ROW_WARPS * VECTORS elements of a row.
 SHAPES = ((4, 1), (8, 1), (12, 1), (16, 1), (10, 2), (12, 2), (16, 2), (12, 4), (16, 4))
 
 
 def backward_shape(x: torch.dtype, hidden: int) -> tuple[int, int] | None:
-    """The first of `SHAPES` that holds such a row; None if norm_backward.cu does not take it."""
+    """The first of `SHAPES` that holds such a row; None if only norm_backward_any.cu takes it."""
     # The rows of more fp32 elements do not fit in shared memory.
     if hidden % 8 or (x == torch.float32 and hidden > 8192):
         return None
     return next(((warps, vectors) for warps, vectors in SHAPES if hidden <= 256 * warps * vectors), None)
 
 
+def source(x: torch.dtype, kind: str, shape: tuple[int, int]) -> str:
+    """Which of the two kernels takes rows of that shape: the faster one, where both could (docs/norm.md)."""
+    _, vectors = shape
+    long = vectors == 4 or (shape == (10, 2) and kind == "layernorm" and x != torch.float32)
+    return "norm_backward_long" if long else "norm_backward"
+
+
 def defines(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> Defines:
-    """Macros of norm_backward.cu for rows of `hidden` elements."""
+    """Macros of either kernel for rows of `hidden` elements."""
     warps, vectors = shape
-    deep = kind == "layernorm" and vectors == 2 and warps < 16 and x != torch.float32
-    return {
+    width = 256 * warps * vectors
+    macros: Defines = {
         "WIDE": WIDE[x],
         "KIND": KIND[kind],
-        "CHAINS": chains(256 * warps * vectors),
+        "CHAINS": chains(width),
         "ROW_WARPS": warps,
         "VECTORS": vectors,
-        "STAGES": 3 if deep else 2,
-        "BLOCKS": 2 if vectors == 1 else 1,
-        "KEPT": int(vectors <= 2),
-        "WHOLE": int(hidden == 256 * warps * vectors and x != torch.float32),
+        "WHOLE": whole(x, width, hidden),
     }
+    if source(x, kind, shape) == "norm_backward_long":
+        return {**macros, "STAGES": 3, "BLOCKS": 2 if vectors == 2 else 1, "KEPT": int(warps < 16)}
+    deep = kind == "layernorm" and shape == (12, 2) and x != torch.float32
+    two = vectors == 1 or (shape == (10, 2) and macros["WHOLE"])
+    return {**macros, "STAGES": 3 if deep else 2, "BLOCKS": 2 if two else 1}
 
 
 def _any_defines(x: torch.dtype, kind: str) -> Defines:
@@ -62,7 +71,7 @@ CONFIGURATIONS: list[tuple[str, Defines]] = [
     *(("norm_total", _total_defines(x)) for x in WIDE),
     *(("norm_backward_any", _any_defines(*choice)) for choice in itertools.product(WIDE, KINDS)),
     *(
-        ("norm_backward", defines(x, kind, shape, 256 * shape[0] * shape[1] - short))
+        (source(x, kind, shape), defines(x, kind, shape, 256 * shape[0] * shape[1] - short))
         for x, kind, shape, short in itertools.product(WIDE, KINDS, SHAPES, (0, 8))
         if backward_shape(x, 256 * shape[0] * shape[1]) and (short or x != torch.float32)
     ),
@@ -72,8 +81,9 @@ _total = {x: launch.function("norm_total", "norm_total", _total_defines(x)) for 
 
 @functools.cache
 def kernel(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> launch.Kernel:
-    """norm_backward.cu with the macros of `defines`."""
-    return launch.function("norm_backward", "norm_backward", defines(x, kind, shape, hidden), _SHARED)
+    """norm_backward.cu or norm_backward_long.cu, with the macros of `defines`."""
+    file = source(x, kind, shape)
+    return launch.function(file, "norm_backward", defines(x, kind, shape, hidden), _SHARED[file])
 
 
 @functools.cache
@@ -92,7 +102,7 @@ def _backward_rows(
     dx: torch.Tensor,
     partial: torch.Tensor,
 ) -> None:
-    """Launch norm_backward.cu: dx, and the columns' sums over blocks of rows."""
+    """Launch what `kernel` gave: dx, and the columns' sums over blocks of rows."""
     rows, hidden = x.shape
     args = [
         grad.data_ptr(),
@@ -113,7 +123,9 @@ def _backward_rows(
         int(configured.defines[name]) for name in ("CHAINS", "ROW_WARPS", "VECTORS", "STAGES")
     )
     threads = 32 * warps * chained
-    shared = stages * threads * 3 * vectors * 8 * x.element_size()
+    # Rows of gradient, x and residual at every stage; norm_backward_long.cu has one of the residual.
+    tensors = 2 * stages + 1 if configured.kernel == "norm_backward_long" else 3 * stages
+    shared = tensors * threads * vectors * 8 * x.element_size()
     launch.launch(configured, (partial.shape[1],), (threads,), args, smem=shared, device=x.device.index)
 
 

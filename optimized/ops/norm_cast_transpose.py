@@ -1,10 +1,12 @@
 """LayerNorm and RMSNorm straight to FP8, on the GPU: `twin::norm_cast_transpose`.
 
-Kernel: norm_cast_transpose.cu. Semantics, and the order of the sums: `reference.ops.norm`.
+Kernels: norm_cast_transpose.cu and norm_cast_transpose_long.cu. Semantics, and the order of the sums:
+`reference.ops.norm`.
 """
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,80 +15,98 @@ from optimized import launch
 from optimized.ops import cast_transpose
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
-from optimized.ops.norm import KIND, ROW_WARPS, Defines, normalize, parameters, pointer, row_warps, statistics, whole
+from optimized.ops.norm import KIND, Defines, normalize, parameters, pointer, statistics, whole
 from reference.ops.cast import check_cast
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import LIBRARY
 from reference.ops.norm import KINDS, check_norm
 
-_SHARED = 225 * 1024  # bytes, at most
-
-# ROW_WARPS, TILE_WARPS, TILE_ROWS, CLUSTER, STAGED.
-Shape = tuple[int, int, int, int, int]
+_SHARED = 232448 - 7 * 1024  # bytes, at most, beside what the kernels declare themselves
 
 
-def shared(kind: str, hidden: int, shape: Shape) -> int:
-    """Bytes of shared memory: gamma, beta, and a block's share of the codes of a tile."""
-    _, _, tile_rows, cluster, staged = shape
-    share = -(-hidden // (256 * cluster)) * 256
-    # Without staged codes a beta of rmsnorm, too: the less L1 keeps then, the faster (an observation).
-    parameters = 4 if kind == "rmsnorm" and staged else 8
-    return parameters * hidden + staged * (tile_rows * share + 128)
+class Shape(NamedTuple):
+    """How rows are shared out: stripes of 512 columns to a block, blocks to a cluster; warps and rows of a tile."""
+
+    stripes: int
+    cluster: int
+    warps: int
+    rows: int
+
+    @property
+    def width(self) -> int:
+        """The longest row."""
+        return 512 * self.stripes * self.cluster
+
+    @property
+    def source(self) -> str:
+        """The kernel: a row to a warp, or to a warp of every block."""
+        return "norm_cast_transpose_long" if self.width > 1024 else "norm_cast_transpose"
+
+    def codes(self, kind: str) -> int:
+        """Bytes of shared memory for a block's parameters and the codes of a tile."""
+        return 512 * self.stripes * ((8 if kind == "layernorm" else 4) + self.rows) + 128
+
+    def ring(self, x: torch.dtype, kind: str) -> int:
+        """Rows on the way for each warp: as many as there is room for, up to 4."""
+        row = 512 * self.stripes * x.itemsize
+        return min(4, (_SHARED - self.codes(kind)) // (self.warps * row)) if self.width > 1024 else 0
+
+    def shared(self, x: torch.dtype, kind: str) -> int:
+        """Bytes of shared memory."""
+        return self.codes(kind) + self.ring(x, kind) * self.warps * 512 * self.stripes * x.itemsize
+
+
+# (stripes, cluster): the first that holds a row is taken.
+SHAPES = ((2, 1), (4, 1), (3, 2), (4, 2), (5, 2), (3, 4), (4, 4), (3, 8), (4, 8))
+
+
+@functools.cache
+def tile_shape(x: torch.dtype, kind: str, hidden: int) -> Shape | None:
+    """The shape for rows of `hidden` elements of that dtype; None if they are too long."""
+    for stripes, cluster in SHAPES:
+        width = 512 * stripes * cluster
+        if hidden <= width:
+            rows = 32 if stripes == 5 else 64  # 64 would leave room for 8 warps' rows
+            # More warps where their registers allow it, and where they gain (docs/norm.md).
+            many = {2: 24, 3: 22 if kind == "layernorm" else 16}.get(stripes, 16) if whole(x, width, hidden) else 16
+            shapes = (Shape(stripes, cluster, warps, rows) for warps in (many, 8))
+            return next(shape for shape in shapes if width <= 1024 or shape.ring(x, "layernorm"))
+    return None
 
 
 def defines(x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int) -> Defines:
-    """Macros of norm_cast_transpose.cu for rows of `hidden` elements."""
-    names = ("ROW_WARPS", "TILE_WARPS", "TILE_ROWS", "CLUSTER", "STAGED")
-    return {
+    """Macros of either kernel for rows of `hidden` elements."""
+    macros: Defines = {
         "WIDE": WIDE[x],
         "KIND": KIND[kind],
         "FP8": FP8[q],
-        **dict(zip(names, shape, strict=True)),
-        "WHOLE": whole(x, shape[0], hidden),
+        "TILE_WARPS": shape.warps,
+        "WHOLE": whole(x, shape.width, hidden),
     }
-
-
-# The rest of a shape by ROW_WARPS, the fastest measured at 8192 rows (docs/norm.md), and where rmsnorm differs.
-SHAPES = {
-    1: (24, 64, 1, 1),
-    2: (24, 64, 1, 1),
-    3: (18, 64, 2, 1),
-    4: (24, 64, 2, 1),
-    5: (20, 32, 2, 1),
-    6: (18, 32, 2, 1),
-    8: (24, 32, 2, 1),
-    12: (24, 32, 1, 0),
-    16: (16, 32, 1, 0),
-}
-RMSNORM_SHAPES = {4: (16, 64, 2, 1), 5: (20, 64, 2, 1), 8: (16, 32, 2, 1)}
-# TILE_WARPS where a thread needs more registers: of fp32 rows, and of those that do not fill their warps.
-_FEWER_WARPS = {1: 16, 2: 16, 3: 15, 4: 16, 5: 15, 6: 12, 8: 16, 12: 12, 16: 16}
-
-
-def tile_shape(x: torch.dtype, kind: str, hidden: int) -> Shape | None:
-    """The shape for rows of `hidden` elements of that dtype; None if they are too long."""
-    warps = row_warps(hidden)
-    if warps is None:
-        return None
-    shapes = {**SHAPES, **RMSNORM_SHAPES} if kind == "rmsnorm" else SHAPES
-    tile_warps, tile_rows, cluster, staged = shapes[warps]
-    if not whole(x, warps, hidden):
-        tile_warps = _FEWER_WARPS[warps]
-    return warps, tile_warps, tile_rows, cluster, staged
+    if shape.source == "norm_cast_transpose":
+        return {**macros, "ROW_WARPS": 1}
+    ring = {"TILE_ROWS": shape.rows, "RING": shape.ring(x, kind)}
+    return {**macros, "STRIPES": shape.stripes, "CLUSTER": shape.cluster, **ring}
 
 
 CONFIGURATIONS: list[tuple[str, Defines]] = [
-    ("norm_cast_transpose", defines(x, kind, q, shape, hidden))
-    for x, kind, q, warps, short in itertools.product(WIDE, KINDS, FP8, ROW_WARPS, (0, 16))
-    for hidden in [1024 * warps - short]
+    (shape.source, defines(x, kind, q, shape, hidden))
+    for x, kind, q, (stripes, cluster), short in itertools.product(WIDE, KINDS, FP8, SHAPES, (0, 16))
+    for hidden in [512 * stripes * cluster - short]
     if (short or x != torch.float32) and (shape := tile_shape(x, kind, hidden)) is not None
 ]
 
 
 @functools.cache
-def kernel(x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int) -> launch.Kernel:
-    """norm_cast_transpose.cu with the macros of `defines`."""
-    return launch.function("norm_cast_transpose", "norm_cast_transpose", defines(x, kind, q, shape, hidden), _SHARED)
+def configured(
+    x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int, device: int
+) -> tuple[launch.Kernel, int, int, int]:
+    """The kernel with the macros of `defines`, its threads, bytes of shared memory, and clusters that run at once."""
+    kernel = launch.function(shape.source, "norm_cast_transpose", defines(x, kind, q, shape, hidden), _SHARED)
+    threads, smem = 32 * shape.warps, shape.shared(x, kind)
+    if shape.width <= 1024:  # no clusters
+        return kernel, threads, smem, launch.processors(device)
+    return kernel, threads, smem, launch.clusters_at_once(kernel, shape.cluster, threads, smem, device)
 
 
 def run(
@@ -102,7 +122,7 @@ def run(
     column: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch one configuration of norm_cast_transpose.cu on checked arguments."""
+    """Launch one configuration on checked arguments."""
     x = aligned(x)
     weight, bias = parameters(weight, bias)
     rows, hidden = x.shape
@@ -125,17 +145,11 @@ def run(
         np.int32(zero_centered),
         np.int32(WIDE[weight.dtype]),
     ]
-    _, tile_warps, tile_rows, cluster, _ = shape
+    index = x.device.index
+    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
     # Persistent blocks, as many as run at once. At least a cluster: it writes scale_inv.
-    clusters = max(1, min(-(-rows // tile_rows), launch.processors(x.device.index) // cluster))
-    launch.launch(
-        kernel(x.dtype, kind, dtype, shape, hidden),
-        (clusters * cluster,),
-        (32 * tile_warps,),
-        args,
-        smem=shared(kind, hidden, shape),
-        device=x.device.index,
-    )
+    clusters = max(1, min(-(-rows // (64 if shape.width <= 1024 else 32)), at_once))
+    launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
     return q, q_t, scale_inv, mean, rstd
 
 

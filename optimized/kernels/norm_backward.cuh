@@ -1,0 +1,144 @@
+// What the two kernels of a norm's backward share: a row's fetch, gamma, and the columns' sums.
+//
+// ROW_WARPS warps hold a row, 256 * VECTORS neighbouring columns each, 8 * VECTORS to a lane; a block takes CHAINS rows
+// at a time. WHOLE 1: rows of exactly as many elements as the warps hold, a constant.
+#pragma once
+#include "norm_row.cuh"
+#include "ptx/cp_async.cuh"
+
+constexpr int THREADS = 32 * ROW_WARPS * CHAINS;
+constexpr int WIDTH = STRIPE * VECTORS * ROW_WARPS;  // columns that the threads of a row hold
+static_assert(VECTORS == 1 || VECTORS == 2 || VECTORS == 4, "a warp's columns are a subtree of the row's sum");
+constexpr int PIECES = sizeof(Eight) / 16;
+constexpr int TENSOR = VECTORS * PIECES * THREADS;  // 16-byte pieces of the rows of one tensor
+
+// `mine`: the thread's first piece of a tensor at a stage.
+__device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
+    Eight v;
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        const uint4 piece = mine[(vector * PIECES + p) * THREADS];
+        v.words[4 * p] = piece.x, v.words[4 * p + 1] = piece.y;
+        v.words[4 * p + 2] = piece.z, v.words[4 * p + 3] = piece.w;
+    }
+    return v;
+}
+
+// Whether the row, of which `left` elements are left from the thread's first on, reaches its vector.
+__device__ __forceinline__ bool inside(int vector, int left) { return WHOLE || vector * STRIPE < left; }
+
+// `from`: the thread's first element of the row; `left`: elements from there to the row's end.
+__device__ __forceinline__ void fetch(uint4* mine, const wide_t* from, int left) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+        if (inside(i, left))
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p)
+                cp_async_16(mine + (i * PIECES + p) * THREADS, from + i * STRIPE + p * LANES);
+}
+
+// A thread's columns: the sums over the rows so far.
+struct Columns {
+    float weight[VECTORS][8], bias[VECTORS][8];
+};
+
+// Vector i of the row at `mine`: the gradient, xhat, and g.
+__device__ __forceinline__ void normalize(
+    const uint4* mine, int i, float mean, float rstd, const float (&gamma)[8], float (&grad)[8], float (&xhat)[8],
+    float (&g)[8]) {
+    const Eight incoming = arrived(mine, i), x = arrived(mine + TENSOR, i);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        grad[j] = widen(incoming, j);
+        xhat[j] = centered(widen(x, j), mean) * rstd;
+        g[j] = grad[j] * gamma[j];
+    }
+}
+
+// A thread's part of a row's sums: those of g of each vector, then those of g * xhat.
+typedef float Sums[2 * VECTORS];
+
+// What vector i adds to the row's sums and to the columns'.
+__device__ __forceinline__ void add_vector(
+    int i, int left, const float (&grad)[8], const float (&xhat)[8], const float (&g)[8], Sums& sums,
+    Columns& columns) {
+    float gx[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        gx[j] = g[j] * xhat[j];
+        columns.weight[i][j] = columns.weight[i][j] + grad[j] * xhat[j];
+        if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad[j];
+    }
+    sums[i] = inside(i, left) ? tree8(g) : 0.0f;
+    sums[VECTORS + i] = inside(i, left) ? tree8(gx) : 0.0f;
+}
+
+// Two sums of a row from its warps.
+typedef Leaves<ROW_WARPS> Slots[2];
+
+// The warp's part of both; whether this lane wrote one of them.
+__device__ __forceinline__ bool write_sums(const Sums& sums, Slots& slots) {
+    const int lane = threadIdx.x % 32;
+    float v = lane_sum(sums);
+#pragma unroll
+    for (int bit = 1; bit < VECTORS; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
+    const bool mine = lane % VECTORS == 0 && lane < 2 * VECTORS;
+    if (mine) slots[lane / VECTORS].sum[threadIdx.x / 32 % ROW_WARPS] = v;
+    return mine;
+}
+
+// c1 and c2, when all warps have written.
+__device__ __forceinline__ float2 row_means(const Slots& slots, float n) {
+    const int lane = threadIdx.x % 32;
+    // Half of the lanes go on with each sum.
+    const float mine = tree<ROW_WARPS>(slots[lane / 16].sum) / n, other = __shfl_xor_sync(ALL, mine, 16);
+    return lane < 16 ? make_float2(mine, other) : make_float2(other, mine);
+}
+
+// Vector i of dx; `residual`: the thread's first piece of the residual's row, or null.
+__device__ __forceinline__ void store_dx(
+    wide_t* dx, int i, const float (&xhat)[8], const float (&g)[8], float2 c, float rstd, const uint4* residual) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        v[j] = KIND == 0 ? g[j] - c.x : g[j];
+        v[j] = rstd * (v[j] - xhat[j] * c.y);
+    }
+    if (residual != nullptr) {
+        const Eight other = arrived(residual, i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = widen(narrow(v[j])) + widen(other, j);
+    }
+    store_eight(dx + i * STRIPE, v);
+}
+
+// The chains' sums in pairs, through shared memory, to partial[block].
+__device__ __forceinline__ void store_partial(
+    const float (&sums)[VECTORS][8], float* partial, int hidden, int column, int chain) {
+    if constexpr (CHAINS == 1) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int at = column + i * STRIPE;
+            if (at < hidden) {
+                float4* to = reinterpret_cast<float4*>(partial + at);
+                to[0] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+                to[1] = make_float4(sums[i][4], sums[i][5], sums[i][6], sums[i][7]);
+            }
+        }
+    } else {
+        __shared__ float staged[CHAINS][WIDTH];
+        __syncthreads();  // the sums before have been read
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; j += 4)
+                *reinterpret_cast<float4*>(&staged[chain][column + i * STRIPE + j]) =
+                    make_float4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
+        __syncthreads();
+        for (int at = threadIdx.x; at < WIDTH && at < hidden; at += THREADS) {
+            float v = staged[0][at] + staged[1][at];
+            if constexpr (CHAINS == 4) v = v + (staged[2][at] + staged[3][at]);
+            partial[at] = v;
+        }
+    }
+}

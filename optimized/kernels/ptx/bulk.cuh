@@ -1,0 +1,14 @@
+// The bulk copy engine, for neighbouring bytes.
+#pragma once
+
+namespace twin {
+
+// `bytes` bytes of global into shared memory, completing on an mbarrier. Both addresses and the size are multiples of 16.
+__device__ __forceinline__ void bulk_load(unsigned destination, const void* from, unsigned bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+}  // namespace twin
