@@ -28,7 +28,7 @@ NAME = "layer"
 KERNELS = (
     *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),
     *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward", "norm_cast_transpose"),
-    *("cat_cast_transpose", "multi_cast_transpose", "norm_total", "scale_update"),
+    *("norm_cast_transpose_long", "cat_cast_transpose", "multi_cast_transpose", "norm_total", "scale_update"),
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)
 HELD = (*BROKEN_DOWN, "TransformerLayer, FP8 weights")

@@ -14,6 +14,7 @@ KERNELS = (
     "norm",
     "norm_any",
     "norm_cast_transpose",
+    "norm_cast_transpose_long",
     "norm_backward",
     "norm_backward_long",
     "norm_backward_any",
