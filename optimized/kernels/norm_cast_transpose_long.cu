@@ -5,13 +5,13 @@
 // A cluster of CLUSTER blocks takes TILE_ROWS rows, each block 512 * STRIPES columns of them. A warp holds a block's
 // part of a row in registers, 16 neighbours of each 512 to a lane; the warps of a row, one in each block, send each
 // other their sums (`st.async`, counted by a barrier). Codes go to q and to shared memory, from where threads read 16
-// rows by 8 columns back, transpose them in registers and write 16 bytes of each row of q_t; neighbouring lanes make that
-// TILE_ROWS. One warp for as much of a row as registers hold, because what a row costs beside its elements (shuffles,
-// division, root, exchange) is paid once a warp.
+// rows by 8 columns back, transpose them in registers and write 16 bytes of each row of q_t; neighbouring lanes make
+// that TILE_ROWS. One warp for as much of a row as registers hold, because what a row costs beside its elements
+// (shuffles, division, root, exchange) is paid once a warp.
 //
 // Each warp has RING rows on the way in shared memory, which the copy engine brings. Clusters take tiles side by side
-// in turn, so that a row of q_t is written in long pieces at a time; the last tiles are lower, to share the rest out
-// evenly. (A contiguous range of rows to each cluster: 1.15 to 1.5 times the time.)
+// in turn, so that a row of q_t is written in long pieces at a time; the last tiles are half as high if that shares the
+// rest out more evenly. (A contiguous range of rows to each cluster: 1.15 to 1.5 times the time.)
 #include "norm_row.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
@@ -120,8 +120,7 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
 
     // Tiles of `height` rows from `base` on, one for each cluster.
     const auto height_at = [&](int base) {
-        const int even = (rows - base + clusters - 1) / clusters;
-        return min(TILE_ROWS, (even + RUN - 1) / RUN * RUN);
+        return rows - base > clusters * (TILE_ROWS / 2) ? TILE_ROWS : TILE_ROWS / 2;
     };
     int fill_base = 0, fill_height = height_at(0), fill_local = warp;
     const auto fill = [&](int slot) {  // by one lane
