@@ -54,16 +54,20 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
     const auto consuming = [&] {
         Position stage;
         unsigned parity = 0;
-        mbarrier_wait(shared + Map::kFull, 0);  // every block has a tile
-        for (int index = tiles.first(); index < tiles.count(); index += tiles.step(), parity ^= 1) {
+        int blocks = k_blocks;
+        asm volatile("" : "+r"(blocks));  // or ptxas, for want of registers, computes it from k between two wgmma
+        bool last;
+        do {
+            last = wait_for_tile<Map>(shared, stage).last;
             float acc[kAcc];
-            split_tile(acc, shared, issue, stage, k_blocks, index + tiles.step() < tiles.count());
+            split_tile(acc, shared, issue, stage, blocks, !last);
             const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);  // here, for want of a register
             scale_tile(acc, scale);
             unsigned words[kAcc / 2];
             pack_tile<OUT, kRun>(words, acc);
             hand_over(words, memory, parity);
-        }
+            parity ^= 1;
+        } while (!last);
     };
     const auto finishing = [&] { finish_tiles(epilogue, memory, tiles, m, n); };
 #else
