@@ -216,7 +216,7 @@ class Kind:
         owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
         self._make_rooms(watch.allocated, owners, {last.get(_storage(x)) for x in saved if x is not None})
         self.results = [None if x is None else (x.shape, x.dtype) for x in results]
-        self.dtype = next(x.dtype for x in results if x is not None)
+        self.dtype = next((x.dtype for x in results if x is not None), torch.uint8)
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
         self.usable = watch.usable and whole and distinct and sum(self.sizes) <= LARGEST
