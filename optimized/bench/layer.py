@@ -2,7 +2,8 @@
 (docs/results/layer.json).
 
 The contestants (bench/layer_models.py) run in turn, in blocks of a few steps between two synchronisations on the host's
-clock: what a training loop waits for, launches included. Beside them, in the same turns, stands what cannot be avoided:
+clock: what a training loop waits for, launches included; of the small layer's blocks the first steps are not counted
+(`timed`). Beside them, in the same turns, stands what cannot be avoided:
 cuBLASLt's twelve FP8 products (fprop with fast accumulation, dgrad and wgrad split) and cuDNN's attention. Memory is
 what torch's allocator held at most, weights, gradients and activations of that contestant included.
 
@@ -36,11 +37,18 @@ _COPY_BYTES = 1 << 29
 _BUSY_CYCLES = 60_000_000  # some 30 ms, in which the host queues a step
 
 
-def timed(blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int) -> dict[str, list[float]]:
-    """Milliseconds a step, `repeats` blocks of `inner` steps of each, in turn; one round before is not counted."""
+def timed(
+    blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int, before: int = 0
+) -> dict[str, list[float]]:
+    """Milliseconds a step, `repeats` blocks of `inner` steps of each, in turn.
+
+    Not counted are one round before them all and, of each block, `before` steps, in which a short step finds again what
+    it has in a training loop that nobody else takes turns with: its caches and its addresses.
+    """
     samples: dict[str, list[float]] = {name: [] for name in blocks}
     for repeat in range(repeats + 1):
         for name, block in blocks.items():
+            block(before)
             torch.cuda.synchronize()
             start = time.perf_counter()
             block(inner)
@@ -246,7 +254,8 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
         "cuDNN's attention": lambda steps: [call() for _ in range(steps) for call in attended.values()],
     }
     blocks = {one.title: one.block for one, _ in entrants}
-    samples = timed({**blocks, **parts}, repeats, 4 if case.tokens > 1024 else 20)
+    inner, before = (4, 0) if case.tokens > 1024 else (20, 3)
+    samples = timed({**blocks, **parts}, repeats, inner, before)
     times = {name: measure.spread(values) for name, values in samples.items()}
     ceilings = _ceilings(case, {**twelve, **attended})
     rows = _rows(entrants, times)
