@@ -11,7 +11,7 @@ import torch
 
 from optimized import launch
 from optimized.ops.gemm_fp8 import UNWRITABLE, tell_once, writable
-from optimized.ops.gemm_operands import BIAS_TYPES, OUTPUTS
+from optimized.ops.gemm_operands import OUTPUTS, bias_arguments, loadable
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm import check
@@ -150,8 +150,7 @@ def gemm_tiled(
     if k == 0:
         zero = torch.zeros(n, device=a.device) if bias is None else bias.expand(m, n)
         return out.copy_(out.float() + zero if add else zero)
-    if bias is not None:
-        bias = bias.contiguous()
+    bias = loadable(bias)
     a, a_stride = _loadable(a)
     b, b_stride = _loadable(b)
     transpose_a, transpose_b = _transposed(a), _transposed(b)
@@ -161,8 +160,7 @@ def gemm_tiled(
         _map(a, a_stride, transpose_a, tile.block_m).argument,
         _map(b, b_stride, transpose_b, tile.block_n // tile.cluster).argument,
         out.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        BIAS_TYPES[None if bias is None else bias.dtype],
+        *bias_arguments(bias),
         np.int32(m),
         np.int32(n),
         np.int32(k),

@@ -11,7 +11,7 @@ import torch
 
 from optimized import launch
 from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k, is_faster
-from optimized.ops.gemm_operands import BIAS_TYPES, FORMATS, OUTPUTS, loadable, operands, run
+from optimized.ops.gemm_operands import FORMATS, OUTPUTS, bias_arguments, loadable, operands, run
 from optimized.ops.gemm_tile import FP8_TILES, TILES, Tile, multiprocessors, select_tile
 from reference.notice import say_once
 from reference.ops.gemm_fp8 import check, check_accumulate
@@ -125,15 +125,14 @@ def gemm_fp8_tiled(
         zero = _epilogue_of_zero(m, n, a_scale_inv, b_scale_inv, bias)
         return out.copy_(out.float() + zero if add else zero)
     maps = operands(a, b, tile, run(n, out_dtype))
-    bias = None if bias is None else loadable(bias)
+    bias = loadable(bias)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
     kernel = _kernel(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
     args = (
         maps,
         out.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        BIAS_TYPES[None if bias is None else bias.dtype],
+        *bias_arguments(bias),
         a_scale_inv.data_ptr(),
         b_scale_inv.data_ptr(),
         np.int32(m),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_operands import BIAS_TYPES, FORMATS, OUTPUTS, loadable, operands
+from optimized.ops.gemm_operands import FORMATS, OUTPUTS, bias_arguments, loadable, operands
 from optimized.ops.gemm_tile import FP8_TILES, K_BLOCK_BYTES, Tile, modelled_cycles, multiprocessors, select_tile
 
 TILE = Tile(1, 64, 6)
@@ -65,7 +65,7 @@ def gemm_fp8_split_k(
     slabs = k_blocks - count + 1
     workspace = torch.empty(slabs * m * n, dtype=torch.float32, device=a.device)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    bias = None if bias is None else loadable(bias)
+    bias = loadable(bias)
     macros = defines(a.dtype, b.dtype, out_dtype)
     launch.launch(
         launch.function("gemm_fp8_split_k", "partials", macros, TILE.shared_bytes),
@@ -89,8 +89,7 @@ def gemm_fp8_split_k(
         (
             workspace.data_ptr(),
             out.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            BIAS_TYPES[None if bias is None else bias.dtype],
+            *bias_arguments(bias),
             a_scale_inv.data_ptr(),
             b_scale_inv.data_ptr(),
             np.int32(m),

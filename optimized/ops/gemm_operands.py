@@ -73,6 +73,13 @@ def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: i
     return _operands(a.data_ptr(), b.data_ptr(), (a.dtype, b.dtype), m, n, k, tile, width, halves)
 
 
-def loadable(x: torch.Tensor) -> torch.Tensor:
+def loadable(x: torch.Tensor | None) -> torch.Tensor | None:
     """`x`, or a copy where it is not contiguous from the 16-byte boundary that vector loads need."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def bias_arguments(bias: torch.Tensor | None) -> tuple[int, np.int32]:
+    """Where a `loadable` bias is and its type, as the kernels take them. It must live until the launch."""
+    return (0, BIAS_TYPES[None]) if bias is None else (bias.data_ptr(), BIAS_TYPES[bias.dtype])
