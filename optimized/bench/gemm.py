@@ -17,7 +17,7 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench import cublaslt
-from optimized.ops.gemm_tile import multiprocessors, select_tile
+from optimized.ops.gemm_tile import FP8_TILES, TILES, multiprocessors, select_tile
 
 NAME = "gemm"
 KERNELS = ("gemm", "gemm_fp8")
@@ -124,13 +124,14 @@ def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, bloc
     def speed_over(side: str) -> dict[str, float]:
         return measure.spread([other / ours for ours, other in zip(samples["ours"], samples[side], strict=True)])
 
+    tiles, k_bytes = (TILES, 2 * k) if kind == "bf16" else (FP8_TILES, k)
     row: dict[str, Any] = {
         "kind": kind,
         "name": name,
         "m": m,
         "n": n,
         "k": k,
-        "tile": str(select_tile(m, n, k * (2 if kind == "bf16" else 1), kind == "split", multiprocessors(0))),
+        "tile": str(select_tile(m, n, k_bytes, kind == "split", multiprocessors(0), tiles)),
         "differing_words": differing,
         "ms": times,
         "tflops": {side: 2e-9 * m * n * k / value["median"] for side, value in times.items()},
