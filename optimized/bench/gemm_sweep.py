@@ -16,7 +16,7 @@ from optimized.bench.gemm import KERNELS, scaled_mm, shapes
 from optimized.ops.gemm import gemm_tiled
 from optimized.ops.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k, partition
-from optimized.ops.gemm_tile import FP8_TILES, TILES, multiprocessors, select_tile
+from optimized.ops.gemm_tile import FP8_TILES, TILES, Tile, multiprocessors, select_tile
 
 NAME = "gemm_sweep"
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -35,6 +35,11 @@ def cases() -> list[tuple[str, int, int, int]]:
     return named + [(kind, m, n, k) for m, n, k in gemm_shapes.problems(*RANDOM) for kind in gemm_shapes.kinds(m, n)]
 
 
+def few(tile: Tile, m: int, n: int) -> bool:
+    """Whether a tile is worth its time in the sweep: narrow ones are slow on large outputs."""
+    return tile.block_n >= 64 or tile.count(m, n) <= 4 * multiprocessors(0)
+
+
 def variants(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], torch.Tensor]]:
     """cuBLASLt and each tile, by name."""
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
@@ -49,7 +54,7 @@ def variants(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], torch.
     rest = (a, b, one, one, None, out.dtype)
     found: dict[str, Callable[[], torch.Tensor]] = {
         "theirs": functools.partial(scaled_mm, a, b, one, out.dtype, kind),
-        **{str(t): functools.partial(gemm_fp8_tiled, *rest, kind, t, out) for t in FP8_TILES},
+        **{str(t): functools.partial(gemm_fp8_tiled, *rest, kind, t, out) for t in FP8_TILES if few(t, m, n)},
     }
     if kind == "split" and partition(m, n, k, multiprocessors(0))[1] > 1:
         found[gemm_shapes.SPLIT_K] = functools.partial(gemm_fp8_split_k, *rest)

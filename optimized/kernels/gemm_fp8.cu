@@ -17,7 +17,7 @@
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SPLIT (0 | 1), ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B), RUN
-// (8, or 4 where N is not a multiple of 32).
+// (8, or 4 where N or BLOCK_N is not a multiple of 32).
 #include "gemm_fp8_mainloop.cuh"
 
 using namespace twin;
@@ -25,6 +25,9 @@ using namespace twin;
 constexpr bool kFP32 = same_type<OUT, FP32>;
 constexpr bool kDeferred = !kFP32 && !SPLIT;
 constexpr bool kBiasAhead = kDeferred && kRun == 8;  // of the last k-block; else there are no registers for it
+// Where k-blocks are short: producers in turns, and split's chains side by side.
+constexpr int kProducers = WARPGROUPS == 1 ? 4 : 1;
+constexpr int kChains = WARPGROUPS == 1 && BLOCK_N <= 64 ? 2 : 1;
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm_fp8(const __grid_constant__ Operands operands, void* out, const void* bias, int bias_type,
@@ -34,7 +37,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
     const Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     const auto producing = [&] {
-        produce(operands, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
+        produce<kProducers>(operands, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
             if constexpr (ACCUMULATE) prefetch_part<kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
         });
     };
@@ -58,9 +61,9 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             };
             if constexpr (SPLIT) {
                 if (narrow)
-                    split_tile(columns<kNarrow>(acc), shared, issue, stage, k_blocks, !tile.last);
+                    split_tile<kChains>(columns<kNarrow>(acc), shared, issue, stage, k_blocks, !tile.last);
                 else
-                    split_tile(acc, shared, issue, stage, k_blocks, !tile.last);
+                    split_tile<kChains>(acc, shared, issue, stage, k_blocks, !tile.last);
             } else {
                 constexpr int kSteps = kStoreSteps<kRun, kAcc>;
                 const auto store = [&](int s) { store_step<kRun>(words, s, to); };
@@ -84,5 +87,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         } while (!tile.last);
         if (pending) store_packed_tile<kRun>(words, to);
     };
-    run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, operands.a, operands.b, producing, consuming, [] {});
+    run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40>(shared, operands.a, operands.b, producing, consuming, [&] {
+        if (kProducers > 1 && threadIdx.x / 32 % 4 < kProducers && elect_one()) producing();
+    });
 }

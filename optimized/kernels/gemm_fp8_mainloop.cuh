@@ -57,10 +57,12 @@ __device__ __forceinline__ int box_rows(int first, int end, int rows) {
 }
 
 // A is [m, ...], B [n, ...]; k-blocks from `begin` to before `end`. also(tile, kb) is called behind the copies of each.
-template <class Also>
+// kProducers warps of the producer's warpgroup take turns: one alone issues a k-block's copies in some 210 cycles.
+template <int kProducers = 1, class Also>
 __device__ __forceinline__ void produce(const Operands& operands, unsigned shared, const Tiles& tiles, int begin, int end,
                                         int m, int n, const Also& also) {
     constexpr int kMine = kParts / CLUSTER;  // parts of B that this block copies
+    const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
     Position stage;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
@@ -73,6 +75,7 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
             if (CLUSTER == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
         }
         for (int kb = begin; kb < end; kb++, stage.advance()) {
+            if (kb % kProducers != mine) continue;
             const unsigned full = shared + Map::kFull + 8 * stage.index;
             const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
             const unsigned b = shared + Map::kB + stage.index * Map::kBBytes;
@@ -154,20 +157,74 @@ __device__ __forceinline__ void alternate_chains(unsigned shared, const Issue& i
     }
 }
 
+// The same with kChains side by side, wgmma by wgmma: where there are few columns, one waits longer for the one before it in
+// its chain than it takes, and those of the other chains fill the time. Two temporaries for each.
+template <int kChains, class Take>
+__device__ __forceinline__ void side_by_side(unsigned shared, const Issue& base, Position& stage, int k_blocks,
+                                             const Take& take) {
+    static_assert(2 * kChains <= kStages, "the producer waits for the first chains while later ones wait for it");
+    float even[kChains][kAcc], odd[kChains][kAcc];
+    Position done = stage;
+    const auto start = [&](float(&partials)[kChains][kAcc]) {
+        unsigned long long a[kChains], b[kChains];
+#pragma unroll
+        for (int c = 0; c < kChains; c++, stage.advance()) {
+            mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+            a[c] = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
+            b[c] = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int c = 0; c < kChains; c++)
+                wgmma_k32<A_FORMAT, B_FORMAT>(partials[c], a[c] + 2 * k, b[c] + 2 * k, k > 0);
+        wgmma_commit();
+    };
+    const auto finish = [&](float(&partials)[kChains][kAcc]) {
+#pragma unroll
+        for (int c = 0; c < kChains; c++, done.advance()) {
+            wgmma_hold(partials[c]);
+            release<CLUSTER>(shared + Map::kEmpty + 8 * done.index);
+        }
+#pragma unroll
+        for (int c = 0; c < kChains; c++) take(partials[c]);
+    };
+    int rounds = k_blocks / kChains;
+    if (rounds > 0) {
+        start(even);
+        for (; rounds > 2; rounds -= 2) {
+            start(odd), wgmma_wait<1>(), finish(even);
+            start(even), wgmma_wait<1>(), finish(odd);
+        }
+        if (rounds == 2) {
+            start(odd), wgmma_wait<1>(), finish(even);
+            wgmma_wait<0>(), finish(odd);
+        } else {
+            wgmma_wait<0>(), finish(even);
+        }
+    }
+    if (k_blocks % kChains > 0) alternate_chains(shared, base, stage, k_blocks % kChains, take);
+}
+
 // All k-blocks of a tile with split accumulation. Where there is no room for two temporaries: for each part of the columns
 // a chain of four wgmma from zero, then its promotion. The stage has been waited for already, and at the end the next
 // tile's (if there is one: `more`) has too: the wait runs under a part's wgmma, so that nothing but the additions stands
 // between that part and the next.
-template <int kCount>
+template <int kChains = 1, int kCount>
 __device__ __forceinline__ void split_tile(float (&acc)[kCount], unsigned shared, const Issue& base, Position& stage,
                                            int k_blocks, bool more) {
 #pragma unroll
     for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
     if constexpr (kAlternating) {
-        alternate_chains(shared, base, stage, k_blocks, [&](const float(&partial)[kCount]) {
+        const auto add = [&](const float(&partial)[kCount]) {
 #pragma unroll
             for (int i = 0; i < kCount; i++) acc[i] = __fadd_rn(acc[i], partial[i]);
-        });
+        };
+        if constexpr (kChains > 1)
+            side_by_side<kChains>(shared, base, stage, k_blocks, add);
+        else
+            alternate_chains(shared, base, stage, k_blocks, add);
     } else {
         constexpr int kPart = kCount / kSplitParts;
         const int followed = k_blocks - !more;  // stages of this tile behind which another comes

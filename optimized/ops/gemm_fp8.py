@@ -33,7 +33,7 @@ def defines(
         "STAGES": tile.stages,
         "CLUSTER": tile.cluster,
         "NARROW": tile.narrow,
-        "RUN": run(n, out),
+        "RUN": run(n, out, tile.block_n),
     }
 
 
@@ -124,7 +124,7 @@ def gemm_fp8_tiled(
     if k == 0:
         zero = _epilogue_of_zero(m, n, a_scale_inv, b_scale_inv, bias)
         return out.copy_(out.float() + zero if add else zero)
-    maps = operands(a, b, tile, run(n, out_dtype))
+    maps = operands(a, b, tile, run(n, out_dtype, tile.block_n))
     bias = loadable(bias)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut

@@ -19,9 +19,9 @@ BIAS_TYPES = {
 }
 
 
-def run(n: int, out: torch.dtype) -> int:
-    """Consecutive columns of the output that a thread owns: 16 bytes, or 8 where N is an odd multiple of 16."""
-    return 8 if n % 32 == 0 and out != torch.float32 else 4
+def run(n: int, out: torch.dtype, block_n: int = 32) -> int:
+    """Consecutive columns of the output that a thread owns: 16 bytes; 8 where N or a tile is an odd multiple of 16."""
+    return 8 if n % 32 == block_n % 32 == 0 and out != torch.float32 else 4
 
 
 @functools.lru_cache(maxsize=1024)

@@ -45,12 +45,12 @@ class Tile:
     def __post_init__(self) -> None:
         if (
             self.warpgroups not in (1, 2)
-            or self.block_n not in (64, 96, 128, 160, 192, 224, 256)
+            or self.block_n not in (16, 32, 64, 96, 128, 160, 192, 224, 256)
             or self.stages < 2
             or self.cluster not in (1, 2)
         ):
             raise ValueError(
-                f"{self}: a tile has 1 or 2 warpgroups, 64 to 256 columns in steps of 32, at least 2 stages and "
+                f"{self}: a tile has 1 or 2 warpgroups, 16 columns or 32 to 256 in steps of 32, at least 2 stages and "
                 f"clusters of 1 or 2."
             )
         if self.shared_bytes > 232448:
@@ -114,17 +114,20 @@ class Cost:
 
 # By tile: one chain over K (fast accumulation, 16-bit operands), and chains of K = 128 (split accumulation).
 COSTS = {
-    Tile(2, 256, 4): (Cost(1245, 4000), Cost(1210, 4250)),
-    Tile(2, 256, 4, 2): (Cost(1240, 4000), Cost(1220, 5100)),
-    Tile(2, 128, 7): (Cost(630, 1700), Cost(610, 1650)),
-    Tile(2, 64, 9): (Cost(470, 1000), Cost(400, 1150)),
-    Tile(1, 128, 9): (Cost(365, 900), Cost(405, 1150)),
-    Tile(1, 64, 13): (Cost(285, 550), Cost(300, 550)),
-    Tile(2, 192, 5): (Cost(945, 2150), Cost(910, 3700)),
-    Tile(2, 192, 5, 2): (Cost(945, 2950), Cost(905, 4750)),
-    Tile(2, 160, 6): (Cost(785, 2250), Cost(770, 3250)),
-    Tile(2, 96, 8): (Cost(510, 1500), Cost(470, 1400)),
-    Tile(1, 192, 7): (Cost(480, 1500), Cost(710, 1750)),
+    Tile(2, 256, 4): (Cost(1245, 4000), Cost(1210, 5500)),
+    Tile(2, 256, 4, 2): (Cost(1240, 4000), Cost(1245, 5900)),
+    Tile(2, 128, 7): (Cost(630, 1650), Cost(615, 2100)),
+    Tile(2, 64, 9): (Cost(450, 750), Cost(410, 1050)),
+    Tile(1, 128, 9): (Cost(355, 1500), Cost(405, 1450)),
+    Tile(1, 64, 13): (Cost(280, 650), Cost(305, 1050)),
+    Tile(2, 192, 5): (Cost(1020, 2150), Cost(900, 4800)),
+    Tile(2, 192, 5, 2): (Cost(945, 2850), Cost(900, 5100)),
+    Tile(2, 160, 6): (Cost(790, 1950), Cost(800, 4550)),
+    Tile(2, 96, 8): (Cost(470, 1450), Cost(490, 1750)),
+    Tile(1, 192, 7): (Cost(515, 1950), Cost(705, 4250)),
+    Tile(1, 128, 9, 2): (Cost(410, 1100), Cost(425, 3050)),
+    Tile(1, 32, 18): (Cost(235, 900), Cost(285, 680)),
+    Tile(1, 16, 22): (Cost(235, 950), Cost(265, 650)),
 }
 TILES = tuple(COSTS)[:6]  # of every kernel
 FP8_TILES = tuple(COSTS)  # of the FP8 product alone

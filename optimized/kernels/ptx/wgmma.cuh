@@ -55,6 +55,8 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define TWIN_ACC_16(i) TWIN_ACC_8(i), TWIN_ACC_8(i + 8)
+#define TWIN_ACCUMULATORS_8 TWIN_ACC_8(0)
+#define TWIN_ACCUMULATORS_16 TWIN_ACC_16(0)
 #define TWIN_ACCUMULATORS_32 TWIN_ACC_16(0), TWIN_ACC_16(16)
 #define TWIN_ACCUMULATORS_40 TWIN_ACCUMULATORS_32, TWIN_ACC_8(32)
 #define TWIN_ACCUMULATORS_48 TWIN_ACCUMULATORS_40, TWIN_ACC_8(40)
@@ -64,8 +66,10 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #define TWIN_ACCUMULATORS_96 TWIN_ACCUMULATORS_80, TWIN_ACC_16(80)
 #define TWIN_ACCUMULATORS_112 TWIN_ACCUMULATORS_96, TWIN_ACC_16(96)
 #define TWIN_ACCUMULATORS_128 TWIN_ACCUMULATORS_112, TWIN_ACC_16(112)
+#define TWIN_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TWIN_REGISTERS_16 TWIN_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TWIN_REGISTERS_32 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+    TWIN_REGISTERS_16 \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TWIN_REGISTERS_40 TWIN_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define TWIN_REGISTERS_48 TWIN_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -83,6 +87,10 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #define TWIN_REGISTERS_128 \
     TWIN_REGISTERS_112 \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define TWIN_DESCRIPTORS_8 "%8, %9"
+#define TWIN_SCALE_D_8 "%10"
+#define TWIN_DESCRIPTORS_16 "%16, %17"
+#define TWIN_SCALE_D_16 "%18"
 #define TWIN_DESCRIPTORS_32 "%32, %33"
 #define TWIN_SCALE_D_32 "%34"
 #define TWIN_TRANSPOSE_32 "%35, %36"
@@ -124,6 +132,8 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
         TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E4M3, "e5m2.e4m3")                                                \
         TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E5M2, "e5m2.e5m2")                                                \
     }
+TWIN_WGMMA_FP8(8, 16)
+TWIN_WGMMA_FP8(16, 32)
 TWIN_WGMMA_FP8(32, 64)
 TWIN_WGMMA_FP8(40, 80)
 TWIN_WGMMA_FP8(48, 96)
