@@ -195,8 +195,7 @@ def elementwise() -> Iterator[Case]:
     for dtype, master, decoupled in product(WIDE, (False, True), (False, True)):
         if not (master and dtype == torch.float32):
             label = f"{short(dtype)}{', masters' * master}{', decoupled decay' * decoupled}"
-            # Not live any more when it has been recorded (tests/test_parity.py, NOT_YET_RECORDED).
-            yield Case("adam", label, partial(_adam, dtype, master, decoupled), live=True)
+            yield Case("adam", label, partial(_adam, dtype, master, decoupled))
     for dtype, (mask_type, mask) in product(
         HALVES, (("none", ""), ("causal", ""), ("causal_bottom_right", "padding"), ("none", "arbitrary"))
     ):
