@@ -22,7 +22,7 @@ HIDDEN, TOKENS = 4096, 8192
 # One axis at a time, through the layer that everything else is measured at.
 SIZES = (
     *((hidden, TOKENS) for hidden in (1024, 2048, HIDDEN, 8192)),
-    *((HIDDEN, tokens) for tokens in (1024, 2048, 4096, 16384, 32768)),
+    *((HIDDEN, tokens) for tokens in (1024, 2048, 16384, 32768)),
 )
 
 
