@@ -24,7 +24,6 @@ from optimized import measure
 from optimized.commands.steps.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
 from reference.nn.module import TransformerEngineBaseModule
 
-INSTALLED = importlib.util.find_spec("transformer_engine") is not None
 RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
 
 
@@ -226,15 +225,17 @@ def _plain(case: Case, attention: str) -> torch.nn.Module:
 
 def few(case: Case) -> Iterator[Callable[[], Contestant]]:
     """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8."""
+    theirs = _engine()
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
     for attention in ("exact", "cuDNN"):
         yield from itertools.islice(_ours(case, attention), 2)
-    if INSTALLED:
-        yield from itertools.islice(_transformer_engine(case), 1, 2)
+    if theirs is not None:
+        yield from itertools.islice(_transformer_engine(theirs, case), 1, 2)
 
 
 def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
     """Each contestant, as a call that builds it."""
+    theirs = _engine()
     yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, "own"), case)
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
     if case == CASES[0]:  # a compilation takes ten seconds
@@ -250,8 +251,8 @@ def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
         )
     for attention in ("exact", "cuDNN"):
         yield from _ours(case, attention)
-    if INSTALLED:
-        yield from _transformer_engine(case)
+    if theirs is not None:
+        yield from _transformer_engine(theirs, case)
 
 
 def _one_thread(build: Callable[[], Contestant]) -> Contestant:
@@ -315,15 +316,25 @@ def linears(case: Case = LINEAR) -> Iterator[Callable[[], Contestant]]:
 
     yield lambda: one("te.Linear", te, contextlib.nullcontext, True)
     yield lambda: one("te.Linear, FP8", te, _fp8, True)
-    if INSTALLED:
-        theirs = importlib.import_module("transformer_engine.pytorch")
+    theirs = _engine()
+    if theirs is not None:
         yield lambda: one("Transformer Engine", theirs, contextlib.nullcontext, False)
         yield lambda: one("Transformer Engine, FP8", theirs, _their_fp8(theirs)[1], False)
 
 
-def _transformer_engine(case: Case) -> Iterator[Callable[[], Contestant]]:
-    """NVIDIA's library, where it is installed, through the same harness; its own choice of attention."""
-    theirs = importlib.import_module("transformer_engine.pytorch")
+def _engine() -> Any:
+    """NVIDIA's Transformer Engine, where it is installed, or None.
+
+    Asked for before cuDNN is first used: PyTorch loads parts of its own cuDNN then, and Transformer Engine, which loads
+    the system's where there is one, finds them in the place of those that it needs.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+def _transformer_engine(theirs: Any, case: Case) -> Iterator[Callable[[], Contestant]]:
+    """Transformer Engine's layer through the same harness; its own choice of attention."""
     recipe, fp8 = _their_fp8(theirs)
 
     def one(name: str, context: Callable[[], Any] = contextlib.nullcontext, **keywords: Any) -> Contestant:
