@@ -90,14 +90,20 @@ class FusedAdam(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
             if isinstance(p, Float8Tensor):
-                if not self.master_weights:
-                    raise ValueError("FusedAdam: a parameter is kept in FP8; master_weights=True is accepted then.")
                 drawn = getattr(p, "get_high_precision_init_val", lambda: None)()
                 master = p.dequantize(dtype=torch.float32) if drawn is None else drawn
                 state["master_param"] = master.to(p.device, torch.float32, copy=True)
             elif self.master_weights and p.dtype != torch.float32:
                 state["master_param"] = p.detach().float()
         return state
+
+    def _check(self) -> None:
+        """Refuse what a step does not take, before it changes anything."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if p.grad.is_sparse:
+                raise TypeError("FusedAdam: a parameter's gradient is sparse; dense gradients are accepted.")
+            if isinstance(p, Float8Tensor) and not self.master_weights:
+                raise ValueError("FusedAdam: a parameter is kept in FP8; master_weights=True is accepted then.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -106,6 +112,7 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             betas = group["betas"]
@@ -117,8 +124,6 @@ class FusedAdam(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if p.grad.is_sparse:
-                    raise TypeError("FusedAdam: a parameter's gradient is sparse; dense gradients are accepted.")
                 state = self._state_of(p)
                 master = state.get("master_param")
                 fp8 = isinstance(p, Float8Tensor)

@@ -188,10 +188,14 @@ def test_fp8_without_masters_and_sparse_gradients_are_refused() -> None:
     optimizer = te.optimizers.FusedAdam(module.parameters())
     with pytest.raises(ValueError, match="a parameter is kept in FP8; master_weights=True is accepted then"):
         step(module, optimizer, 0)
-    p = torch.nn.Parameter(torch.ones(3, 2))
-    p.grad = torch.ones(3, 2).to_sparse()
+    whole, sparse = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    whole.grad, sparse.grad = torch.ones(3, 2), torch.ones(3, 2).to_sparse()
+    optimizer = te.optimizers.FusedAdam([{"params": [whole]}, {"params": [sparse]}])
     with pytest.raises(TypeError, match="gradient is sparse; dense"):
-        te.optimizers.FusedAdam([p]).step()
+        optimizer.step()
+    assert torch.equal(whole, torch.ones(3, 2))
+    assert not optimizer.state
+    assert all("step" not in group for group in optimizer.param_groups)
 
 
 def ones(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (4, 2)) -> list[torch.Tensor]:
