@@ -11,13 +11,13 @@ import torch
 
 import optimized as te
 from optimized import measure
+from optimized.bench.copies import COPY_BYTES, large_copy
 
 NAME = "adam"
 KERNELS = ("adam", "multi_cast_transpose")
 HIDDEN = 4096
 _WEIGHTS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
 SHAPES = (*_WEIGHTS, *((rows,) for rows, _ in _WEIGHTS))
-_COPY_BYTES = 1 << 29
 # Bytes a number: gradient, weight, two moments, and the master or FP8 codes, each read and written but the gradient.
 _MOMENTS = 2 * 2 * 4
 
@@ -35,8 +35,9 @@ def _fp8() -> list[Any]:
     for rows, columns in _WEIGHTS:
         with te.quantized_model_init():
             linear = te.Linear(columns, rows, params_dtype=torch.bfloat16, init_method=torch.nn.init.normal_)
-        found += [linear.weight, linear.bias]
-        found[-2].operand(True)
+        weight: Any = linear.weight
+        weight.operand(True)
+        found += [weight, linear.bias]
     for parameter in found:
         parameter.grad = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16)
     return found
@@ -62,15 +63,13 @@ def contestants() -> dict[str, tuple[torch.optim.Optimizer, int]]:
 def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
     """Measure; `progress` is told the fraction done."""
     numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
-    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
     entrants = contestants()
     if progress is not None:
         progress(0.3)
     calls: dict[str, Callable[[], object]] = {name: optimizer.step for name, (optimizer, _) in entrants.items()}
-    samples = measure.interleave({**calls, "copy": lambda: target.copy_(source)}, repeats, 3, measure.Flush())
+    samples = measure.interleave({**calls, "copy": large_copy()}, repeats, 3, measure.Flush())
     times = {name: measure.summary(values) for name, values in samples.items()}
-    ceiling = 2 * _COPY_BYTES / times["copy"]["median"]
+    ceiling = 2 * COPY_BYTES / times["copy"]["median"]
     rows = [
         {
             "optimizer": name,

@@ -17,14 +17,20 @@ FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
 COPY_BYTES = 1 << 29
 
 
+def large_copy() -> Callable[[], object]:
+    """The ceiling: `Tensor.copy_` of `COPY_BYTES`, each of which is read once and written once."""
+    source = torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 class Copies:
     """Samples of `calls` calls each, and the large copy that they are held against."""
 
     def __init__(self, calls: int, repeats: int) -> None:
         self.calls, self.repeats = calls, repeats
         self._flush = measure.Flush()
-        self._source = torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
-        self._target = torch.empty_like(self._source)
+        self._large_copy = large_copy()
 
     def inputs(self, size: int, least: int = 1) -> int:
         """How many inputs of `size` bytes the calls of a sample take in turn, to exceed L2."""
@@ -35,7 +41,7 @@ class Copies:
         timed: dict[str, Callable[[], object]] = {op: measure.graph(call, self.calls) for op, call in ops.items()}
         for size in sorted({moved[op] for op in ops}):
             timed[f"copy {size}"] = measure.copy_of(size, self.calls)
-        timed["large copy"] = lambda: self._target.copy_(self._source)
+        timed["large copy"] = self._large_copy
         samples = measure.interleave(timed, repeats=self.repeats, warmup=2, flush=self._flush)
         times = {name: measure.summary(values) for name, values in samples.items()}
         ceiling = 2 * COPY_BYTES / times["large copy"]["median"]

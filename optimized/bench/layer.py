@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import measure
+from optimized.bench.copies import COPY_BYTES, large_copy
 from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
 from reference.nn.float8_tensor import Float8Tensor
 
@@ -33,7 +34,6 @@ KERNELS = (
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)
 HELD = (*BROKEN_DOWN, "TransformerLayer, FP8 weights")
-_COPY_BYTES = 1 << 29
 _BUSY_CYCLES = 60_000_000  # some 30 ms, in which the host queues a step
 
 
@@ -203,13 +203,11 @@ def _of_ceiling(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> float 
 
 
 def _ceilings(case: Case, parts: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    source = torch.empty(_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    calls = {**parts, "copy": lambda: target.copy_(source)}
+    calls = {**parts, "copy": large_copy()}
     times = measure.interleave(calls, repeats=9, warmup=2, flush=lambda: torch.cuda._sleep(200_000))
     median = {name: statistics.median(samples) for name, samples in times.items()}
     sizes = {name: "×".join(map(str, shape[:3])) for name, shape in case.products().items()}
-    return {**{sizes.get(name, name): ms for name, ms in median.items()}, "copy": 2 * _COPY_BYTES / median["copy"]}
+    return {**{sizes.get(name, name): ms for name, ms in median.items()}, "copy": 2 * COPY_BYTES / median["copy"]}
 
 
 def _built(build: Callable[[], Contestant]) -> tuple[Contestant, int | None]:
