@@ -14,25 +14,21 @@ from reference.ops.library import LIBRARY
 CAPACITIES = (32, 512)
 # Gradient's dtype, and whether the parameter is fp32 beside it; of fp32 gradients both are one.
 _KINDS = [(wide, master) for wide, master in itertools.product(WIDE, (False, True)) if not (WIDE[wide] == 0 and master)]
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("adam", {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity})
+_MACROS: dict[tuple[torch.dtype, bool, int], dict[str, int | str]] = {
+    (wide, master, capacity): {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity}
     for (wide, master), capacity in itertools.product(_KINDS, CAPACITIES)
-]
+}
+CONFIGURATIONS = [("adam", macros) for macros in _MACROS.values()]
 
-_ELEMENTS_PER_BLOCK = 256 * 8
 _THREADS = 256
+_ELEMENTS_PER_BLOCK = _THREADS * 8
 _TENSOR = np.dtype(
     [
         *((name, "u8") for name in ("grad", "param", "exp_avg", "exp_avg_sq", "rounded")),
         *(("count", "i8"), ("first_block", "i4"), ("aligned", "i4")),
     ]
 )
-_kernels = {
-    (wide, master, capacity): launch.function(
-        "adam", "adam", {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity}
-    )
-    for (wide, master), capacity in itertools.product(_KINDS, CAPACITIES)
-}
+_kernels = {key: launch.function("adam", "adam", macros) for key, macros in _MACROS.items()}
 
 
 def adam(

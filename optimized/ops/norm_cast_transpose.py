@@ -42,6 +42,11 @@ class Shape(NamedTuple):
         """The kernel: a row to a warp, or to a warp of every block."""
         return "norm_cast_transpose_long" if self.width > 1024 else "norm_cast_transpose"
 
+    @property
+    def share(self) -> int:
+        """Rows at least for each cluster at once: a tile of 64; the long kernel's tiles may be half as high."""
+        return 64 if self.width <= 1024 else 32
+
     def codes(self, kind: str) -> int:
         """Bytes of shared memory for a block's parameters and the codes of a tile."""
         return 512 * self.stripes * ((8 if kind == "layernorm" else 4) + self.rows) + 128
@@ -148,7 +153,7 @@ def run(
     index = x.device.index
     kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
     # Persistent blocks, as many as run at once. At least a cluster: it writes scale_inv.
-    clusters = max(1, min(-(-rows // (64 if shape.width <= 1024 else 32)), at_once))
+    clusters = max(1, min(-(-rows // shape.share), at_once))
     launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
     return q, q_t, scale_inv, mean, rstd
 
