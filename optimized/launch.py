@@ -15,7 +15,7 @@ import functools
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from optimized import device as device_checks
 
 _WORTH_A_GRAPH = 3  # launches
 _retired: list[Any] = []  # graphs to be destroyed when no stream captures: there it is not permitted
+# By device and stream. What torch's ops allocate in a later graph of that stream lies in the same memory, since all of
+# it is free when a graph ends, and one runs after the other.
+_first_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
 _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
@@ -189,7 +192,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.arguments: dict[Kernel, _Arguments] = {}
         self.devices: set[int] = set()
-        self.tape: list[Any] | None = None
+        self.tape: Launches | None = None
 
     def attach(self, index: int) -> None:
         """Make the device's context current in this thread."""
@@ -248,25 +251,33 @@ def launch(
         head = (handle, *_three(grid), *_three(block), smem)
         _driver().launchKernel(*head, stream, pointers, 0)
         if _thread.tape is not None:
-            note(_thread.tape, Launch(kernel, head, args))
+            _thread.tape.append(Launch(kernel, head, args))
     finally:
         if previous != device:
             torch._C._cuda_exchangeDevice(previous)
 
 
+class Again(Protocol):
+    """What can be made again."""
+
+    def again(self, stream: int) -> None:
+        """Make it on torch's current stream, which is `stream`."""
+
+
 class Launches:
-    """Launches and copies to be made again, in order: after some times as one CUDA graph, a call for all of them."""
+    """Launches and the like to be made again, in order: after some times as one CUDA graph, a call for all of them."""
 
     def __init__(self) -> None:
-        self._entries: list[Launch | Copy] = []
+        self._entries: list[Again] = []
         self._times = 0
-        self._graph: Any = None  # CuPy's
+        self._graph: Any = None
+        self._stream = 0  # on which the graph may run
 
     def __del__(self) -> None:
         if self._graph is not None:
             _retired.append(self._graph)
 
-    def append(self, entry: Launch | Copy) -> None:
+    def append(self, entry: Again) -> None:
         """Add one."""
         self._entries.append(entry)
 
@@ -278,37 +289,42 @@ class Launches:
                 _thread.attach(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
             self._times += 1
-            if len(self._entries) < _WORTH_A_GRAPH or self._times <= 2 or torch._C._cuda_isCurrentStreamCapturing():
+            few = len(self._entries) < _WORTH_A_GRAPH or self._times <= 2
+            if few or torch._C._cuda_isCurrentStreamCapturing() or (self._graph and self._stream != stream):
                 for one in self._entries:
                     one.again(stream)
                 return
             if self._graph is None:
-                self._graph = self._captured()
-            _runtime().graphLaunch(self._graph.graphExec, stream)
+                self._graph, self._stream = self._captured(device, stream), stream
+            self._graph.replay()
         finally:
             if previous != device:
                 torch._C._cuda_exchangeDevice(previous)
 
-    def _captured(self) -> Any:
-        from cupy.cuda import Stream
-
+    def _captured(self, device: int, stream: int) -> torch.cuda.CUDAGraph:
+        """By torch's own capture, but without the synchronisation and the emptied cache of `torch.cuda.graph`."""
         _retired.clear()
-        stream = Stream(non_blocking=True)
-        stream.begin_capture(_runtime().streamCaptureModeRelaxed)
-        for one in self._entries:
-            one.again(stream.ptr)
-        return stream.end_capture()
+        graph, capturing = torch.cuda.CUDAGraph(), _capturing_stream(device)
+        first = _first_graphs.get((device, stream))
+        with _lock, torch.cuda.stream(capturing):
+            graph.capture_begin(None if first is None else first.pool(), capture_error_mode="relaxed")
+            try:
+                for one in self._entries:
+                    one.again(capturing.cuda_stream)
+            finally:
+                graph.capture_end()
+        _first_graphs.setdefault((device, stream), graph)
+        return graph
 
 
-def note(tape: list[Any], entry: Launch | Copy) -> None:
-    """Add to the last `Launches` of a tape, which begins with one and may hold other things."""
-    if not tape or not isinstance(tape[-1], Launches):
-        tape.append(Launches())
-    tape[-1].append(entry)
+@functools.cache
+def _capturing_stream(device: int) -> torch.cuda.Stream:
+    """For captures on the current device; none of the streams that torch deals out in turn."""
+    return torch.cuda.ExternalStream(_runtime().streamCreateWithFlags(_runtime().streamNonBlocking), device)
 
 
 @contextlib.contextmanager
-def recording(tape: list[Any]) -> Iterator[None]:
+def recording(tape: Launches) -> Iterator[None]:
     """Note every launch of this thread in `tape` as well."""
     outer, _thread.tape = _thread.tape, tape
     try:

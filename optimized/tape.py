@@ -11,9 +11,9 @@ addresses.
     then                       its launches, if a tape was recorded at these addresses
                                else it runs, with its tensors placed there, and is recorded
 
-cuDNN's attention is called anew, and its results are looked for where they were. A function that does anything else
-but our own launches, allocations, views and copies of whole tensors always runs; so does one with more than `LARGEST`
-bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
+cuDNN's attention puts its results where PyTorch allocates them; they are copied to places of their own. A function that
+does anything else but our own launches, allocations, views and copies of whole tensors always runs; so does one with
+more than `LARGEST` bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,14 +45,15 @@ _ALLOCATIONS = {
 }
 _VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
 
+# Ops of torch's that a tape may hold, and how many of their results are tensors that are read later.
 _FOREIGN = {
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default: 2,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 3,
 }
 
 
 class Place(NamedTuple):
-    """A tensor in the storage of another: arena, scratch, input, state, or what an op of torch's made, by number."""
+    """A tensor in the storage of another: arena, scratch, input or state, by number."""
 
     number: int
     offset: int  # bytes from the other's first
@@ -91,20 +92,41 @@ def _place(x: Any, sources: Sequence[torch.Tensor | None]) -> Any:
     return Place(-1, 0, x.shape, x.stride(), x.dtype)
 
 
+class Lying(NamedTuple):
+    """A tensor by its address, which does not keep its memory."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Any) -> Any:
+        """Where a tensor lies; what is no tensor, as it is."""
+        return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor."""
+        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
+        whole = torch._C._construct_storage_from_data_pointer(self.address, self.device, size * self.dtype.itemsize)
+        made = torch.empty(0, dtype=self.dtype, device=self.device)
+        return made.set_(whole, 0, self.shape, self.stride)  # type: ignore[call-overload]
+
+
 class Foreign(NamedTuple):
-    """An op of torch's to be called again, whose results later launches read: they must lie where they lay."""
+    """An op of torch's to be called again, its results copied to where they lay."""
 
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    addresses: list[int]
+    results: list[Lying]
 
-    def again(self, sources: list[torch.Tensor | None]) -> bool:
-        """Call it, and add what it makes to `sources`; whether that lies as it did."""
-        made = self.func(*(x.of(sources) if isinstance(x, Place) else x for x in self.args), **self.kwargs)
-        tensors = [x for x in made if isinstance(x, torch.Tensor)]
-        sources += tensors
-        return self.addresses == [x.data_ptr() for x in tensors]
+    def again(self, stream: int) -> None:
+        """Call it on torch's current stream."""
+        made = self.func(*[x.tensor() if isinstance(x, Lying) else x for x in self.args], **self.kwargs)
+        for to, x in zip(self.results, made, strict=False):
+            to.tensor().copy_(x)
 
 
 class _Watch(TorchDispatchMode):
@@ -131,8 +153,15 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An op of torch's that a tape may hold."""
-        return func(*args, **kwargs)
+        """An op of torch's that a tape may hold: its results where ours would lie."""
+        made, count = func(*args, **kwargs), _FOREIGN[func]
+        placed = [
+            self.allocate(aten.empty_strided.default, (x.shape, x.stride()), {"dtype": x.dtype, "device": x.device})
+            for x in made[:count]
+        ]
+        for to, x in zip(placed, made, strict=False):
+            to.copy_(x)
+        return *placed, *made[count:]
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """An ordinary tensor, noted."""
@@ -148,19 +177,14 @@ class _Watch(TorchDispatchMode):
 class _Record(_Watch):
     """The second and later runs: tensors go where the kind's measurement said."""
 
-    def __init__(
-        self, rooms: Sequence[tuple[torch.Tensor, int]], tape: "Tape", sources: Sequence[torch.Tensor | None]
-    ) -> None:
+    def __init__(self, rooms: Sequence[tuple[torch.Tensor, int]], tape: launch.Launches) -> None:
         super().__init__()
-        self.rooms, self.tape, self.sources = iter(rooms), tape, list(sources)
+        self.rooms, self.tape = iter(rooms), tape
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        places = [_place(x, self.sources) for x in args]
-        made = func(*args, **kwargs)
-        tensors = [x for x in made if isinstance(x, torch.Tensor)]
-        self.usable = self.usable and not any(isinstance(x, Place) and x.number < 0 for x in places)
-        self.tape.append(Foreign(func, places, kwargs, [x.data_ptr() for x in tensors]))
-        self.sources += tensors
+        made = super().call(func, args, kwargs)
+        results = [Lying.of(x) for x in made[: _FOREIGN[func]]]
+        self.tape.append(Foreign(func, [Lying.of(x) for x in args], kwargs, results))
         return made
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -170,10 +194,8 @@ class _Record(_Watch):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
-        launch.note(self.tape, launch.Copy(to.data_ptr(), source.data_ptr(), to.nbytes))
+        self.tape.append(launch.Copy(to.data_ptr(), source.data_ptr(), to.nbytes))
 
-
-Tape = list[launch.Launches | Foreign]
 
 ARENA, SCRATCH, FIRST = range(3)  # of what a call's tensors lie in; then its inputs and its state, or its results
 
@@ -186,7 +208,6 @@ class Kind:
         results: shape and dtype of each result, or None.
         rooms: for each allocation, in order, what it lies in (arena, scratch, `FIRST` + number of a result), and where.
         sizes: bytes of the arena and of the scratch.
-        dtype: of arena and scratch; that of the results, in which ops of torch's read them too.
         pooled: elements of the results but the first and of paddings, if they share one allocation, of `pool_dtype`.
         pooled_at: which of those each result is, and its shape.
         kept: what is saved for backward: None, or a place in what `saved` gives.
@@ -199,13 +220,12 @@ class Kind:
         self.results: list[tuple[torch.Size, torch.dtype] | None] = []
         self.rooms: list[tuple[int, int]] = []
         self.sizes = [0, 0]
-        self.dtype = torch.uint8
         self.pooled: list[int] = []
         self.pool_dtype = torch.uint8
         self.pooled_at: list[tuple[int, torch.Size] | None] = []
         self.kept: list[Place | None] = []
         self.needed: list[int] = []
-        self.tapes: dict[tuple[int, ...], Tape] = {}
+        self.tapes: dict[tuple[int, ...], launch.Launches] = {}
         self.misses = self.hits = 0
 
     def measure(self, run: Function) -> tuple[Saved, Saved]:
@@ -216,7 +236,6 @@ class Kind:
         owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
         self._make_rooms(watch.allocated, owners, {last.get(_storage(x)) for x in saved if x is not None})
         self.results = [None if x is None else (x.shape, x.dtype) for x in results]
-        self.dtype = next((x.dtype for x in results if x is not None), torch.uint8)
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
         self.usable = watch.usable and whole and distinct and sum(self.sizes) <= LARGEST
@@ -248,8 +267,8 @@ class Kind:
 
     def room(self, where: int, device: torch.device) -> torch.Tensor | None:
         """A new arena or scratch."""
-        size = self.sizes[where] // self.dtype.itemsize
-        return torch.empty(size, dtype=self.dtype, device=device) if size else None
+        size = self.sizes[where]
+        return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
     def room_for_results(self, device: torch.device) -> tuple[Saved, Saved]:
         """The results, and what they lie in: the first is its own tensor, which may live longer; others may share."""
@@ -266,15 +285,14 @@ class Kind:
         return (*first, *others), (*first, pool)
 
     def record(
-        self, run: Function, results: Saved, sources: list[torch.Tensor | None], addresses: tuple[int, ...]
+        self, run: Function, results: Saved, sources: Sequence[torch.Tensor | None], addresses: tuple[int, ...]
     ) -> tuple[Saved, Saved]:
         """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
-        tape: Tape = []
+        tape = launch.Launches()
         places = (*sources[:FIRST], *results)
         rooms: list[Any] = [(places[where], offset) for where, offset in self.rooms]
-        with launch.recording(tape), _Record(rooms, tape, sources) as watch:
+        with launch.recording(tape), _Record(rooms, tape) as watch:
             found, kept = run()
-        sources[:] = watch.sources
         places_kept = [_place(x, sources) for x in kept]
         needed = sorted({place.number for place in places_kept if place is not None})
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places_kept]
@@ -288,22 +306,12 @@ class Kind:
         return found, kept
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
-        """What goes to `save_for_backward`: of arena, inputs, state and what torch's ops made, what is needed."""
+        """What goes to `save_for_backward`: of arena, inputs and state, what is needed."""
         return tuple([sources[i] for i in self.needed])
 
     def found(self, saved: Saved) -> Saved:
         """What the function itself would have saved."""
         return tuple(None if place is None else place.of(saved) for place in self.kept)
-
-
-def _replay(tape: Tape, sources: list[torch.Tensor | None], device: int) -> bool:
-    """Make a tape's launches again; False: an op of torch's put its results elsewhere, and the function must run."""
-    for part in tape:
-        if isinstance(part, launch.Launches):
-            part.again(device)
-        elif not part.again(sources):
-            return False
-    return True
 
 
 _kinds: dict[Any, Kind] = {}
@@ -335,14 +343,13 @@ def play(
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
     results, rooms = kind.room_for_results(device)
     sources = [kind.room(ARENA, device), kind.room(SCRATCH, device), *inputs, *state]
-    known = len(sources)
     addresses = tuple([x.data_ptr() for x in (*rooms, *sources) if x is not None])
     tape = kind.tapes.get(addresses)
-    if tape is not None and _replay(tape, sources, device.index):
+    if tape is not None:
         kind.hits += 1
+        tape.again(device.index)
     else:
         kind.misses += 1
-        del sources[known:]
         found, kept = kind.record(prepare(), results, sources, addresses)
         if not kind.usable:
             return found, kept, None

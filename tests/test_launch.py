@@ -228,10 +228,9 @@ def test_recorded_launches_are_made_again_on_any_stream_and_inside_a_capture() -
         return [scale, *(t for column in range(3) for t in twin.cast_transpose(x, scale, history, column, E4M3))]
 
     x, history = torch.randn(130, 256, device="cuda").bfloat16(), torch.zeros(5, 3, device="cuda")
-    tape: list = []
-    with launch.recording(tape):
+    launches = launch.Launches()
+    with launch.recording(launches):
         out = casts(x, history)
-    (launches,) = tape
     captured, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     for time in range(7):
         x.copy_(torch.randn(130, 256) * 3)

@@ -41,7 +41,7 @@ def _table(modules: list[Module]) -> tuple[int, Any]:
 
 
 # The launches of an update by all that they depend on: a training loop makes the same two in each step.
-_tapes: dict[Any, list[tuple[int, list[launch.Launches]]]] = {}
+_tapes: dict[Any, list[tuple[int, launch.Launches]]] = {}
 _MOST_TAPES = 256
 
 
@@ -63,9 +63,8 @@ def scale_update(
     )
     tapes = _tapes.get(key)
     if tapes is not None:
-        for index, known in tapes:
-            for launches in known:
-                launches.again(index)
+        for index, launches in tapes:
+            launches.again(index)
         return
     check(scales, amax_histories, algorithm)
     scaled_max = np.float32(fp8_max * 2.0**-margin)
@@ -80,7 +79,7 @@ def scale_update(
         modules.setdefault(scale.device, []).append(entry)
     tapes = []
     for device, entries in modules.items():
-        tape: list[launch.Launches] = []
+        tape = launch.Launches()
         with launch.recording(tape):
             for start in range(0, len(entries), CAPACITIES[-1]):
                 part = entries[start : start + CAPACITIES[-1]]

@@ -224,7 +224,8 @@ def cudnn_forward(
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, any(needs), call.p, call.kind == "causal", False, scale=call.scale
     )
-    return out, (q, k, v, out, sums, seed, offset, *lengths)
+    drawn = (seed, offset) if call.p > 0 else (None, None)
+    return out, (q, k, v, out, sums, *drawn, *lengths)
 
 
 def cudnn_backward(call: CudnnCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:

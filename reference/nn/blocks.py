@@ -130,12 +130,12 @@ class AttentionBlockCall(BlockCall):
         return self.first, self.proj
 
     def constants(self) -> Any:
-        found = super().constants()
-        if found is None or (not isinstance(self.core, CudnnCall) and self.core.arguments[2] is not None):
-            return None  # a mask is a tensor that is not among the arguments
+        found, core = super().constants(), self.core
+        # A mask is a tensor that is not among the arguments, and cuDNN's dropout draws from torch's own generator.
+        if found is None or (core.p > 0 if isinstance(core, CudnnCall) else core.arguments[2] is not None):
+            return None
         layout = (self.split.parts, self.split.channels, self.split.rows, self.lead, self.heads_first)
-        core = self.core
-        how = (core.scale, core.kind, core.p) if isinstance(core, CudnnCall) else core.arguments
+        how = (core.scale, core.kind) if isinstance(core, CudnnCall) else core.arguments
         return (*found, type(core), how, *layout)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
