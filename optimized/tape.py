@@ -120,13 +120,14 @@ class Foreign(NamedTuple):
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    results: list[Lying]
+    results: list[Lying | None]
 
     def again(self, stream: int) -> None:
         """Call it on torch's current stream."""
         made = self.func(*[x.tensor() if isinstance(x, Lying) else x for x in self.args], **self.kwargs)
         for to, x in zip(self.results, made, strict=False):
-            to.tensor().copy_(x)
+            if to is not None:
+                to.tensor().copy_(x)
 
 
 class _Watch(TorchDispatchMode):
@@ -155,13 +156,15 @@ class _Watch(TorchDispatchMode):
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An op of torch's that a tape may hold: its results where ours would lie."""
         made, count = func(*args, **kwargs), _FOREIGN[func]
-        placed = [
-            self.allocate(aten.empty_strided.default, (x.shape, x.stride()), {"dtype": x.dtype, "device": x.device})
-            for x in made[:count]
-        ]
-        for to, x in zip(placed, made, strict=False):
-            to.copy_(x)
-        return *placed, *made[count:]
+        return *[self.moved(x) for x in made[:count]], *made[count:]
+
+    def moved(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """A copy (cuDNN makes no sums of rows where no backward wants them)."""
+        if x is None:
+            return None
+        like = (x.shape, x.stride())
+        to = self.allocate(aten.empty_strided.default, like, {"dtype": x.dtype, "device": x.device})
+        return to.copy_(x)
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """An ordinary tensor, noted."""
@@ -369,10 +372,14 @@ class Player(autograd.Plain):
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
         constants = None if plain else call.constants()
         # A weight that is kept in FP8 comes as an operand, the tensors of which are where they were the step before.
-        inputs = tuple(part for x in tensors for part in (x if isinstance(x, Operand) else (x,)))
-        if constants is None or not {type(x) for x in inputs} <= _PLAIN:
+        inputs = tensors
+        if Operand in map(type, tensors):
+            inputs = tuple(part for x in tensors for part in (x if isinstance(x, Operand) else (x,)))
+        if constants is None or not _PLAIN.issuperset(map(type, inputs)):
             return super().forward(pair, call, needs, tensors)
-        state, changed, _ = call.tensors()
+        state: list[torch.Tensor] = []
+        changed: list[torch.Tensor] = []
+        call.collect(state, changed, [])
 
         def run() -> tuple[Saved, Saved]:
             out, saved = pair(call, needs, *tensors)
@@ -396,7 +403,9 @@ class Player(autograd.Plain):
 
         if torch._C._len_torch_dispatch_stack():
             return prepare()()[0]
-        state, _, changed = call.tensors()
+        state: list[torch.Tensor] = []
+        changed: list[torch.Tensor] = []
+        call.collect(state, [], changed)
         # The kind stands for the call's constants, and for shapes and dtypes of what it saved.
         results, _, replayed = play(prepare, (pair, kind, *_specifications(grads)), (*grads, *saved), state)
         if replayed is not None and changed:

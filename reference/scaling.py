@@ -71,18 +71,22 @@ class Membership(NamedTuple):
 
 # A dictionary for its order, that of construction: ranks must agree on it. A module keeps its membership itself,
 # as an attribute, because a compiler can follow that and not a write to this registry.
-_MODULES: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
+_MODULES: "dict[weakref.ref[Any], None]" = {}
 
 
 def register(module: Any) -> None:
     """Add a module at its construction (or copy); it is updated from its first FP8 forward on."""
-    _MODULES[module] = None
+    _MODULES[weakref.ref(module, _forget)] = None
     module._membership = None
+
+
+def _forget(reference: "weakref.ref[Any]") -> None:
+    _MODULES.pop(reference, None)
 
 
 def registered(identity: int) -> Any:
     """The registered module whose `id` is `identity`."""
-    return next(module for module in list(_MODULES) if id(module) == identity)
+    return next(module for reference in list(_MODULES) if id(module := reference()) == identity)
 
 
 def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
@@ -94,8 +98,9 @@ def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
 
 
 def _members() -> Iterator[tuple[Any, Membership]]:
-    for module in list(_MODULES):
-        if module._membership is not None:
+    for reference in list(_MODULES):
+        module = reference()
+        if module is not None and module._membership is not None:
             yield module, module._membership
 
 
@@ -114,18 +119,17 @@ def update(forward: bool) -> None:
     One op call (one kernel launch on a GPU) per recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
-    # torch 2.11's compiler knows neither id(None) nor the id of a recipe made inside of what it compiles.
-    buckets: dict[tuple[DelayedScaling, int | None, torch.device], tuple[Any, list[FP8TensorMeta]]] = {}
-    last: tuple[Any, ...] = ()
+    buckets: list[tuple[DelayedScaling, Any, torch.device, list[FP8TensorMeta]]] = []
     for module, (recipe, group) in _members():
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
-        # Almost always the bucket of the module before: a recipe's hash takes its time.
-        if not last or last[0] is not recipe or last[1] is not group or last[2] != device:
-            bucket = buckets.setdefault((recipe, None if group is None else id(group), device), (group, []))
-            last = (recipe, group, device, bucket[1])
-        last[3].append(meta)
-    for (recipe, _, _), (group, metas) in buckets.items():
+        for one, its_group, its_device, metas in reversed(buckets):
+            if its_group is group and its_device == device and (one is recipe or one == recipe):
+                metas.append(meta)
+                break
+        else:
+            buckets.append((recipe, group, device, [meta]))
+    for recipe, group, _, metas in buckets:
         histories = [meta.amax_history for meta in metas]
         if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)

@@ -75,7 +75,7 @@ class _Pair(torch.autograd.Function):
 
 def differentiable(forward: Forward, backward: Backward, call: Call, *tensors: torch.Tensor | None) -> Any:
     """`forward`'s output, with `backward` as its derivative with respect to `tensors`."""
-    needs = call.needs(*(t is not None and t.requires_grad for t in tensors))
+    needs = call.needs(tensors)
     # The first FP8 module of an outermost autocast runs backward last, and then updates the gradients' scales.
     updates = call.fp8 and any(needs) and not recompute.replaying() and first_module_pending()
     out = _Pair.apply(forward, backward, call, needs, updates, *tensors)

@@ -31,7 +31,7 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, Linear
 from reference.nn.multihead_attention import MultiheadAttention, SplitCall, split_forward
-from reference.nn.precision import Call, Weight, keep, prepare, rows_of
+from reference.nn.precision import Call, Tensors, Weight, keep, prepare, rows_of
 from reference.ops.library import twin
 
 Saved = tuple[torch.Tensor | None, ...]
@@ -40,6 +40,13 @@ Dropout = tuple[float, Generator]
 SMALL = 1 << 25  # elements of parameters and of activations together, some 30 to an element of x
 _ATTENTION_TENSORS = 7  # arguments of its pair, x included
 _MLP_SAVED = 14
+
+
+def _collect_state(state: torch.Tensor | None, *lists: Tensors) -> None:
+    """A random state that forward draws from."""
+    if state is not None:
+        for one in lists:
+            one.append(state)
 
 
 class BlockCall(Call):
@@ -62,11 +69,10 @@ class BlockCall(Call):
         found = [self.p, *(part.constants() for part in self.parts())]
         return None if None in found else tuple(found)
 
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        taken = [] if self.state is None else [self.state]
-        states = [part.tensors() for part in self.parts()]
-        every, forward, backward = ([x for state in states for x in state[i]] for i in range(3))
-        return every + taken, forward + taken, backward
+    def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
+        for part in self.parts():
+            part.collect(every, forward, backward)
+        _collect_state(self.state, every, forward)
 
     def taken(self, x: Any, trains: bool) -> Any:
         return self.first.taken(x, trains)
@@ -138,10 +144,9 @@ class AttentionBlockCall(BlockCall):
         how = (core.scale, core.kind) if isinstance(core, CudnnCall) else core.arguments
         return (*found, type(core), how, *layout)
 
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        every, forward, backward = super().tensors()
-        taken = [] if isinstance(self.core, CudnnCall) or self.core.state is None else [self.core.state]
-        return every + taken, forward + taken, backward
+    def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
+        super().collect(every, forward, backward)
+        _collect_state(getattr(self.core, "state", None), every, forward)
 
     def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v `[b, heads, s, channels]` of the projection; a backward makes the views anew."""
@@ -212,9 +217,9 @@ class LayerCall(Call):
         found = tuple(half.constants() for half in self.halves)
         return None if None in found else found
 
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        first, second = (half.tensors() for half in self.halves)
-        return first[0] + second[0], first[1] + second[1], first[2] + second[2]
+    def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
+        for half in self.halves:
+            half.collect(every, forward, backward)
 
     def taken(self, x: Any, trains: bool) -> Any:
         return self.halves[0].taken(x, trains)
@@ -251,6 +256,12 @@ def _parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
     return [plain[name] if name in plain else getattr(module, name) for name in names]
 
 
+def _parts(attention: torch.nn.Module) -> tuple[Any, Any, Any]:
+    """The modules of an attention behind a norm of its own, likewise."""
+    modules = attention._modules
+    return modules["layernorm_qkv"], modules["core_attention"], modules["proj"]
+
+
 def untouched(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Whether nobody replaced, graphed or hooked a part of a layer, so that it need not be called as a module."""
     return not (
@@ -271,15 +282,15 @@ def is_mlp_block(mlp: Any) -> bool:
 
 def is_attention_block(module: Any) -> bool:
     """Whether `attention_block` may run for it: self-attention behind a norm of its own."""
+    if not untouched(module, MultiheadAttention) or module.attention_type != "self" or not module.input_layernorm:
+        return False
+    qkv, core, proj = _parts(module)
     return (
-        untouched(module, MultiheadAttention)
-        and module.attention_type == "self"
-        and module.input_layernorm
-        and not module.return_layernorm_output
-        and untouched(module.layernorm_qkv, LayerNormLinear)
-        and untouched(module.core_attention, DotProductAttention)
-        and untouched(module.proj, Linear)
-        and (module.core_attention.attention_backend == "exact" or module.num_gqa_groups == module.num_attention_heads)
+        not module.return_layernorm_output
+        and untouched(qkv, LayerNormLinear)
+        and untouched(core, DotProductAttention)
+        and untouched(proj, Linear)
+        and (core.attention_backend == "exact" or module.num_gqa_groups == module.num_attention_heads)
     )
 
 
@@ -302,7 +313,7 @@ def _attention_arguments(
     module: Any, x: torch.Tensor, mask: Mask, mask_type: str, dropout: Dropout, is_first_microbatch: bool | None
 ) -> Any:
     """The call of an attention's half, and its parameters."""
-    qkv, core, proj = module.layernorm_qkv, module.core_attention, module.proj
+    qkv, core, proj = _parts(module)
     qkv.check_input(x, qkv.in_features)
     sequence_first = module.qkv_format == "sbhd"
     kind = attention.check_mask_type("DotProductAttention", mask_type)
@@ -317,7 +328,7 @@ def _attention_arguments(
         x.shape,
         sequence_first,
     )
-    norm = (qkv.layer_norm_weight, qkv.layer_norm_bias)
+    norm = _parameters(qkv, ("layer_norm_weight", "layer_norm_bias"))
     return call, (*norm, qkv.joined_weight(), qkv.joined_bias(), proj.weight, proj.joined_bias())
 
 

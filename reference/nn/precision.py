@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from reference.nn.module import TransformerEngineBaseModule
 
 
+Tensors = list[torch.Tensor]
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`[..., features]` as contiguous `[tokens, features]`."""
     return x.reshape(-1, x.shape[-1]).contiguous()
@@ -130,13 +133,12 @@ class Call:
             return None
         return self.dtype, layer.eps, layer.zero_centered_gamma, layer.kind, layer.activation
 
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """With `constants`: the tensors that it takes from the layer, what forward changes, what backward changes."""
-        return [], [], []
+    def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
+        """With `constants`: append the tensors that it takes from the layer, what forward changes, what backward."""
 
-    def needs(self, *requires_grad: bool) -> tuple[bool, ...]:
+    def needs(self, tensors: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
         """Which gradients a backward will be asked for: none under torch.no_grad()."""
-        return tuple(flag and self.grad_enabled for flag in requires_grad)
+        return tuple([x is not None and x.requires_grad and self.grad_enabled for x in tensors])
 
     def taken(self, x: Any, trains: bool) -> Any:
         """A tensor as a pair's functions take it: a weight that is kept in FP8 as plain numbers."""
@@ -285,11 +287,14 @@ class FP8Call(Call):
             return None  # a weight is cast for later microbatches
         return *found, self.forward_dtype, self.backward_dtype, self.amax_history is None, len(cached)
 
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        backward = self.layer.fp8_meta["scaling_bwd"]
-        noted = [] if self.amax_history is None else [self.amax_history]
-        cached = [t for operand in self._cached() for t in operand if t is not None]
-        return [self.scale, *noted, backward.scale, backward.amax_history, *cached], noted, [backward.amax_history]
+    def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
+        meta = self.layer.fp8_meta["scaling_bwd"]
+        every += (self.scale, meta.scale, meta.amax_history)
+        backward.append(meta.amax_history)
+        if self.amax_history is not None:
+            every.append(self.amax_history)
+            forward.append(self.amax_history)
+        every += [t for operand in self._cached() for t in operand if t is not None]
 
     def _cached(self) -> list[Operand]:
         """The weights that an earlier microbatch has cast, if this one reads them."""

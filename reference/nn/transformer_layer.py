@@ -215,8 +215,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             "alibi_slopes": alibi_slopes,
         }
         refuse_not_offered("TransformerLayer.forward", refused)
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        side = hidden_states.device.type
+        if torch.is_autocast_enabled(side):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(side))
         if (encoder_output is not None) != (self.layer_type == "decoder"):
             wanted = "an encoder_output" if self.layer_type == "decoder" else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
