@@ -25,9 +25,9 @@ from optimized import device as device_checks
 
 _WORTH_A_GRAPH = 3  # launches
 _retired: list[Any] = []  # graphs to be destroyed when no stream captures: there it is not permitted
-# By device and stream. What torch's ops allocate in a later graph of that stream lies in the same memory, since all of
-# it is free when a graph ends, and one runs after the other.
-_first_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+# By device and stream. What torch's ops allocate in each graph of a stream lies in the same memory, since all of it is
+# free when a graph ends, and one runs after the other.
+_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 
 _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
@@ -270,8 +270,8 @@ class Launches:
     def __init__(self) -> None:
         self._entries: list[Again] = []
         self._times = 0
-        self._graph: Any = None
-        self._stream = 0  # on which the graph may run
+        self._graph: Any = None  # CuPy's
+        self._stream = 0  # on which it may run
 
     def __del__(self) -> None:
         if self._graph is not None:
@@ -296,31 +296,35 @@ class Launches:
                 return
             if self._graph is None:
                 self._graph, self._stream = self._captured(device, stream), stream
-            self._graph.replay()
+            _runtime().graphLaunch(self._graph.graphExec, stream)
         finally:
             if previous != device:
                 torch._C._cuda_exchangeDevice(previous)
 
-    def _captured(self, device: int, stream: int) -> torch.cuda.CUDAGraph:
-        """By torch's own capture, but without the synchronisation and the emptied cache of `torch.cuda.graph`."""
+    def _captured(self, device: int, stream: int) -> Any:
+        """Not by torch's own capture: that would stop every thread's use of torch's generator."""
         _retired.clear()
-        graph, capturing = torch.cuda.CUDAGraph(), _capturing_stream(device)
-        first = _first_graphs.get((device, stream))
-        with _lock, torch.cuda.stream(capturing):
-            graph.capture_begin(None if first is None else first.pool(), capture_error_mode="relaxed")
+        if (device, stream) not in _pools:
+            _pools[device, stream] = torch.cuda.MemPool()
+        pool = _pools[device, stream]
+        capturing = _capturing_stream(device)
+        current = torch.cuda.ExternalStream(capturing.ptr, device)
+        with _lock, torch.cuda.stream(current), torch.cuda.use_mem_pool(pool, device):
+            capturing.begin_capture(_runtime().streamCaptureModeRelaxed)
             try:
                 for one in self._entries:
-                    one.again(capturing.cuda_stream)
+                    one.again(capturing.ptr)
             finally:
-                graph.capture_end()
-        _first_graphs.setdefault((device, stream), graph)
+                graph = capturing.end_capture()
         return graph
 
 
 @functools.cache
-def _capturing_stream(device: int) -> torch.cuda.Stream:
+def _capturing_stream(device: int) -> Any:
     """For captures on the current device; none of the streams that torch deals out in turn."""
-    return torch.cuda.ExternalStream(_runtime().streamCreateWithFlags(_runtime().streamNonBlocking), device)
+    from cupy.cuda import Stream
+
+    return Stream(non_blocking=True)
 
 
 @contextlib.contextmanager
