@@ -53,14 +53,8 @@ def scale_update(
     algorithm: str,
 ) -> None:
     """Update every module's `scale` `[n]` and `amax_history` `[L, n]`, fp32, in place."""
-    tensors = (*scales, *amax_histories)
-    key = (
-        fp8_max,
-        margin,
-        algorithm,
-        len(scales),
-        *[(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors],  # an address is of one device
-    )
+    addresses = [x.data_ptr() for x in (*scales, *amax_histories)]
+    key = (fp8_max, margin, algorithm, len(scales), *addresses, *[x.shape for x in amax_histories])
     tapes = _tapes.get(key)
     if tapes is not None:
         for index, launches in tapes:

@@ -116,6 +116,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
         # `Module.__setattr__` takes its time; a compiler would guard what is read.
         if torch.compiler.is_compiling() or self.fp8 != state.enabled:
+            if state.enabled:
+                self._check_fp8_sizes("under FP8 autocast")
             self.fp8 = state.enabled
         if state.enabled or state.calibrating:
             length = state.recipe.amax_history_len
@@ -242,8 +244,6 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     def call(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Call:
         """How this forward computes, from the current autocast and the input's dtype."""
-        if current().enabled:
-            self._check_fp8_sizes("under FP8 autocast")
         state, dtype = self.init_fp8_metadata(), self.activation_dtype(inp)
         if state.enabled:
             meta = self.fp8_meta["scaling_fwd"]
