@@ -11,9 +11,9 @@ addresses.
     then                       its launches, if a tape was recorded at these addresses
                                else it runs, with its tensors placed there, and is recorded
 
-cuDNN's attention puts its results where PyTorch allocates them; they are copied to places of their own. A function that
-does anything else but our own launches, allocations, views and copies of whole tensors always runs; so does one with
-more than `LARGEST` bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
+cuDNN's attention puts its results where PyTorch allocates them; they are copied to where ours would lie. A function
+that does anything else but our own launches, allocations, views and copies of whole tensors always runs; so does one
+with more than `LARGEST` bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,24 +65,19 @@ class Place(NamedTuple):
         """The tensor."""
         whole = sources[self.number]
         assert whole is not None
-        size = self.dtype.itemsize
-        if whole.dtype != self.dtype:
-            first = (whole.storage_offset() * whole.element_size() + self.offset) // size
-            made = torch.empty(0, dtype=self.dtype, device=whole.device)
-            return made.set_(whole.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
-        if (self.offset, self.shape, self.stride) == (0, whole.shape, whole.stride()):
+        if (self.offset, self.shape, self.stride, self.dtype) == (0, whole.shape, whole.stride(), whole.dtype):
             return whole
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // size)
+        first = (whole.storage_offset() * whole.element_size() + self.offset) // self.dtype.itemsize
+        made = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
 
 
 def _storage(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _place(x: Any, sources: Sequence[torch.Tensor | None]) -> Any:
-    """Where a tensor lies (number -1: in none of them); what is no tensor, as it is."""
-    if not isinstance(x, torch.Tensor):
-        return x
+def _place(x: torch.Tensor, sources: Sequence[torch.Tensor | None]) -> Place:
+    """Where a tensor lies (number -1: in none of them)."""
     storage = _storage(x)
     for number, whole in enumerate(sources):
         if whole is not None and _storage(whole) == storage:
@@ -296,7 +291,7 @@ class Kind:
         rooms: list[Any] = [(places[where], offset) for where, offset in self.rooms]
         with launch.recording(tape), _Record(rooms, tape) as watch:
             found, kept = run()
-        places_kept = [_place(x, sources) for x in kept]
+        places_kept = [None if x is None else _place(x, sources) for x in kept]
         needed = sorted({place.number for place in places_kept if place is not None})
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places_kept]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))

@@ -263,6 +263,41 @@ def test_a_layer_has_the_same_bits_with_tapes(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["exact", "cudnn"])
+def test_tapes_within_a_capture_of_the_users(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launches become part of it, and memory that a tape's own graph uses does not."""
+    torch.manual_seed(1)
+    layer = optimized.TransformerLayer(
+        *(64, 128, 4), hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16, attention_backend=backend
+    )
+    other = copy.deepcopy(layer)
+    x = torch.randn(25, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+
+    def step(layer: torch.nn.Module) -> list[torch.Tensor]:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        with te.autocast(recipe=RECIPE):
+            out = layer(x)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    for _ in range(5):
+        step(layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            results = step(layer)
+    graph.replay()
+    actual = [one.cpu() for one in results]
+    monkeypatch.setattr(autograd, "player", autograd.Plain())
+    for _ in range(8):
+        expected = step(other)
+    for a, b in zip(actual, expected, strict=True):
+        assert_same_bits(a, b)
+    assert sum(kind.hits for kind in tape._kinds.values()) >= 2
+
+
+@pytest.mark.gpu
 def test_a_parameter_changed_between_forward_and_backward_is_noticed() -> None:
     layer = optimized.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16)
     for _ in range(4):
