@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optimized import compiler, measure
-from optimized.bench import cast
+from optimized.bench import cast, gemm
 
 
 def test_provenance_names_what_a_reader_needs() -> None:
@@ -44,6 +44,12 @@ def test_summary_is_the_median_with_its_spread() -> None:
     assert measure.summary([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0}
     found = measure.summary([float(i) for i in range(101)])
     assert found == {"median": 50.0, "p10": 10.0, "p90": 90.0}
+
+
+def test_the_fastest_is_not_chosen_by_the_samples_that_it_is_compared_by() -> None:
+    lucky, steady = [1.0, 9.0, 1.0, 9.0], [5.0, 6.0, 7.0, 8.0]
+    assert gemm.fastest({"lucky": lucky, "steady": steady}) == [5.0, 9.0, 7.0, 9.0]
+    assert gemm.fastest({"steady": steady}) == steady
 
 
 def test_bytes_of_the_casts() -> None:
