@@ -71,7 +71,7 @@ __device__ __forceinline__ void cast_run(
                 float column[RUN];
 #pragma unroll
                 for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], 4 * w + i);
-                run[i] = run_sum(column);
+                run[i] = halving_sum(column);
             }
             const int first = 4 * w + block_sum<4>(run, sum);
             if (WHOLE || out.partial != nullptr) out.partial[first] = sum[0];

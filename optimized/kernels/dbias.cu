@@ -13,6 +13,7 @@
 // warp 64 rows at a time, in turn. Every block of the cluster adds an eighth of the columns: sums go to its shared
 // memory, where a barrier counts their bytes. So one launch does it all.
 #include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/store_async.cuh"
@@ -33,17 +34,6 @@ constexpr int STRIP = 8 * COLUMNS;
 constexpr int SHARE = STRIP / CLUSTER;  // columns that a block adds up
 constexpr int SUMS = (COLUMNS + 3) / 4;  // of 64 rows that a lane ends with
 constexpr int AT_ONCE = 256;               // blocks of 64 rows whose sums are in shared memory at a time
-
-// run_sum of row_sum.cuh, whose loop NVRTC leaves a loop where it is called in one.
-template <int H = RUN / 2>
-__device__ __forceinline__ float halved(float (&v)[RUN]) {
-#pragma unroll
-    for (int r = 0; r < H; ++r) v[r] = v[r] + v[r + H];
-    if constexpr (H == 1)
-        return v[0];
-    else
-        return halved<H / 2>(v);
-}
 
 extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 5) void dbias(
     const wide_t* __restrict__ grad, wide_t* __restrict__ out, int rows, int cols) {
@@ -83,13 +73,13 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
                 float column[RUN];
 #pragma unroll
                 for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], c);
-                run[c] = halved(column);
+                run[c] = halving_sum(column);
             }
 #else
             float column[RUN];
 #pragma unroll
             for (int r = 0; r < RUN; ++r) column[r] = r < left ? widen(from[r * stride]) : 0.0f;
-            run[0] = halved(column);
+            run[0] = halving_sum(column);
 #endif
             const int at = within + block_sum<COLUMNS>(run, sum);
             wait_for_blocks();
@@ -123,33 +113,32 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
 constexpr int TOTAL_COLS = 32;
 constexpr int TOTAL_THREADS = 256;
 constexpr int CHUNK = 128;  // blocks staged at a time: 8192 rows
+constexpr int AHEAD = 32;   // of them whose sums are on the way to registers at once
+constexpr int PIECES = TOTAL_COLS / 4;  // of 16 bytes
 
 // The additions of a column form a chain; what must not wait for one another are the loads. So all threads fetch
-// a chunk of partial sums, and one warp adds it from shared memory.
+// a chunk of partial sums, and one warp adds it from shared memory. cols is a multiple of 4.
 extern "C" __global__ __launch_bounds__(TOTAL_THREADS) void total(
     const float* __restrict__ partial, wide_t* __restrict__ dbias, int blocks, int cols) {
-    __shared__ float chunk[CHUNK][TOTAL_COLS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int col = blockIdx.x * TOTAL_COLS + lane;
-    float sum = 0.0f;
+    __shared__ __align__(16) float chunk[CHUNK][TOTAL_COLS];
+    const int first_col = blockIdx.x * TOTAL_COLS, piece = threadIdx.x % PIECES * 4;
+    float sum = blocks > 0 ? -0.0f : 0.0f;  // adding to -0 changes no number, not even -0
     for (int first = 0; first < blocks; first += CHUNK) {
         const int here = min(CHUNK, blocks - first);
-        float v[CHUNK / (TOTAL_THREADS / 32)];
 #pragma unroll
-        for (int i = 0; i < CHUNK / (TOTAL_THREADS / 32); ++i) {
-            const int b = i * (TOTAL_THREADS / 32) + warp;
-            v[i] = b < here && col < cols ? partial[static_cast<size_t>(first + b) * cols + col] : 0.0f;
+        for (int i = 0; i < CHUNK / (TOTAL_THREADS / PIECES); ++i) {
+            const int b = i * (TOTAL_THREADS / PIECES) + threadIdx.x / PIECES;
+            if (b < here && first_col + piece < cols)
+                cp_async_16(&chunk[b][piece], partial + static_cast<size_t>(first + b) * cols + first_col + piece);
         }
-        __syncthreads();  // the chunk before has been added
-#pragma unroll
-        for (int i = 0; i < CHUNK / (TOTAL_THREADS / 32); ++i) chunk[i * (TOTAL_THREADS / 32) + warp][lane] = v[i];
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
         __syncthreads();
-        if (warp == 0) {
-            // Not 0 + block 0's sum: that would turn -0 into +0.
-            if (first == 0) sum = chunk[0][lane];
-#pragma unroll 8
-            for (int b = first == 0 ? 1 : 0; b < here; ++b) sum = sum + chunk[b][lane];
+        if (threadIdx.x < TOTAL_COLS) {
+#pragma unroll AHEAD
+            for (int b = 0; b < here; ++b) sum = sum + chunk[b][threadIdx.x];
         }
+        __syncthreads();  // it has been added
     }
-    if (warp == 0 && col < cols) dbias[col] = narrow(sum);
+    if (threadIdx.x < TOTAL_COLS && first_col + threadIdx.x < cols) dbias[first_col + threadIdx.x] = narrow(sum);
 }

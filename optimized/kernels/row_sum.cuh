@@ -11,13 +11,15 @@ constexpr unsigned ALL = 0xFFFFFFFFu;
 constexpr int RUN = 16;  // rows of a thread
 constexpr int BLOCK_ROWS = 4 * RUN;
 
-// The halving tree over the 16 rows of one column.
-__device__ __forceinline__ float run_sum(float (&v)[RUN]) {
+// The halving tree over N rows of one column. By recursion: NVRTC leaves such a loop a loop in some callers.
+template <int N, int H = N / 2>
+__device__ __forceinline__ float halving_sum(float (&v)[N]) {
 #pragma unroll
-    for (int h = RUN / 2; h > 0; h /= 2)
-#pragma unroll
-        for (int r = 0; r < h; ++r) v[r] = v[r] + v[r + h];
-    return v[0];
+    for (int r = 0; r < H; ++r) v[r] = v[r] + v[r + H];
+    if constexpr (H == 1)
+        return v[0];
+    else
+        return halving_sum<N, H / 2>(v);
 }
 
 // The tree over the four runs, for N columns (1 or a multiple of 4) of a lane's group. Lanes trade halves:
