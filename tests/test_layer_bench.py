@@ -1,6 +1,7 @@
 """`twin bench layer`: what it counts, and that its contestants compute the same layer."""
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -91,6 +92,14 @@ def test_the_table_has_a_row_per_contestant() -> None:
     assert linear.rows == (("Linear", "yes", "0.500"),)
     (ops,) = tables.layer_ops(payload)
     assert ops.rows == (("gemm_fp8", "1×2×3", "2", "0.500", "7.00 TFLOP", "90 %"),)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+def test_on_one_core() -> None:
+    before = os.sched_getaffinity(0)
+    with layer.on_one_core():
+        assert os.sched_getaffinity(0) == {max(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_what_a_step_holds_for_backward() -> None:

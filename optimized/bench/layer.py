@@ -3,19 +3,22 @@
 
 The contestants (bench/layer_models.py) run in turn, in blocks of a few steps between two synchronisations on the host's
 clock: what a training loop waits for, launches included; of the small layer's blocks the first steps are not counted
-(`timed`). Beside them, in the same turns, stands what cannot be avoided:
-cuBLASLt's twelve FP8 products (fprop with fast accumulation, dgrad and wgrad split) and cuDNN's attention. Memory is
-what torch's allocator held at most, weights, gradients and activations of that contestant included.
+(`timed`), and they are measured once more with the process on one core (`on_one_core`). Beside them, in the same turns,
+stands what cannot be avoided: cuBLASLt's twelve FP8 products (fprop with fast accumulation, dgrad and wgrad split) and
+cuDNN's attention. Memory is what torch's allocator held at most, weights, gradients and activations of that contestant
+included.
 
 The breakdown is one step behind a GPU that is kept busy, so that events around each op measure its kernels and not the
 host. What an op must move (every tensor in and out, once) or compute is compared with the same run's ceiling: the same
 product by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
 """
 
+import contextlib
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +59,23 @@ def timed(
             if repeat:
                 samples[name].append((time.perf_counter() - start) * 1e3 / inner)
     return samples
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """This process's threads on one core: autograd's own, woken on another, finds no caches there (Linux)."""
+    cores = os.sched_getaffinity(0)
+    _run_on({max(cores)})
+    try:
+        yield
+    finally:
+        _run_on(cores)
+
+
+def _run_on(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(int(thread), cores)
 
 
 def products(case: Case) -> dict[str, Callable[[], object]]:
@@ -252,11 +272,17 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
         "cuDNN's attention": lambda steps: [call() for _ in range(steps) for call in attended.values()],
     }
     blocks = {one.title: one.block for one, _ in entrants}
-    inner, before = (4, 0) if case.tokens > 1024 else (20, 3)
+    small = case.tokens <= 1024
+    inner, before = (20, 3) if small else (4, 0)
     samples = timed({**blocks, **parts}, repeats, inner, before)
     times = {name: measure.spread(values) for name, values in samples.items()}
     ceilings = _ceilings(case, {**twelve, **attended})
     rows = _rows(entrants, times)
+    if small:
+        with on_one_core():
+            samples = timed(blocks, repeats, inner, before)
+        for row, (one, _) in zip(rows, entrants, strict=True):
+            row["ms_on_one_core"] = measure.spread(samples[one.title])
     for row, (one, _) in zip(rows, entrants, strict=True):
         if one.name in BROKEN_DOWN:
             row["ops"] = breakdown(one, ceilings)
