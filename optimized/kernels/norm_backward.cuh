@@ -28,13 +28,14 @@ __device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
 __device__ __forceinline__ bool inside(int vector, int left) { return WHOLE || vector * STRIPE < left; }
 
 // `from`: the thread's first element of the row; `left`: elements from there to the row's end.
+template <bool kThroughL1 = false>
 __device__ __forceinline__ void fetch(uint4* mine, const wide_t* from, int left) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
         if (inside(i, left))
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                cp_async_16(mine + (i * PIECES + p) * THREADS, from + i * STRIPE + p * LANES);
+                cp_async_16<kThroughL1>(mine + (i * PIECES + p) * THREADS, from + i * STRIPE + p * LANES);
 }
 
 // A thread's columns: the sums over the rows so far.

@@ -40,15 +40,15 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         if (row < end) {
             uint4* const mine = arriving + stage * 2 * TENSOR + threadIdx.x;
             const size_t at = static_cast<size_t>(row) * hidden + column;
-            fetch(mine, grad + at, left);
-            fetch(mine + TENSOR, x + at, left);
+            fetch<true>(mine, grad + at, left);
+            fetch<true>(mine + TENSOR, x + at, left);
         }
         cp_async_commit_group();  // an empty group too, so that the count of groups is that of rows
     };
     uint4* const residual_row = residual == nullptr ? nullptr : arriving + STAGES * 2 * TENSOR + threadIdx.x;
     const auto fetch_residual = [&](int row) {
         if (residual != nullptr && row < end)
-            fetch(residual_row, residual + static_cast<size_t>(row) * hidden + column, left);
+            fetch<true>(residual_row, residual + static_cast<size_t>(row) * hidden + column, left);
         cp_async_commit_group();
     };
 #pragma unroll

@@ -4,10 +4,21 @@
 // wait_group; other threads need a barrier as well.
 #pragma once
 
-// Queue a copy of 16 bytes, both addresses 16-byte aligned; past L1.
+// Queue a copy of 16 bytes, both addresses 16-byte aligned; past L1, or through it: the faster way where L1 has room, 64
+// KB or so (docs/activation.md).
+template <bool kThroughL1 = false>
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+    if constexpr (kThroughL1)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+
+// The same through L1; zeros, and nothing read, if not `there`.
+__device__ __forceinline__ void cp_async_16_or_zeros(void* shared, const void* global, bool there) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared)), size = there ? 16 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(size) : "memory");
 }
 
 // Close a group: the copies queued since the last one (possibly none).
