@@ -41,15 +41,20 @@ class Kernel:
         name: the function in it (declared `extern "C"`).
         defines: preprocessor macros of this configuration.
         max_dynamic_smem: bytes of dynamic shared memory that launches may ask for (at most 232448).
+        carveout: how much of a multiprocessor's 228 KB its blocks should share at most, in percent; the rest is L1's.
+            -1: as much as the most blocks take.
     """
 
-    __slots__ = ("_functions", "_handles", "defines", "kernel", "max_dynamic_smem", "name")
+    __slots__ = ("_functions", "_handles", "carveout", "defines", "kernel", "max_dynamic_smem", "name")
 
-    def __init__(self, kernel: str, name: str, defines: dict[str, int | str], max_dynamic_smem: int) -> None:
+    def __init__(
+        self, kernel: str, name: str, defines: dict[str, int | str], max_dynamic_smem: int, carveout: int
+    ) -> None:
         self.kernel = kernel
         self.name = name
         self.defines = defines
         self.max_dynamic_smem = max_dynamic_smem
+        self.carveout = carveout
         self._functions: list[Any] = []  # CuPy's, which keep the modules loaded
         self._handles: dict[int, int] = {}
 
@@ -75,6 +80,9 @@ class Kernel:
             function = module.get_function(self.name)
             if self.max_dynamic_smem > 48 * 1024:
                 _allow_shared_memory(function, self.max_dynamic_smem)
+            if self.carveout >= 0:
+                attribute = _driver().CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                _driver().funcSetAttribute(function.ptr, attribute, self.carveout)
             self._functions.append(function)
             self._handles[index] = function.ptr
             return self._handles[index]
@@ -204,16 +212,22 @@ _thread = _Thread()
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
-def function(kernel: str, name: str, defines: compiler.Defines | None = None, max_dynamic_smem: int = 0) -> Kernel:
+def function(
+    kernel: str,
+    name: str,
+    defines: compiler.Defines | None = None,
+    max_dynamic_smem: int = 0,
+    carveout: int = -1,
+) -> Kernel:
     """The function `name` of `kernels/<kernel>.cu` compiled with `defines`; one object per configuration.
 
     Nothing is compiled or loaded before the first launch, so this works at import, without CuPy or a GPU.
     """
-    configuration = (kernel, name, tuple(sorted((defines or {}).items())), max_dynamic_smem)
+    configuration = (kernel, name, tuple(sorted((defines or {}).items())), max_dynamic_smem, carveout)
     with _lock:
         found = _kernels.get(configuration)
         if found is None:
-            found = _kernels[configuration] = Kernel(kernel, name, dict(defines or {}), max_dynamic_smem)
+            found = _kernels[configuration] = Kernel(kernel, name, dict(defines or {}), max_dynamic_smem, carveout)
         return found
 
 

@@ -7,162 +7,80 @@
 //
 // n = 2 m where gated, else m; v has a multiple of 16 columns. x and grad fp32, bf16 or fp16 (WIDE).
 //
-// Bound by memory, with the plan of cast_transpose.cu: a thread owns 16 rows of COLUMNS columns of y (and of both
-// halves of dx), a warp 4 such runs by 8 column groups, and ACROSS warps stand side by side. Up to three inputs and
-// two outputs are too much for the registers at once, so a thread takes its even rows first and then its odd ones:
-// the halving tree of the sums has those as subtrees, and interleaving their codes is the last step of the
-// transposition. UNROLL 2 lets the compiler have the loads of both in flight, UNROLL 1 does not.
+// Bound by memory. A block of threads takes 64 rows by 256 bytes of y's columns. All that it reads is on its way to
+// shared memory at once and holds no register (loaded to registers, half of the loads ended up behind the arithmetic on
+// the others). Then the plan of cast_transpose.cu: a thread owns 16 rows of four columns of y (and of both halves of
+// dx), a warp 4 such runs by 8 column groups, and the transposition happens in registers. Rows are evaluated in the
+// order in which the sums' halving tree wants them, so that few sums wait for others.
 #include "activation.cuh"
+#include "ptx/cp_async.cuh"
 #include "quantize.cuh"
 #include "row_sum.cuh"
+#include "transpose.cuh"
 
-constexpr int WARPS = 4;
+constexpr int WARPS = sizeof(wide_t) == 2 ? 4 : 2;  // side by side: 256 bytes of a row
 constexpr int THREADS = 32 * WARPS;
-constexpr int WARP_COLS = 8 * COLUMNS;
-constexpr int TILE_ROWS = WARPS / ACROSS * BLOCK_ROWS, TILE_COLS = ACROSS * WARP_COLS;
-constexpr int WORDS = COLUMNS / 4;  // words of codes a row of a thread
-constexpr int ROWS = RUN / 2;       // rows of one parity
+constexpr int COLUMNS = 4;  // of a thread
+constexpr int WARP_COLS = 8 * COLUMNS, TILE_COLS = WARPS * WARP_COLS;
 constexpr int OUTPUTS = BACKWARD ? HALVES : 1;
-static_assert(COLUMNS % 4 == 0 && COLUMNS <= LANES, "a thread's columns are whole words of codes, one load at most");
+constexpr int INPUTS = HALVES + BACKWARD;  // x, its second half where gated, grad
 
-// Where a thread reads and writes; rows are `cols` (grad, y) or twice that (x, dx of the gated kinds) apart.
-struct Place {
-    const wide_t* grad;
-    const wide_t* x;
-    unsigned char* q;
-    unsigned char* q_t;
-    float* partial;  // null for a lane beyond the last column
-    size_t cols, q_t_stride;
-};
+// Inputs lie one after the other. The runs of 16 rows are 64 bytes further apart than their bytes, so that in 16 bits
+// two runs of a warp lie in different banks.
+constexpr int ROW_BYTES = TILE_COLS * sizeof(wide_t), PIECES = ROW_BYTES / 16;
+constexpr int ROWS_AT_ONCE = THREADS / PIECES;
+constexpr int PADDING = 64, RUN_BYTES = RUN * ROW_BYTES + PADDING, INPUT_BYTES = 4 * RUN_BYTES;
+static_assert(RUN % ROWS_AT_ONCE == 0, "rows that are fetched at once belong to one run");
 
-struct Loaded {
-    Vector<COLUMNS> x1, x2, grad;
-};
-
-__device__ __forceinline__ Loaded load_row(const Place& at, int r) {
-    Loaded in = {};
-    in.x1 = load_once<COLUMNS>(at.x + r * HALVES * at.cols);
-    if constexpr (GATED) in.x2 = load_once<COLUMNS>(at.x + (r * HALVES + 1) * at.cols);
-    if constexpr (BACKWARD) in.grad = load_once<COLUMNS>(at.grad + r * at.cols);
-    return in;
+// A tile's rows of one input, `from` being the thread's first piece; zeros from the `left`-th row after it on.
+__device__ __forceinline__ void fetch(unsigned char* to, const wide_t* from, size_t stride, int left) {
+#pragma unroll
+    for (int r = 0; r < BLOCK_ROWS; r += ROWS_AT_ONCE)
+        cp_async_16_or_zeros(to + threadIdx.x * 16 + r * ROW_BYTES + r / RUN * PADDING, from + r * stride, r < left);
 }
 
-__device__ __forceinline__ void evaluate(const Loaded& in, int i, float (&v)[OUTPUTS]) {
-    const float x1 = widen(in.x1, i), x2 = widen(in.x2, i);
+// What a thread makes of its 16 rows of four columns: codes, a row a word; and their sums.
+struct Rows {
+    unsigned codes[OUTPUTS][RUN];
+    float amax;
+};
+
+// Rows R, R + H, R + 2 H, ...: the halving tree adds the sum of every other one to that of the rest.
+template <int H = 1, int R = 0>
+__device__ __forceinline__ void cast_rows(
+    const unsigned char* fetched, float scale, Rows& rows, float (&sum)[OUTPUTS][COLUMNS]) {
+    if constexpr (H < RUN) {
+        float other[OUTPUTS][COLUMNS];
+        cast_rows<2 * H, R>(fetched, scale, rows, sum);
+        cast_rows<2 * H, R + H>(fetched, scale, rows, other);
+#pragma unroll
+        for (int o = 0; o < OUTPUTS; ++o)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) sum[o][c] = sum[o][c] + other[o][c];
+    } else {
+        Vector<COLUMNS> in[3] = {};  // x1, x2 where gated, grad
+#pragma unroll
+        for (int i = 0; i < INPUTS; ++i)
+            in[i < HALVES ? i : 2] =
+                *reinterpret_cast<const Vector<COLUMNS>*>(fetched + i * INPUT_BYTES + R * ROW_BYTES);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            float v[OUTPUTS];
 #if BACKWARD
-    backward(widen(in.grad, i), x1, x2, v);
+            backward(widen(in[2], c), widen(in[0], c), widen(in[1], c), v);
 #else
-    v[0] = forward(x1, x2);
+            v[0] = forward(widen(in[0], c), widen(in[1], c));
 #endif
-}
-
-// The part of row_sum.cuh's halving tree that lies among rows of one parity.
-__device__ __forceinline__ float parity_sum(float (&v)[ROWS]) {
-#pragma unroll
-    for (int h = ROWS / 2; h > 0; h /= 2)
-#pragma unroll
-        for (int r = 0; r < h; ++r) v[r] = v[r] + v[r + h];
-    return v[0];
-}
-
-// Codes of rows 4 j + p and 4 j + 2 + p of one parity p: columns 0 and 1 in `low`, first row in the low byte of each.
-struct Pairs {
-    unsigned low[ROWS / 2], high[ROWS / 2];
-};
-
-// One thread's 16 rows. `left` is how many of them there are (WHOLE: all); a missing one is computed from zeros, which
-// give +0 in every sum.
-template <bool WHOLE>
-__device__ __forceinline__ void cast_run(const Place& at, int left, float scale, float& amax) {
-    Pairs even[OUTPUTS][WORDS], odd[OUTPUTS][WORDS] = {};
-#if BACKWARD
-    float run[OUTPUTS][COLUMNS];
-#endif
-#pragma unroll UNROLL
-    for (int parity = 0; parity < 2; ++parity) {
-        Loaded in[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-            in[i] = WHOLE || parity + 2 * i < left ? load_row(at, parity + 2 * i) : Loaded{};
-        unsigned codes[OUTPUTS][ROWS][WORDS];
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            float v[OUTPUTS][4][ROWS];
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    float element[OUTPUTS];
-                    evaluate(in[i], 4 * w + c, element);
-#pragma unroll
-                    for (int o = 0; o < OUTPUTS; ++o) {
-                        amax = amax_of(amax, element[o]);
-                        v[o][c][i] = element[o];
-                    }
-                }
-#pragma unroll
-                for (int o = 0; o < OUTPUTS; ++o) {
-                    const unsigned code =
-                        quantize2(v[o][0][i], v[o][1][i], scale) | quantize2(v[o][2][i], v[o][3][i], scale) << 16;
-                    // Not left to 0 * scale, which is NaN if scale is infinite.
-                    codes[o][i][w] = WHOLE || parity + 2 * i < left ? code : 0;
-                }
-            }
 #pragma unroll
             for (int o = 0; o < OUTPUTS; ++o) {
-                even[o][w] = odd[o][w];
-#pragma unroll
-                for (int j = 0; j < ROWS / 2; ++j) {
-                    odd[o][w].low[j] = __byte_perm(codes[o][2 * j][w], codes[o][2 * j + 1][w], 0x5140);
-                    odd[o][w].high[j] = __byte_perm(codes[o][2 * j][w], codes[o][2 * j + 1][w], 0x7362);
-                }
-#if BACKWARD
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    const float sum = parity_sum(v[o][c]);
-                    run[o][4 * w + c] = parity == 0 ? sum : run[o][4 * w + c] + sum;
-                }
-#endif
+                rows.amax = amax_of(rows.amax, v[o]);
+                sum[o][c] = v[o];
             }
         }
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) {
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int r = parity + 2 * i;
-                if (WHOLE || r < left) {
-                    unsigned char* q = at.q + (r * OUTPUTS + o) * at.cols;
-                    if constexpr (WORDS == 2)
-                        *reinterpret_cast<uint2*>(q) = make_uint2(codes[o][i][0], codes[o][i][1]);
-                    else
-                        *reinterpret_cast<unsigned*>(q) = codes[o][i][0];
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int o = 0; o < OUTPUTS; ++o) {
-        if (WHOLE || left > 0) {
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) {
-                const Pairs &e = even[o][c / 4], &d = odd[o][c / 4];
-                unsigned column[4];  // 16 codes
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    column[j] = c % 4 < 2 ? __byte_perm(e.low[j], d.low[j], c % 2 ? 0x7362 : 0x5140)
-                                          : __byte_perm(e.high[j], d.high[j], c % 2 ? 0x7362 : 0x5140);
-                *reinterpret_cast<uint4*>(at.q_t + (o * at.cols + c) * at.q_t_stride) =
-                    make_uint4(column[0], column[1], column[2], column[3]);
-            }
-        }
-#if BACKWARD
-        float sum[COLUMNS / 4];
-        const int column = block_sum<COLUMNS>(run[o], sum);
-        if (WHOLE || at.partial != nullptr) {
-#pragma unroll
-            for (int c = 0; c < COLUMNS / 4; ++c) at.partial[o * at.cols + column + c] = sum[c];
-        }
-#endif
+        for (int o = 0; o < OUTPUTS; ++o)
+            rows.codes[o][R] =
+                quantize2(sum[o][0], sum[o][1], scale) | quantize2(sum[o][2], sum[o][3], scale) << 16;
     }
 }
 
@@ -171,29 +89,62 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
     const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const float* __restrict__ scale_slot,
     float* amax_slot, unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
+    extern __shared__ __align__(16) unsigned char fetched[];
+    const int tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);  // of a row of tiles
+    const int first_row = blockIdx.x / tiles * BLOCK_ROWS, first_col = blockIdx.x % tiles * TILE_COLS;
+    const size_t m = cols, q_t_stride = (static_cast<size_t>(rows) + 15) / 16 * 16;
+    {
+        const int row = first_row + threadIdx.x / PIECES, col = first_col + threadIdx.x % PIECES * LANES;
+        const int left = col < cols ? rows - row : 0;
+        // What is not there is not read, but its address exists.
+        const size_t r = left > 0 ? row : 0, c = left > 0 ? col : 0;
+        fetch(fetched, x + r * HALVES * m + c, HALVES * m, left);
+        if constexpr (GATED) fetch(fetched + INPUT_BYTES, x + (r * HALVES + 1) * m + c, HALVES * m, left);
+        if constexpr (BACKWARD) fetch(fetched + HALVES * INPUT_BYTES, grad + r * m + c, m, left);
+        cp_async_commit_group();
+    }
+    const int lane = threadIdx.x % 32, run = lane / 8;
+    const int within = threadIdx.x / 32 * WARP_COLS + lane % 8 * COLUMNS;
+    const int row = first_row + run * RUN, col = first_col + within;
+    const int left = col < cols ? max(min(rows - row, RUN), 0) : 0;  // rows of the thread that exist
     const float scale = *scale_slot;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int column_tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);
-    const int tile_row = blockIdx.x / column_tiles, tile_col = blockIdx.x % column_tiles;
-    const int block_row = tile_row * TILE_ROWS + warp / ACROSS * BLOCK_ROWS;
-    const int row = block_row + lane / 8 * RUN;
-    const int col = tile_col * TILE_COLS + warp % ACROSS * WARP_COLS + lane % 8 * COLUMNS;
-    float amax = 0.0f;
+    q += static_cast<size_t>(row) * OUTPUTS * m + col;
+    q_t += col * q_t_stride + row;
+    cp_async_wait_group<0>();
+    __syncthreads();
 
-    if (block_row < rows) {
-        // A lane beyond the last column takes part in the shuffles with no rows, at an address that exists.
-        const bool inside = col < cols;
-        const size_t m = cols, q_t_stride = (static_cast<size_t>(rows) + 15) / 16 * 16;
-        const size_t r = inside ? row : 0, c = inside ? col : 0;
-        float* sums = inside ? partial + block_row / BLOCK_ROWS * OUTPUTS * m + c : nullptr;
-        const Place at = {grad + r * m + c, x + r * HALVES * m + c, q + r * OUTPUTS * m + c,
-                          q_t + c * q_t_stride + r, sums, m, q_t_stride};
-        if (block_row + BLOCK_ROWS <= rows && (tile_col + 1) * TILE_COLS <= cols) {
-            cast_run<true>(at, RUN, scale, amax);
-        } else {
-            cast_run<false>(at, inside ? max(min(rows - row, RUN), 0) : 0, scale, amax);
+    Rows mine;
+    mine.amax = 0.0f;
+    float sums[OUTPUTS][COLUMNS];
+    cast_rows(fetched + run * RUN_BYTES + within * sizeof(wide_t), scale, mine, sums);
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; ++o) {
+        unsigned columns[4][COLUMNS];  // [group of four rows][column]
+#pragma unroll
+        for (int g = 0; g < 4; ++g) {
+            const unsigned* const codes = mine.codes[o] + 4 * g;
+            transpose4(codes[0], codes[1], codes[2], codes[3], columns[g]);
+            // The code of a row that is not there is not left to 0 * scale, which is NaN if scale is infinite.
+            const int there = min(max(left - 4 * g, 0), 4);
+            const unsigned mask = there == 4 ? ~0u : (1u << 8 * there) - 1;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) columns[g][c] &= mask;
         }
+        if (left > 0) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                *reinterpret_cast<uint4*>(q_t + (o * m + c) * q_t_stride) =
+                    make_uint4(columns[0][c], columns[1][c], columns[2][c], columns[3][c]);
+        }
+#pragma unroll
+        for (int r = 0; r < RUN; ++r)
+            if (r < left) *reinterpret_cast<unsigned*>(q + (r * OUTPUTS + o) * m) = mine.codes[o][r];
+#if BACKWARD
+        float sum[1];
+        const int column = col + block_sum<COLUMNS>(sums[o], sum);
+        if (col < cols && first_row < rows) partial[(first_row / BLOCK_ROWS * OUTPUTS + o) * m + column] = sum[0];
+#endif
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<WARPS>(amax, amax_slot);
+    if (amax_slot != nullptr) commit_amax<WARPS>(mine.amax, amax_slot);
 }

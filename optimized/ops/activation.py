@@ -21,33 +21,31 @@ from reference.ops.library import LIBRARY
 KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
 _THREADS = 128
 _ROWS = 4  # of a block of kernels/activation.cu
-_WARPS = 4  # of a block of kernels/activation_cast_transpose.cu, each 64 rows by 8 groups of columns
+# A tile of kernels/activation_cast_transpose.cu: 64 rows, 256 bytes of each and 64 more after 16 of them.
+_TILE_ROWS, _ROW_BYTES = 64, 256
+_TILE_BYTES = _TILE_ROWS * _ROW_BYTES + 4 * 64
+_CARVEOUT = 70  # percent: 164 KB of shared memory. What is read passes through L1, and 60 KB would starve it
 
 Defines = dict[str, int | str]
+
+
+def _inputs(kind: str, backward: bool) -> int:
+    """Matrices of y's shape that the kernel with the cast reads."""
+    return (2 if kind in GATED else 1) + backward
 
 
 def cast_defines(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> Defines:
     """The macros of one configuration of kernels/activation_cast_transpose.cu.
 
-    A thread's columns, whether the loads of all its rows are in flight, the blocks that must fit a multiprocessor,
-    and how many of a block's four warps stand side by side: the fastest measured (docs/activation.md), among those
-    that keep everything in registers.
+    The blocks that must fit a multiprocessor are as many as its shared memory has room for, or enough
+    (docs/activation.md).
     """
-    if backward:
-        columns, unroll, blocks, across = (4, 1, 3, 2) if x == torch.float32 else (4, 1, 4 if kind in GATED else 5, 4)
-    elif x == torch.float32:
-        columns, unroll, blocks, across = (4, 2, 3, 2) if kind in GATED else (4, 1, 4, 2)
-    else:
-        columns, unroll, blocks, across = 8, 1, 4, 2
     return {
         "KIND": KIND[kind],
         "WIDE": WIDE[x],
         "FP8": FP8[q],
         "BACKWARD": int(backward),
-        "COLUMNS": columns,
-        "UNROLL": unroll,
-        "ACROSS": across,
-        "BLOCKS": blocks,
+        "BLOCKS": {1: 6, 2: 4, 3: 3}[_inputs(kind, backward)],
     }
 
 
@@ -71,12 +69,12 @@ def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
 
 
 @cache
-def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> tuple[launch.Kernel, int, int]:
-    """The kernel, and the rows and columns of y that a block of it takes."""
+def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> tuple[launch.Kernel, int]:
+    """The kernel, and the bytes of shared memory that a tile of all that it reads takes."""
     macros = cast_defines(kind, x, q, backward)
-    kernel = launch.function("activation_cast_transpose", "activation_cast_transpose", macros)
-    across = int(macros["ACROSS"])
-    return kernel, _WARPS // across * 64, across * 8 * int(macros["COLUMNS"])
+    shared = _inputs(kind, backward) * _TILE_BYTES
+    name = "activation_cast_transpose"
+    return launch.function(name, name, macros, shared, _CARVEOUT), shared
 
 
 def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> None:
@@ -139,10 +137,11 @@ def _cast(
         np.int32(rows),
         np.int32(m),
     ]
-    kernel, tile_rows, tile_cols = _casting(kind, x.dtype, dtype, grad is not None)
+    kernel, shared = _casting(kind, x.dtype, dtype, grad is not None)
     # At least one block: it writes scale_inv.
-    grid = (max(1, -(-rows // tile_rows) * -(-m // tile_cols)),)
-    launch.launch(kernel, grid, (_THREADS,), args, device=x.device.index)
+    tile_cols = _ROW_BYTES // x.element_size()
+    grid = (max(1, -(-rows // _TILE_ROWS) * -(-m // tile_cols)),)
+    launch.launch(kernel, grid, (tile_cols,), args, shared, device=x.device.index)
     return q, q_t, scale_inv
 
 
