@@ -164,17 +164,18 @@ class _Arguments:
 class Launch:
     """A launch to be made again: the kernel, its grid, and arguments of its own."""
 
-    __slots__ = ("_arguments", "_head", "_pointers")
+    __slots__ = ("_arguments", "_early", "_head", "_pointers")
 
-    def __init__(self, kernel: Kernel, head: tuple[int, ...], args: Sequence[Any]) -> None:
+    def __init__(self, kernel: Kernel, head: tuple[int, ...], args: Sequence[Any], early: bool) -> None:
         block = _Arguments(kernel, args)
         self._head = head  # handle, grid, block, bytes of shared memory
+        self._early = early
         self._pointers = block.fill(args)
         self._arguments = (block, args)  # with the structs that it points to
 
     def again(self, stream: int) -> None:
         """Launch it on the current device."""
-        _driver().launchKernel(*self._head, stream, self._pointers, 0)
+        _start(self._head, stream, self._pointers, self._early)
 
 
 class Copy:
@@ -239,6 +240,7 @@ def launch(
     smem: int = 0,
     *,
     device: int,
+    early: bool = False,
 ) -> None:
     """Launch a kernel on torch's current stream of a device.
 
@@ -251,6 +253,7 @@ def launch(
             (a tensor map: its `.argument`).
         smem: bytes of dynamic shared memory.
         device: index of the CUDA device on which the tensors are (`tensor.device.index`).
+        early: whether it may start while the kernel before it ends (kernels/ptx/grid.cuh), for which it waits itself.
     """
     previous = torch._C._cuda_exchangeDevice(device)
     try:
@@ -263,9 +266,9 @@ def launch(
         pointers = block_of_arguments.fill(args)
         stream = torch._C._cuda_getCurrentRawStream(device)
         head = (handle, *_three(grid), *_three(block), smem)
-        _driver().launchKernel(*head, stream, pointers, 0)
+        _start(head, stream, pointers, early)
         if _thread.tape is not None:
-            _thread.tape.append(Launch(kernel, head, args))
+            _thread.tape.append(Launch(kernel, head, args, early))
     finally:
         if previous != device:
             torch._C._cuda_exchangeDevice(previous)
@@ -372,6 +375,32 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver's API, for values that are integers."""
+
+    _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+_EARLY = _LaunchAttribute(name=6, value=(1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _start(head: tuple[int, ...], stream: int, pointers: int, early: bool) -> None:
+    """Launch: `head` is the handle, the grid, the block and the bytes of shared memory."""
+    if not early:
+        _driver().launchKernel(*head, stream, pointers, 0)
+        return
+    handle, *extents, smem = head
+    config = _LaunchConfig(tuple(extents), smem, stream, ctypes.addressof(_EARLY), 1)
+    status = _library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(handle), ctypes.c_void_p(pointers), None)
+    if status != 0:
+        raise RuntimeError(f"cuLaunchKernelEx gave error {status}.")
+
+
 @functools.cache
 def clusters_at_once(kernel: Kernel, blocks: int, threads: int, smem: int, device: int) -> int:
     """How many clusters of so many blocks run at once: the grid of a persistent kernel with clusters.
@@ -384,9 +413,7 @@ def clusters_at_once(kernel: Kernel, blocks: int, threads: int, smem: int, devic
         if device not in _thread.devices:
             _thread.attach(device)
         handle = ctypes.c_void_p(kernel.on(device))
-        status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
-            ctypes.byref(found), handle, ctypes.byref(config)
-        )
+        status = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), handle, ctypes.byref(config))
     if status != 0:
         raise RuntimeError(f"{kernel.kernel}: cuOccupancyMaxActiveClusters({blocks} blocks) gave error {status}.")
     return max(1, found.value)

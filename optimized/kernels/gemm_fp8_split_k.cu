@@ -8,7 +8,7 @@
 // gemm_fp8.cu with SPLIT 1: the chains are independent of each other, only their additions have an order. So
 //   partials       computes chains on all multiprocessors and writes them to a workspace [slab][M][N] fp32: slab 0 is
 //                  acc after the first `count` k-blocks, each further slab the partial of one more k-block,
-//   add_in_order   adds the slabs, a thread an output, and finishes the epilogue.
+//   add_in_order   adds the slabs, a thread an output, and finishes the epilogue. It is launched early.
 // It pays while the workspace, written and read, is small beside what L2 holds (optimized/ops/gemm_fp8_split_k.py).
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), STAGES.
@@ -17,6 +17,7 @@
 #define CLUSTER 1
 #define RUN 4
 #include "gemm_fp8_mainloop.cuh"
+#include "ptx/grid.cuh"
 
 using namespace twin;
 
@@ -25,6 +26,7 @@ constexpr int kSums = 64, kBatch = 64;  // add_in_order: outputs of a block, sla
 // Block (tile, part) of a grid of tiles x parts: k-blocks [part * count, (part + 1) * count) of a tile.
 extern "C" __global__ void __launch_bounds__(256, 2)
     partials(const __grid_constant__ Operands operands, float* workspace, int m, int n, int k_blocks, int count) {
+    let_next_grid_start();
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const Tiles tiles(m, n);
@@ -63,11 +65,12 @@ extern "C" __global__ void __launch_bounds__(kSums)
     const long long index = static_cast<long long>(blockIdx.x) * kSums + threadIdx.x;
     if (index >= outputs) return;
     const float* source = workspace + index;
+    wait_for_grid_before();
     float acc = 0.0f;
     for (; slabs > 0; slabs -= kBatch, source += kBatch * outputs) {
         float partial[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; i++) partial[i] = i < slabs ? __ldg(source + i * outputs) : -0.0f;  // x + -0 is x
+        for (int i = 0; i < kBatch; i++) partial[i] = i < slabs ? source[i * outputs] : -0.0f;  // x + -0 is x
 #pragma unroll
         for (int i = 0; i < kBatch; i++) acc = __fadd_rn(acc, partial[i]);
     }
