@@ -130,19 +130,19 @@ def test_formats_outputs_and_bias(a_format: torch.dtype, b_format: torch.dtype, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", ["fast", "split"])
 @pytest.mark.parametrize(("a_format", "b_format"), list(itertools.product(FORMATS, FORMATS)))
-def test_special_values(a_format: torch.dtype, b_format: torch.dtype, accumulate: str) -> None:
+@pytest.mark.parametrize("k", [272, 128])  # 128: one chain, whichever the accumulation
+def test_special_values(k: int, a_format: torch.dtype, b_format: torch.dtype, accumulate: str) -> None:
     """All codes at random (NaN in most sums), then rows that hold few of them: zeros, infinities, subnormals."""
-    k = 272
     dense = random_codes(4, 40, k, a_format), random_codes(5, 32, k, b_format)
     a, b = draw(6, 40, k, a_format), draw(7, 32, k, b_format)
     a.view(torch.uint8)[0] = 0
     a.view(torch.uint8)[1] = 0x80
     a.view(torch.uint8)[2] = 1  # the least subnormal
     a.view(torch.uint8)[3, 5] = 0x7F  # NaN in both formats
-    a.view(torch.uint8)[4, 200] = 0x7C  # infinity in E5M2
+    a.view(torch.uint8)[4, 100] = 0x7C  # infinity in E5M2
     a.view(torch.uint8)[5, 3] = 0xFC
     b.view(torch.uint8)[0] = 0
-    b.view(torch.uint8)[1, 200] = 0x7C
+    b.view(torch.uint8)[1, 100] = 0x7C
     for x, y in (dense, (a, b)):
         for out_dtype in (torch.float32, torch.bfloat16):
             args = (x, y, one(1.0), one(2.0**-20), None)
@@ -247,6 +247,7 @@ def test_tiles_fit_a_multiprocessor() -> None:
         (lambda: Tile(3, 128, 4), "a tile has 1 or 2 warpgroups"),
         (lambda: Tile(2, 144, 4), "16 columns or 32 to 256 in steps of 32"),
         (lambda: Tile(2, 256, 4, 3), "clusters of 1 or 2"),
+        (lambda: Tile(2, 256, 4, 2, across=True), "2 with fewer than 256 columns may lie side by side"),
         (lambda: Tile(2, 256, 5), "bytes of shared memory; a block has 232448"),
     ],
 )
@@ -273,12 +274,12 @@ def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
 
 def tiles_of_clusters(tile: Tile, m: int, n: int, cut: int, sms: int) -> list[list[tuple[int, int, int]]]:
     """What kernels/gemm_tile.cuh's Schedule gives each cluster: rows of tiles, first columns, the columns behind."""
-    high, rows, less = 8 // tile.cluster, tile.rows(m), tile.block_n - tile.narrow
+    high, rows, less = 8 // (1 if tile.across else tile.cluster), tile.rows(m), tile.block_n - tile.narrow
     clusters = tile.blocks(cut, sms) // tile.cluster
 
     def start(i: int, count: int) -> int:
         narrow = min(count, (count * tile.block_n - n) // less) if less else 0
-        return i * tile.block_n - (i * narrow + count - 1) // count * less
+        return i * tile.columns - (i * narrow + count - 1) // count * less
 
     order = []
     upper = rows * (cut // rows + 1) - cut
@@ -304,15 +305,16 @@ def tiles_of_clusters(tile: Tile, m: int, n: int, cut: int, sms: int) -> list[li
 )
 def test_cut_tiles_cover_every_output_once(m: int, n: int, tile: Tile, part: float) -> None:
     """Whatever the cut: and no cluster gets more columns than it would of wide tiles."""
-    whole, most = tile.count(m, n), tile.rows(m) * (n // tile.narrow)
+    whole = tile.count(m, n)
+    most = tile.rows(m) * (n // tile.narrow) if tile.narrow < tile.block_n else whole
     chosen = tile.cut(m, n, 132)
     assert whole <= chosen <= max(whole, most)
     for cut in (chosen, round(whole + part * max(0, most - whole))):
         found = tiles_of_clusters(tile, m, n, cut, 132)
         rows: dict[int, list[tuple[int, int]]] = {}
         for row, first, end in itertools.chain(*found):
-            assert 0 < end - first <= tile.block_n
-            assert end - first in (tile.narrow, tile.block_n) or end == n
+            assert 0 < end - first <= tile.columns
+            assert end - first in (tile.narrow, tile.columns) or end == n
             rows.setdefault(row, []).append((first, end))
         assert sorted(rows) == list(range(tile.rows(m)))
         for pieces in rows.values():
@@ -320,7 +322,7 @@ def test_cut_tiles_cover_every_output_once(m: int, n: int, tile: Tile, part: flo
             assert [first for first, _ in pieces] == [0, *(end for _, end in pieces[:-1])], "neighbours touch"
             assert pieces[-1][1] == n
     load = max(sum(end - first for _, first, end in places) for places in tiles_of_clusters(tile, m, n, chosen, 132))
-    assert load <= -(-whole // (132 // tile.cluster)) * tile.block_n
+    assert load <= -(-whole // (132 // tile.cluster)) * tile.columns
 
 
 @pytest.mark.parametrize("tile", TILES[:2], ids=str)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_gemm_fp8 import E4M3, E5M2, FORMATS, OUTPUTS, draw, normal, on_gpu, one, random_codes
 
 import optimized.ops  # noqa: F401  (registers the ops)
+from optimized import launch
 from optimized.ops.gemm_fp8_split_k import RESIDENT, gemm_fp8_split_k, is_faster, partition
 
 twin = torch.ops.twin
@@ -68,7 +69,7 @@ def test_random_problems(m: int, n: int, k: int, out: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_the_op_takes_this_way_and_captures_it() -> None:
-    """Two runs, two streams at once, and a graph."""
+    """Two runs, two streams at once, a graph, and its launches made again."""
     args = on_gpu(draw(1, 30, 16384, E4M3), draw(2, 96, 16384, E4M3), one(0.5), one(0.3), None)
     assert is_faster(30, 96, 16384, 132)
 
@@ -90,6 +91,12 @@ def test_the_op_takes_this_way_and_captures_it() -> None:
     captured.fill_(7)
     graph.replay()
     assert_same_bits(captured, first, "graph replay")
+    tape = launch.Launches()
+    with launch.recording(tape):
+        recorded = product()
+    recorded.fill_(7)
+    tape.again(0)
+    assert_same_bits(recorded, first, "launches made again")
 
 
 def test_every_k_block_has_one_block() -> None:

@@ -20,8 +20,9 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench.gemm import scaled_mm
+from optimized.ops.gemm_fp8 import chains
 from optimized.ops.gemm_fp8_split_k import is_faster
-from optimized.ops.gemm_tile import FP8_TILES, multiprocessors, select_tile
+from optimized.ops.gemm_tile import FP8_TILES, Tile, multiprocessors, select_tile
 
 NAME = "gemm_shapes"
 PLOT = Path(__file__).parents[2] / "docs" / "gemm_shapes.png"
@@ -34,18 +35,24 @@ SPLIT_K = "64x64, spread over K"
 twin = torch.ops.twin
 
 
-def problems(seed: int = SEED, count: int = COUNT) -> list[tuple[int, int, int]]:
+Bounds = tuple[int, int]
+BOUNDS: tuple[Bounds, Bounds, Bounds] = ((1, 1 << 15), (16, 1 << 15), (16, 1 << 15))  # of M, N, K
+
+
+def problems(
+    seed: int = SEED, count: int = COUNT, bounds: tuple[Bounds, Bounds, Bounds] = BOUNDS
+) -> list[tuple[int, int, int]]:
     """M, N, K of the whole list, always the same; another seed gives a list of its kind (gemm_sweep tunes on one)."""
     draw = random.Random(seed)
 
-    def extent(low: int, multiple: int) -> int:
-        octave = draw.uniform(math.log2(low), 15)
+    def extent(low: int, high: int, multiple: int) -> int:
+        octave = draw.uniform(math.log2(low), math.log2(high))
         size = 2 ** round(octave) if draw.random() < 0.5 else round(2**octave)
         return max(low, size // multiple * multiple)
 
     found: list[tuple[int, int, int]] = []
     while len(found) < count:
-        m, n, k = extent(1, 1), extent(16, 16), extent(16, 16)
+        m, n, k = extent(*bounds[0], 1), extent(*bounds[1], 16), extent(*bounds[2], 16)
         if m * n * k <= MULTIPLY_ADDS and (m + n) * k + 2 * m * n <= BYTES and (m, n, k) not in found:
             found.append((m, n, k))
     return found
@@ -56,11 +63,12 @@ def kinds(m: int, n: int) -> tuple[str, ...]:
     return ("fast", "split") if -(-m // 128) * -(-n // 128) >= PROCESSORS else ("split",)
 
 
-def chosen(kind: str, m: int, n: int, k: int, processors: int) -> str:
-    """What the op runs."""
+def chosen(kind: str, m: int, n: int, k: int, processors: int, tiles: tuple[Tile, ...] = FP8_TILES) -> str:
+    """What the op runs, if it has these tiles."""
+    kind = chains(kind, k)
     if kind == "split" and is_faster(m, n, k, processors):
         return SPLIT_K
-    return str(select_tile(m, n, k, kind == "split", processors, FP8_TILES))
+    return str(select_tile(m, n, k, kind == "split", processors, tiles))
 
 
 def measure_one(kind: str, m: int, n: int, k: int, repeats: int, flush: Callable[[], object]) -> dict[str, Any]:

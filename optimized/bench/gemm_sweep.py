@@ -14,7 +14,7 @@ from optimized import measure
 from optimized.bench import gemm_shapes
 from optimized.bench.gemm import KERNELS, scaled_mm, shapes
 from optimized.ops.gemm import gemm_tiled
-from optimized.ops.gemm_fp8 import gemm_fp8_tiled
+from optimized.ops.gemm_fp8 import chains, gemm_fp8_tiled
 from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k, partition
 from optimized.ops.gemm_tile import FP8_TILES, TILES, Tile, multiprocessors, select_tile
 
@@ -23,16 +23,18 @@ TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 WEIGHTS = ((1024, 1024), (3072, 768), (768, 3072), (4096, 4096), (4096, 16384), (16384, 4096))
 KINDS = ("fast", "split", "bf16")
 RANDOM = (5, 320)  # seed and length of the random list
+TALL = (9, 160, ((256, 1 << 15), (16, 1536), (2048, 1 << 15)))  # of many rows, few columns and a long K
 
 
 def cases() -> list[tuple[str, int, int, int]]:
-    """Kind, M, N, K: small to large token counts through six weights, the layer's twelve shapes, and a random list.
+    """Kind, M, N, K: small to large token counts through six weights, the layer's twelve shapes, and random lists.
 
-    The list is drawn as gemm_shapes draws the one that it measures, from another seed.
+    They are drawn as gemm_shapes draws the one that it measures, from other seeds.
     """
     small = [(m, n, k) for n, k in WEIGHTS for m in TOKENS]
     named = [(kind, *shape) for shape in small + sorted(set(shapes().values())) for kind in KINDS]
-    return named + [(kind, m, n, k) for m, n, k in gemm_shapes.problems(*RANDOM) for kind in gemm_shapes.kinds(m, n)]
+    drawn = gemm_shapes.problems(*RANDOM) + gemm_shapes.problems(*TALL)
+    return named + [(kind, m, n, k) for m, n, k in drawn for kind in gemm_shapes.kinds(m, n)]
 
 
 def few(tile: Tile, m: int, n: int) -> bool:
@@ -52,10 +54,10 @@ def variants(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], torch.
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
     one = torch.ones(1, device="cuda")
     rest = (a, b, one, one, None, out.dtype)
-    found: dict[str, Callable[[], torch.Tensor]] = {
-        "theirs": functools.partial(scaled_mm, a, b, one, out.dtype, kind),
-        **{str(t): functools.partial(gemm_fp8_tiled, *rest, kind, t, out) for t in FP8_TILES if few(t, m, n)},
-    }
+    found: dict[str, Callable[[], torch.Tensor]] = {"theirs": functools.partial(scaled_mm, a, b, one, out.dtype, kind)}
+    for tile in FP8_TILES:
+        if few(tile, m, n):
+            found[str(tile)] = functools.partial(gemm_fp8_tiled, *rest, chains(kind, k), tile, out)
     if kind == "split" and partition(m, n, k, multiprocessors(0))[1] > 1:
         found[gemm_shapes.SPLIT_K] = functools.partial(gemm_fp8_split_k, *rest)
     return found
@@ -83,11 +85,12 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> di
 
 
 def choice(row: Mapping[str, Any], processors: int) -> dict[str, Any]:
-    """What `select_tile` chooses for a row of the result, against the best tile and against cuBLASLt."""
+    """What `select_tile` chooses of the tiles in a row of the result, against the best one and against cuBLASLt."""
+    measured = tuple(tile for tile in FP8_TILES if str(tile) in row["ms"])
     if row["kind"] == "bf16":
         tile = str(select_tile(row["m"], row["n"], 2 * row["k"], False, processors))
     else:
-        tile = gemm_shapes.chosen(row["kind"], row["m"], row["n"], row["k"], processors)
+        tile = gemm_shapes.chosen(row["kind"], row["m"], row["n"], row["k"], processors, measured)
     best = min(ms for name, ms in row["ms"].items() if name != "theirs")
     return {
         "tile": tile,

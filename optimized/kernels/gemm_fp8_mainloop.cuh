@@ -6,6 +6,7 @@
 // of B (optimized/ops/gemm_fp8.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so
 // a thread's results are RUN consecutive columns of the output.
 //
+// ACROSS 1: the blocks of a cluster compute tiles side by side and share A, instead of B.
 // B_HALVES 2: half of a tile's columns are of the first half of B's rows, and the others the same of the second, so
 // that a thread holds x1 and x2 of a gated activation.
 #pragma once
@@ -14,6 +15,9 @@
 
 #ifndef B_HALVES
 #define B_HALVES 1
+#endif
+#ifndef ACROSS
+#define ACROSS 0
 #endif
 #ifndef ALTERNATING_N
 #define ALTERNATING_N 128
@@ -37,10 +41,13 @@ constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's column
 constexpr bool kAlternating = kBlockN <= ALTERNATING_N;  // split: a thread has registers for two temporaries
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
 using Position = Stage<kStages>;
-using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow>;
-// A stage of B is one copy, or several: a part for each block of a cluster, which all receive, or each half of the weight.
-constexpr int kParts = kHalves > CLUSTER ? kHalves : CLUSTER;
+using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow, ACROSS>;
+// A stage of an operand is one copy, or several: a part for each block of the cluster that shares it, which all receive, or
+// each half of the weight.
+constexpr int kSharingA = ACROSS ? CLUSTER : 1, kSharingB = ACROSS ? 1 : CLUSTER;
+constexpr int kParts = kHalves > kSharingB ? kHalves : kSharingB;
 constexpr int kPartRows = kBlockN / kParts;
+constexpr int kPartRowsA = kBlockM / kSharingA;
 
 // How the copy engine reads A and B: in boxes of a tile's rows (of one of B's parts), and at the matrix's edge in boxes
 // of the rows that remain there. Rows that do not exist are not asked for: to fill one with zeros takes three times as
@@ -61,18 +68,21 @@ __device__ __forceinline__ int box_rows(int first, int end, int rows) {
 template <int kProducers = 1, class Also>
 __device__ __forceinline__ void produce(const Operands& operands, unsigned shared, const Tiles& tiles, int begin, int end,
                                         int m, int n, const Also& also) {
-    constexpr int kMine = kParts / CLUSTER;  // parts of B that this block copies
+    constexpr int kMine = kParts / kSharingB;  // parts of B that this block copies
     const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
     Position stage;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
-        const int a_rows = box_rows(tile.row, m, kBlockM);
-        int b_rows[kMine], all_rows = a_rows;
+        const int a_part = kSharingA == 1 ? 0 : tiles.rank, a_row = tile.row + a_part * kPartRowsA;
+        const int a_rows = box_rows(a_row, m, kPartRowsA);
+        int b_rows[kMine], all_rows = 0;
+#pragma unroll
+        for (int part = 0; part < kSharingA; part++) all_rows += box_rows(tile.row + part * kPartRowsA, m, kPartRowsA);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
             const int rows = box_rows(tile.column + (kHalves == 1 ? part * kPartRows : 0), n / kHalves, kPartRows);
             all_rows += rows;
-            if (CLUSTER == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
+            if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
         }
         for (int kb = begin; kb < end; kb++, stage.advance()) {
             if (kb % kProducers != mine) continue;
@@ -82,16 +92,22 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
             if (kb == begin) said<Map>(shared, stage.index) = tile;
             mbarrier_arrive_expect_tx(full, all_rows * kStageRowBytes);
-            if (a_rows > 0)
-                tma_load_2d(a, a_rows == kBlockM ? &operands.a : &operands.a_edge, full, kb * kBlockK, tile.row);
+            if (a_rows > 0) {
+                const CUtensorMap* map = a_rows == kPartRowsA ? &operands.a : &operands.a_edge;
+                const unsigned to = a + a_part * kPartRowsA * kStageRowBytes;
+                if constexpr (kSharingA == 1)
+                    tma_load_2d(to, map, full, kb * kBlockK, a_row);
+                else
+                    tma_load_2d_multicast(to, map, full, (1 << CLUSTER) - 1, kb * kBlockK, a_row);
+            }
 #pragma unroll
             for (int i = 0; i < kMine; i++) {
                 if (b_rows[i] == 0) continue;
                 const CUtensorMap* map = b_rows[i] == kPartRows ? &operands.b : &operands.b_edge;
-                const int part = CLUSTER == 1 ? i : tiles.rank;
+                const int part = kSharingB == 1 ? i : tiles.rank;
                 const int group = (tile.column + part * (kHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
                 const unsigned to = b + part * kPartRows * kStageRowBytes;
-                if constexpr (CLUSTER == 1)
+                if constexpr (kSharingB == 1)
                     tma_load_5d(to, map, full, kb * kBlockK, 0, 0, 0, group);
                 else
                     tma_load_5d_multicast(to, map, full, (1 << CLUSTER) - 1, kb * kBlockK, 0, 0, 0, group);
@@ -167,6 +183,7 @@ __device__ __forceinline__ void side_by_side(unsigned shared, const Issue& base,
     Position done = stage;
     const auto start = [&](float(&partials)[kChains][kAcc]) {
         unsigned long long a[kChains], b[kChains];
+        stage.index = uniform(stage.index);  // so descriptors stay in uniform registers, not moved there for each wgmma
 #pragma unroll
         for (int c = 0; c < kChains; c++, stage.advance()) {
             mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);

@@ -109,7 +109,9 @@ __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_
     end_together<kCluster>();
 }
 
-// The index of this thread's warpgroup, in a form of which the compiler knows that it is the same in a warp.
-__device__ __forceinline__ int warpgroup_index() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); }
+// What is the same in all threads of a warp, in a form of which the compiler knows it.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
+__device__ __forceinline__ int warpgroup_index() { return uniform(threadIdx.x / 128); }
 
 }  // namespace twin

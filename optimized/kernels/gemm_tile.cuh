@@ -6,7 +6,8 @@
 //   consumer: wait full[s] -> wgmma -> (when those are done) arrive on empty[s], one arrival a warp
 //
 // In a cluster of two, the blocks compute tiles one below the other. Each copies its own A, and half of the B that
-// both need into both: so a stage is empty when the consumers of both blocks say so.
+// both need into both: so a stage is empty when the consumers of both blocks say so. Or they compute tiles side by side,
+// and share A.
 //
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
 //   A   [kStages][64 * kWarpgroups rows][128 bytes of K]
@@ -41,15 +42,17 @@ struct alignas(16) Tile {
 };
 
 // Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of tiles
-// is kBlockM * kCluster rows of the output. The host says how many tiles there are in all (optimized/ops/gemm_tile.py);
+// is kBlockM * kCluster rows of the output; or side by side (kAcross), and count as one of kBlockN * kCluster columns. The host says how many tiles there are in all (optimized/ops/gemm_tile.py);
 // each row of them has as many as the others or, the last rows, one more. Where a row's tiles could hold more columns than
 // n, as many of them as it takes have kNarrow columns instead of kBlockN, spread evenly over the row.
 //
 // Clusters walk in bands of kRasterRows tile rows; inside a band, column after column. From one wave of tiles to the next
 // a cluster moves back by half a band, or it might get wide tiles only where rows of tiles repeat with the waves.
-template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN>
+template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false>
 struct Schedule {
-    static constexpr int kRows = kRasterRows / kCluster;
+    static_assert(!kAcross || kNarrow == kBlockN, "tiles side by side have one width");
+    static constexpr int kBelow = kAcross ? 1 : kCluster;  // of a cluster's tiles
+    static constexpr int kRows = kRasterRows / kBelow;
     static constexpr int kLess = kBlockN - kNarrow;
     int n;
     int tiles;    // all, counted in clusters' tiles as everything here
@@ -60,7 +63,7 @@ struct Schedule {
     __device__ __forceinline__ Schedule(int m, int n, int tiles)
         : n(n),
           tiles(tiles),
-          tiles_m((m + kBlockM * kCluster - 1) / (kBlockM * kCluster)),
+          tiles_m((m + kBlockM * kBelow - 1) / (kBlockM * kBelow)),
           tiles_n(tiles / tiles_m),
           rank(kCluster == 1 ? 0 : cluster_rank()) {}
 
@@ -89,7 +92,12 @@ struct Schedule {
         const int high = min(kRows, end - top);
         const int rest = index - (top - first) * in_row;
         const int row = top + rest % high, i = rest / high;
-        return {(row * kCluster + rank) * kBlockM, start(i, in_row), min(start(i + 1, in_row), n), last};
+        if constexpr (kAcross) {
+            const int column = (i * kCluster + rank) * kBlockN;
+            return {row * kBlockM, column, min(column + kBlockN, n), last};
+        } else {
+            return {(row * kCluster + rank) * kBlockM, start(i, in_row), min(start(i + 1, in_row), n), last};
+        }
     }
 
     // The first column of tile i of a row of `count` tiles. Of these, the last is a wide one if any is.

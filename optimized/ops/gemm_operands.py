@@ -38,7 +38,8 @@ def _operands(
 ) -> launch.ByValue:
     # L2 fetches two lines at a time, but for rows that straddle lines: there it costs 5 to 20 %.
     l2 = 256 if k % 128 == 0 else 128
-    part = tile.block_n // max(halves, tile.cluster)
+    a_part = tile.block_m // (tile.cluster if tile.across else 1)
+    part = tile.block_n // max(halves, 1 if tile.across else tile.cluster)
 
     def a_map(rows: int) -> TensorMap:
         return encode(a, formats[0], (k, m), (k,), (128, rows), 128, l2)
@@ -48,9 +49,9 @@ def _operands(
         return encode(b, formats[1], shape, strides, (128, 2, 4, width // 2, rows // (4 * width)), 128, l2)
 
     maps = [
-        a_map(tile.block_m),
+        a_map(a_part),
         b_map(part),
-        a_map(m % tile.block_m or tile.block_m),
+        a_map(m % a_part or a_part),
         b_map(n // halves % part or part),
     ]
     return launch.by_value(np.concatenate([one.words for one in maps]))
@@ -60,8 +61,9 @@ def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: i
     """How the copy engine reads A and B, B with its rows permuted: the kernels' struct Operands.
 
     B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e: shared memory then holds the rows in
-    the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are one box, or one for each
-    block of a cluster or each of B's `halves`. At the edges a box has the rows that remain.
+    the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are one box, or one for
+    each block of a cluster that shares them (likewise A) or each of B's `halves`. At the edges a box has the rows that
+    remain.
     """
     for name, operand in (("a", a), ("b", b)):
         if operand.data_ptr() % 16:

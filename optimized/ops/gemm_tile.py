@@ -3,9 +3,11 @@
 The choice changes no bit of any result (the order over K is fixed by contract), only the time. It is a pure
 function of the problem and the number of multiprocessors:
 
-    time = waves · (cycles of a tile's ends + max(k-blocks · cycles of a k-block, cycles of its copies))
+    time = sum over waves of (cycles of a tile's ends + max(k-blocks · cycles of a k-block, cycles of its copies))
 
-with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json, by optimized/bench).
+with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json, by optimized/bench), and more for a cluster,
+which starts later. The copies of a wave take as long as the copy engine of a multiprocessor needs for its rows, or as
+L2 needs for the lines that all of the wave ask for: so blocks of a wave that is not full may be faster.
 The last wave is rarely full. So tiles of 256 columns are mixed with tiles of 224, as many more as fill it (`Tile.cut`).
 
 A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block of a
@@ -13,7 +15,8 @@ A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores 
 
 The copy engine fetches a row of a k-block in 2.4 cycles or less if it starts at a multiple of 128 bytes, which the
 costs of k-blocks contain. Where K is no such multiple, most rows straddle two lines, and the last k-block reaches
-over the end of every row: then the copies may take longer than the products, and what counts is to copy few rows.
+over the end of every row: then the copies may take longer than the products, and what counts is to copy few rows,
+which clusters do.
 Rows that do not exist are not copied.
 """
 
@@ -34,13 +37,14 @@ def stage_bytes(block_m: int, block_n: int) -> int:
 class Tile:
     """An output tile: `warpgroups` consumers of 64 rows each, `block_n` columns, a ring of `stages` k-blocks.
 
-    `cluster` blocks compute tiles one below the other and share the copies of B.
+    `cluster` blocks compute tiles one below the other and share the copies of B; or, `across`, side by side and A.
     """
 
     warpgroups: int
     block_n: int
     stages: int
     cluster: int = 1
+    across: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -48,16 +52,17 @@ class Tile:
             or self.block_n not in (16, 32, 64, 96, 128, 160, 192, 224, 256)
             or self.stages < 2
             or self.cluster not in (1, 2)
+            or (self.across and (self.cluster == 1 or self.narrow < self.block_n))
         ):
             raise ValueError(
                 f"{self}: a tile has 1 or 2 warpgroups, 16 columns or 32 to 256 in steps of 32, at least 2 stages and "
-                f"clusters of 1 or 2."
+                f"clusters of 1 or 2, of which 2 with fewer than 256 columns may lie side by side."
             )
         if self.shared_bytes > 232448:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory; a block has 232448.")
 
     def __str__(self) -> str:
-        together = "" if self.cluster == 1 else f", {self.cluster} blocks share B"
+        together = "" if self.cluster == 1 else f", {self.cluster} blocks share {'A' if self.across else 'B'}"
         return f"{self.block_m}x{self.block_n}, {self.stages} stages{together}"
 
     @property
@@ -80,13 +85,18 @@ class Tile:
         """Columns of the tiles that are mixed with those of `block_n`; the same where there are none."""
         return 224 if self.block_n == 256 else self.block_n
 
+    @property
+    def columns(self) -> int:
+        """Columns of a cluster's tile."""
+        return self.block_n * (self.cluster if self.across else 1)
+
     def rows(self, m: int) -> int:
         """Rows of clusters that cover `m` rows."""
-        return -(-m // (self.block_m * self.cluster))
+        return -(-m // (self.block_m * (1 if self.across else self.cluster)))
 
     def count(self, m: int, n: int) -> int:
         """Clusters' tiles that cover an output `[m, n]`, all of them with `block_n` columns."""
-        return self.rows(m) * -(-n // self.block_n)
+        return self.rows(m) * -(-n // self.columns)
 
     def cut(self, m: int, n: int, sms: int) -> int:
         """Into how many clusters' tiles an output `[m, n]` is cut: whole waves, if narrow tiles can fill the last.
@@ -95,7 +105,7 @@ class Tile:
         busiest has without narrow ones, and all have some that are narrow.
         """
         wide, clusters = self.count(m, n), sms // self.cluster
-        if wide <= clusters:
+        if wide <= clusters or self.narrow == self.block_n:
             return wide
         return max(wide, min(-(-wide // clusters) * clusters, self.rows(m) * (n // self.narrow)))
 
@@ -115,37 +125,55 @@ class Cost:
 # By tile: one chain over K (fast accumulation, 16-bit operands), and chains of K = 128 (split accumulation).
 COSTS = {
     Tile(2, 256, 4): (Cost(1245, 4000), Cost(1210, 5500)),
-    Tile(2, 256, 4, 2): (Cost(1240, 4000), Cost(1245, 5900)),
+    Tile(2, 256, 4, 2): (Cost(1235, 4000), Cost(1245, 5900)),
     Tile(2, 128, 7): (Cost(630, 1650), Cost(615, 2100)),
-    Tile(2, 64, 9): (Cost(450, 750), Cost(410, 1050)),
-    Tile(1, 128, 9): (Cost(355, 1500), Cost(405, 1450)),
-    Tile(1, 64, 13): (Cost(280, 650), Cost(305, 1050)),
-    Tile(2, 192, 5): (Cost(1020, 2150), Cost(900, 4800)),
-    Tile(2, 192, 5, 2): (Cost(945, 2850), Cost(900, 5100)),
-    Tile(2, 160, 6): (Cost(790, 1950), Cost(800, 4550)),
-    Tile(2, 96, 8): (Cost(470, 1450), Cost(490, 1750)),
-    Tile(1, 192, 7): (Cost(515, 1950), Cost(705, 4250)),
-    Tile(1, 128, 9, 2): (Cost(410, 1100), Cost(425, 3050)),
-    Tile(1, 32, 18): (Cost(235, 900), Cost(285, 680)),
-    Tile(1, 16, 22): (Cost(235, 950), Cost(265, 650)),
+    Tile(2, 64, 9): (Cost(445, 750), Cost(430, 1010)),
+    Tile(1, 128, 9): (Cost(385, 1140), Cost(395, 1450)),
+    Tile(1, 64, 13): (Cost(280, 660), Cost(305, 1050)),
+    Tile(2, 192, 5): (Cost(940, 2360), Cost(895, 5360)),
+    Tile(2, 192, 5, 2): (Cost(930, 2880), Cost(940, 5260)),
+    Tile(2, 160, 6): (Cost(780, 1910), Cost(800, 4830)),
+    Tile(2, 96, 8): (Cost(490, 1730), Cost(500, 1640)),
+    Tile(1, 192, 7): (Cost(450, 2110), Cost(705, 3810)),
+    Tile(1, 128, 9, 2): (Cost(410, 1100), Cost(525, 1330)),
+    Tile(1, 32, 18): (Cost(235, 680), Cost(270, 650)),
+    Tile(1, 16, 22): (Cost(260, 580), Cost(250, 690)),
+    Tile(1, 64, 13, 2): (Cost(250, 650), Cost(325, 1050)),
+    Tile(1, 16, 22, 2, across=True): (Cost(210, 950), Cost(230, 650)),
+    Tile(1, 32, 18, 2, across=True): (Cost(210, 900), Cost(255, 1070)),
 }
 TILES = tuple(COSTS)[:6]  # of every kernel
 FP8_TILES = tuple(COSTS)  # of the FP8 product alone
 
 # Cycles of the copy engine for a row of a k-block: starting at a multiple of 32 bytes, of 16; reaching over its end.
-ROW_32, ROW_16, ROW_END = 2.5, 3.8, 8.5
+ROW_32, ROW_16, ROW_END = 2.5, 3.3, 8.5
+# Lines that L2 delivers in a cycle, to all multiprocessors; of them, those that such a row takes.
+L2_LINES, LINES_32, LINES_16 = 64, 1.5, 2.7
+CLUSTER_START = 1500  # cycles
 
 
 def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
     """The time of `select_tile`'s model, in cycles; arguments as there."""
     blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
+    k_blocks = blocks + (rest > 0)
     cost = COSTS[tile][split]
-    rows = min(tile.block_m, m) + min(tile.block_n, n) / tile.cluster  # that are copied
-    copies = rows * (blocks * (ROW_32 if k_bytes % 32 == 0 else ROW_16) + ROW_END) if rest else 0.0
+    a_rows, b_rows = min(tile.block_m, m), min(tile.block_n, n)
+    rows = a_rows / tile.cluster + b_rows if tile.across else a_rows + b_rows / tile.cluster  # that a block copies
+    row, lines = (0.0, 1.0) if not rest else (ROW_16, LINES_16) if k_bytes % 32 else (ROW_32, LINES_32)
     tiles = tile.cut(m, n, sms)
     width = 1.0 if tiles == tile.count(m, n) else tile.rows(m) * n / (tiles * tile.block_n)
-    waves = -(-tiles * tile.cluster // sms)
-    return waves * (cost.ends + max((blocks + (rest > 0)) * cost.block * width, copies))
+    alone = max(k_blocks * cost.block * width, rows * (blocks * row + ROW_END) if rest else 0.0)
+
+    together = k_blocks * (m * tiles / tile.rows(m) + n * tile.rows(m)) * lines / L2_LINES  # all tiles' copies
+
+    def wave(clusters: int) -> float:
+        """Of so many clusters' tiles at once."""
+        return cost.ends + max(alone, together * clusters / tiles)
+
+    clusters = sms // tile.cluster
+    full, last = divmod(tiles, clusters)
+    cycles = full * wave(clusters) + (wave(last) if last else 0.0)
+    return cycles + (CLUSTER_START if tile.cluster > 1 else 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,8 +188,8 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tupl
         sms: multiprocessors, each of which runs one persistent block.
         tiles: those that the kernel has.
     """
-    # A cluster needs a second row of tiles, or its second block has nothing to do.
-    candidates = (tile for tile in tiles if tile.cluster == 1 or m > tile.block_m)
+    # A cluster needs a second row of tiles, or column, or its second block has nothing to do.
+    candidates = (t for t in tiles if t.cluster == 1 or (n > t.block_n if t.across else m > t.block_m))
     return min(candidates, key=lambda tile: modelled_cycles(tile, m, n, k_bytes, split, sms))
 
 
