@@ -321,12 +321,9 @@ class Launches:
     def _captured(self, device: int, stream: int) -> Any:
         """Not by torch's own capture: that would stop every thread's use of torch's generator."""
         _retired.clear()
-        if (device, stream) not in _pools:
-            _pools[device, stream] = torch.cuda.MemPool()
-        pool = _pools[device, stream]
         capturing = _capturing_stream(device)
         current = torch.cuda.ExternalStream(capturing.ptr, device)
-        with _lock, torch.cuda.stream(current), torch.cuda.use_mem_pool(pool, device):
+        with _lock, torch.cuda.stream(current), _memory(device, stream):
             capturing.begin_capture(_runtime().streamCaptureModeRelaxed)
             try:
                 for one in self._entries:
@@ -334,6 +331,15 @@ class Launches:
             finally:
                 graph = capturing.end_capture()
         return graph
+
+
+def _memory(device: int, stream: int) -> contextlib.AbstractContextManager[None]:
+    """Where torch's ops allocate in a capture for that stream; cudaMallocAsync's allocations are part of the graph."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return contextlib.nullcontext()
+    if (device, stream) not in _pools:
+        _pools[device, stream] = torch.cuda.MemPool()
+    return torch.cuda.use_mem_pool(_pools[device, stream], device)
 
 
 @functools.cache
