@@ -67,8 +67,8 @@ def gemm_epilogue(payload: dict[str, Any]) -> list[Table]:
     )
     note = (
         "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast forward, split backward), and that "
-        "of the ops one after the other, interleaved in the same run. Where those win (the backward), the op "
-        f"runs them instead. {origin(payload)}"
+        "of the ops one after the other, interleaved in the same run. Where those win (the backward, a short K), the "
+        f"op runs them instead. {origin(payload)}"
     )
     return [Table("Products with what follows them", columns, tuple(rows), note)]
 

@@ -199,7 +199,9 @@ def gemm_fp8_activation(
     h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
     check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
-    if not _fusible(a, b, out_dtype):
+    # Many tiles with few k-blocks each: what follows a tile finds no room beside the next one (docs/gemm.md).
+    apart = tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
+    if apart or not _fusible(a, b, out_dtype):
         h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
         return h, *activations.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
     bias = None if bias is None else loadable(bias)

@@ -150,6 +150,8 @@ ROW_32, ROW_16, ROW_END = 2.5, 3.3, 8.5
 # Lines that L2 delivers in a cycle, to all multiprocessors; of them, those that such a row takes.
 L2_LINES, LINES_32, LINES_16 = 64, 1.5, 2.7
 CLUSTER_START = 1500  # cycles
+# A product that takes longer, in cycles, runs at the power limit, where copies cost besides their time.
+LONG, NEARLY = 300_000, 1.01
 
 
 def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
@@ -180,6 +182,8 @@ def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: 
 def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
     """The tile with the least modelled time for `[m, k] · [n, k]ᵀ` on `sms` multiprocessors.
 
+    Of a long product's tiles with nearly that time it is the largest, whose operands are copied least often.
+
     Args:
         m: rows of the output.
         n: columns of the output.
@@ -190,7 +194,10 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tupl
     """
     # A cluster needs a second row of tiles, or column, or its second block has nothing to do.
     candidates = (t for t in tiles if t.cluster == 1 or (n > t.block_n if t.across else m > t.block_m))
-    return min(candidates, key=lambda tile: modelled_cycles(tile, m, n, k_bytes, split, sms))
+    cycles = {tile: modelled_cycles(tile, m, n, k_bytes, split, sms) for tile in candidates}
+    least = min(cycles.values())
+    near = [tile for tile in cycles if cycles[tile] <= least * (NEARLY if least > LONG else 1)]
+    return max(near, key=lambda tile: (tile.block_m * tile.block_n, -cycles[tile]))
 
 
 @functools.cache
