@@ -17,6 +17,8 @@
 #include "transpose.cuh"
 #if EPILOGUE == 2
 #include "gemm_handoff.cuh"
+#else
+#include "gemm_bias.cuh"
 #endif
 
 namespace twin {
@@ -132,6 +134,96 @@ __device__ __forceinline__ void finish_four(const Problem& problem, const Place&
     }
 }
 
+// At the end of the block, by each warp.
+__device__ __forceinline__ void commit(const Epilogue& e, float scale, float amax) {
+    const unsigned most = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
+    if (threadIdx.x % 32 == 0 && e.amax_slot != nullptr && most != 0)
+        atomicMax(reinterpret_cast<int*>(e.amax_slot), static_cast<int>(most));
+    if (blockIdx.x == 0) *e.scale_inv = 1.0f / scale;
+}
+
+#if EPILOGUE == 1
+
+__device__ __forceinline__ int bias_type(const Epilogue& e) { return static_cast<int>(e.bias_type); }
+
+// A tile that waits, packed, in a consumer's registers.
+struct Deferred {
+    const Epilogue& e;
+    Problem problem;
+    int row = 0, column = 0;  // of the warp's run, of the tile
+    unsigned short* h;        // the lane's first place in the outputs
+    unsigned char *q, *q_t;
+    float amax = 0.0f;
+    unsigned codes[kOutputs][2][2];  // of an item, from its first unit to its last
+    unsigned char* memory;
+    unsigned parity = 0;  // of the bias
+
+    __device__ __forceinline__ Deferred(const Epilogue& epilogue, unsigned char* shared_memory, int m, int n)
+        : e(epilogue), problem(epilogue, m, n / kHalves), memory(shared_memory) {}
+
+    // The bias, which is the product's.
+    __device__ __forceinline__ void add(float (&acc)[kAcc]) {
+        if (bias_type(e) != kNoBias) add_given_bias(acc, memory, parity);
+        parity ^= 1;
+    }
+
+    // Of a shuffle the compiler knows that it is the same in a warp: behind a branch that might part a warp, it would
+    // compute what wgmma needs lane by lane.
+    __device__ __forceinline__ void begin(const Tile& tile) {
+        row = __shfl_sync(0xFFFFFFFF, tile.row + threadIdx.x / 32 * 16, 0);
+        column = __shfl_sync(0xFFFFFFFF, tile.column, 0);
+        const Place at = problem.place(row, column);
+        h = e.h + static_cast<size_t>(at.row) * HALVES * problem.width + at.column;
+        q = e.q + static_cast<size_t>(at.row) * problem.width + at.column;
+        q_t = e.q_t + problem.own_column(at) * rows_t() + row;
+    }
+
+    __device__ __forceinline__ void step(const unsigned (&words)[kAcc / 2], int s) {
+#pragma unroll
+        for (int unit = s * (kUnits / kSteps); unit < (s + 1) * (kUnits / kSteps); unit++)
+            finish_unit(unit / 4, unit / 2 % 2, unit % 2, [&](int piece, int r) { return packed_row(words, piece, r); });
+    }
+
+    // All of a parked tile.
+    __device__ __forceinline__ void finish() {
+#pragma unroll 1
+        for (int item = 0; item < kItems; item++)
+#pragma unroll
+            for (int unit = 0; unit < 4; unit++)
+                finish_unit(item, unit / 2, unit % 2, [&](int piece, int r) { return parked_row(memory, 2 * piece + r); });
+    }
+
+    // Four columns, the first or the other four, of row half r of an item.
+    template <class Row>
+    __device__ __forceinline__ void finish_unit(int item, int r, int f, const Row& packed) {
+        if (row >= problem.m || column + 32 * item >= problem.width) return;
+        const Place at = problem.place(row, column + 32 * item);
+        Vector<8> x[HALVES];
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) x[half] = existing(packed(item + half * kItems, r), r, at);
+        float none[kOutputs][8];
+        finish_four(problem, at, r, f, {}, x, amax, codes, none);
+        const size_t rows = 8 * r, columns = 32 * item;  // from the lane's first place
+        if (f == 0 && at.rows[r]) {
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                store_eight_columns(h + (rows * HALVES + half) * problem.width + columns, x[half].words, at.second);
+        }
+        if (f == 1 && at.rows[r]) store_eight_columns(q + rows * problem.width + columns, codes[0][r], at.second);
+        if (f == 1 && r == 1) {
+            const uint4 run = transpose_run(codes[0]);
+            if (problem.owns(at)) *reinterpret_cast<uint4*>(q_t + columns * rows_t()) = run;
+        }
+    }
+
+    // Of q_t's rows, bytes.
+    __device__ __forceinline__ size_t rows_t() const { return (problem.m + 15) / 16 * 16; }
+
+    __device__ __forceinline__ void end() const { commit(e, problem.scale, amax); }
+};
+
+#else
+
 // A row half's codes to q.
 __device__ __forceinline__ void store_row(const Epilogue& e, const Problem& problem, const Place& at, int r,
                                           const unsigned (&codes)[kOutputs][2][2]) {
@@ -154,79 +246,6 @@ __device__ __forceinline__ void store_columns(const Epilogue& e, const Problem& 
             *reinterpret_cast<uint4*>(e.q_t + c * ((problem.m + 15) / 16 * 16) + first) = column;
     }
 }
-
-// At the end of the block, by each warp.
-__device__ __forceinline__ void commit(const Epilogue& e, float scale, float amax) {
-    const unsigned most = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
-    if (threadIdx.x % 32 == 0 && e.amax_slot != nullptr && most != 0)
-        atomicMax(reinterpret_cast<int*>(e.amax_slot), static_cast<int>(most));
-    if (blockIdx.x == 0) *e.scale_inv = 1.0f / scale;
-}
-
-#if EPILOGUE == 1
-
-// A tile that waits, packed, in a consumer's registers.
-struct Deferred {
-    const Epilogue& e;
-    Problem problem;
-    int row = 0, column = 0;  // of the warp's run, of the tile
-    float amax = 0.0f;
-    unsigned codes[kOutputs][2][2];  // of an item, from its first unit to its last
-    Bias<kRun, kAcc, kHalves> bias;  // of the product
-
-    __device__ __forceinline__ Deferred(const Epilogue& epilogue, int m, int n)
-        : e(epilogue), problem(epilogue, m, n / kHalves) {}
-
-    __device__ __forceinline__ void load_bias(const Tile& tile) {
-        bias.load(e.bias, static_cast<int>(e.bias_type), tile.column + threadIdx.x % 4 * kRun, kHalves * problem.width);
-    }
-    __device__ __forceinline__ void add_bias(float (&acc)[kAcc]) const { bias.add(acc); }
-
-    __device__ __forceinline__ void begin(const Tile& tile) {
-        row = tile.row + threadIdx.x / 32 * 16;
-        column = tile.column;
-    }
-
-    __device__ __forceinline__ void step(const unsigned (&words)[kAcc / 2], int s) {
-#pragma unroll
-        for (int unit = s * (kUnits / kSteps); unit < (s + 1) * (kUnits / kSteps); unit++)
-            finish_unit(unit / 4, unit / 2 % 2, unit % 2, [&](int piece, int r) { return packed_row(words, piece, r); });
-    }
-
-    // All of a parked tile.
-    __device__ __forceinline__ void finish(unsigned char* memory) {
-#pragma unroll 1
-        for (int item = 0; item < kItems; item++)
-#pragma unroll
-            for (int unit = 0; unit < 4; unit++)
-                finish_unit(item, unit / 2, unit % 2, [&](int piece, int r) { return parked_row(memory, 2 * piece + r); });
-    }
-
-    // Four columns, the first or the other four, of row half r of an item.
-    template <class Row>
-    __device__ __forceinline__ void finish_unit(int item, int r, int f, const Row& packed) {
-        if (row >= problem.m || column + 32 * item >= problem.width) return;
-        const Place at = problem.place(row, column + 32 * item);
-        Vector<8> x[HALVES];
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) x[half] = existing(packed(item + half * kItems, r), r, at);
-        float none[kOutputs][8];
-        finish_four(problem, at, r, f, {}, x, amax, codes, none);
-        if (f == 0 && at.rows[r]) {
-#pragma unroll
-            for (int half = 0; half < HALVES; half++)
-                store_eight_columns(
-                    e.h + (static_cast<size_t>(at.row + 8 * r) * HALVES + half) * problem.width + at.column,
-                    x[half].words, at.second);
-        }
-        if (f == 1) store_row(e, problem, at, r, codes);
-        if (f == 1 && r == 1) store_columns(e, problem, at, codes);
-    }
-
-    __device__ __forceinline__ void end() const { commit(e, problem.scale, amax); }
-};
-
-#else
 
 // What the workers do.
 __device__ __forceinline__ void finish_tiles(const Epilogue& e, const unsigned char* memory, const Tiles& tiles, int m,

@@ -7,6 +7,7 @@
 // Defines: DROP (0: nothing is dropped).
 #pragma once
 
+#include "gemm_bias.cuh"
 #include "gemm_piece.cuh"
 #include "philox.cuh"
 
@@ -24,26 +25,29 @@ struct Epilogue {
     const unsigned short* residual;  // null: none
     const unsigned long long* rng_state;
     long long threshold;
-    double keep_scale;  // an fp32 number
+    float keep_scale;
 };
 
-// T(value), in fp32.
-__device__ __forceinline__ float rounded(float value) { return widen(narrow(value)); }
+__device__ __forceinline__ int bias_type(const Epilogue& e) { return e.bias == nullptr ? kNoBias : WIDE; }
 
 // A tile that waits, packed, in a consumer's registers.
 struct Deferred {
     const Epilogue& e;
     int m, n;
     int row = 0, column = 0;  // of the warp's run, of the tile
+    size_t first = 0;         // the lane's first element
     unsigned mask = 0;
-    Vector<8> bias = {};         // of the piece that comes next
+    Generator generator;
     Vector<8> residual[kAhead] = {};  // of the row halves that come next
+    unsigned char* memory;
+    unsigned parity = 1;  // of the bias
 
-    __device__ __forceinline__ Deferred(const Epilogue& epilogue, int rows, int columns)
-        : e(epilogue), m(rows), n(columns) {}
+    __device__ __forceinline__ Deferred(const Epilogue& epilogue, unsigned char* shared_memory, int rows, int columns)
+        : e(epilogue), m(rows), n(columns), memory(shared_memory) {
+        if (DROP) generator = read_state(e.rng_state);
+    }
 
-    __device__ __forceinline__ void load_bias(const Tile&) const {}  // here it follows a rounding
-    __device__ __forceinline__ void add_bias(float (&)[kAcc]) const {}
+    __device__ __forceinline__ void add(float (&)[kAcc]) const {}  // here the bias follows a rounding
 
     __device__ __forceinline__ Place place(int i) const {
         int r = row + threadIdx.x % 32 / 4;
@@ -54,27 +58,20 @@ struct Deferred {
     __device__ __forceinline__ bool exists(const Place& at, int i) const {
         return column + i / 2 * 32 < n && at.rows[i % 2];
     }
-    __device__ __forceinline__ size_t element(const Place& at, int i) const {
-        return static_cast<size_t>(at.row + i % 2 * 8) * n + at.column;
-    }
+    __device__ __forceinline__ size_t element(int i) const { return first + i % 2 * 8 * static_cast<size_t>(n) + i / 2 * 32; }
 
     __device__ __forceinline__ Vector<8> load(int i) const {
         const Place at = place(i);
-        return load_eight_columns(e.residual + element(at, i), exists(at, i) && e.residual != nullptr, at.second);
-    }
-    __device__ __forceinline__ Vector<8> load_bias(int piece) const {
-        const Place at = place(2 * piece);
-        return load_eight_columns(e.bias + at.column, column + piece * 32 < n && e.bias != nullptr, at.second);
+        return load_eight_columns(e.residual + element(i), exists(at, i) && e.residual != nullptr, at.second);
     }
 
     // Which of a row's eight columns are kept, a bit each.
     __device__ __forceinline__ unsigned draw(int i) const {
-        const size_t first = element(place(i), i);
-        const Generator generator = read_state(e.rng_state);  // from L1 each time, for want of registers
+        const size_t first = element(i);
         unsigned words[4], kept_bits = 0;
 #pragma unroll
         for (int f = 0; f < 2; f++) {  // four columns: half of a counter's elements
-            if (f == 0 || kRun == 4) philox(words, generator, (first + f * kSecond) / 8);
+            if (f == 0 || kRun == 4) philox<true>(words, generator, (first + f * kSecond) / 8);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const bool upper = kRun == 8 ? f == 1 : first % 8 != 0;
@@ -88,7 +85,9 @@ struct Deferred {
     __device__ __forceinline__ void begin(const Tile& tile) {
         row = tile.row + threadIdx.x / 32 * 16;
         column = tile.column;
-        bias = load_bias(0);
+        const Place at = place(0);
+        first = static_cast<size_t>(at.row) * n + at.column;
+        parity ^= 1;
 #pragma unroll
         for (int i = 0; i < kAhead; i++) residual[i] = load(i);
     }
@@ -101,24 +100,23 @@ struct Deferred {
                 mask = draw(i);
                 continue;
             }
+            if (i == 0 && e.bias != nullptr) wait_for_bias(memory, parity);
             finish_row(i, packed_row(words, i / 2, i % 2), residual[i % kAhead]);
             if (i + kAhead < kRows) residual[i % kAhead] = load(i + kAhead);
-            if (i % 2 == 1 && i + 1 < kRows) bias = load_bias(i / 2 + 1);
+            if (i + 1 == kRows && e.bias != nullptr) release_bias(memory);
         }
     }
 
     // All of a parked tile: with nothing to wait beside, what is read is read at once.
-    __device__ __forceinline__ void finish(unsigned char* memory) {
-        Vector<8> rows[kRows + kPieces];
+    __device__ __forceinline__ void finish() {
+        Vector<8> rows[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; i++) rows[i] = load(i);
 #pragma unroll
-        for (int i = 0; i < kPieces; i++) rows[kRows + i] = load_bias(i);
-#pragma unroll
-        for (int i = 0; i < kRows + kPieces; i++) park_row(memory, kRows + i, rows[i]);
+        for (int i = 0; i < kRows; i++) park_row(memory, kRows + i, rows[i]);
+        if (e.bias != nullptr) wait_for_bias(memory, parity);
 #pragma unroll 1
         for (int piece = 0; piece < kPieces; piece++) {
-            bias = parked_row(memory, 2 * kRows + piece);
 #pragma unroll
             for (int i = 2 * piece; i < 2 * piece + 2; i++) {
                 if (DROP) mask = draw(i);
@@ -131,21 +129,24 @@ struct Deferred {
         const Place at = place(i);
         if (!exists(at, i)) return;
         const Vector<8> x = existing(packed, i % 2, at);
-        float t[8];
+        float bias[8];
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-            t[c] = widen(x, c);
-            if (e.bias != nullptr) t[c] = rounded(t[c] + widen(bias, c));
-            if (DROP) t[c] = mask >> c & 1 ? rounded(__fmul_rn(t[c], static_cast<float>(e.keep_scale))) : 0.0f;
-        }
+        for (int f = 0; f < 2; f++)
+            *reinterpret_cast<float4*>(bias + 4 * f) =
+                given_four(memory, i / 2 * 32 + threadIdx.x % 4 * kRun + f * kSecond);
         unsigned out[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (e.residual != nullptr)
-                t[2 * j] += widen(added, 2 * j), t[2 * j + 1] += widen(added, 2 * j + 1);
-            out[j] = pack<OUT>(t[2 * j], t[2 * j + 1]);
+        for (int j = 0; j < 4; j++) {  // two values at a time: to round one takes eight times as long
+            Vector<2> t = {x.words[j]};
+            const auto round = [&](float low, float high) { t.words[0] = pack<OUT>(low, high); };
+            if (e.bias != nullptr) round(widen(t, 0) + bias[2 * j], widen(t, 1) + bias[2 * j + 1]);
+            if (DROP)
+                round(mask >> 2 * j & 1 ? __fmul_rn(widen(t, 0), e.keep_scale) : 0.0f,
+                      mask >> 2 * j & 2 ? __fmul_rn(widen(t, 1), e.keep_scale) : 0.0f);
+            if (e.residual != nullptr) round(widen(t, 0) + widen(added, 2 * j), widen(t, 1) + widen(added, 2 * j + 1));
+            out[j] = t.words[0];
         }
-        store_eight_columns(e.out + element(at, i), out, at.second);
+        store_eight_columns(e.out + element(i), out, at.second);
     }
 
     __device__ __forceinline__ void end() const {}

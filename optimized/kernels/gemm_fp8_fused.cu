@@ -73,39 +73,39 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
 #else
     const auto consuming = [&] {
         const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);
-        Deferred after(epilogue, m, n);
+        Deferred after(epilogue, memory, m, n);
         Position stage;
         unsigned words[kAcc / 2];
         bool pending = false;
-        for (int index = tiles.first(); index < tiles.count(); index += tiles.step()) {
-            const Tile tile = tiles[index];
+        Tile tile;
+        do {
+            tile = wait_for_tile<Map>(shared, stage);
             float acc[kAcc];
             int kb = 0, previous = 0;
             if (pending) {
 #pragma unroll
                 for (; kb < kSteps; kb++) {
                     chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb == 0, issue);
-                    if (kSteps > 1 && kb == kSteps - 1) after.load_bias(tile);  // a single one leaves no registers
                     after.step(words, kb);
                 }
             } else {
                 chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb++ == 0, issue);
             }
-            if (kSteps == 1 || !pending) after.load_bias(tile);
             finish_chain<Map, CLUSTER>(acc, shared, stage, k_blocks, issue, kb, previous);
             scale_tile(acc, scale);
-            after.add_bias(acc);
+            after.add(acc);
             pack_tile<OUT, kRun>(words, acc);
             after.begin(tile);
             pending = true;
-        }
-        if (pending) {
-            park(memory, words);
-            after.finish(memory);
-        }
+        } while (!tile.last);
+        park(memory, words);
+        after.finish();
         after.end();
     };
-    const auto finishing = [] {};
+    if (threadIdx.x == 0) init_bias(shared);
+    const auto finishing = [&] {
+        if (threadIdx.x / 32 % 4 == 3) give_bias(memory, tiles, epilogue.bias, bias_type(epilogue), n);
+    };
 #endif
     run_block<Map, kStages, CLUSTER, WARPGROUPS, kConsumer, kOthers>(shared, operands.a, operands.b, producing, consuming,
                                                                      finishing);

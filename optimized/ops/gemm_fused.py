@@ -41,6 +41,11 @@ def handoff_bytes(tile: Tile) -> int:
     return 2 * tile.block_m * tile.block_n + 16 * tile.warpgroups
 
 
+def bias_bytes(tile: Tile) -> int:
+    """Shared memory of kernels/gemm_bias.cuh: a tile's bias in fp32, two barriers."""
+    return 4 * tile.block_n + 16
+
+
 def fused_tile(epilogue: int, tile: Tile) -> Tile:
     """The kernel's form of `tile`: the backward's leaves room for the handoff, and registers for other warps."""
     if epilogue != BACKWARD:
@@ -54,7 +59,7 @@ def fused_tile(epilogue: int, tile: Tile) -> Tile:
 def resources(epilogue: int, tile: Tile) -> tuple[int, int]:
     """Threads and bytes of shared memory of a block."""
     if epilogue != BACKWARD:
-        return tile.threads, tile.shared_bytes
+        return tile.threads, tile.shared_bytes + bias_bytes(tile)
     return tile.threads + 128, tile.shared_bytes + handoff_bytes(tile)
 
 
@@ -287,7 +292,7 @@ def gemm_fp8_bias_dropout_add(
         0 if residual is None else residual.data_ptr(),
         0 if rng_state is None else rng_state.data_ptr(),
         threshold(p),
-        int(np.float64(keep_scale(p)).view(np.int64)),
+        int(np.float32(keep_scale(p)).view(np.uint32)),
     ]
     _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, drop=threshold(p) > 0)
     if threshold(p):

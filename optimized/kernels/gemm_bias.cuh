@@ -1,0 +1,87 @@
+// The bias of a tile behind a product: one warp of the producer's warpgroup, which has nothing to copy, gives it to the
+// consumers in fp32.
+//
+// They would wait for memory at a tile's end, have no registers to read it ahead of that, and widen it in every lane. The
+// warp that gives it has time: it reads a tile's bias while the consumers still have that of the tile before, and writes it
+// when they have taken that. It lies behind the stages:
+//
+//   bias    [kBlockN] fp32; behind the last column the last one's again: nobody stores what comes of it
+//   given   mbarrier: it is there, by the giving warp
+//   taken   mbarrier: it will not be read any more, by each consumer warp
+#pragma once
+
+#include "gemm_fp8_mainloop.cuh"
+
+namespace twin {
+
+struct BiasMap {
+    static constexpr int kBias = Map::kBytes;
+    static constexpr int kGiven = kBias + 4 * kBlockN;
+    static constexpr int kTaken = kGiven + 8;
+    static constexpr int kBytes = kTaken + 8;
+    static_assert(kBias % 16 == 0, "it is read in vectors of 16 bytes");
+    static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
+};
+
+// By one thread, before the block's first barrier.
+__device__ __forceinline__ void init_bias(unsigned shared) {
+    mbarrier_init(shared + BiasMap::kGiven, 1);
+    mbarrier_init(shared + BiasMap::kTaken, 4 * WARPGROUPS);
+}
+
+// By one warp, for each of the block's tiles; the second of kHalves of a tile's columns is n / 2 further.
+__device__ __forceinline__ void give_bias(unsigned char* memory, const Tiles& tiles, const void* bias, int type, int n) {
+    if (type == kNoBias) return;
+    constexpr int kHeld = kBlockN / 32;
+    const unsigned shared = shared_address(memory);
+    const int lane = threadIdx.x % 32;
+    float* to = reinterpret_cast<float*>(memory + BiasMap::kBias);
+    unsigned parity = 0;
+    for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1) {
+        const int first = tiles[index].column;
+        const auto place = [&](int c) { return min(first + c % kTileN, n / kHalves - 1) + c / kTileN * (n / kHalves); };
+        unsigned words[kHeld];  // as stored; all are on their way before one is waited for
+        if (type == kBiasFP32)
+#pragma unroll
+            for (int i = 0; i < kHeld; i++) words[i] = __ldg(static_cast<const unsigned*>(bias) + place(lane + 32 * i));
+        else
+#pragma unroll
+            for (int i = 0; i < kHeld; i++)
+                words[i] = __ldg(static_cast<const unsigned short*>(bias) + place(lane + 32 * i));
+        mbarrier_wait(shared + BiasMap::kTaken, parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < kHeld; i++)
+            to[lane + 32 * i] = type == kBiasFP32 ? __uint_as_float(words[i]) : widen_bias(words[i], type);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared + BiasMap::kGiven);
+    }
+}
+
+// By each consumer warp, around what it reads of a tile's bias; `parity` alternates from tile to tile, starting at 0.
+__device__ __forceinline__ void wait_for_bias(unsigned char* memory, unsigned parity) {
+    mbarrier_wait(shared_address(memory) + BiasMap::kGiven, parity);
+}
+__device__ __forceinline__ void release_bias(unsigned char* memory) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(memory) + BiasMap::kTaken);
+}
+
+// That of four neighbouring columns of the tile.
+__device__ __forceinline__ float4 given_four(const unsigned char* memory, int column) {
+    return *reinterpret_cast<const float4*>(memory + BiasMap::kBias + 4 * column);
+}
+
+// In place: acc -> fp32(acc + bias).
+__device__ __forceinline__ void add_given_bias(float (&acc)[kAcc], unsigned char* memory, unsigned parity) {
+    wait_for_bias(memory, parity);
+#pragma unroll
+    for (int i = 0; i < kAcc; i += 8) {  // four columns of both rows
+        const float4 four = given_four(memory, 4 * kRun * (i / 2 / kRun) + threadIdx.x % 4 * kRun + i / 2 % kRun);
+        const float added[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int c = 0; c < 8; c++) acc[i + c] = __fadd_rn(acc[i + c], added[c / 4 * 2 + c % 2]);
+    }
+    release_bias(memory);
+}
+
+}  // namespace twin
