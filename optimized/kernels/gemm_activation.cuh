@@ -163,7 +163,7 @@ struct Deferred {
 
     // The bias, which is the product's.
     __device__ __forceinline__ void add(float (&acc)[kAcc]) {
-        if (bias_type(e) != kNoBias) add_given_bias(acc, memory, parity);
+        if (bias_type(e) != kNoBias) add_bias(acc, memory, parity);
         parity ^= 1;
     }
 

@@ -1,22 +1,30 @@
 // The bias of a tile behind a product: one warp of the producer's warpgroup, which has nothing to copy, gives it to the
-// consumers in fp32.
+// consumers.
 //
 // They would wait for memory at a tile's end, have no registers to read it ahead of that, and widen it in every lane. The
-// warp that gives it has time: it reads a tile's bias while the consumers still have that of the tile before, and writes it
-// when they have taken that. It lies behind the stages:
+// warp that gives it has time: it reads a tile's bias while the consumers still have that of the tile before, and writes
+// it when they have taken that. It lies behind the stages:
 //
-//   bias    [kBlockN] fp32; behind the last column the last one's again: nobody stores what comes of it
+//   bias    [kBlockN] of Given; behind the last column the last one's again: nobody stores what comes of it
 //   given   mbarrier: it is there, by the giving warp
 //   taken   mbarrier: it will not be read any more, by each consumer warp
+//
+// Defines: EPILOGUE, whose Given is float where the bias, of any type, is added in fp32 (1), 16 bits where it has T (3).
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
 
 namespace twin {
 
+#if EPILOGUE == 3
+using Given = unsigned short;
+#else
+using Given = float;
+#endif
+
 struct BiasMap {
     static constexpr int kBias = Map::kBytes;
-    static constexpr int kGiven = kBias + 4 * kBlockN;
+    static constexpr int kGiven = kBias + static_cast<int>(sizeof(Given)) * kBlockN;
     static constexpr int kTaken = kGiven + 8;
     static constexpr int kBytes = kTaken + 8;
     static_assert(kBias % 16 == 0, "it is read in vectors of 16 bytes");
@@ -30,12 +38,13 @@ __device__ __forceinline__ void init_bias(unsigned shared) {
 }
 
 // By one warp, for each of the block's tiles; the second of kHalves of a tile's columns is n / 2 further.
-__device__ __forceinline__ void give_bias(unsigned char* memory, const Tiles& tiles, const void* bias, int type, int n) {
+__device__ __forceinline__ void give_bias(unsigned char* memory, const Tiles& tiles, const void* bias, int type,
+                                          int n) {
     if (type == kNoBias) return;
     constexpr int kHeld = kBlockN / 32;
     const unsigned shared = shared_address(memory);
     const int lane = threadIdx.x % 32;
-    float* to = reinterpret_cast<float*>(memory + BiasMap::kBias);
+    Given* to = reinterpret_cast<Given*>(memory + BiasMap::kBias);
     unsigned parity = 0;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1) {
         const int first = tiles[index].column;
@@ -50,8 +59,12 @@ __device__ __forceinline__ void give_bias(unsigned char* memory, const Tiles& ti
                 words[i] = __ldg(static_cast<const unsigned short*>(bias) + place(lane + 32 * i));
         mbarrier_wait(shared + BiasMap::kTaken, parity ^ 1);
 #pragma unroll
-        for (int i = 0; i < kHeld; i++)
-            to[lane + 32 * i] = type == kBiasFP32 ? __uint_as_float(words[i]) : widen_bias(words[i], type);
+        for (int i = 0; i < kHeld; i++) {
+            if constexpr (sizeof(Given) == 2)
+                to[lane + 32 * i] = words[i];
+            else
+                to[lane + 32 * i] = type == kBiasFP32 ? __uint_as_float(words[i]) : widen_bias(words[i], type);
+        }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared + BiasMap::kGiven);
     }
@@ -66,22 +79,26 @@ __device__ __forceinline__ void release_bias(unsigned char* memory) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(memory) + BiasMap::kTaken);
 }
 
-// That of four neighbouring columns of the tile.
-__device__ __forceinline__ float4 given_four(const unsigned char* memory, int column) {
-    return *reinterpret_cast<const float4*>(memory + BiasMap::kBias + 4 * column);
+// That of four neighbouring columns of the tile, the first a multiple of four.
+struct alignas(4 * sizeof(Given)) Four {
+    Given of[4];
+};
+__device__ __forceinline__ Four given_four(const unsigned char* memory, int column) {
+    return reinterpret_cast<const Four*>(memory + BiasMap::kBias)[column / 4];
 }
 
+#if EPILOGUE == 1
 // In place: acc -> fp32(acc + bias).
-__device__ __forceinline__ void add_given_bias(float (&acc)[kAcc], unsigned char* memory, unsigned parity) {
+__device__ __forceinline__ void add_bias(float (&acc)[kAcc], unsigned char* memory, unsigned parity) {
     wait_for_bias(memory, parity);
 #pragma unroll
     for (int i = 0; i < kAcc; i += 8) {  // four columns of both rows
-        const float4 four = given_four(memory, 4 * kRun * (i / 2 / kRun) + threadIdx.x % 4 * kRun + i / 2 % kRun);
-        const float added[4] = {four.x, four.y, four.z, four.w};
+        const Four four = given_four(memory, 4 * kRun * (i / 2 / kRun) + threadIdx.x % 4 * kRun + i / 2 % kRun);
 #pragma unroll
-        for (int c = 0; c < 8; c++) acc[i + c] = __fadd_rn(acc[i + c], added[c / 4 * 2 + c % 2]);
+        for (int c = 0; c < 8; c++) acc[i + c] = __fadd_rn(acc[i + c], four.of[c / 4 * 2 + c % 2]);
     }
     release_bias(memory);
 }
+#endif
 
 }  // namespace twin

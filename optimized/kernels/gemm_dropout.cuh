@@ -10,6 +10,7 @@
 #include "gemm_bias.cuh"
 #include "gemm_piece.cuh"
 #include "philox.cuh"
+#include "ptx/add.cuh"
 
 namespace twin {
 
@@ -29,6 +30,13 @@ struct Epilogue {
 };
 
 __device__ __forceinline__ int bias_type(const Epilogue& e) { return e.bias == nullptr ? kNoBias : WIDE; }
+
+// Sums of two T, of two columns. Rounded once they are those in fp32 rounded to T: fp32 holds a sum exactly, or the smaller
+// addend is less than half of what parts the greater from its neighbours, and both give the greater.
+__device__ __forceinline__ unsigned add_two(unsigned a, unsigned b) {
+    if constexpr (same_type<OUT, BF16>) return add_bf16x2(a, b);
+    return add_f16x2(a, b);
+}
 
 // A tile that waits, packed, in a consumer's registers.
 struct Deferred {
@@ -129,22 +137,23 @@ struct Deferred {
         const Place at = place(i);
         if (!exists(at, i)) return;
         const Vector<8> x = existing(packed, i % 2, at);
-        float bias[8];
+        Vector<8> bias;
 #pragma unroll
         for (int f = 0; f < 2; f++)
-            *reinterpret_cast<float4*>(bias + 4 * f) =
+            reinterpret_cast<Four*>(bias.words)[f] =
                 given_four(memory, i / 2 * 32 + threadIdx.x % 4 * kRun + f * kSecond);
         unsigned out[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {  // two values at a time: to round one takes eight times as long
-            Vector<2> t = {x.words[j]};
-            const auto round = [&](float low, float high) { t.words[0] = pack<OUT>(low, high); };
-            if (e.bias != nullptr) round(widen(t, 0) + bias[2 * j], widen(t, 1) + bias[2 * j + 1]);
-            if (DROP)
-                round(mask >> 2 * j & 1 ? __fmul_rn(widen(t, 0), e.keep_scale) : 0.0f,
-                      mask >> 2 * j & 2 ? __fmul_rn(widen(t, 1), e.keep_scale) : 0.0f);
-            if (e.residual != nullptr) round(widen(t, 0) + widen(added, 2 * j), widen(t, 1) + widen(added, 2 * j + 1));
-            out[j] = t.words[0];
+            unsigned two = x.words[j];
+            if (e.bias != nullptr) two = add_two(two, bias.words[j]);
+            if (DROP) {
+                const Vector<2> t = {two};
+                two = pack<OUT>(mask >> 2 * j & 1 ? __fmul_rn(widen(t, 0), e.keep_scale) : 0.0f,
+                                mask >> 2 * j & 2 ? __fmul_rn(widen(t, 1), e.keep_scale) : 0.0f);
+            }
+            if (e.residual != nullptr) two = add_two(two, added.words[j]);
+            out[j] = two;
         }
         store_eight_columns(e.out + element(i), out, at.second);
     }

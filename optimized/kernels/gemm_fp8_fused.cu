@@ -14,6 +14,8 @@
 // B_HALVES 2 where EPILOGUE 1 is gated.
 #if EPILOGUE == 2
 #define ALTERNATING_N 64  // the other warps need the registers
+#else
+#define RASTER_ROWS 16
 #endif
 #include "gemm_fp8_mainloop.cuh"
 #if EPILOGUE == 3

@@ -23,6 +23,9 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
+#ifndef RASTER_ROWS
+#define RASTER_ROWS 8
+#endif
 // Only where there is one: blocks launched as clusters of one block are placed on the chip in another order.
 #if CLUSTER > 1
 #define TWIN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
@@ -33,7 +36,7 @@
 namespace twin {
 
 constexpr int kStageRowBytes = 128;  // one swizzle atom of K: 128 FP8 values or 64 of 16 bits
-constexpr int kRasterRows = 8;       // tile rows that are walked together, so that L2 keeps their A and B
+constexpr int kRasterRows = RASTER_ROWS;  // tile rows that are walked together, so that L2 keeps their A and B
 
 struct alignas(16) Tile {
     int row, column;  // of the output's first element
