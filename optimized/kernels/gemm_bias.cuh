@@ -1,15 +1,15 @@
 // The bias of a tile behind a product: one warp of the producer's warpgroup, which has nothing to copy, gives it to the
 // consumers.
 //
-// They would wait for memory at a tile's end, have no registers to read it ahead of that, and widen it in every lane. The
-// warp that gives it has time: it reads a tile's bias while the consumers still have that of the tile before, and writes
-// it when they have taken that. It lies behind the stages:
+// They would wait for memory at a tile's end, have no registers to read it ahead of that, and widen it in every lane.
+// The warp that gives it has time: it reads a tile's bias while the consumers still have that of the tile before, and
+// writes it when they have taken that. It lies behind the stages:
 //
 //   bias    [kBlockN] of Given; behind the last column the last one's again: nobody stores what comes of it
 //   given   mbarrier: it is there, by the giving warp
 //   taken   mbarrier: it will not be read any more, by each consumer warp
 //
-// Defines: EPILOGUE, whose Given is float where the bias, of any type, is added in fp32 (1), 16 bits where it has T (3).
+// Defines: EPILOGUE. Given is float where the bias, of any type, is added in fp32 (1), 16 bits where it has T (3).
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"

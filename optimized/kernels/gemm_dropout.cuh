@@ -31,8 +31,8 @@ struct Epilogue {
 
 __device__ __forceinline__ int bias_type(const Epilogue& e) { return e.bias == nullptr ? kNoBias : WIDE; }
 
-// Sums of two T, of two columns. Rounded once they are those in fp32 rounded to T: fp32 holds a sum exactly, or the smaller
-// addend is less than half of what parts the greater from its neighbours, and both give the greater.
+// Sums of two T, of two columns. Rounded once they are those in fp32 rounded to T: fp32 holds a sum exactly, or the
+// smaller addend is less than half of what parts the greater from its neighbours, and both give the greater.
 __device__ __forceinline__ unsigned add_two(unsigned a, unsigned b) {
     if constexpr (same_type<OUT, BF16>) return add_bf16x2(a, b);
     return add_f16x2(a, b);
@@ -66,7 +66,9 @@ struct Deferred {
     __device__ __forceinline__ bool exists(const Place& at, int i) const {
         return column + i / 2 * 32 < n && at.rows[i % 2];
     }
-    __device__ __forceinline__ size_t element(int i) const { return first + i % 2 * 8 * static_cast<size_t>(n) + i / 2 * 32; }
+    __device__ __forceinline__ size_t element(int i) const {
+        return first + i % 2 * 8 * static_cast<size_t>(n) + i / 2 * 32;
+    }
 
     __device__ __forceinline__ Vector<8> load(int i) const {
         const Place at = place(i);
@@ -144,7 +146,7 @@ struct Deferred {
                 given_four(memory, i / 2 * 32 + threadIdx.x % 4 * kRun + f * kSecond);
         unsigned out[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {  // two values at a time: to round one takes eight times as long
+        for (int j = 0; j < 4; j++) {  // two values at a time: rounding one alone is eight times as slow
             unsigned two = x.words[j];
             if (e.bias != nullptr) two = add_two(two, bias.words[j]);
             if (DROP) {
