@@ -264,6 +264,8 @@ def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
         assert (split.block_m, split.cluster) == (128, 1), "sharing B hurts split accumulation"
     assert select_tile(128, 8192, 4096, False, 132).cluster == 1, "a cluster needs two rows of tiles"
     assert select_tile(1, 4096, 4096, False, 132).block_m == 64, "one row wastes least in 64"
+    for m, n in ((0, 64), (64, 0), (0, 0)):
+        assert select_tile(m, n, 64, True, 132, FP8_TILES) in FP8_TILES, "of nothing, any"
     small = select_tile(256, 1024, 1024, True, 132)
     assert small.count(256, 1024) > TILES[0].count(256, 1024), "a small problem is spread over more blocks"
     for m, n, k in itertools.product((1, 100, 4000), (16, 256, 4096), (16, 4096)):

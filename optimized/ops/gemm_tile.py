@@ -156,6 +156,8 @@ LONG, NEARLY = 300_000, 1.01
 
 def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
     """The time of `select_tile`'s model, in cycles; arguments as there."""
+    if m == 0 or n == 0:
+        return 0.0
     blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
     k_blocks = blocks + (rest > 0)
     cost = COSTS[tile][split]
