@@ -1,12 +1,14 @@
 """`twin::scale_update` against a scalar loop of the written rule."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import reference  # noqa: F401
+from optimized.ops import scale_update as on_gpu
 
 FLT_MAX = float(np.finfo(np.float32).max)
 
@@ -111,3 +113,32 @@ def test_refusals(
 ) -> None:
     with pytest.raises(error, match=sentence):
         torch.ops.twin.scale_update([scale], [history], 448.0, 0, algorithm)
+
+
+class Known(dict[Any, Any]):
+    """The launches of earlier updates: the first that is asked for is known (and launches nothing)."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if not self:
+            self[key] = []
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("strided history", ValueError), ("int32 history", TypeError), ("longer scale", ValueError)]
+)
+def test_the_gpus_side_refuses_at_known_addresses(what: str, error: type[Exception], monkeypatch: Any) -> None:
+    """An update at the addresses of an earlier one makes its launches again, unless something else lies there now."""
+    rows, row = torch.ones(8, 3), torch.ones(8)
+    scale, history = row[:3], rows[:4]
+    other = {
+        "strided history": (scale, rows[::2]),
+        "int32 history": (scale, history.view(torch.int32)),
+        "longer scale": (row[:4], history),
+    }[what]
+    assert [x.data_ptr() for x in other] == [x.data_ptr() for x in (scale, history)]
+    monkeypatch.setattr(on_gpu, "_tapes", Known())
+    on_gpu.scale_update([scale], [history], 448.0, 0, "max")
+    on_gpu.scale_update([row[:3]], [rows[:4]], 448.0, 0, "max")  # the same, by other objects
+    with pytest.raises(error, match="twin::scale_update"):
+        on_gpu.scale_update([other[0]], [other[1]], 448.0, 0, "max")

@@ -53,8 +53,9 @@ def scale_update(
     algorithm: str,
 ) -> None:
     """Update every module's `scale` `[n]` and `amax_history` `[L, n]`, fp32, in place."""
-    addresses = [x.data_ptr() for x in (*scales, *amax_histories)]
-    key = (fp8_max, margin, algorithm, len(scales), *addresses, *[x.shape for x in amax_histories])
+    # All that `check` looks at is in it: at a known address may lie something else by now.
+    tensors = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (*scales, *amax_histories)]
+    key = (fp8_max, margin, algorithm, len(scales), *tensors)
     tapes = _tapes.get(key)
     if tapes is not None:
         for index, launches in tapes:
