@@ -16,17 +16,19 @@ that does anything else but our own launches, allocations, views and copies of w
 with more than `LARGEST` bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import launch
 from reference.nn import autograd
 from reference.nn.precision import Operand
 
-LARGEST = 256 << 20
+LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 512, 256  # of all, and of a kind
 _ALIGNMENT = 512  # as of PyTorch's allocator
 
@@ -125,6 +127,16 @@ class Foreign(NamedTuple):
                 to.tensor().copy_(x)
 
 
+class _Allocation:
+    """A tensor that a function allocated: `until` is the number of the first allocation after its end."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        self.storage, self.size, self.address = StorageWeakRef(storage), storage.nbytes(), x.data_ptr()
+        self.like = (x.shape, x.stride(), x.dtype)
+        self.until = sys.maxsize
+
+
 class _Watch(TorchDispatchMode):
     """Sees what a function does on the GPU besides launching, and places what it allocates."""
 
@@ -133,7 +145,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.usable = True
-        self.allocated: list[tuple[int, int]] = []  # address and bytes
+        self.allocated: list[_Allocation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,8 +175,11 @@ class _Watch(TorchDispatchMode):
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """An ordinary tensor, noted."""
+        for one in self.allocated:
+            if one.storage.expired():
+                one.until = min(one.until, len(self.allocated))
         made: torch.Tensor = func(*args, **kwargs)
-        self.allocated.append((made.data_ptr(), made.untyped_storage().nbytes()))
+        self.allocated.append(_Allocation(made))
         return made
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -175,9 +190,9 @@ class _Watch(TorchDispatchMode):
 class _Record(_Watch):
     """The second and later runs: tensors go where the kind's measurement said."""
 
-    def __init__(self, rooms: Sequence[tuple[torch.Tensor, int]], tape: launch.Launches) -> None:
+    def __init__(self, rooms: Sequence[Place], sources: Sequence[torch.Tensor | None], tape: launch.Launches) -> None:
         super().__init__()
-        self.rooms, self.tape = iter(rooms), tape
+        self.rooms, self.sources, self.tape = iter(rooms), sources, tape
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         made = super().call(func, args, kwargs)
@@ -186,9 +201,7 @@ class _Record(_Watch):
         return made
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        like = func(*args, **{**kwargs, "device": "meta"})
-        room, offset = next(self.rooms)
-        return Place(0, offset, like.shape, like.stride(), like.dtype).of([room])
+        return next(self.rooms).of(self.sources)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
@@ -204,7 +217,7 @@ class Kind:
     Attributes:
         usable: whether such a call can be replayed.
         results: shape and dtype of each result, or None.
-        rooms: for each allocation, in order, what it lies in (arena, scratch, `FIRST` + number of a result), and where.
+        rooms: for each allocation, in order, its place in arena, scratch, or a result (`FIRST` + its number).
         sizes: bytes of the arena and of the scratch.
         pooled: elements of the results but the first and of paddings, if they share one allocation, of `pool_dtype`.
         pooled_at: which of those each result is, and its shape.
@@ -216,7 +229,7 @@ class Kind:
     def __init__(self) -> None:
         self.usable = True
         self.results: list[tuple[torch.Size, torch.dtype] | None] = []
-        self.rooms: list[tuple[int, int]] = []
+        self.rooms: list[Place] = []
         self.sizes = [0, 0]
         self.pooled: list[int] = []
         self.pool_dtype = torch.uint8
@@ -230,7 +243,7 @@ class Kind:
         """Run as ever, and note what was allocated."""
         with _Watch() as watch:
             results, saved = run()
-        last = {address: i for i, (address, _) in enumerate(watch.allocated)}
+        last = {one.address: i for i, one in enumerate(watch.allocated)}
         owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
         self._make_rooms(watch.allocated, owners, {last.get(_storage(x)) for x in saved if x is not None})
         self.results = [None if x is None else (x.shape, x.dtype) for x in results]
@@ -247,21 +260,26 @@ class Kind:
                     self.pooled += [x.numel(), padding] if padding else [x.numel()]
         return results, saved
 
-    def _make_rooms(self, allocated: list[tuple[int, int]], owners: dict[int, int], kept: set[int | None]) -> None:
-        """Temporaries share room where PyTorch's allocator found that they can: at one address."""
-        shared: dict[int, tuple[int, int]] = {}
-        for i, (address, size) in enumerate(allocated):
-            size = max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT
+    def _make_rooms(self, allocated: list[_Allocation], owners: dict[int, int], kept: set[int | None]) -> None:
+        """A temporary lies at the first place that is free at its time."""
+        taken: list[tuple[int, int, int]] = []  # from, to, until
+        for i, one in enumerate(allocated):
+            size = max(1, -(-one.size // _ALIGNMENT)) * _ALIGNMENT
+            where, offset = SCRATCH, 0
             if i in owners:
-                self.rooms.append((FIRST + owners[i], 0))
-            elif i not in kept and shared.get(address, (0, -1))[1] >= size:
-                self.rooms.append((SCRATCH, shared[address][0]))
+                where = FIRST + owners[i]
+            elif i in kept:
+                where, offset = ARENA, self.sizes[ARENA]
+                self.sizes[ARENA] += size
             else:
-                where = ARENA if i in kept else SCRATCH
-                self.rooms.append((where, self.sizes[where]))
-                if where == SCRATCH:
-                    shared[address] = (self.sizes[where], size)
-                self.sizes[where] += size
+                taken = sorted(other for other in taken if other[2] > i)
+                for begin, end, _ in taken:
+                    if offset + size <= begin:
+                        break
+                    offset = max(offset, end)
+                taken.append((offset, offset + size, one.until))
+                self.sizes[SCRATCH] = max(self.sizes[SCRATCH], offset + size)
+            self.rooms.append(Place(where, offset, *one.like))
 
     def room(self, where: int, device: torch.device) -> torch.Tensor | None:
         """A new arena or scratch."""
@@ -287,9 +305,7 @@ class Kind:
     ) -> tuple[Saved, Saved]:
         """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
         tape = launch.Launches()
-        places = (*sources[:FIRST], *results)
-        rooms: list[Any] = [(places[where], offset) for where, offset in self.rooms]
-        with launch.recording(tape), _Record(rooms, tape) as watch:
+        with launch.recording(tape), _Record(self.rooms, (*sources[:FIRST], *results), tape) as watch:
             found, kept = run()
         places_kept = [None if x is None else _place(x, sources) for x in kept]
         needed = sorted({place.number for place in places_kept if place is not None})
