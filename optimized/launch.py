@@ -165,6 +165,7 @@ class Launch:
     """A launch to be made again: the kernel, its grid, and arguments of its own."""
 
     __slots__ = ("_arguments", "_early", "_head", "_pointers")
+    capturable = True
 
     def __init__(self, kernel: Kernel, head: tuple[int, ...], args: Sequence[Any], early: bool) -> None:
         block = _Arguments(kernel, args)
@@ -182,6 +183,7 @@ class Copy:
     """A copy from address to address on the device, to be made again."""
 
     __slots__ = ("_arguments",)
+    capturable = True
 
     def __init__(self, to: int, source: int, size: int) -> None:
         self._arguments = (to, source, size)
@@ -277,6 +279,10 @@ def launch(
 class Again(Protocol):
     """What can be made again."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether it may become part of a CUDA graph that is not torch's."""
+
     def again(self, stream: int) -> None:
         """Make it on torch's current stream, which is `stream`."""
 
@@ -286,6 +292,7 @@ class Launches:
 
     def __init__(self) -> None:
         self._entries: list[Again] = []
+        self._capturable = True
         self._times = 0
         self._graph: Any = None  # CuPy's
         self._stream = 0  # on which it may run
@@ -297,6 +304,7 @@ class Launches:
     def append(self, entry: Again) -> None:
         """Add one."""
         self._entries.append(entry)
+        self._capturable = self._capturable and entry.capturable
 
     def again(self, device: int) -> None:
         """Make them on torch's current stream of a device."""
@@ -307,7 +315,12 @@ class Launches:
             stream = torch._C._cuda_getCurrentRawStream(device)
             self._times += 1
             few = len(self._entries) < _WORTH_A_GRAPH or self._times <= 2
-            if few or torch._C._cuda_isCurrentStreamCapturing() or (self._graph and self._stream != stream):
+            if (
+                few
+                or not self._capturable
+                or torch._C._cuda_isCurrentStreamCapturing()
+                or (self._graph and self._stream != stream)
+            ):
                 for one in self._entries:
                     one.again(stream)
                 return

@@ -13,200 +13,29 @@ addresses.
 
 cuDNN's attention puts its results where PyTorch allocates them; they are copied to where ours would lie. A function
 that does anything else but our own launches, allocations, views and copies of whole tensors always runs; so does one
-with more than `LARGEST` bytes in both, because its kernels outlast its Python, and one whose addresses keep changing.
+with more than `LARGEST` bytes in both, because its kernels outlast its Python. Where addresses keep changing, as with
+lengths that are drawn for each batch, no more is recorded after `MOST_MISSES` times: that costs as much as running.
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import launch
+from optimized.watch import Allocation, Place, Record, Watch, place_of, storage_of
 from reference.nn import autograd
 from reference.nn.precision import Operand
 
 LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 512, 256  # of all, and of a kind
+MOST_MISSES = 4096  # more than hits, of all
 _ALIGNMENT = 512  # as of PyTorch's allocator
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 Saved = tuple[torch.Tensor | None, ...]
 Function = Callable[[], tuple[Saved, Saved]]  # results, and what is saved for backward
-
-aten = torch.ops.aten
-_ALLOCATIONS = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-_VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
-
-# Ops of torch's that a tape may hold, and how many of their results are tensors that are read later.
-_FOREIGN = {
-    aten._scaled_dot_product_cudnn_attention.default: 2,
-    aten._scaled_dot_product_cudnn_attention_backward.default: 3,
-}
-
-
-class Place(NamedTuple):
-    """A tensor in the storage of another: arena, scratch, input or state, by number."""
-
-    number: int
-    offset: int  # bytes from the other's first
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, sources: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The tensor."""
-        whole = sources[self.number]
-        assert whole is not None
-        if (self.offset, self.shape, self.stride, self.dtype) == (0, whole.shape, whole.stride(), whole.dtype):
-            return whole
-        first = (whole.storage_offset() * whole.element_size() + self.offset) // self.dtype.itemsize
-        made = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return made.set_(whole.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _place(x: torch.Tensor, sources: Sequence[torch.Tensor | None]) -> Place:
-    """Where a tensor lies (number -1: in none of them)."""
-    storage = _storage(x)
-    for number, whole in enumerate(sources):
-        if whole is not None and _storage(whole) == storage:
-            # Not from addresses: that of a tensor without elements is 0.
-            offset = int(x.storage_offset()) * x.itemsize - int(whole.storage_offset()) * whole.itemsize
-            return Place(number, offset, x.shape, x.stride(), x.dtype)
-    return Place(-1, 0, x.shape, x.stride(), x.dtype)
-
-
-class Lying(NamedTuple):
-    """A tensor by its address, which does not keep its memory."""
-
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Any) -> Any:
-        """Where a tensor lies; what is no tensor, as it is."""
-        return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor."""
-        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
-        whole = torch._C._construct_storage_from_data_pointer(self.address, self.device, size * self.dtype.itemsize)
-        made = torch.empty(0, dtype=self.dtype, device=self.device)
-        return made.set_(whole, 0, self.shape, self.stride)  # type: ignore[call-overload]
-
-
-class Foreign(NamedTuple):
-    """An op of torch's to be called again, its results copied to where they lay."""
-
-    func: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
-    results: list[Lying | None]
-
-    def again(self, stream: int) -> None:
-        """Call it on torch's current stream."""
-        made = self.func(*[x.tensor() if isinstance(x, Lying) else x for x in self.args], **self.kwargs)
-        for to, x in zip(self.results, made, strict=False):
-            if to is not None:
-                to.tensor().copy_(x)
-
-
-class _Allocation:
-    """A tensor that a function allocated: `until` is the number of the first allocation after its end."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        storage = x.untyped_storage()
-        self.storage, self.size, self.address = StorageWeakRef(storage), storage.nbytes(), x.data_ptr()
-        self.like = (x.shape, x.stride(), x.dtype)
-        self.until = sys.maxsize
-
-
-class _Watch(TorchDispatchMode):
-    """Sees what a function does on the GPU besides launching, and places what it allocates."""
-
-    transparent = True  # ops past the dispatcher may stay there
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.usable = True
-        self.allocated: list[_Allocation] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _ALLOCATIONS:
-            return self.allocate(func, args, kwargs)
-        if func is aten.clone.default and args[0].is_contiguous():
-            made = self.allocate(aten.empty_like.default, args, {})
-            self.copy(made, args[0])
-            return made
-        if func in _FOREIGN:
-            return self.call(func, args, kwargs)
-        self.usable = self.usable and (func.is_view or func in _VIEWS)
-        return func(*args, **kwargs)
-
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An op of torch's that a tape may hold: its results where ours would lie."""
-        made, count = func(*args, **kwargs), _FOREIGN[func]
-        return *[self.moved(x) for x in made[:count]], *made[count:]
-
-    def moved(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """A copy (cuDNN makes no sums of rows where no backward wants them)."""
-        if x is None:
-            return None
-        like = (x.shape, x.stride())
-        to = self.allocate(aten.empty_strided.default, like, {"dtype": x.dtype, "device": x.device})
-        return to.copy_(x)
-
-    def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """An ordinary tensor, noted."""
-        for one in self.allocated:
-            if one.storage.expired():
-                one.until = min(one.until, len(self.allocated))
-        made: torch.Tensor = func(*args, **kwargs)
-        self.allocated.append(_Allocation(made))
-        return made
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """A whole tensor."""
-        to.copy_(source)
-
-
-class _Record(_Watch):
-    """The second and later runs: tensors go where the kind's measurement said."""
-
-    def __init__(self, rooms: Sequence[Place], sources: Sequence[torch.Tensor | None], tape: launch.Launches) -> None:
-        super().__init__()
-        self.rooms, self.sources, self.tape = iter(rooms), sources, tape
-
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        made = super().call(func, args, kwargs)
-        results = [Lying.of(x) for x in made[: _FOREIGN[func]]]
-        self.tape.append(Foreign(func, [Lying.of(x) for x in args], kwargs, results))
-        return made
-
-    def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        return next(self.rooms).of(self.sources)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
-        self.tape.append(launch.Copy(to.data_ptr(), source.data_ptr(), to.nbytes))
-
 
 ARENA, SCRATCH, FIRST = range(3)  # of what a call's tensors lie in; then its inputs and its state, or its results
 
@@ -241,11 +70,11 @@ class Kind:
 
     def measure(self, run: Function) -> tuple[Saved, Saved]:
         """Run as ever, and note what was allocated."""
-        with _Watch() as watch:
+        with Watch() as watch:
             results, saved = run()
         last = {one.address: i for i, one in enumerate(watch.allocated)}
         owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
-        self._make_rooms(watch.allocated, owners, {last.get(_storage(x)) for x in saved if x is not None})
+        self._make_rooms(watch.allocated, owners, {last.get(storage_of(x)) for x in saved if x is not None})
         self.results = [None if x is None else (x.shape, x.dtype) for x in results]
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
@@ -260,7 +89,7 @@ class Kind:
                     self.pooled += [x.numel(), padding] if padding else [x.numel()]
         return results, saved
 
-    def _make_rooms(self, allocated: list[_Allocation], owners: dict[int, int], kept: set[int | None]) -> None:
+    def _make_rooms(self, allocated: list[Allocation], owners: dict[int, int], kept: set[int | None]) -> None:
         """A temporary lies at the first place that is free at its time."""
         taken: list[tuple[int, int, int]] = []  # from, to, until
         for i, one in enumerate(allocated):
@@ -305,9 +134,9 @@ class Kind:
     ) -> tuple[Saved, Saved]:
         """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
         tape = launch.Launches()
-        with launch.recording(tape), _Record(self.rooms, (*sources[:FIRST], *results), tape) as watch:
+        with launch.recording(tape), Record(self.rooms, (*sources[:FIRST], *results), tape) as watch:
             found, kept = run()
-        places_kept = [None if x is None else _place(x, sources) for x in kept]
+        places_kept = [None if x is None else place_of(x, sources) for x in kept]
         needed = sorted({place.number for place in places_kept if place is not None})
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places_kept]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
@@ -331,6 +160,12 @@ class Kind:
 _kinds: dict[Any, Kind] = {}
 
 
+class _All:
+    """Of all kinds."""
+
+    misses = hits = 0
+
+
 def _address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
@@ -352,7 +187,7 @@ def play(
             _kinds.clear()
         kind = _kinds[key] = Kind()
         return *kind.measure(prepare()), None
-    if not kind.usable or kind.misses > 2 * MOST_TAPES + kind.hits:
+    if not kind.usable:
         return *prepare()(), None
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
     results, rooms = kind.room_for_results(device)
@@ -361,9 +196,14 @@ def play(
     tape = kind.tapes.get(addresses)
     if tape is not None:
         kind.hits += 1
+        _All.hits += 1
         tape.again(device.index)
+    elif _All.misses > MOST_MISSES + _All.hits:
+        del results, rooms, sources
+        return *prepare()(), None
     else:
         kind.misses += 1
+        _All.misses += 1
         found, kept = kind.record(prepare(), results, sources, addresses)
         if not kind.usable:
             return found, kept, None

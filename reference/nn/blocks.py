@@ -137,11 +137,10 @@ class AttentionBlockCall(BlockCall):
 
     def constants(self) -> Any:
         found, core = super().constants(), self.core
-        # A mask is a tensor that is not among the arguments, and cuDNN's dropout draws from torch's own generator.
-        if found is None or (core.p > 0 if isinstance(core, CudnnCall) else core.arguments[2] is not None):
-            return None
+        if found is None or (isinstance(core, AttentionCall) and core.arguments[2] is not None):
+            return None  # a mask is a tensor that is not among the arguments
         layout = (self.split.parts, self.split.channels, self.split.rows, self.lead, self.heads_first)
-        how = (core.scale, core.kind) if isinstance(core, CudnnCall) else core.arguments
+        how = (core.scale, core.kind, core.p) if isinstance(core, CudnnCall) else core.arguments
         return (*found, type(core), how, *layout)
 
     def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
