@@ -37,7 +37,7 @@ from reference.ops.library import twin
 Saved = tuple[torch.Tensor | None, ...]
 Dropout = tuple[float, Generator]
 
-SMALL = 1 << 25  # elements of parameters and of activations together, some 30 to an element of x
+SMALL = 1 << 27  # elements of parameters and of activations together, some 30 to an element of x
 _ATTENTION_TENSORS = 7  # arguments of its pair, x included
 _MLP_SAVED = 14
 
