@@ -377,6 +377,7 @@ def _three(extent: tuple[int, ...]) -> tuple[int, ...]:
     return extent + (1, 1, 1)[len(extent) :]
 
 
+@functools.cache
 def processors(index: int) -> int:
     """Number of multiprocessors of CUDA device `index`: the grid of a persistent kernel."""
     return torch.cuda.get_device_properties(index).multi_processor_count

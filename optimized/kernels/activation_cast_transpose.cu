@@ -14,6 +14,8 @@
 // order in which the sums' halving tree wants them, so that few sums wait for others.
 #include "activation.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/l2_policy.cuh"
 #include "quantize.cuh"
 #include "row_sum.cuh"
 #include "transpose.cuh"
@@ -89,6 +91,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
     const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const float* __restrict__ scale_slot,
     float* amax_slot, unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
+    if (BACKWARD) twin::let_next_grid_start();  // `total` of dbias.cu
     extern __shared__ __align__(16) unsigned char fetched[];
     const int tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);  // of a row of tiles
     const int first_row = blockIdx.x / tiles * BLOCK_ROWS, first_col = blockIdx.x % tiles * TILE_COLS;
@@ -142,7 +145,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
 #if BACKWARD
         float sum[1];
         const int column = col + block_sum<COLUMNS>(sums[o], sum);
-        if (col < cols && first_row < rows) partial[(first_row / BLOCK_ROWS * OUTPUTS + o) * m + column] = sum[0];
+        if (col < cols && first_row < rows)
+            twin::store(partial + (first_row / BLOCK_ROWS * OUTPUTS + o) * m + column, sum, twin::evict_last());
 #endif
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;

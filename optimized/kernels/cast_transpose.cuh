@@ -2,12 +2,12 @@
 // cast_transpose.cu.
 //
 // Bound by memory: 4 bytes an element in bf16. The transposition happens in registers: a thread owns 16 rows of
-// one 16-byte column group, so a column of its codes is 16 bytes that are adjacent in q_t. A warp is 4 runs of
-// 16 rows by 8 column groups: it reads 128 bytes of a row, writes 64 (fp32: 32) of q and 64 of q_t, whole
-// sectors all. Two by two warps make a tile whose rows of q_t (and, in 16 bits, of q) are full 128-byte lines.
-// Shared memory is not used, so there are neither bank conflicts nor barriers between loads and stores; all 16
-// loads of a thread are in flight at once.
+// one 16-byte column group, so a column of its codes is 16 bytes that are adjacent in q_t; all its 16 loads are in
+// flight at once. A warp is 4 runs of 16 rows by 8 column groups: it reads 128 bytes of a row and writes 64 (fp32: 32) of
+// q. Two by two warps make a tile of 128 rows. Its columns of codes, and the runs' sums, meet in shared memory, from where
+// they leave in full lines.
 #pragma once
+#include "ptx/l2_policy.cuh"
 #include "quantize.cuh"
 #include "row_sum.cuh"
 #include "transpose.cuh"
@@ -17,14 +17,17 @@ constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_COLS = 8 * LANES;
 constexpr int TILE_ROWS = 2 * BLOCK_ROWS, TILE_COLS = 2 * WARP_COLS;
-constexpr int WORDS = LANES / 4;  // words of codes a row of a thread
+constexpr int GROUPS = TILE_COLS / LANES, RUNS = TILE_ROWS / RUN;
 
-// Where a thread's results go; `partial` is null for a lane beyond the last column.
-struct Output {
-    unsigned char* q;
-    unsigned char* q_t;
-    float* partial;
+// What a tile's threads leave for one another.
+template <bool SUMS>
+struct Tile {
+    uint4 columns[LANES][GROUPS][RUNS];  // [column of a group][group][swizzled(run, group)]: 16 rows of codes
+    float sums[SUMS ? RUNS : 1][TILE_COLS];
 };
+
+// Groups that lie side by side put the same run into different banks.
+__device__ __forceinline__ int swizzled(int run, int group) { return run ^ group % RUNS; }
 
 // Where a thread's first row begins, and how far apart its rows are.
 template <typename Stride>
@@ -39,14 +42,17 @@ struct Matrix {
     __device__ __forceinline__ Rows<size_t> rows(size_t at, size_t cols, int, int) const { return {x + at, cols}; }
 };
 
-// One thread's 16 rows. `left` is how many of them there are (WHOLE: all).
-template <bool WHOLE, bool SUMS, typename Stride>
+// 16 rows, of which `left` exist (WHOLE: all), of N columns of a thread's group from `first` on: q to memory, the rest
+// into the tile.
+template <bool WHOLE, int N, bool SUMS, typename Stride>
 __device__ __forceinline__ void cast_run(
-    const Rows<Stride>& in, const Output& out, size_t cols, size_t q_t_stride, int left, float scale, float& amax) {
-    Vector<LANES> v[RUN];
+    const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<SUMS>& tile, int run, int group, int first, int left,
+    float scale, float& amax) {
+    constexpr int WORDS = N / 4;  // of codes a row
+    Vector<N> v[RUN];
 #pragma unroll
     for (int r = 0; r < RUN; ++r)
-        v[r] = WHOLE || r < left ? load_once<LANES>(in.x + static_cast<size_t>(r) * in.stride) : Vector<LANES>{};
+        v[r] = WHOLE || r < left ? load_once<N>(in.x + first + static_cast<size_t>(r) * in.stride) : Vector<N>{};
 
     // Four columns at a time, from the loads to the transposed store, so that registers free up on the way.
     unsigned codes[RUN][WORDS];
@@ -65,64 +71,91 @@ __device__ __forceinline__ void cast_run(
             if (!WHOLE && r >= left) codes[r][w] = 0;
         }
         if constexpr (SUMS) {
-            float run[4], sum[1];
+            float sum[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float column[RUN];
 #pragma unroll
                 for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], 4 * w + i);
-                run[i] = halving_sum(column);
+                sum[i] = halving_sum(column);
             }
-            const int first = 4 * w + block_sum<4>(run, sum);
-            if (WHOLE || out.partial != nullptr) out.partial[first] = sum[0];
+            *reinterpret_cast<float4*>(&tile.sums[run][group * LANES + first + 4 * w]) =
+                make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
         unsigned columns[4][4];  // [group of four rows][column]
 #pragma unroll
         for (int g = 0; g < 4; ++g)
             transpose4(codes[4 * g][w], codes[4 * g + 1][w], codes[4 * g + 2][w], codes[4 * g + 3][w], columns[g]);
-        if (WHOLE || left > 0) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                *reinterpret_cast<uint4*>(out.q_t + (4 * w + i) * q_t_stride) =
-                    make_uint4(columns[0][i], columns[1][i], columns[2][i], columns[3][i]);
-        }
+        for (int i = 0; i < 4; ++i)
+            tile.columns[first + 4 * w + i][group][swizzled(run, group)] =
+                make_uint4(columns[0][i], columns[1][i], columns[2][i], columns[3][i]);
     }
 #pragma unroll
     for (int r = 0; r < RUN; ++r) {
         if (WHOLE || r < left) {
             if constexpr (WORDS == 2)
-                *reinterpret_cast<uint2*>(out.q + r * cols) = make_uint2(codes[r][0], codes[r][1]);
+                *reinterpret_cast<uint2*>(q + first + r * cols) = make_uint2(codes[r][0], codes[r][1]);
             else
-                *reinterpret_cast<unsigned*>(out.q + r * cols) = codes[r][0];
+                *reinterpret_cast<unsigned*>(q + first + r * cols) = codes[r][0];
         }
     }
 }
 
-// Tile `tile` of a source [rows, cols], counted along rows of tiles, for one block of threads.
+// From the tile to memory: 128 bytes of a column by 8 threads; the sums of 64 rows, side by side.
+template <bool SUMS>
+__device__ __forceinline__ void store_tile(
+    const Tile<SUMS>& tile, unsigned char* q_t, float* partial, int rows, int cols, int first_row, int first_col) {
+    static_assert(THREADS == GROUPS * RUNS, "a thread takes all columns of a group");
+    const size_t width = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
+    const int group = threadIdx.x / RUNS, run = threadIdx.x % RUNS;
+    const int col = first_col + group * LANES, row = first_row + run * RUN;
+    if (col < cols && row < rows) {
+        q_t += col * q_t_stride + row;
+#pragma unroll
+        for (int c = 0; c < LANES; ++c)
+            *reinterpret_cast<uint4*>(q_t + c * q_t_stride) = tile.columns[c][group][swizzled(run, group)];
+    }
+    if constexpr (SUMS) {
+        constexpr int COLUMNS = 2 * TILE_COLS / THREADS;
+        const int half = threadIdx.x / (THREADS / 2), within = threadIdx.x % (THREADS / 2) * COLUMNS;
+        float sum[COLUMNS];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            float runs[4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) runs[r] = tile.sums[4 * half + r][within + c];
+            sum[c] = halving_sum(runs);
+        }
+        const int block_row = first_row + half * BLOCK_ROWS;
+        if (block_row < rows && first_col + within < cols)
+            twin::store(partial + block_row / BLOCK_ROWS * width + first_col + within, sum, twin::evict_last());
+    }
+}
+
+// Tile `at` of a source [rows, cols], counted along rows of tiles, for one block of threads.
 template <bool SUMS, typename Source>
 __device__ __forceinline__ void cast_tile(
-    const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, int tile,
+    const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, unsigned at,
     float scale, float& amax) {
+    __shared__ Tile<SUMS> tile;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int column_tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);
-    const int tile_row = tile / column_tiles, tile_col = tile % column_tiles;
-    const int block_row = tile_row * TILE_ROWS + warp / 2 * BLOCK_ROWS;
-    const int row = block_row + lane / 8 * RUN;
-    const int col = tile_col * TILE_COLS + warp % 2 * WARP_COLS + lane % 8 * LANES;
-    if (block_row >= rows) return;
-    // A lane beyond the last column takes part in the shuffles with no rows, at an address that exists.
-    const bool inside = col < cols;
+    const int run = warp / 2 * 4 + lane / 8, group = warp % 2 * 8 + lane % 8;
+    // Unsigned: then the division, and what follows of it, is done once for all threads.
+    const unsigned column_tiles = max(1u, (static_cast<unsigned>(cols) + TILE_COLS - 1) / TILE_COLS);
+    const int first_row = at / column_tiles * TILE_ROWS, first_col = at % column_tiles * TILE_COLS;
+    const int row = first_row + run * RUN, col = first_col + group * LANES;
     // Unsigned first: the upper halves are known to be zero, and need no registers.
-    const size_t width = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
-    const size_t at = inside ? static_cast<size_t>(row) * width + col : 0;
-    const size_t at_t = inside ? static_cast<size_t>(col) * q_t_stride + row : 0;
-    float* sums = inside ? partial + static_cast<size_t>(block_row / BLOCK_ROWS) * width + col : nullptr;
-    const Output out = {q + at, q_t + at_t, sums};
-    const auto in = source.rows(at, width, inside ? row : 0, inside ? col : 0);
-    if (block_row + BLOCK_ROWS <= rows && (tile_col + 1) * TILE_COLS <= cols) {
-        cast_run<true, SUMS>(in, out, width, q_t_stride, RUN, scale, amax);
+    const size_t width = static_cast<unsigned>(cols), offset = static_cast<size_t>(row) * width + col;
+    const auto in = source.rows(offset, width, row, col);
+    if (first_row + TILE_ROWS <= rows && first_col + TILE_COLS <= cols) {
+        cast_run<true, LANES>(in, q + offset, width, tile, run, group, 0, RUN, scale, amax);
     } else {
-        const int left = inside ? max(min(rows - row, RUN), 0) : 0;
-        cast_run<false, SUMS>(in, out, width, q_t_stride, left, scale, amax);
+        const int left = col < cols ? rows - row : 0;
+#pragma unroll 1  // it would take more registers
+        for (int first = 0; first < LANES; first += 4)
+            cast_run<false, 4>(in, q + offset, width, tile, run, group, first, left, scale, amax);
     }
+    __syncthreads();
+    store_tile(tile, q_t, partial, rows, cols, first_row, first_col);
 }

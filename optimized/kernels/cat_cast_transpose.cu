@@ -5,6 +5,7 @@
 // part[i].x [rows, groups * part[i].width], a part's width a multiple of 8; everything else as in cast_transpose.cu,
 // which says what x becomes.
 #include "cast_transpose.cuh"
+#include "ptx/grid.cuh"
 
 struct Part {
     const wide_t* x;
@@ -27,6 +28,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void cat_cast_transpose(
     const __grid_constant__ Parts parts, const float* __restrict__ scale_slot, float* amax_slot,
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
+    twin::let_next_grid_start();  // `total`
     const float scale = *scale_slot;
     float amax = 0.0f;
     cast_tile<true>(parts, q, q_t, partial, rows, cols, blockIdx.x, scale, amax);

@@ -15,6 +15,8 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/l2_policy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/store_async.cuh"
 #include "row_sum.cuh"
@@ -117,11 +119,13 @@ constexpr int AHEAD = 32;   // of them whose sums are on the way to registers at
 constexpr int PIECES = TOTAL_COLS / 4;  // of 16 bytes
 
 // The additions of a column form a chain; what must not wait for one another are the loads. So all threads fetch
-// a chunk of partial sums, and one warp adds it from shared memory. cols is a multiple of 4.
+// a chunk of partial sums, and one warp adds it from shared memory. cols is a multiple of 4. Launched early.
 extern "C" __global__ __launch_bounds__(TOTAL_THREADS) void total(
     const float* __restrict__ partial, wide_t* __restrict__ dbias, int blocks, int cols) {
     __shared__ __align__(16) float chunk[CHUNK][TOTAL_COLS];
     const int first_col = blockIdx.x * TOTAL_COLS, piece = threadIdx.x % PIECES * 4;
+    const unsigned long long policy = evict_first();
+    wait_for_grid_before();
     float sum = blocks > 0 ? -0.0f : 0.0f;  // adding to -0 changes no number, not even -0
     for (int first = 0; first < blocks; first += CHUNK) {
         const int here = min(CHUNK, blocks - first);
@@ -129,7 +133,8 @@ extern "C" __global__ __launch_bounds__(TOTAL_THREADS) void total(
         for (int i = 0; i < CHUNK / (TOTAL_THREADS / PIECES); ++i) {
             const int b = i * (TOTAL_THREADS / PIECES) + threadIdx.x / PIECES;
             if (b < here && first_col + piece < cols)
-                cp_async_16(&chunk[b][piece], partial + static_cast<size_t>(first + b) * cols + first_col + piece);
+                cp_async_16(
+                    &chunk[b][piece], partial + static_cast<size_t>(first + b) * cols + first_col + piece, policy);
         }
         cp_async_commit_group();
         cp_async_wait_group<0>();

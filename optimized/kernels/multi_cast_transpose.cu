@@ -19,7 +19,7 @@ struct Table {
     Entry matrices[CAPACITY];
 };
 
-extern "C" __global__ __launch_bounds__(THREADS, 3) void multi_cast_transpose(
+extern "C" __global__ __launch_bounds__(THREADS, 4) void multi_cast_transpose(
     const __grid_constant__ Table table, int count) {
     // The last matrix whose first tile is not beyond this one.
     int at = 0;

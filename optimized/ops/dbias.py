@@ -19,11 +19,13 @@ _THREADS = 128
 _CLUSTER = 8
 _TOTAL_THREADS = 256
 _TOTAL_COLS = 32
+_SHARED = 227 * 1024  # bytes that the blocks of a multiprocessor can have
+_RESERVED = 17 * 1024  # of them for a block of `total`: 16 KB of its own and 1 KB of the system's
 _kernels = {
     (x, vector): launch.function("dbias", "dbias", {"WIDE": WIDE[x], "VECTOR": vector})
     for x, vector in itertools.product(WIDE, (0, 1))
 }
-_total = {x: launch.function("dbias", "total", {"WIDE": WIDE[x], "VECTOR": 1}) for x in WIDE}
+_total = {x: launch.function("dbias", "total", {"WIDE": WIDE[x], "VECTOR": 1}, _SHARED - _RESERVED) for x in WIDE}
 
 
 def new_partial(x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +40,12 @@ def add_blocks(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(cols, dtype=dtype, device=partial.device)
     args = [partial.data_ptr(), out.data_ptr(), np.int32(blocks), np.int32(cols)]
     grid = (max(1, -(-cols // _TOTAL_COLS)),)
-    launch.launch(_total[dtype], grid, (_TOTAL_THREADS,), args, device=partial.device.index)
+    index = partial.device.index
+    # Launched early, blocks would pile up on the multiprocessors that are free first. So they ask for shared memory, as
+    # much as lets no more of them on one than are its share.
+    share = -(-grid[0] // launch.processors(index))
+    unused = max(0, _SHARED // share - _RESERVED)
+    launch.launch(_total[dtype], grid, (_TOTAL_THREADS,), args, unused, device=index, early=True)
     return out
 
 

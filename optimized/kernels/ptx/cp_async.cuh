@@ -21,6 +21,13 @@ __device__ __forceinline__ void cp_async_16_or_zeros(void* shared, const void* g
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(size) : "memory");
 }
 
+// The same, past L1, with a policy of l2_policy.cuh.
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, unsigned long long policy) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "l"(policy)
+                 : "memory");
+}
+
 // Close a group: the copies queued since the last one (possibly none).
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
