@@ -27,6 +27,9 @@ FOREIGN = {
 }
 _DRAWN = (6, 7)  # of cuDNN's attention with dropout: what it drew from torch's generator
 
+# Others, with their variants that write where a tape says: in 16 bits the gradients of q, k and v are put side by side.
+_INTO = {aten.cat.default: aten.cat.out}
+
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:
     return func is aten._scaled_dot_product_cudnn_attention.default and args[5] > 0
@@ -83,7 +86,9 @@ class Lying(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> Any:
-        """Where a tensor lies; what is no tensor, as it is."""
+        """Where a tensor lies, or each of a list; what is no tensor, as it is."""
+        if isinstance(x, list):
+            return [cls.of(one) for one in x]
         return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
 
     def tensor(self) -> torch.Tensor:
@@ -92,6 +97,13 @@ class Lying(NamedTuple):
         whole = torch._C._construct_storage_from_data_pointer(self.address, self.device, size * self.dtype.itemsize)
         made = torch.empty(0, dtype=self.dtype, device=self.device)
         return made.set_(whole, 0, self.shape, self.stride)  # type: ignore[call-overload]
+
+
+def _tensors(x: Any) -> Any:
+    """What `Lying.of` was given."""
+    if isinstance(x, list):
+        return [_tensors(one) for one in x]
+    return x.tensor() if isinstance(x, Lying) else x
 
 
 class Foreign(NamedTuple):
@@ -109,10 +121,27 @@ class Foreign(NamedTuple):
 
     def again(self, stream: int) -> None:
         """Call it on torch's current stream."""
-        made = self.func(*[x.tensor() if isinstance(x, Lying) else x for x in self.args], **self.kwargs)
+        made = self.func(*_tensors(self.args), **self.kwargs)
         for position, to in self.results.items():
             if to is not None:
                 to.tensor().copy_(made[position])
+
+
+class Into(NamedTuple):
+    """An op of torch's to be called again, writing where it wrote."""
+
+    func: Any
+    args: list[Any]
+    out: Lying
+
+    @property
+    def capturable(self) -> bool:
+        """Always."""
+        return True
+
+    def again(self, stream: int) -> None:
+        """Call it on torch's current stream."""
+        self.func(*_tensors(self.args), out=self.out.tensor())
 
 
 class Allocation:
@@ -145,6 +174,8 @@ class Watch(TorchDispatchMode):
             return made
         if func in FOREIGN:
             return self.call(func, args, kwargs)
+        if func in _INTO:
+            return self.call_into(func, args)
         self.usable = self.usable and (func.is_view or func in _VIEWS)
         return func(*args, **kwargs)
 
@@ -154,6 +185,10 @@ class Watch(TorchDispatchMode):
         for position in _read_later(func, args):
             made[position] = self.moved(made[position])
         return tuple(made)
+
+    def call_into(self, func: Any, args: Any) -> Any:
+        """An op of torch's that a tape may hold, and that can write where ours would."""
+        return self.allocate(func, args, {})
 
     def moved(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """A copy (cuDNN makes no sums of rows where no backward wants them)."""
@@ -187,8 +222,13 @@ class Record(Watch):
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         made = super().call(func, args, kwargs)
         results = {position: Lying.of(made[position]) for position in _read_later(func, args)}
-        self.tape.append(Foreign(func, [Lying.of(x) for x in args], kwargs, results))
+        self.tape.append(Foreign(func, Lying.of(list(args)), kwargs, results))
         return made
+
+    def call_into(self, func: Any, args: Any) -> Any:
+        out = self.allocate(func, args, {})
+        self.tape.append(Into(_INTO[func], Lying.of(list(args)), Lying.of(out)))
+        return _INTO[func](*args, out=out)
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         return next(self.rooms).of(self.sources)

@@ -122,6 +122,23 @@ def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.
     assert (only.hits, only.misses) == (4, 1)
 
 
+def test_an_op_of_torchs_writes_where_it_wrote(copied: list[int]) -> None:
+    def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
+        wide = torch.cat([x.t(), x.clone()], dim=1)
+        return (wide.clone(),), (wide,)
+
+    x = torch.rand(32, 32)
+    for step in range(6):
+        x.mul_(1.5)
+        (result,), saved, kind = tape.play(lambda: lambda: function(x), "cat", (x,), [])
+        wide = (saved if kind is None else kind.found(saved))[0]
+        for found in (result, wide):
+            assert_same_bits(found, torch.cat([x.t(), x], dim=1))
+        assert (kind is None) == (step == 0)
+    (only,) = tape._kinds.values()
+    assert (only.hits, only.misses) == (4, 1)
+
+
 def test_what_is_saved_may_be_empty(copied: list[int]) -> None:
     def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
         inside, empty = x.clone(), torch.empty(0)  # as RMSNorm's mean
@@ -260,8 +277,7 @@ def test_a_layer_has_the_same_bits_with_tapes(
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
     assert sum(kind.hits for kind in tape._kinds.values()) >= 8
-    # In 16 bits the gradients of q, k, v are put side by side by torch's `cat`, which a tape does not hold.
-    assert sum(not kind.usable for kind in tape._kinds.values()) == (0 if fp8 else 1)
+    assert all(kind.usable for kind in tape._kinds.values())
 
 
 @pytest.mark.gpu
