@@ -51,8 +51,9 @@ def measured(one: Case, repeats: int) -> dict[str, Any]:
     parts = [*layer.products(one).values(), *layer.attention(one).values()]
     blocks: dict[str, Callable[[int], object]] = {contestant.title: contestant.block for contestant in made}
     blocks["parts"] = lambda steps: [call() for _ in range(steps) for call in parts]
-    short = one.hidden * one.tokens <= 1 << 24  # some 5 ms a step
-    inner, before = (8, layer.UNCOUNTED) if short else (max(2, 32768 // one.tokens), 0)
+    size = one.hidden * one.tokens
+    inner = max(2, min(8, (1 << 28) // size))
+    before = layer.UNCOUNTED if size <= 1 << 24 else 0  # 5 ms a step
     times = layer.timed(blocks, repeats, inner, before)
     spreads = {name: measure.spread(values) for name, values in times.items()}
     return {
