@@ -14,7 +14,8 @@ addresses.
 cuDNN's attention puts its results where PyTorch allocates them; they are copied to where ours would lie. A function
 that does anything else but our own launches, allocations, views and copies of whole tensors always runs; so does one
 with more than `LARGEST` bytes in both, because its kernels outlast its Python. Where addresses keep changing, as with
-lengths that are drawn for each batch, no more is recorded after `MOST_MISSES` times: that costs as much as running.
+lengths that are drawn for each batch, no more is measured or recorded after `MOST_MISSES` times, each of which costs as
+much as running does.
 """
 
 from collections.abc import Callable, Sequence
@@ -182,7 +183,11 @@ def play(
         state: what else it reads or changes.
     """
     kind = _kinds.get(key)
+    enough = _All.misses > MOST_MISSES + _All.hits
     if kind is None:
+        if enough:
+            return *prepare()(), None
+        _All.misses += 1
         if len(_kinds) >= MOST_KINDS:
             _kinds.clear()
         kind = _kinds[key] = Kind()
@@ -198,7 +203,7 @@ def play(
         kind.hits += 1
         _All.hits += 1
         tape.again(device.index)
-    elif _All.misses > MOST_MISSES + _All.hits:
+    elif enough:
         del results, rooms, sources
         return *prepare()(), None
     else:

@@ -19,8 +19,10 @@ RECIPE = te.DelayedScaling(amax_history_len=3)
 
 
 @pytest.fixture(autouse=True)
-def no_kinds() -> Iterator[None]:
+def no_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tape._kinds.clear()
+    for count in ("misses", "hits"):
+        monkeypatch.setattr(tape._All, count, 0)
     yield
     tape._kinds.clear()
 
@@ -79,6 +81,8 @@ def test_copies_are_made_again_at_the_same_addresses(copied: list[int], monkeypa
     monkeypatch.setattr(tape._All, "misses", tape._All.hits + tape.MOST_MISSES + 2)
     assert played(function, x)[2] is not None
     assert played(function, x.clone())[2] is None
+    assert played(function, x[:1])[2] is None
+    assert len(tape._kinds) == 1
 
 
 @pytest.mark.parametrize(
