@@ -11,6 +11,7 @@ from conftest import assert_same_bits
 
 import optimized
 from optimized import device, launch, tensor_map
+from optimized.ops.cast_transpose import tile_grid
 
 twin = torch.ops.twin
 
@@ -21,6 +22,15 @@ def test_function_is_one_object_per_configuration_and_loads_nothing() -> None:
     assert first is not launch.function("cast", "cast", {"WIDE": 2, "FP8": 0})
     # Not even the file is looked for.
     assert launch.function("no_such_kernel", "f").kernel == "no_such_kernel"
+
+
+@pytest.mark.parametrize("down", [0, 1, 65535, 65536, 131071, 10**6])
+def test_every_tile_has_a_block(down: int) -> None:
+    x, y, z = tile_grid(3, down)
+    assert x == 3
+    assert max(y, z) <= 65535
+    assert max(1, down) <= y * z < max(1, down) + 65535
+    assert tile_grid(0, down)[0] == 1
 
 
 def read(arguments: launch._Arguments, position: int, kind: type) -> object:

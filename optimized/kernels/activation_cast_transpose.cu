@@ -10,8 +10,9 @@
 // Bound by memory. A block of threads takes 64 rows by 256 bytes of y's columns. All that it reads is on its way to
 // shared memory at once and holds no register (loaded to registers, half of the loads ended up behind the arithmetic on
 // the others). Then the plan of cast_transpose.cu: a thread owns 16 rows of four columns of y (and of both halves of
-// dx), a warp 4 such runs by 8 column groups, and the transposition happens in registers. Rows are evaluated in the
-// order in which the sums' halving tree wants them, so that few sums wait for others.
+// dx), a warp 4 such runs by 8 column groups, and the transposition happens in registers; columns of codes meet where the
+// inputs were. Rows are evaluated in the order in which the sums' halving tree wants them, so that few sums wait for
+// others.
 #include "activation.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
@@ -20,19 +21,28 @@
 #include "row_sum.cuh"
 #include "transpose.cuh"
 
+constexpr int OUTPUTS = BACKWARD ? HALVES : 1;
+constexpr int INPUTS = HALVES + BACKWARD;  // x, its second half where gated, grad
 constexpr int WARPS = sizeof(wide_t) == 2 ? 4 : 2;  // side by side: 256 bytes of a row
 constexpr int THREADS = 32 * WARPS;
 constexpr int COLUMNS = 4;  // of a thread
-constexpr int WARP_COLS = 8 * COLUMNS, TILE_COLS = WARPS * WARP_COLS;
-constexpr int OUTPUTS = BACKWARD ? HALVES : 1;
-constexpr int INPUTS = HALVES + BACKWARD;  // x, its second half where gated, grad
+constexpr int TILE_COLS = WARPS * 8 * COLUMNS;
+constexpr int GROUPS = TILE_COLS / COLUMNS, RUNS = BLOCK_ROWS / RUN;
 
 // Inputs lie one after the other. The runs of 16 rows are 64 bytes further apart than their bytes, so that in 16 bits
 // two runs of a warp lie in different banks.
 constexpr int ROW_BYTES = TILE_COLS * sizeof(wide_t), PIECES = ROW_BYTES / 16;
 constexpr int ROWS_AT_ONCE = THREADS / PIECES;
-constexpr int PADDING = 64, RUN_BYTES = RUN * ROW_BYTES + PADDING, INPUT_BYTES = 4 * RUN_BYTES;
+constexpr int PADDING = 64, RUN_BYTES = RUN * ROW_BYTES + PADDING, INPUT_BYTES = RUNS * RUN_BYTES;
 static_assert(RUN % ROWS_AT_ONCE == 0, "rows that are fetched at once belong to one run");
+
+// Where the inputs were, columns of codes meet: 16 rows each, [output][column of a group][group][swizzled(run, group)].
+typedef uint4 Columns[COLUMNS][GROUPS][RUNS];
+static_assert(OUTPUTS * sizeof(Columns) <= INPUTS * INPUT_BYTES, "codes are smaller than what they are of");
+static_assert(THREADS == GROUPS * RUNS, "a thread stores all columns of a group");
+
+// Eight groups that lie side by side put the same run into different banks.
+__device__ __forceinline__ int swizzled(int run, int group) { return run ^ group / 2 % RUNS; }
 
 // A tile's rows of one input, `from` being the thread's first piece; zeros from the `left`-th row after it on.
 __device__ __forceinline__ void fetch(unsigned char* to, const wide_t* from, size_t stride, int left) {
@@ -93,8 +103,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
     float* __restrict__ partial, int rows, int cols) {
     if (BACKWARD) twin::let_next_grid_start();  // `total` of dbias.cu
     extern __shared__ __align__(16) unsigned char fetched[];
-    const int tiles = max(1, (cols + TILE_COLS - 1) / TILE_COLS);  // of a row of tiles
-    const int first_row = blockIdx.x / tiles * BLOCK_ROWS, first_col = blockIdx.x % tiles * TILE_COLS;
+    // No division: it would keep the copies waiting.
+    const int block_row = blockIdx.z * gridDim.y + blockIdx.y;
+    const int first_row = block_row * BLOCK_ROWS, first_col = blockIdx.x * TILE_COLS;
     const size_t m = cols, q_t_stride = (static_cast<size_t>(rows) + 15) / 16 * 16;
     {
         const int row = first_row + threadIdx.x / PIECES, col = first_col + threadIdx.x % PIECES * LANES;
@@ -106,20 +117,20 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
         if constexpr (BACKWARD) fetch(fetched + HALVES * INPUT_BYTES, grad + r * m + c, m, left);
         cp_async_commit_group();
     }
-    const int lane = threadIdx.x % 32, run = lane / 8;
-    const int within = threadIdx.x / 32 * WARP_COLS + lane % 8 * COLUMNS;
-    const int row = first_row + run * RUN, col = first_col + within;
+    const int lane = threadIdx.x % 32, run = lane / 8, group = threadIdx.x / 32 * 8 + lane % 8;
+    const int row = first_row + run * RUN, col = first_col + group * COLUMNS;
     const int left = col < cols ? max(min(rows - row, RUN), 0) : 0;  // rows of the thread that exist
     const float scale = *scale_slot;
     q += static_cast<size_t>(row) * OUTPUTS * m + col;
-    q_t += col * q_t_stride + row;
     cp_async_wait_group<0>();
     __syncthreads();
 
     Rows mine;
     mine.amax = 0.0f;
     float sums[OUTPUTS][COLUMNS];
-    cast_rows(fetched + run * RUN_BYTES + within * sizeof(wide_t), scale, mine, sums);
+    cast_rows(fetched + run * RUN_BYTES + group * COLUMNS * sizeof(wide_t), scale, mine, sums);
+    __syncthreads();  // all have read
+    Columns* const staged = reinterpret_cast<Columns*>(fetched);
 #pragma unroll
     for (int o = 0; o < OUTPUTS; ++o) {
         unsigned columns[4][COLUMNS];  // [group of four rows][column]
@@ -133,12 +144,10 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) columns[g][c] &= mask;
         }
-        if (left > 0) {
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
-                *reinterpret_cast<uint4*>(q_t + (o * m + c) * q_t_stride) =
-                    make_uint4(columns[0][c], columns[1][c], columns[2][c], columns[3][c]);
-        }
+        for (int c = 0; c < COLUMNS; ++c)
+            staged[o][c][group][swizzled(run, group)] =
+                make_uint4(columns[0][c], columns[1][c], columns[2][c], columns[3][c]);
 #pragma unroll
         for (int r = 0; r < RUN; ++r)
             if (r < left) *reinterpret_cast<unsigned*>(q + (r * OUTPUTS + o) * m) = mine.codes[o][r];
@@ -146,9 +155,22 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void activation_cast_tr
         float sum[1];
         const int column = col + block_sum<COLUMNS>(sums[o], sum);
         if (col < cols && first_row < rows)
-            twin::store(partial + (first_row / BLOCK_ROWS * OUTPUTS + o) * m + column, sum, twin::evict_last());
+            twin::store(partial + (static_cast<size_t>(block_row) * OUTPUTS + o) * m + column, sum, twin::evict_last());
 #endif
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+    __syncthreads();
+    {  // 64 bytes of a column by four threads
+        const int run = threadIdx.x % RUNS, group = threadIdx.x / RUNS;
+        const int row = first_row + run * RUN, col = first_col + group * COLUMNS;
+        if (row < rows && col < cols) {
+#pragma unroll
+            for (int i = 0; i < OUTPUTS * COLUMNS; ++i) {
+                const int o = i / COLUMNS, c = i % COLUMNS;
+                *reinterpret_cast<uint4*>(q_t + (o * m + col + c) * q_t_stride + row) =
+                    staged[o][c][group][swizzled(run, group)];
+            }
+        }
+    }
+    if (block_row == 0 && blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
     if (amax_slot != nullptr) commit_amax<WARPS>(mine.amax, amax_slot);
 }

@@ -20,7 +20,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void cast_transpose(
     if (DBIAS) twin::let_next_grid_start();  // `total`
     const float scale = *scale_slot;
     float amax = 0.0f;
-    cast_tile<DBIAS>(Matrix{x}, q, q_t, partial, rows, cols, blockIdx.x, scale, amax);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+    // No division: it would keep the loads waiting.
+    const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
+    cast_tile<DBIAS>(Matrix{x}, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
+    if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
     if (amax_slot != nullptr) commit_amax<WARPS>(amax, amax_slot);
 }

@@ -133,17 +133,15 @@ __device__ __forceinline__ void store_tile(
     }
 }
 
-// Tile `at` of a source [rows, cols], counted along rows of tiles, for one block of threads.
+// A tile of a source [rows, cols], for one block of threads.
 template <bool SUMS, typename Source>
 __device__ __forceinline__ void cast_tile(
-    const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, unsigned at,
-    float scale, float& amax) {
+    const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, int tile_row,
+    int tile_col, float scale, float& amax) {
     __shared__ Tile<SUMS> tile;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int run = warp / 2 * 4 + lane / 8, group = warp % 2 * 8 + lane % 8;
-    // Unsigned: then the division, and what follows of it, is done once for all threads.
-    const unsigned column_tiles = max(1u, (static_cast<unsigned>(cols) + TILE_COLS - 1) / TILE_COLS);
-    const int first_row = at / column_tiles * TILE_ROWS, first_col = at % column_tiles * TILE_COLS;
+    const int first_row = tile_row * TILE_ROWS, first_col = tile_col * TILE_COLS;
     const int row = first_row + run * RUN, col = first_col + group * LANES;
     // Unsigned first: the upper halves are known to be zero, and need no registers.
     const size_t width = static_cast<unsigned>(cols), offset = static_cast<size_t>(row) * width + col;

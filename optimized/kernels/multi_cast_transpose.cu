@@ -26,10 +26,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void multi_cast_transpose(
     for (int step = CAPACITY / 2; step > 0; step /= 2)
         if (at + step < count && table.matrices[at + step].first_tile <= static_cast<int>(blockIdx.x)) at += step;
     const Entry& m = table.matrices[at];
-    const int tile = blockIdx.x - m.first_tile;
+    const unsigned tile = blockIdx.x - m.first_tile;
+    const unsigned column_tiles = max(1u, (static_cast<unsigned>(m.cols) + TILE_COLS - 1) / TILE_COLS);
     const float scale = *m.scale;
     if (tile == 0 && threadIdx.x == 0) *m.scale_inv = 1.0f / scale;
     float amax = 0.0f;
-    cast_tile<false>(Matrix{m.x}, m.q, m.q_t, nullptr, m.rows, m.cols, tile, scale, amax);
+    cast_tile<false>(
+        Matrix{m.x}, m.q, m.q_t, nullptr, m.rows, m.cols, tile / column_tiles, tile % column_tiles, scale, amax);
     if (m.amax != nullptr) commit_amax<WARPS>(amax, m.amax);
 }

@@ -11,6 +11,7 @@ import torch
 from optimized import launch
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.cast_transpose import tile_grid
 from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.activation import GATED, KINDS, Four, check_activation, check_forward_cast, check_grad, width
 from reference.ops.cast import check_cast
@@ -138,9 +139,8 @@ def _cast(
         np.int32(m),
     ]
     kernel, shared = _casting(kind, x.dtype, dtype, grad is not None)
-    # At least one block: it writes scale_inv.
     tile_cols = _ROW_BYTES // x.element_size()
-    grid = (max(1, -(-rows // _TILE_ROWS) * -(-m // tile_cols)),)
+    grid = tile_grid(-(-m // tile_cols), -(-rows // _TILE_ROWS))
     launch.launch(kernel, grid, (tile_cols,), args, shared, device=x.device.index)
     return q, q_t, scale_inv
 

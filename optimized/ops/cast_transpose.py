@@ -18,6 +18,7 @@ from reference.ops.library import LIBRARY
 THREADS = 128
 _TILE_ROWS = 128
 _TILE_COL_BYTES = 256
+_DOWN = 65535  # blocks that a grid can have in y
 
 
 def defines(x: torch.dtype, q: torch.dtype, dbias: bool) -> dict[str, int | str]:
@@ -34,9 +35,14 @@ _kernels = {
 }
 
 
-def tiles(x: torch.Tensor, cols: int) -> int:
-    """Blocks that take a tile each of `[rows of x, cols]` of x's dtype; at least one, which writes scale_inv."""
-    return max(1, -(-x.shape[0] // _TILE_ROWS) * -(-cols // (_TILE_COL_BYTES // x.element_size())))
+def tiles(x: torch.Tensor, cols: int) -> tuple[int, int]:
+    """Tiles of `[rows of x, cols]` of x's dtype, side by side and one below the other."""
+    return -(-cols // (_TILE_COL_BYTES // x.element_size())), -(-x.shape[0] // _TILE_ROWS)
+
+
+def tile_grid(across: int, down: int) -> tuple[int, int, int]:
+    """Blocks that take a tile each, at least one, which writes scale_inv. Those below each other are z times y."""
+    return max(1, across), min(max(1, down), _DOWN), max(1, -(-down // _DOWN))
 
 
 def _run(
@@ -63,7 +69,7 @@ def _run(
         np.int32(rows),
         np.int32(cols),
     ]
-    launch.launch(kernel, (tiles(x, cols),), (THREADS,), args, device=x.device.index)
+    launch.launch(kernel, tile_grid(*tiles(x, cols)), (THREADS,), args, device=x.device.index)
     return q, q_t, scale_inv
 
 

@@ -10,7 +10,7 @@ import torch
 from optimized import launch
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
-from optimized.ops.cast_transpose import THREADS, tiles
+from optimized.ops.cast_transpose import THREADS, tile_grid, tiles
 from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.cat_cast_transpose import PARTS, Four, check_parts
@@ -58,7 +58,7 @@ def cat_cast_transpose_dbias(
         np.int32(x.shape[0]),
         np.int32(cols),
     ]
-    launch.launch(_kernels[x.dtype, dtype], (tiles(x, cols),), (THREADS,), args, device=x.device.index)
+    launch.launch(_kernels[x.dtype, dtype], tile_grid(*tiles(x, cols)), (THREADS,), args, device=x.device.index)
     return q, q_t, scale_inv, add_blocks(partial, x.dtype)
 
 

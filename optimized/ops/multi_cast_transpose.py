@@ -3,6 +3,7 @@ Semantics: `reference.ops.multi_cast_transpose`.
 """
 
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def multi_cast_transpose(
                 first_tile,
                 0,
             )
-            first_tile += tiles(x, cols)
+            first_tile += max(1, math.prod(tiles(x, cols)))  # at least the block that writes scale_inv
         kernel = _kernels[xs[0].dtype, q[0].dtype, capacity]
         args = [launch.by_value(table), np.int32(len(part))]
         launch.launch(kernel, (first_tile,), (THREADS,), args, device=xs[0].device.index)
