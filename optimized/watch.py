@@ -25,6 +25,7 @@ FOREIGN = {
     aten._scaled_dot_product_cudnn_attention.default: (0, 1),
     aten._scaled_dot_product_cudnn_attention_backward.default: (0, 1, 2),
 }
+MOST_MOVED = 32 << 20  # bytes of such a result: copying more takes longer than what a tape saves
 _DRAWN = (6, 7)  # of cuDNN's attention with dropout: what it drew from torch's generator
 
 # Others, with their variants that write where a tape says: in 16 bits the gradients of q, k and v are put side by side.
@@ -194,6 +195,7 @@ class Watch(TorchDispatchMode):
         """A copy (cuDNN makes no sums of rows where no backward wants them)."""
         if x is None:
             return None
+        self.usable = self.usable and x.nbytes <= MOST_MOVED
         like = (x.shape, x.stride())
         to = self.allocate(aten.empty_strided.default, like, {"dtype": x.dtype, "device": x.device})
         return to.copy_(x)

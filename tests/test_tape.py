@@ -124,6 +124,9 @@ def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.
         assert (kind is None) == (step == 0)
     (only,) = tape._kinds.values()
     assert (only.hits, only.misses) == (4, 1)
+    monkeypatch.setattr(watch, "MOST_MOVED", x.nbytes - 1)
+    for _ in range(3):
+        assert tape.play(lambda: lambda: function(x), "large", (x,), [])[2] is None
 
 
 def test_an_op_of_torchs_writes_where_it_wrote(copied: list[int]) -> None:
