@@ -32,12 +32,6 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
     __shared__ Slots slots[2][CHAINS];
     const int chain = threadIdx.x / (32 * ROW_WARPS);
     const int column = threadIdx.x / 32 % ROW_WARPS * STRIPE * VECTORS + threadIdx.x % 32 * 8;
-    Columns columns = {};
-    float gamma[VECTORS][8];
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
-        if (inside(i, hidden - column))
-            affine8(true, weight, parameters, zero_centered != 0, column + i * STRIPE, gamma[i]);
     const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
     const int left = hidden - column;
     const bool has_residual = residual != nullptr;
@@ -61,6 +55,12 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         }
     };
     read_statistics(begin);
+    // Behind the first rows: before them, they would wait for it.
+    float gamma[VECTORS][8];
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+        if (inside(i, left)) affine8(true, weight, parameters, zero_centered != 0, column + i * STRIPE, gamma[i]);
+    Columns columns = {};
     const float n = static_cast<float>(hidden);
     int stage = 0;
     for (int row = begin, parity = 0; row < end; row += CHAINS, parity ^= 1) {
@@ -88,8 +88,5 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
                 store_dx(to, i, xhat[i], g[i], c, row_rstd, has_residual ? mine + 2 * TENSOR : nullptr);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    const size_t stride = static_cast<size_t>(gridDim.x) * hidden;
-    float* const target = partial + static_cast<size_t>(blockIdx.x) * hidden;
-    store_partial(columns.weight, target, hidden, column, chain);
-    if (KIND == 0) store_partial(columns.bias, target + stride, hidden, column, chain);
+    store_columns(columns, arriving, partial, hidden, column, chain);
 }

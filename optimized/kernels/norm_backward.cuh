@@ -5,6 +5,9 @@
 #pragma once
 #include "norm_row.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid.cuh"
+
+using namespace twin;
 
 constexpr int THREADS = 32 * ROW_WARPS * CHAINS;
 constexpr int WIDTH = STRIPE * VECTORS * ROW_WARPS;  // columns that the threads of a row hold
@@ -113,33 +116,36 @@ __device__ __forceinline__ void store_dx(
     store_eight(dx + i * STRIPE, v);
 }
 
-// The chains' sums in pairs, through shared memory, to partial[block].
+// The chains' sums in pairs, to partial[block]. They go through the rows' room in shared memory, so that warps write
+// whole lines: threads that write what they hold, 16 bytes of every 32, cost L2 twice the requests.
 __device__ __forceinline__ void store_partial(
-    const float (&sums)[VECTORS][8], float* partial, int hidden, int column, int chain) {
-    if constexpr (CHAINS == 1) {
+    const float (&sums)[VECTORS][8], uint4* room, float* partial, int hidden, int column, int chain) {
+    float4* const staged = reinterpret_cast<float4*>(room);  // [CHAINS][WIDTH / 4]
+    __syncthreads();                                         // what lies there has been read
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            const int at = column + i * STRIPE;
-            if (at < hidden) {
-                float4* to = reinterpret_cast<float4*>(partial + at);
-                to[0] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
-                to[1] = make_float4(sums[i][4], sums[i][5], sums[i][6], sums[i][7]);
-            }
-        }
-    } else {
-        __shared__ float staged[CHAINS][WIDTH];
-        __syncthreads();  // the sums before have been read
+    for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-#pragma unroll
-            for (int j = 0; j < 8; j += 4)
-                *reinterpret_cast<float4*>(&staged[chain][column + i * STRIPE + j]) =
-                    make_float4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
-        __syncthreads();
-        for (int at = threadIdx.x; at < WIDTH && at < hidden; at += THREADS) {
-            float v = staged[0][at] + staged[1][at];
-            if constexpr (CHAINS == 4) v = v + (staged[2][at] + staged[3][at]);
-            partial[at] = v;
-        }
+        for (int j = 0; j < 8; j += 4)
+            staged[(chain * WIDTH + column + i * STRIPE + j) / 4] =
+                make_float4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
+    __syncthreads();
+    const auto add = [](float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); };
+#pragma unroll 1  // unrolled, it takes more registers than there are
+    for (int at = threadIdx.x; 4 * at < hidden; at += THREADS) {
+        float4 v = staged[at];
+        if constexpr (CHAINS > 1) v = add(v, staged[WIDTH / 4 + at]);
+        if constexpr (CHAINS == 4) v = add(v, add(staged[WIDTH / 2 + at], staged[WIDTH / 4 * 3 + at]));
+        reinterpret_cast<float4*>(partial)[at] = v;
     }
+}
+
+// Both sums of the block's columns, for norm_total.cu, which may be set up from here on. (Told so when blocks start, it
+// took longer.)
+__device__ __forceinline__ void store_columns(
+    const Columns& columns, uint4* room, float* partial, int hidden, int column, int chain) {
+    let_next_grid_start();
+    const size_t stride = static_cast<size_t>(gridDim.x) * hidden;
+    float* const target = partial + static_cast<size_t>(blockIdx.x) * hidden;
+    store_partial(columns.weight, room, target, hidden, column, chain);
+    if (KIND == 0) store_partial(columns.bias, room, target + stride, hidden, column, chain);
 }

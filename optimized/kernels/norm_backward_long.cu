@@ -11,8 +11,6 @@
 #include "norm_backward.cuh"
 #include "ptx/mbarrier.cuh"
 
-using namespace twin;
-
 constexpr int SETS = 4;
 
 struct Exchange {
@@ -124,8 +122,5 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         row_mean = next_mean, row_rstd = next_rstd;
         stage = next;
     }
-    const size_t stride = static_cast<size_t>(gridDim.x) * hidden;
-    float* const target = partial + static_cast<size_t>(blockIdx.x) * hidden;
-    store_partial(columns.weight, target, hidden, column, chain);
-    if (KIND == 0) store_partial(columns.bias, target + stride, hidden, column, chain);
+    store_columns(columns, arriving, partial, hidden, column, chain);
 }

@@ -210,7 +210,7 @@ def norm_backward(
     dbias = torch.empty(hidden if kind == "layernorm" else 0, dtype=weight.dtype, device=x.device)
     args = [partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), np.int32(blocks), np.int32(hidden)]
     grid = (-(-hidden // _TOTAL_COLUMNS), sums)
-    launch.launch(_total[weight.dtype], grid, (_TOTAL_THREADS,), args, device=x.device.index)
+    launch.launch(_total[weight.dtype], grid, (_TOTAL_THREADS,), args, device=x.device.index, early=True)
     return dx, dweight, dbias
 
 
