@@ -44,7 +44,14 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_rows(
     int index = blockIdx.x * ROWS + group, turn = 0;
     Packed packed, next;
     if (index < rows) packed = held.load(x, index);
-    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
+    if (ROWS >= 4)  // threads enough for all parameters, or nearly
+        stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
+    else if (parameters == 0)
+        stage_at_once<0>(affine, weight, bias, zero_centered != 0, held.hidden);
+    else if (parameters == 1)
+        stage_at_once<1>(affine, weight, bias, zero_centered != 0, held.hidden);
+    else
+        stage_at_once<2>(affine, weight, bias, zero_centered != 0, held.hidden);
 #pragma unroll 1
     for (; index < rows; index += step) {
         if (index + step < rows) next = held.load(x, index + step);

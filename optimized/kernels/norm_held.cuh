@@ -85,18 +85,57 @@ struct Row {
     __device__ __forceinline__ void for_each_output(const float* parameters, const Held& held, Store store) const;
 };
 
+constexpr int PARAMETERS = KIND == 0 ? 2 : 1;  // gamma, and layernorm's beta
+
+__device__ __forceinline__ void stage8(float* shared, int hidden, int at, const float (&v)[8]) {
+    float4* const to = reinterpret_cast<float4*>(shared + at / 2);
+    to[0] = make_float4(v[0], v[1], v[2], v[3]);
+    to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
 // gamma and beta as fp32 in shared memory: [gamma, beta][first or second 4 of 8 columns][8 columns][4], the halves
 // apart so that a warp's 16-byte reads touch all banks. `hidden` floats each. rmsnorm has no beta.
 __device__ __forceinline__ void stage_parameters(
     float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
     for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
 #pragma unroll
-        for (int which = 0; which < (KIND == 0 ? 2 : 1); ++which) {
+        for (int which = 0; which < PARAMETERS; ++which) {
             float v[8];
             affine8(which == 0, which == 0 ? weight : bias, type, zero_centered, at, v);
-            float4* const to = reinterpret_cast<float4*>(shared + which * hidden + at / 2);
-            to[0] = make_float4(v[0], v[1], v[2], v[3]);
-            to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);
+            stage8(shared + which * hidden, hidden, at, v);
+        }
+    }
+    __syncthreads();
+}
+
+// The same where a thread has more of them to load: AT_ONCE times 8 of both are on the way before any is used, so that
+// the latency, often that of DRAM, is paid once.
+template <int TYPE, int AT_ONCE = 2>
+__device__ __forceinline__ void stage_at_once(
+    float* shared, const void* weight, const void* bias, bool zero_centered, int hidden) {
+    const int step = blockDim.x * 8;
+    for (int first = threadIdx.x * 8; first < hidden; first += AT_ONCE * step) {
+        float v[AT_ONCE][PARAMETERS][8];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k)
+#pragma unroll
+            for (int which = 0; which < PARAMETERS; ++which) {
+                const void* const from = which == 0 || bias == nullptr ? weight : bias;
+                parameters8<TYPE>(from, min(first + k * step, hidden - 8), v[k][which]);
+            }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            const int at = first + k * step;
+            if (at >= hidden) break;
+#pragma unroll
+            for (int which = 0; which < PARAMETERS; ++which) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    if (which == 0 && zero_centered) v[k][which][j] = v[k][which][j] + 1.0f;
+                    if (which == 1 && bias == nullptr) v[k][which][j] = -0.0f;  // as affine8
+                }
+                stage8(shared + which * hidden, hidden, at, v[k][which]);
+            }
         }
     }
     __syncthreads();

@@ -129,9 +129,13 @@ def normalize(
     if warps is not None:
         kernel = rows_kernel(x.dtype, kind, warps, hidden)
         in_block = int(kernel.defines["ROWS"])
-        # Persistent blocks, as many as run at once.
+        # Persistent blocks, as many as run at once, or a few less if each then has as many rows.
         at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
-        grid, threads = min(-(-rows // in_block), at_once), 32 * warps * in_block
+        parts = -(-rows // in_block)
+        turns = -(-parts // at_once)
+        even = parts // turns
+        grid = even if parts % turns == 0 and 16 * even >= 15 * at_once else min(parts, at_once)
+        threads = 32 * warps * in_block
         launch.launch(kernel, (grid,), (threads,), args, smem=8 * hidden, device=x.device.index)
     else:
         kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
