@@ -9,6 +9,7 @@ Shapes include whole tiles, ragged edges and a single row. What is computed is c
 
 import itertools
 import sys
+from unittest import mock
 
 import torch
 
@@ -92,8 +93,12 @@ def gemm_split_k() -> None:
         gemm_fp8_split_k(a, b, one, one, torch.randn(n).cuda(), out)
 
 
-def fused_gemms() -> None:
-    """Every tile, in each direction ragged; runs of eight and of four columns."""
+@mock.patch.object(gemm_fused, "multiprocessors", return_value=2)
+def fused_gemms(_: mock.Mock) -> None:
+    """Every tile, in each direction ragged; runs of eight and of four columns.
+
+    On two multiprocessors, so that a block has several tiles and what one is given is written over for the next.
+    """
     one, state = torch.ones(1).cuda(), (torch.ones(3).cuda(), torch.zeros(5, 3).cuda(), 1)
     bf16 = torch.bfloat16
     for tile, cols, kind in itertools.product(TILES, (272, 288), ("gelu", "swiglu")):

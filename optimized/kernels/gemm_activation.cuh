@@ -5,8 +5,8 @@
 //   q = v in FP8, q_t its transpose [columns, ceil16(m)], amax  (quantize.cuh, reference/ops/cast_transpose.py)
 //
 // h and dh have twice y's columns where the kind is gated. 1 is done by the consumers, deferred: four columns of a row
-// half of a piece, or a few such units, behind each of the next tile's first k-blocks. 2 is done by the workers of gemm_handoff.cuh, 64 rows of a piece at
-// a time, so that the order of the sums (row_sum.cuh) needs no other warp.
+// half of a piece, or a few such units, behind each of the next tile's first k-blocks. 2 is done by the workers of
+// gemm_handoff.cuh, 64 rows of a piece at a time, so that the order of the sums (row_sum.cuh) needs no other warp.
 //
 // Defines: EPILOGUE, KIND (activation.cuh), FP8 (quantize.cuh).
 #pragma once
@@ -146,6 +146,15 @@ __device__ __forceinline__ void commit(const Epilogue& e, float scale, float ama
 
 __device__ __forceinline__ int bias_type(const Epilogue& e) { return static_cast<int>(e.bias_type); }
 
+// What the consumers are given, by the warps that have nothing to copy.
+__device__ __forceinline__ void init_given(unsigned shared) { init_bias(shared); }
+__device__ __forceinline__ void give(const Epilogue& e, unsigned char* memory, const Tiles& tiles, int n) {
+    if (threadIdx.x / 32 % 4 != 3) return;
+    unsigned parity = 0;
+    for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1)
+        give_bias(memory, tiles[index], e.bias, bias_type(e), n, parity);
+}
+
 // A tile that waits, packed, in a consumer's registers.
 struct Deferred {
     const Epilogue& e;
@@ -167,11 +176,10 @@ struct Deferred {
         parity ^= 1;
     }
 
-    // Of a shuffle the compiler knows that it is the same in a warp: behind a branch that might part a warp, it would
-    // compute what wgmma needs lane by lane.
+    // Uniform, or behind a branch that might part a warp the compiler would compute what wgmma needs lane by lane.
     __device__ __forceinline__ void begin(const Tile& tile) {
-        row = __shfl_sync(0xFFFFFFFF, tile.row + threadIdx.x / 32 * 16, 0);
-        column = __shfl_sync(0xFFFFFFFF, tile.column, 0);
+        row = uniform(tile.row + threadIdx.x / 32 * 16);
+        column = uniform(tile.column);
         const Place at = problem.place(row, column);
         h = e.h + static_cast<size_t>(at.row) * HALVES * problem.width + at.column;
         q = e.q + static_cast<size_t>(at.row) * problem.width + at.column;

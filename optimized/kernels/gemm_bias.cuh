@@ -37,40 +37,37 @@ __device__ __forceinline__ void init_bias(unsigned shared) {
     mbarrier_init(shared + BiasMap::kTaken, 4 * WARPGROUPS);
 }
 
-// By one warp, for each of the block's tiles; the second of kHalves of a tile's columns is n / 2 further.
-__device__ __forceinline__ void give_bias(unsigned char* memory, const Tiles& tiles, const void* bias, int type,
-                                          int n) {
+// By one warp; the second of kHalves of a tile's columns is n / 2 further. `parity` alternates from tile to tile, starting
+// at 0, here and below.
+__device__ __forceinline__ void give_bias(unsigned char* memory, const Tile& tile, const void* bias, int type, int n,
+                                          unsigned parity) {
     if (type == kNoBias) return;
     constexpr int kHeld = kBlockN / 32;
     const unsigned shared = shared_address(memory);
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, width = n / kHalves;
     Given* to = reinterpret_cast<Given*>(memory + BiasMap::kBias);
-    unsigned parity = 0;
-    for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1) {
-        const int first = tiles[index].column;
-        const auto place = [&](int c) { return min(first + c % kTileN, n / kHalves - 1) + c / kTileN * (n / kHalves); };
-        unsigned words[kHeld];  // as stored; all are on their way before one is waited for
-        if (type == kBiasFP32)
+    const auto place = [&](int c) { return min(tile.column + c % kTileN, width - 1) + c / kTileN * width; };
+    unsigned words[kHeld];  // as stored; all are on their way before one is waited for
+    if (type == kBiasFP32)
 #pragma unroll
-            for (int i = 0; i < kHeld; i++) words[i] = __ldg(static_cast<const unsigned*>(bias) + place(lane + 32 * i));
+        for (int i = 0; i < kHeld; i++) words[i] = __ldg(static_cast<const unsigned*>(bias) + place(lane + 32 * i));
+    else
+#pragma unroll
+        for (int i = 0; i < kHeld; i++)
+            words[i] = __ldg(static_cast<const unsigned short*>(bias) + place(lane + 32 * i));
+    mbarrier_wait(shared + BiasMap::kTaken, parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) {
+        if constexpr (sizeof(Given) == 2)
+            to[lane + 32 * i] = words[i];
         else
-#pragma unroll
-            for (int i = 0; i < kHeld; i++)
-                words[i] = __ldg(static_cast<const unsigned short*>(bias) + place(lane + 32 * i));
-        mbarrier_wait(shared + BiasMap::kTaken, parity ^ 1);
-#pragma unroll
-        for (int i = 0; i < kHeld; i++) {
-            if constexpr (sizeof(Given) == 2)
-                to[lane + 32 * i] = words[i];
-            else
-                to[lane + 32 * i] = type == kBiasFP32 ? __uint_as_float(words[i]) : widen_bias(words[i], type);
-        }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared + BiasMap::kGiven);
+            to[lane + 32 * i] = type == kBiasFP32 ? __uint_as_float(words[i]) : widen_bias(words[i], type);
     }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared + BiasMap::kGiven);
 }
 
-// By each consumer warp, around what it reads of a tile's bias; `parity` alternates from tile to tile, starting at 0.
+// By each consumer warp, around what it reads of a tile's bias.
 __device__ __forceinline__ void wait_for_bias(unsigned char* memory, unsigned parity) {
     mbarrier_wait(shared_address(memory) + BiasMap::kGiven, parity);
 }

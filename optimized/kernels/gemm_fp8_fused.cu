@@ -1,4 +1,4 @@
-// FP8 GEMM with what follows it in one kernel.   A [M, K], B [N, K] FP8;   acc = A B^T, s = fp32(a_scale_inv * b_scale_inv)
+// FP8 GEMM with what follows it in one kernel. A [M, K], B [N, K] FP8; acc = A B^T, s = fp32(a_scale_inv b_scale_inv)
 //
 //   EPILOGUE 1   T(acc * s + bias), its activation to FP8, transposed copy, amax             gemm_activation.cuh
 //            2   T(acc * s) times an activation's derivative, to FP8 likewise, column sums   gemm_activation.cuh
@@ -7,11 +7,12 @@
 // Each gives the bits of gemm_fp8.cu followed by the kernel that it takes the place of: T, 16 bits, is where they part.
 // acc is fast (1, 3: SPLIT 0) or split (2: SPLIT 1), as in gemm_fp8.cu, by the same main loops (gemm_fp8_mainloop.cuh).
 // What follows runs beside the tensor cores' work on the next tile: 1 and 3 in the consumers, a step behind each of its
-// first k-blocks ("deferred", gemm_mainloop.cuh), of which the host sees that there are as many; 2, where split accumulation has no registers for that, in seven other warps
-// (gemm_handoff.cuh), for which shared memory holds a tile in 16 bits.
+// first k-blocks ("deferred", gemm_mainloop.cuh), of which the host sees that there are as many; 2, where split
+// accumulation has no registers for that, in seven other warps (gemm_handoff.cuh), for which shared memory holds a tile
+// in 16 bits. The bias (gemm_bias.cuh) and dropout's mask (gemm_mask.cuh) come from warps that have nothing to copy.
 //
-// Defines: EPILOGUE (and that header's), STEPS (k-blocks over which it is spread), WIDE (1 bf16, 2 fp16: T), OUT (BF16 | FP16, the same), and those of gemm_fp8.cu;
-// B_HALVES 2 where EPILOGUE 1 is gated.
+// Defines: EPILOGUE (and that header's), STEPS (k-blocks over which it is spread), WIDE (1 bf16, 2 fp16: T),
+// OUT (BF16 | FP16, the same), and those of gemm_fp8.cu; B_HALVES 2 where EPILOGUE 1 is gated.
 #if EPILOGUE == 2
 #define ALTERNATING_N 64  // the other warps need the registers
 #else
@@ -29,7 +30,8 @@ using namespace twin;
 #if EPILOGUE == 2
 constexpr int kBehind = 2, kConsumer = 160, kOthers = 96;  // warpgroups behind the consumers; registers of a thread
 #else
-constexpr int kBehind = 1, kConsumer = 232, kOthers = 40;
+constexpr int kBehind = 1;
+constexpr int kConsumer = EPILOGUE == 1 ? 232 : BLOCK_N == 256 ? 224 : 208, kOthers = 504 - 2 * kConsumer;
 #endif
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kBehind), 1)
@@ -46,8 +48,6 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
 #if EPILOGUE == 2
             for (int half = 0; half < HALVES; half++)
                 prefetch_part<2>(epilogue.h + half * n, tile, kb, k_blocks, m, static_cast<size_t>(HALVES) * n);
-#elif EPILOGUE == 3
-            if (epilogue.residual != nullptr) prefetch_part<2>(epilogue.residual, tile, kb, k_blocks, m, n);
 #endif
         });
     };
@@ -76,6 +76,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
     const auto consuming = [&] {
         const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);
         Deferred after(epilogue, memory, m, n);
+        const int every = EPILOGUE == 3 ? k_blocks / kSteps : 1;  // k-blocks from step to step; for 1 a loop costs more
         Position stage;
         unsigned words[kAcc / 2];
         bool pending = false;
@@ -86,9 +87,11 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
             int kb = 0, previous = 0;
             if (pending) {
 #pragma unroll
-                for (; kb < kSteps; kb++) {
-                    chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb == 0, issue);
-                    after.step(words, kb);
+                for (int s = 0; s < kSteps; s++) {
+#pragma unroll 1
+                    for (int end = kb + every; kb < end; kb++)
+                        chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb == 0, issue);
+                    after.step(words, s);
                 }
             } else {
                 chain_block<Map, CLUSTER>(acc, shared, stage, previous, kb++ == 0, issue);
@@ -104,10 +107,8 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + kB
         after.finish();
         after.end();
     };
-    if (threadIdx.x == 0) init_bias(shared);
-    const auto finishing = [&] {
-        if (threadIdx.x / 32 % 4 == 3) give_bias(memory, tiles, epilogue.bias, bias_type(epilogue), n);
-    };
+    if (threadIdx.x == 0) init_given(shared);
+    const auto finishing = [&] { give(epilogue, memory, tiles, n); };
 #endif
     run_block<Map, kStages, CLUSTER, WARPGROUPS, kConsumer, kOthers>(shared, operands.a, operands.b, producing, consuming,
                                                                      finishing);

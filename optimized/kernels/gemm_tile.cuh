@@ -45,9 +45,10 @@ struct alignas(16) Tile {
 };
 
 // Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of tiles
-// is kBlockM * kCluster rows of the output; or side by side (kAcross), and count as one of kBlockN * kCluster columns. The host says how many tiles there are in all (optimized/ops/gemm_tile.py);
-// each row of them has as many as the others or, the last rows, one more. Where a row's tiles could hold more columns than
-// n, as many of them as it takes have kNarrow columns instead of kBlockN, spread evenly over the row.
+// is kBlockM * kCluster rows of the output; or side by side (kAcross), and count as one of kBlockN * kCluster columns.
+// The host says how many tiles there are in all (optimized/ops/gemm_tile.py); each row of them has as many as the others
+// or, the last rows, one more. Where a row's tiles could hold more columns than n, as many of them as it takes have
+// kNarrow columns instead of kBlockN, spread evenly over the row.
 //
 // Clusters walk in bands of kRasterRows tile rows; inside a band, column after column. From one wave of tiles to the next
 // a cluster moves back by half a band, or it might get wide tiles only where rows of tiles repeat with the waves.

@@ -4,8 +4,6 @@
 // is the seed; of the four words' eight halves of 16 bits, one decides one element: kept where it is >= threshold.
 #pragma once
 
-#include "ptx/mul.cuh"
-
 namespace twin {
 
 struct Generator {
@@ -18,21 +16,13 @@ __device__ __forceinline__ Generator read_state(const unsigned long long* state)
             {static_cast<unsigned>(offset), static_cast<unsigned>(offset >> 32)}};
 }
 
-// Of a product of 64 bits NVRTC also computes the upper halves' part, which is zero. kWide: without it, a sixth fewer
-// instructions; attention lacks a register for it.
-template <bool kWide = false>
-__device__ __forceinline__ unsigned long long product(unsigned long long constant, unsigned value) {
-    return kWide ? mul_wide(static_cast<unsigned>(constant), value) : constant * value;
-}
-
-template <bool kWide = false>
 __device__ __forceinline__ void philox(unsigned (&words)[4], const Generator& generator, unsigned long long index) {
     unsigned c0 = static_cast<unsigned>(index), c1 = static_cast<unsigned>(index >> 32);
     unsigned c2 = generator.offset[0], c3 = generator.offset[1];
     unsigned k0 = generator.key[0], k1 = generator.key[1];
 #pragma unroll
     for (int round = 0; round < 10; round++) {
-        const unsigned long long p0 = product<kWide>(0xD2511F53, c0), p1 = product<kWide>(0xCD9E8D57, c2);
+        const unsigned long long p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
         c0 = static_cast<unsigned>(p1 >> 32) ^ c1 ^ k0;
         c1 = static_cast<unsigned>(p1);
         c2 = static_cast<unsigned>(p0 >> 32) ^ c3 ^ k1;

@@ -21,8 +21,9 @@ from optimized.ops.dropout import advance
 from optimized.ops.dropout import bias_dropout_add as dropout
 from optimized.ops.gemm_fp8 import check_devices, gemm_fp8
 from optimized.ops.gemm_fp8 import defines as product_defines
-from optimized.ops.gemm_operands import BIAS_TYPES, loadable, operands, run
+from optimized.ops.gemm_operands import bias_arguments, loadable, operands, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
+from optimized.tensor_map import tensor_map_2d
 from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.dropout import keep_scale, threshold
@@ -41,15 +42,42 @@ def handoff_bytes(tile: Tile) -> int:
     return 2 * tile.block_m * tile.block_n + 16 * tile.warpgroups
 
 
-def bias_bytes(tile: Tile) -> int:
-    """Shared memory of kernels/gemm_bias.cuh: a tile's bias in fp32, two barriers."""
-    return 4 * tile.block_n + 16
+def bias_bytes(epilogue: int, tile: Tile) -> int:
+    """Shared memory of kernels/gemm_bias.cuh: a tile's bias, behind a rounding in 16 bits, else fp32; two barriers."""
+    return (2 if epilogue == DROPOUT else 4) * tile.block_n + 16
+
+
+def mask_bytes(tile: Tile) -> int:
+    """Shared memory of kernels/gemm_mask.cuh: a bit for each element of a tile, two barriers."""
+    return tile.block_m * tile.block_n // 8 + 16
+
+
+def residual_bytes(tile: Tile) -> int:
+    """Shared memory of kernels/gemm_residual.cuh: two boxes a warp, from a multiple of 128 bytes on; their barriers."""
+    return 127 + tile.warpgroups * 4 * 2 * (16 * 32 * 2 + 8)
+
+
+def given_bytes(epilogue: int, tile: Tile) -> int:
+    """Shared memory of what the forward epilogues' consumers are given."""
+    return bias_bytes(epilogue, tile) + (mask_bytes(tile) + residual_bytes(tile) if epilogue == DROPOUT else 0)
+
+
+def residual_map(residual: torch.Tensor | None) -> list[int]:
+    """The words of a tensor map for the boxes of kernels/gemm_residual.cuh."""
+    if residual is None:
+        return [0] * 16
+    m, n = residual.shape
+    found = tensor_map_2d(residual.data_ptr(), residual.dtype, m, n, 2 * n, box_rows=16, box_cols=32, swizzle=0)
+    return found.words.view(np.int64).tolist()
 
 
 def fused_tile(epilogue: int, tile: Tile) -> Tile:
-    """The kernel's form of `tile`: the backward's leaves room for the handoff, and registers for other warps."""
-    if epilogue != BACKWARD:
+    """The kernel's form of `tile`: with shared memory for what is handed over; the backward's with registers, too."""
+    if epilogue == ACTIVATION:
         return tile
+    if epilogue == DROPOUT:
+        stages = (SHARED_BYTES - given_bytes(epilogue, tile)) // stage_bytes(tile.block_m, tile.block_n)
+        return replace(tile, stages=min(tile.stages, stages))
     columns = min(tile.block_n, 192)
     stage = stage_bytes(tile.block_m, columns)
     room = SHARED_BYTES - 2 * tile.block_m * columns - 16 * tile.warpgroups
@@ -58,9 +86,9 @@ def fused_tile(epilogue: int, tile: Tile) -> Tile:
 
 def resources(epilogue: int, tile: Tile) -> tuple[int, int]:
     """Threads and bytes of shared memory of a block."""
-    if epilogue != BACKWARD:
-        return tile.threads, tile.shared_bytes + bias_bytes(tile)
-    return tile.threads + 128, tile.shared_bytes + handoff_bytes(tile)
+    if epilogue == BACKWARD:
+        return tile.threads + 128, tile.shared_bytes + handoff_bytes(tile)
+    return tile.threads, tile.shared_bytes + given_bytes(epilogue, tile)
 
 
 def halves(epilogue: int, kind: str | None) -> int:
@@ -68,9 +96,9 @@ def halves(epilogue: int, kind: str | None) -> int:
     return 2 if epilogue == ACTIVATION and kind in GATED else 1
 
 
-def select_steps(epilogue: int, tile: Tile, k: int, kind: str | None = None, drop: bool = False) -> int:
+def select_steps(epilogue: int, tile: Tile, k: int, kind: str | None = None) -> int:
     """Into how many steps what follows a tile falls, each beside a k-block of the tile after it."""
-    units = tile.block_n // (16 if epilogue == DROPOUT and not drop else 8) // halves(epilogue, kind)
+    units = tile.block_n // (16 if epilogue == DROPOUT else 8) // halves(epilogue, kind)
     return next(steps for steps in (units, units // 2, units // 4, 1) if (steps - 1) * K_BLOCK_BYTES < k)
 
 
@@ -100,7 +128,7 @@ def defines(
     macros = product_defines(*formats, dtype, accumulate, tile, columns)
     del macros["ACCUMULATE"], macros["NARROW"]
     macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
-    macros["STEPS"] = 1 if epilogue == BACKWARD else select_steps(epilogue, tile, k, kind, drop)
+    macros["STEPS"] = 1 if epilogue == BACKWARD else select_steps(epilogue, tile, k, kind)
     if epilogue == DROPOUT:
         macros["DROP"] = int(drop)
     if kind is not None and q is not None:
@@ -186,6 +214,11 @@ def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and a.shape[0] > 0 and b.shape[0] > 0 and a.shape[1] > 0
 
 
+def _short(a: torch.Tensor, tile: Tile | None) -> bool:
+    """Many tiles with few k-blocks each: what follows a tile finds no room beside the next one (docs/gemm.md)."""
+    return tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
+
+
 def gemm_fp8_activation(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -204,23 +237,22 @@ def gemm_fp8_activation(
     h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
     check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
-    # Many tiles with few k-blocks each: what follows a tile finds no room beside the next one (docs/gemm.md).
-    apart = tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
-    if apart or not _fusible(a, b, out_dtype):
+    if _short(a, tile) or not _fusible(a, b, out_dtype):
         h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
         return h, *activations.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
-    bias = None if bias is None else loadable(bias)
+    bias = loadable(bias)
+    bias_pointer, bias_type = bias_arguments(bias)
     q, q_t, scale_inv = cast_outputs(h, width(kind, h.shape[1]), dtype)
     arguments = [
         h.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        bias_pointer,
         scale_pointer(scale, column),
         amax_pointer(amax_history, column),
         q.data_ptr(),
         q_t.data_ptr(),
         scale_inv.data_ptr(),
         0,
-        int(BIAS_TYPES[None if bias is None else bias.dtype]),
+        int(bias_type),
     ]
     _launch(ACTIVATION, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, kind, dtype)
     return h, q, q_t, scale_inv
@@ -282,17 +314,21 @@ def gemm_fp8_bias_dropout_add(
     out = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
     check_residual(out, bias, residual, p, rng_state)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
-    if not _fusible(a, b, out_dtype):
+    # Beside few k-blocks the mask is not drawn in time; and the kernel has 32 bits for a counter of eight elements.
+    apart = threshold(p) > 0 and (_short(a, tile) or out.numel() >= 2**35)
+    if apart or not _fusible(a, b, out_dtype):
         x = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
         return dropout(x, bias, residual, p, rng_state)
     bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
     arguments = [
+        *residual_map(residual),
         out.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         0 if rng_state is None else rng_state.data_ptr(),
         threshold(p),
         int(np.float32(keep_scale(p)).view(np.uint32)),
+        *(0, 0),  # the struct ends at a multiple of the map's 64 bytes
     ]
     _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, drop=threshold(p) > 0)
     if threshold(p):

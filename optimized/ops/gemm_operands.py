@@ -38,8 +38,8 @@ def _operands(
 ) -> launch.ByValue:
     # L2 fetches two lines at a time, but for rows that straddle lines: there it costs 5 to 20 %.
     l2 = 256 if k % 128 == 0 else 128
-    a_part = tile.block_m // (tile.cluster if tile.across else 1)
-    part = tile.block_n // max(halves, 1 if tile.across else tile.cluster)
+    a_part = tile.block_m // tile.sharing_a
+    part = tile.block_n // max(halves, tile.sharing_b)
 
     def a_map(rows: int) -> TensorMap:
         return encode(a, formats[0], (k, m), (k,), (128, rows), 128, l2)

@@ -86,13 +86,23 @@ class Tile:
         return 224 if self.block_n == 256 else self.block_n
 
     @property
+    def sharing_a(self) -> int:
+        """Blocks of a cluster that share the copies of A: those side by side."""
+        return self.cluster if self.across else 1
+
+    @property
+    def sharing_b(self) -> int:
+        """Blocks of a cluster that share the copies of B: those one below the other."""
+        return self.cluster // self.sharing_a
+
+    @property
     def columns(self) -> int:
         """Columns of a cluster's tile."""
-        return self.block_n * (self.cluster if self.across else 1)
+        return self.block_n * self.sharing_a
 
     def rows(self, m: int) -> int:
         """Rows of clusters that cover `m` rows."""
-        return -(-m // (self.block_m * (1 if self.across else self.cluster)))
+        return -(-m // (self.block_m * self.sharing_b))
 
     def count(self, m: int, n: int) -> int:
         """Clusters' tiles that cover an output `[m, n]`, all of them with `block_n` columns."""
@@ -161,8 +171,7 @@ def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: 
     blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
     k_blocks = blocks + (rest > 0)
     cost = COSTS[tile][split]
-    a_rows, b_rows = min(tile.block_m, m), min(tile.block_n, n)
-    rows = a_rows / tile.cluster + b_rows if tile.across else a_rows + b_rows / tile.cluster  # that a block copies
+    rows = min(tile.block_m, m) / tile.sharing_a + min(tile.block_n, n) / tile.sharing_b  # that a block copies
     row, lines = (0.0, 1.0) if not rest else (ROW_16, LINES_16) if k_bytes % 32 else (ROW_32, LINES_32)
     tiles = tile.cut(m, n, sms)
     width = 1.0 if tiles == tile.count(m, n) else tile.rows(m) * n / (tiles * tile.block_n)
