@@ -79,6 +79,18 @@ def test_producers_and_chains_go_around_the_ring_of_stages(tile: Tile, accumulat
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize("tile", [tile for tile in FP8_TILES if tile.warpgroups == 1], ids=str)
+def test_producers_take_turns_from_tile_to_tile(tile: Tile, accumulate: str) -> None:
+    """Several tiles a block, of stages that four producers share unevenly: who skips a round of the ring is lost."""
+    for k in (1280, 1536, 1792, 1920):
+        a, b = (torch.randn(rows, k, device="cuda").to(E4M3) for rows in (19200, 48))
+        args = (a, b, *on_gpu(one(0.37), one(1.7)), None, torch.bfloat16, accumulate)
+        ours, expected = (gemm_fp8_tiled(*args, each) for each in (tile, Tile(2, 128, 7)))  # type: ignore[arg-type]
+        assert_same_bits(ours, expected, f"{tile}, {k}")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", ["fast", "split"])
 @pytest.mark.parametrize("tile", [tile for tile in FP8_TILES if tile.narrow < tile.block_n], ids=str)

@@ -18,6 +18,9 @@
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SPLIT (0 | 1), ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B), RUN
 // (8, or 4 where N or BLOCK_N is not a multiple of 32).
+
+// Split, few columns: what a stage costs beside its products, two k-blocks share.
+#define STAGE_BLOCKS (SPLIT && WARPGROUPS == 1 && BLOCK_N <= 64 ? 2 : 1)
 #include "gemm_fp8_mainloop.cuh"
 
 using namespace twin;
@@ -25,9 +28,8 @@ using namespace twin;
 constexpr bool kFP32 = same_type<OUT, FP32>;
 constexpr bool kDeferred = !kFP32 && !SPLIT;
 constexpr bool kBiasAhead = kDeferred && kRun == 8;  // of the last k-block; else there are no registers for it
-// Where k-blocks are short: producers in turns, and split's chains side by side.
+// Where k-blocks are short: producers in turns.
 constexpr int kProducers = WARPGROUPS == 1 ? 4 : 1;
-constexpr int kChains = WARPGROUPS == 1 && BLOCK_N <= 64 ? 2 : 1;
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm_fp8(const __grid_constant__ Operands operands, void* out, const void* bias, int bias_type,
@@ -61,9 +63,9 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
             };
             if constexpr (SPLIT) {
                 if (narrow)
-                    split_tile<kChains>(columns<kNarrow>(acc), shared, issue, stage, k_blocks, !tile.last);
+                    split_tile(columns<kNarrow>(acc), shared, issue, stage, k_blocks, !tile.last);
                 else
-                    split_tile<kChains>(acc, shared, issue, stage, k_blocks, !tile.last);
+                    split_tile(acc, shared, issue, stage, k_blocks, !tile.last);
             } else {
                 constexpr int kSteps = kStoreSteps<kRun, kAcc>;
                 const auto store = [&](int s) { store_step<kRun>(words, s, to); };

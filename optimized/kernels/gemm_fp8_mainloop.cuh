@@ -7,6 +7,7 @@
 // a thread's results are RUN consecutive columns of the output.
 //
 // ACROSS 1: the blocks of a cluster compute tiles side by side and share A, instead of B.
+// STAGE_BLOCKS: k-blocks that share a stage and its barriers, of the STAGES in the ring.
 // B_HALVES 2: half of a tile's columns are of the first half of B's rows, and the others the same of the second, so
 // that a thread holds x1 and x2 of a gated activation.
 #pragma once
@@ -25,13 +26,17 @@
 #ifndef NARROW
 #define NARROW BLOCK_N
 #endif
+#ifndef STAGE_BLOCKS
+#define STAGE_BLOCKS 1
+#endif
 
 namespace twin {
 
 constexpr int kBlockM = 64 * WARPGROUPS;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kBlockK = 128;
-constexpr int kStages = STAGES;
+constexpr int kStageBlocks = STAGE_BLOCKS;
+constexpr int kStages = STAGES / kStageBlocks;
 constexpr int kRun = RUN;
 constexpr int kHalves = B_HALVES;
 constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
@@ -39,7 +44,7 @@ constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;                   // accumulators of a thread
 constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's columns, each through one temporary
 constexpr bool kAlternating = kBlockN <= ALTERNATING_N;  // split: a thread has registers for two temporaries
-using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
+using Map = SharedMap<WARPGROUPS, kBlockN, kStages, kStageBlocks>;
 using Position = Stage<kStages>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow, ACROSS>;
 // A stage of an operand is one copy, or several: a part for each block of the cluster that shares it, which all receive, or
@@ -63,14 +68,18 @@ __device__ __forceinline__ int box_rows(int first, int end, int rows) {
     return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
 }
 
-// A is [m, ...], B [n, ...]; k-blocks from `begin` to before `end`. also(tile, kb) is called behind the copies of each.
-// kProducers warps of the producer's warpgroup take turns: one alone issues a k-block's copies in some 210 cycles.
+// A is [m, ...], B [n, ...]; k-blocks from `begin` to before `end`. also(tile, kb) is called behind the copies of each. What a
+// stage has beyond the last k-block is not copied.
+// kProducers warps of the producer's warpgroup take turns: one alone issues a k-block's copies in some 210 cycles. Turns go on from
+// tile to tile: who skipped more stages than the ring has would take the phase before for the one that it waits for.
 template <int kProducers = 1, class Also>
 __device__ __forceinline__ void produce(const Operands& operands, unsigned shared, const Tiles& tiles, int begin, int end,
                                         int m, int n, const Also& also) {
     constexpr int kMine = kParts / kSharingB;  // parts of B that this block copies
     const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
+    static_assert(kProducers <= kStages, "a producer's turn comes in each round of the ring");
     Position stage;
+    int turn = 0;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
         const int a_part = kSharingA == 1 ? 0 : tiles.rank, a_row = tile.row + a_part * kPartRowsA;
@@ -84,35 +93,41 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
             all_rows += rows;
             if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
         }
-        for (int kb = begin; kb < end; kb++, stage.advance()) {
-            if (kb % kProducers != mine) continue;
+        for (int kb = begin; kb < end; kb += kStageBlocks, stage.advance(), turn++) {
+            if (turn % kProducers != mine) continue;
             const unsigned full = shared + Map::kFull + 8 * stage.index;
-            const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
-            const unsigned b = shared + Map::kB + stage.index * Map::kBBytes;
+            const int blocks = kStageBlocks == 1 ? 1 : min(kStageBlocks, end - kb);
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
             if (kb == begin) said<Map>(shared, stage.index) = tile;
-            mbarrier_arrive_expect_tx(full, all_rows * kStageRowBytes);
-            if (a_rows > 0) {
-                const CUtensorMap* map = a_rows == kPartRowsA ? &operands.a : &operands.a_edge;
-                const unsigned to = a + a_part * kPartRowsA * kStageRowBytes;
-                if constexpr (kSharingA == 1)
-                    tma_load_2d(to, map, full, kb * kBlockK, a_row);
-                else
-                    tma_load_2d_multicast(to, map, full, (1 << CLUSTER) - 1, kb * kBlockK, a_row);
-            }
+            mbarrier_arrive_expect_tx(full, blocks * all_rows * kStageRowBytes);
 #pragma unroll
-            for (int i = 0; i < kMine; i++) {
-                if (b_rows[i] == 0) continue;
-                const CUtensorMap* map = b_rows[i] == kPartRows ? &operands.b : &operands.b_edge;
-                const int part = kSharingB == 1 ? i : tiles.rank;
-                const int group = (tile.column + part * (kHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
-                const unsigned to = b + part * kPartRows * kStageRowBytes;
-                if constexpr (kSharingB == 1)
-                    tma_load_5d(to, map, full, kb * kBlockK, 0, 0, 0, group);
-                else
-                    tma_load_5d_multicast(to, map, full, (1 << CLUSTER) - 1, kb * kBlockK, 0, 0, 0, group);
+            for (int block = 0; block < kStageBlocks; block++) {
+                if (block >= blocks) break;
+                const int k = (kb + block) * kBlockK;
+                const unsigned a = shared + Map::kA + stage.index * Map::kABytes + block * kBlockM * kStageRowBytes;
+                const unsigned b = shared + Map::kB + stage.index * Map::kBBytes + block * kBlockN * kStageRowBytes;
+                if (a_rows > 0) {
+                    const CUtensorMap* map = a_rows == kPartRowsA ? &operands.a : &operands.a_edge;
+                    const unsigned to = a + a_part * kPartRowsA * kStageRowBytes;
+                    if constexpr (kSharingA == 1)
+                        tma_load_2d(to, map, full, k, a_row);
+                    else
+                        tma_load_2d_multicast(to, map, full, (1 << CLUSTER) - 1, k, a_row);
+                }
+#pragma unroll
+                for (int i = 0; i < kMine; i++) {
+                    if (b_rows[i] == 0) continue;
+                    const CUtensorMap* map = b_rows[i] == kPartRows ? &operands.b : &operands.b_edge;
+                    const int part = kSharingB == 1 ? i : tiles.rank;
+                    const int group = (tile.column + part * (kHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
+                    const unsigned to = b + part * kPartRows * kStageRowBytes;
+                    if constexpr (kSharingB == 1)
+                        tma_load_5d(to, map, full, k, 0, 0, 0, group);
+                    else
+                        tma_load_5d_multicast(to, map, full, (1 << CLUSTER) - 1, k, 0, 0, 0, group);
+                }
+                also(tile, kb + block);
             }
-            also(tile, kb);
         }
     }
 }
@@ -140,108 +155,70 @@ struct Issue {
     }
 };
 
-// `k_blocks` chains of four wgmma, each from zero, one after the other: take(partial) is called with each in order, while
-// the next is running. Two temporaries: for tiles that leave room for them.
+// `k_blocks` chains of four wgmma, each from zero: take(partial) is called with each in order, while those of the next stage
+// are running. The chains of a stage run side by side, wgmma by wgmma: where there are few columns, one waits longer for the
+// one before it in its chain than it takes. Two temporaries for each: for tiles that leave room for them.
 template <class Take>
-__device__ __forceinline__ void alternate_chains(unsigned shared, const Issue& issue, Position& stage, int k_blocks,
+__device__ __forceinline__ void alternate_chains(unsigned shared, const Issue& base, Position& stage, int k_blocks,
                                                  const Take& take) {
-    float even[kAcc], odd[kAcc];
+    static_assert(kStages >= 2, "a stage is waited for while the one before it is still held");
+    float even[kStageBlocks][kAcc], odd[kStageBlocks][kAcc];
     int previous;
-    const auto start = [&](float(&partial)[kAcc]) {
+    const auto start = [&](float(&partials)[kStageBlocks][kAcc]) {
+        // Then descriptors stay in uniform registers and are not moved there for each wgmma.
+        if constexpr (kStageBlocks > 1) stage.index = uniform(stage.index);
         mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
         wgmma_fence();
-        issue(partial, stage.index, true);
+        const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
+        const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int c = 0; c < kStageBlocks; c++)
+                wgmma_k32<A_FORMAT, B_FORMAT>(partials[c], a + c * (kBlockM * kStageRowBytes >> 4) + 2 * k,
+                                              b + c * (kBlockN * kStageRowBytes >> 4) + 2 * k, k > 0);
         wgmma_commit();
     };
-    const auto finish = [&](float(&partial)[kAcc]) {
-        wgmma_hold(partial);
+    // Of the last stage, the chains of what was copied are taken.
+    const auto finish = [&](float(&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
+#pragma unroll
+        for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
         release<CLUSTER>(shared + Map::kEmpty + 8 * previous);
-        take(partial);
+#pragma unroll
+        for (int c = 0; c < kStageBlocks; c++)
+            if (c < count) take(partials[c]);
     };
     const auto next = [&] { previous = stage.index, stage.advance(); };
+    int stages = (k_blocks + kStageBlocks - 1) / kStageBlocks;
+    const int last = k_blocks - (stages - 1) * kStageBlocks;
     start(even);
-    for (; k_blocks > 2; k_blocks -= 2) {
+    for (; stages > 2; stages -= 2) {
         next(), start(odd), wgmma_wait<1>(), finish(even);
         next(), start(even), wgmma_wait<1>(), finish(odd);
     }
     next();
-    if (k_blocks == 2) {
+    if (stages == 2) {
         start(odd), wgmma_wait<1>(), finish(even);
-        next(), wgmma_wait<0>(), finish(odd);
+        next(), wgmma_wait<0>(), finish(odd, last);
     } else {
-        wgmma_wait<0>(), finish(even);
+        wgmma_wait<0>(), finish(even, last);
     }
-}
-
-// The same with kChains side by side, wgmma by wgmma: where there are few columns, one waits longer for the one before it in
-// its chain than it takes, and those of the other chains fill the time. Two temporaries for each.
-template <int kChains, class Take>
-__device__ __forceinline__ void side_by_side(unsigned shared, const Issue& base, Position& stage, int k_blocks,
-                                             const Take& take) {
-    static_assert(2 * kChains <= kStages, "the producer waits for the first chains while later ones wait for it");
-    float even[kChains][kAcc], odd[kChains][kAcc];
-    Position done = stage;
-    const auto start = [&](float(&partials)[kChains][kAcc]) {
-        unsigned long long a[kChains], b[kChains];
-        stage.index = uniform(stage.index);  // so descriptors stay in uniform registers, not moved there for each wgmma
-#pragma unroll
-        for (int c = 0; c < kChains; c++, stage.advance()) {
-            mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-            a[c] = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
-            b[c] = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-#pragma unroll
-            for (int c = 0; c < kChains; c++)
-                wgmma_k32<A_FORMAT, B_FORMAT>(partials[c], a[c] + 2 * k, b[c] + 2 * k, k > 0);
-        wgmma_commit();
-    };
-    const auto finish = [&](float(&partials)[kChains][kAcc]) {
-#pragma unroll
-        for (int c = 0; c < kChains; c++, done.advance()) {
-            wgmma_hold(partials[c]);
-            release<CLUSTER>(shared + Map::kEmpty + 8 * done.index);
-        }
-#pragma unroll
-        for (int c = 0; c < kChains; c++) take(partials[c]);
-    };
-    int rounds = k_blocks / kChains;
-    if (rounds > 0) {
-        start(even);
-        for (; rounds > 2; rounds -= 2) {
-            start(odd), wgmma_wait<1>(), finish(even);
-            start(even), wgmma_wait<1>(), finish(odd);
-        }
-        if (rounds == 2) {
-            start(odd), wgmma_wait<1>(), finish(even);
-            wgmma_wait<0>(), finish(odd);
-        } else {
-            wgmma_wait<0>(), finish(even);
-        }
-    }
-    if (k_blocks % kChains > 0) alternate_chains(shared, base, stage, k_blocks % kChains, take);
 }
 
 // All k-blocks of a tile with split accumulation. Where there is no room for two temporaries: for each part of the columns
 // a chain of four wgmma from zero, then its promotion. The stage has been waited for already, and at the end the next
 // tile's (if there is one: `more`) has too: the wait runs under a part's wgmma, so that nothing but the additions stands
 // between that part and the next.
-template <int kChains = 1, int kCount>
+template <int kCount>
 __device__ __forceinline__ void split_tile(float (&acc)[kCount], unsigned shared, const Issue& base, Position& stage,
                                            int k_blocks, bool more) {
 #pragma unroll
     for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
     if constexpr (kAlternating) {
-        const auto add = [&](const float(&partial)[kCount]) {
+        alternate_chains(shared, base, stage, k_blocks, [&](const float(&partial)[kCount]) {
 #pragma unroll
             for (int i = 0; i < kCount; i++) acc[i] = __fadd_rn(acc[i], partial[i]);
-        };
-        if constexpr (kChains > 1)
-            side_by_side<kChains>(shared, base, stage, k_blocks, add);
-        else
-            alternate_chains(shared, base, stage, k_blocks, add);
+        });
     } else {
         constexpr int kPart = kCount / kSplitParts;
         const int followed = k_blocks - !more;  // stages of this tile behind which another comes

@@ -10,8 +10,8 @@
 // and share A.
 //
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
-//   A   [kStages][64 * kWarpgroups rows][128 bytes of K]
-//   B   [kStages][kBlockN rows][128 bytes of K]
+//   A   [kStages][kStageBlocks][64 * kWarpgroups rows][128 bytes of K]
+//   B   [kStages][kStageBlocks][kBlockN rows][128 bytes of K]
 //   full [kStages], empty [kStages]   mbarriers of 8 bytes
 //   tiles [kStages]   of the stage with which a tile begins: which one it is
 #pragma once
@@ -115,10 +115,10 @@ struct Schedule {
     }
 };
 
-template <int kWarpgroups, int kBlockN, int kStages>
+template <int kWarpgroups, int kBlockN, int kStages, int kStageBlocks = 1>
 struct SharedMap {
-    static constexpr int kABytes = 64 * kWarpgroups * kStageRowBytes;
-    static constexpr int kBBytes = kBlockN * kStageRowBytes;
+    static constexpr int kABytes = kStageBlocks * 64 * kWarpgroups * kStageRowBytes;
+    static constexpr int kBBytes = kStageBlocks * kBlockN * kStageRowBytes;
     static constexpr int kA = 0;
     static constexpr int kB = kA + kStages * kABytes;
     static constexpr int kFull = kB + kStages * kBBytes;
