@@ -8,7 +8,7 @@
 // gemm_fp8.cu with SPLIT 1: the chains are independent of each other, only their additions have an order. So
 //   partials       computes chains on all multiprocessors and writes them to a workspace [slab][M][N] fp32: slab 0 is
 //                  acc after the first `count` k-blocks, each further slab the partial of one more k-block,
-//   add_in_order   adds the slabs, a thread an output, and finishes the epilogue. It is launched early.
+//   add_in_order   adds the slabs and finishes the epilogue. It is launched early.
 // It pays while the workspace, written and read, is small beside what L2 holds (optimized/ops/gemm_fp8_split_k.py).
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), STAGES.
@@ -21,7 +21,7 @@
 
 using namespace twin;
 
-constexpr int kSums = 64, kBatch = 64;  // add_in_order: outputs of a block, slabs that a thread fetches together
+constexpr int kWarps = 8, kBatch = 32;  // add_in_order: of a block; slabs that a warp fetches together
 
 // Block (tile, part) of a grid of tiles x parts: k-blocks [part * count, (part + 1) * count) of a tile.
 extern "C" __global__ void __launch_bounds__(256, 2)
@@ -57,24 +57,36 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     run_block<Map, kStages, CLUSTER, WARPGROUPS, 0, 0>(shared, operands.a, operands.b, producing, consuming, [] {});
 }
 
-// A thread an output. Slabs are fetched kBatch at a time, whose latencies overlap.
-extern "C" __global__ void __launch_bounds__(kSums)
+// 32 outputs a block. Its warps fetch kBatch slabs each, all at once, so that their latencies overlap; then the sum goes from warp
+// to warp, in order of K.
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
     add_in_order(const float* workspace, void* out, const void* bias, int bias_type, const float* a_scale_inv,
                  const float* b_scale_inv, int m, int n, int slabs) {
+    __shared__ float sums[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long outputs = static_cast<long long>(m) * n;
-    const long long index = static_cast<long long>(blockIdx.x) * kSums + threadIdx.x;
-    if (index >= outputs) return;
-    const float* source = workspace + index;
+    const long long index = static_cast<long long>(blockIdx.x) * 32 + lane;
+    if (warp == 0) sums[lane] = 0.0f;
     wait_for_grid_before();
-    float acc = 0.0f;
-    for (; slabs > 0; slabs -= kBatch, source += kBatch * outputs) {
+    for (int first = 0; first < slabs; first += kWarps * kBatch) {
+        const int mine = first + warp * kBatch, count = slabs - mine;
+        const float* source = workspace + mine * outputs + min(index, outputs - 1);
         float partial[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; i++) partial[i] = i < slabs ? source[i * outputs] : -0.0f;  // x + -0 is x
+        for (int i = 0; i < kBatch; i++, source += outputs) partial[i] = i < count ? *source : -0.0f;  // x + -0 is x
+        const int turns = min(kWarps, (slabs - first + kBatch - 1) / kBatch);
+        for (int turn = 0; turn < turns; turn++) {
+            __syncthreads();
+            if (turn != warp) continue;
+            float acc = sums[lane];
 #pragma unroll
-        for (int i = 0; i < kBatch; i++) acc = __fadd_rn(acc, partial[i]);
+            for (int i = 0; i < kBatch; i++) acc = __fadd_rn(acc, partial[i]);
+            sums[lane] = acc;
+        }
     }
-    acc = __fmul_rn(acc, __fmul_rn(*a_scale_inv, *b_scale_inv));
+    __syncthreads();
+    if (warp > 0 || index >= outputs) return;
+    float acc = __fmul_rn(sums[lane], __fmul_rn(*a_scale_inv, *b_scale_inv));
     const int column = index % n;
     if (bias_type == kBiasFP32)
         acc = __fadd_rn(acc, static_cast<const float*>(bias)[column]);

@@ -17,7 +17,7 @@ from optimized.ops.gemm_tile import FP8_TILES, K_BLOCK_BYTES, Tile, modelled_cyc
 TILE = Tile(1, 64, 6)
 RUN = 4
 RESIDENT = 2  # blocks that a multiprocessor holds at once
-SUMS = 64  # outputs of a block of the second kernel
+SUMS, SUMMING = 32, 256  # of a block of the second kernel: outputs, threads
 # Cycles, fitted to an H200: of a k-block; of a byte of the slabs, written and read; of both kernels' ends.
 BLOCK, BYTE, ENDS = 1040, 1 / 670, 5500
 
@@ -85,7 +85,7 @@ def gemm_fp8_split_k(
     launch.launch(
         launch.function("gemm_fp8_split_k", "add_in_order", macros),
         (-(-m * n // SUMS),),
-        (SUMS,),
+        (SUMMING,),
         (
             workspace.data_ptr(),
             out.data_ptr(),
