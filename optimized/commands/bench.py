@@ -77,7 +77,7 @@ WHAT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `twin bench`."""
-    parser.add_argument("--only", choices=sorted({*BENCHMARKS, *APART}), help="one benchmark")
+    parser.add_argument("name", nargs="?", choices=sorted({*BENCHMARKS, *APART}), help="one benchmark; default: all")
     parser.add_argument("--list", action="store_true", help="name the benchmarks, what each measures, and its results")
     parser.add_argument("--recorded", action="store_true", help="show the recorded results even on a Hopper machine")
     parser.add_argument("--table", action="store_true", help="print the recorded results as README's Markdown tables")
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.list:
         _list(console)
         return 0
-    names = [args.only] if args.only else [*BENCHMARKS, *APART]
+    names = [args.name] if args.name else [*BENCHMARKS, *APART]
     live = hopper() is not None and not args.recorded and not args.table
     if args.write and not live:
         raise CommandError("--write stores what was measured, and nothing is measured here: it needs a Hopper GPU.")
