@@ -14,7 +14,7 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,19 @@ def copy_of(size: int, calls: int, footprint: int = 1 << 29) -> Callable[[], obj
     return graph(lambda i: pairs[i % count][1].copy_(pairs[i % count][0]), calls)
 
 
+def rounds(names: Iterable[str], count: int) -> Iterator[list[str]]:
+    """`count` rounds of all names, the order drawn anew for each, the same at every call.
+
+    In one order, each would always find the caches and the clock as the same other one leaves them: the layer's FP8
+    products took 0.6 % longer right behind cuBLASLt's last algorithm than behind themselves (mean of twelve), an FP8
+    layer's step takes up to 5 % longer right behind the same layer in 16 bits.
+    """
+    order, draw = list(names), random.Random(0)
+    for _ in range(count):
+        draw.shuffle(order)
+        yield order.copy()
+
+
 def interleave(
     variants: Mapping[str, Callable[[], object]],
     repeats: int = 50,
@@ -70,10 +83,7 @@ def interleave(
     flush: Callable[[], object] | None = None,
     ahead: bool = False,
 ) -> dict[str, list[float]]:
-    """Time each variant `repeats` times, in rounds of all of them, the order drawn anew for each.
-
-    In one order, each would always find the caches and the clock as the same other one leaves them: the layer's FP8
-    products took 0.6 % longer right behind cuBLASLt's last algorithm than behind themselves (mean of twelve).
+    """Time each variant `repeats` times, in `rounds`.
 
     Args:
         variants: by name, a call that only queues work on the current stream.
@@ -94,7 +104,6 @@ def interleave(
     for _ in range(warmup):
         for variant in variants.values():
             variant()
-    order, draw = list(variants), random.Random(0)
     awake = torch.cuda.Event()
     cycles = 1 << 22  # of sleep, 2 ms
     late = True
@@ -103,8 +112,7 @@ def interleave(
         if ahead:
             torch.cuda._sleep(cycles)
             awake.record()
-        for repeat in range(repeats):
-            draw.shuffle(order)
+        for repeat, order in enumerate(rounds(variants, repeats)):
             for name in order:
                 if flush is not None:
                     flush()
@@ -231,6 +239,12 @@ def outdated(result: Mapping[str, Any]) -> list[str]:
         if not (compiler.KERNELS / f"{kernel}.cu").is_file() or compiler.source_hash(kernel) != recorded:
             changed.append(kernel)
     return changed
+
+
+def read_result(name: str) -> dict[str, Any]:
+    """What `docs/results/<name>.json` holds."""
+    payload: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return payload
 
 
 def write_result(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:

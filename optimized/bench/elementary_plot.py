@@ -5,7 +5,6 @@
 Reads docs/results/elementary.json and computes the errors with `reference`; needs no GPU.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +104,7 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    result = json.loads((measure.RESULTS / "elementary.json").read_text("utf-8"))
+    result = measure.read_result("elementary")
     figure = pyplot.figure(figsize=(12, 7.2), layout="constrained")
     grid = figure.add_gridspec(2, 12, height_ratios=(1, 1.35))
     _errors([figure.add_subplot(grid[0, 3 * i : 3 * i + 3]) for i in range(4)])

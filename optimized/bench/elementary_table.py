@@ -5,7 +5,6 @@
 Needs no GPU. Bold: the candidates that `kernels/elementary.cuh` uses.
 """
 
-import json
 from typing import Any
 
 from optimized import measure
@@ -87,7 +86,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Put the tables between the page's marks."""
-    result = json.loads((measure.RESULTS / "elementary.json").read_text("utf-8"))
+    result = measure.read_result("elementary")
     before, rest = PAGE.read_text("utf-8").split(MARKS[0])
     PAGE.write_text(f"{before}{MARKS[0]}\n{markdown(result)}\n{MARKS[1]}{rest.split(MARKS[1])[1]}", "utf-8")
 

@@ -5,7 +5,6 @@
 Reads docs/results/gemm.json, gemm_sweep.json and cast_transpose.json (the copy); needs no GPU.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,4 +70,4 @@ def plot(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 if __name__ == "__main__":
     names = ("gemm", "gemm_sweep", "cast_transpose")
-    plot({name: json.loads((measure.RESULTS / f"{name}.json").read_text("utf-8")) for name in names})
+    plot({name: measure.read_result(name) for name in names})

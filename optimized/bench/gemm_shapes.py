@@ -7,7 +7,6 @@ multiprocessors: with fewer, its one chain over K leaves processors idle by defi
 """
 
 import functools
-import json
 import math
 import random
 import statistics
@@ -166,4 +165,4 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
 
 
 if __name__ == "__main__":
-    plot(json.loads((measure.RESULTS / f"{NAME}.json").read_text("utf-8")))
+    plot(measure.read_result(NAME))

@@ -206,6 +206,4 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
 
 
 if __name__ == "__main__":
-    import json
-
-    plot(json.loads((measure.RESULTS / f"{NAME}.json").read_text("utf-8")))
+    plot(measure.read_result(NAME))

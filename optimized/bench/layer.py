@@ -16,7 +16,6 @@ product by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
 import contextlib
 import gc
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,17 +44,13 @@ _BUSY_CYCLES = 60_000_000  # some 30 ms, in which the host queues a step
 def timed(
     blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int, before: int = 0
 ) -> dict[str, list[float]]:
-    """Milliseconds a step, `repeats` blocks of `inner` steps of each, in rounds of all, the order drawn anew for each.
+    """Milliseconds a step, `repeats` blocks of `inner` steps of each, in `measure.rounds`.
 
-    In one order, each would always find the clock as the same other one leaves it: an FP8 step takes up to 5 % longer
-    right behind the same layer in 16 bits than behind itself. Not counted are one round before them all and, of each
-    block, `before` steps, in which a short step finds again what it has in a training loop that nobody else takes turns
-    with: its caches and its addresses.
+    Not counted are one round before them all and, of each block, `before` steps, in which a short step finds again what
+    it has in a training loop that nobody else takes turns with: its caches and its addresses.
     """
     samples: dict[str, list[float]] = {name: [] for name in blocks}
-    order, draw = list(blocks), random.Random(0)
-    for repeat in range(repeats + 1):
-        draw.shuffle(order)
+    for repeat, order in enumerate(measure.rounds(blocks, repeats + 1)):
         for name in order:
             block = blocks[name]
             block(before)

@@ -5,7 +5,6 @@
 Reads docs/results/layer.json; needs no GPU.
 """
 
-import json
 from typing import Any
 
 import matplotlib
@@ -80,7 +79,7 @@ def main() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = json.loads((measure.RESULTS / "layer.json").read_text("utf-8"))["cases"]
+    cases = measure.read_result("layer")["cases"]
     figure, axes = plt.subplots(2, 2, figsize=(12, 8.2), constrained_layout=True)
     for axis, case in zip(axes.flat, cases, strict=False):
         bars(axis, case)

@@ -7,7 +7,6 @@ between two synchronisations on the host's clock. Beside the layers stands what 
 """
 
 import gc
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -131,4 +130,4 @@ def _ms(point: dict[str, Any], step: str, attention: str) -> Any:
 
 
 if __name__ == "__main__":
-    plot(json.loads((measure.RESULTS / f"{NAME}.json").read_text("utf-8")))
+    plot(measure.read_result(NAME))

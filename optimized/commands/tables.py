@@ -4,7 +4,6 @@
 tests/test_readme.py fails where a page and the results disagree.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -308,11 +307,7 @@ IN_README = (
 
 def load(name: str) -> dict[str, Any] | None:
     """The recorded result, or None."""
-    path = measure.RESULTS / f"{name}.json"
-    if not path.is_file():
-        return None
-    payload: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return payload
+    return measure.read_result(name) if (measure.RESULTS / f"{name}.json").is_file() else None
 
 
 def recorded(name: str) -> list[Table]:
