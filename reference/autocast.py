@@ -1,11 +1,11 @@
 """`autocast`: where FP8 is on, and under which recipe.
 
-The state is one object for the process: not thread-local and not a context variable, because autograd runs
-CUDA's backward (and a checkpoint's recomputation) on a thread of its own.
+A context holds for the thread that opened it (`reference.threads`).
 """
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from reference import scaling
 from reference.recipe import DelayedScaling
+from reference.threads import Thread, close, here, misnested
 
 __all__ = ["autocast", "fp8_autocast"]
 
@@ -28,55 +29,58 @@ class AutocastState:
     group: Any = None
 
 
-class _Process:
-    """The current state, how many contexts are open, and whether an FP8 module has run in the outermost one."""
-
-    def __init__(self) -> None:
-        self.state = AutocastState()
-        self.depth = 0
-        self.first_module_pending = False
-
-
-_PROCESS = _Process()
+_OFF = AutocastState()
 
 
 def current() -> AutocastState:
-    """The innermost open context's settings."""
-    return _PROCESS.state
+    """The settings of this thread's innermost open context."""
+    opened = here().autocasts
+    found: AutocastState = opened[-1].settings if opened else _OFF
+    return found
 
 
 def first_module_pending() -> bool:
     """True until the first FP8 module has run in an outermost context: its backward updates the gradients' scales."""
-    return _PROCESS.first_module_pending
+    return here().first_module_pending
 
 
 def take_first_module() -> None:
     """Note that the first FP8 module has run."""
-    _PROCESS.first_module_pending = False
+    here().first_module_pending = False
+
+
+class _Restored:
+    """An entry of `Thread.autocasts` that is no user's context."""
+
+    def __init__(self, settings: AutocastState) -> None:
+        self.settings = settings
 
 
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
     """Run with `state` and update nothing: a checkpoint's recomputation, the capture of a CUDA graph.
 
-    The depth is raised so that a context opened inside is not an outermost one either.
+    A context opened inside is not an outermost one either.
     """
-    outer, pending = _PROCESS.state, _PROCESS.first_module_pending
-    _PROCESS.state, _PROCESS.first_module_pending = state, False
-    _PROCESS.depth += 1
+    thread, entry = here(), _Restored(state)
+    pending, thread.first_module_pending = thread.first_module_pending, False
+    thread.autocasts.append(entry)
     try:
         yield
     finally:
-        _PROCESS.state, _PROCESS.first_module_pending = outer, pending
-        _PROCESS.depth -= 1
+        close(thread.autocasts, entry)
+        thread.first_module_pending = pending
 
 
 class autocast(contextlib.ContextDecorator):
     """Run the modules inside in FP8.
 
-    When the outermost context ends, and it was enabled with gradients on, the scales of the forward tensors of
-    every module are updated (`reference.scaling.update`). The gradients' scales are updated after the backward
-    of the first FP8 module that ran forward.
+    When the outermost context ends without an error, and it was enabled with gradients on, the scales of the forward
+    tensors of every module that last ran in this thread are updated (`reference.scaling.update`). The gradients'
+    scales are updated after the backward of the first FP8 module that ran forward.
+
+    A context holds for the thread that opened it, as torch.autocast does; several threads may each have their own.
+    Contexts of a thread end in reverse order, or the one that ends too early raises RuntimeError.
 
     Args:
         enabled: FP8 on; off inside an enabled context runs those modules in their 16-bit form.
@@ -97,29 +101,44 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"autocast: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
-        self._settings = AutocastState(
+        self.settings = AutocastState(
             enabled=bool(enabled),
             calibrating=bool(calibrating),
             recipe=DelayedScaling() if recipe is None else recipe,
             group=amax_reduction_group,
         )
-        self._outer: list[AutocastState] = []
+        self._threads: list[Thread] = []  # where it is open
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        """Decorate a function; not one that would run after the context has ended."""
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"autocast: as a decorator of {function.__qualname__}, a generator or coroutine, it would end before "
+                f"the body runs; a `with` statement inside is accepted."
+            )
+        return super().__call__(function)
 
     def __enter__(self) -> "autocast":
-        self._outer.append(_PROCESS.state)
-        if _PROCESS.depth == 0:
-            _PROCESS.first_module_pending = True
-        _PROCESS.depth += 1
-        _PROCESS.state = self._settings
+        thread = here()
+        if not thread.autocasts:
+            thread.first_module_pending = True
+        self._threads.append(thread)
+        thread.autocasts.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _PROCESS.state = self._outer.pop()
-        _PROCESS.depth -= 1
-        if _PROCESS.depth == 0 and self._settings.enabled and torch.is_grad_enabled():
-            scaling.update(forward=True)
+        own = here()
+        thread = own if own in self._threads else self._threads[-1]
+        self._threads.remove(thread)
+        in_order = close(thread.autocasts, self) and thread is own
+        if kind is not None and kind is not GeneratorExit:
+            return  # the error goes on, and the amaxes of an unfinished step stay where they are
+        if not in_order:
+            raise misnested("autocast")
+        if kind is None and not thread.autocasts and self.settings.enabled and torch.is_grad_enabled():
+            scaling.update(forward=True, thread=thread.number)
 
 
 def fp8_autocast(

@@ -18,10 +18,11 @@ def update_gradient_scales(layer: Any) -> None:
     A compiled backward can only ask for it, and autograd's engine runs it when the whole pass is over: inside the graph
     the histories are not written yet, and of the modules outside nothing is known.
     """
+    thread = layer._membership.thread.number  # the forward's; autograd may run this in another
     if torch.compiler.is_compiling():
-        torch.ops.twin.request_scale_update(layer.fp8_meta["scaling_bwd"].scale)
+        torch.ops.twin.request_scale_update(layer.fp8_meta["scaling_bwd"].scale, thread)
     else:
-        scaling.update(forward=False)
+        scaling.update(forward=False, thread=thread)
 
 
 def before(state: torch.Tensor | None) -> torch.Tensor | None:
@@ -34,15 +35,15 @@ def before(state: torch.Tensor | None) -> torch.Tensor | None:
     return torch.ops.twin.snapshot(state) if torch.compiler.is_compiling() else state.clone()
 
 
-def _request(scale: torch.Tensor) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: scaling.update(forward=False))
+def _request(scale: torch.Tensor, thread: int) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: scaling.update(forward=False, thread=thread))
 
 
 # `scale` counts as changed, though it changes later: otherwise the op would seem to do nothing. The tag keeps it out of
 # the CUDA graphs of `torch.compile(mode="reduce-overhead")`, which replay kernels and no Python.
-LIBRARY.define("request_scale_update(Tensor(a!) scale) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.define("request_scale_update(Tensor(a!) scale, int thread) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.impl("request_scale_update", _request, "CompositeExplicitAutograd")
-torch.library.register_fake("twin::request_scale_update", lambda scale: None, lib=LIBRARY)
+torch.library.register_fake("twin::request_scale_update", lambda scale, thread: None, lib=LIBRARY)
 
 LIBRARY.define("snapshot(Tensor(a!) state) -> Tensor")
 LIBRARY.impl("snapshot", torch.clone, "CompositeExplicitAutograd")

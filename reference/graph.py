@@ -18,6 +18,7 @@ from reference.nn.dropout import Generator
 from reference.nn.module import TransformerEngineBaseModule
 from reference.notice import say_once
 from reference.recipe import DelayedScaling
+from reference.threads import here
 
 __all__ = ["make_graphed_callables"]
 
@@ -225,7 +226,8 @@ class _Graphed:
         # As in `reference.nn.autograd`: the first FP8 module runs backward last, then updates the gradients' scales.
         if state.enabled and self.layers and first.grad_fn is not None and first_module_pending():
             take_first_module()
-            first.grad_fn.register_hook(lambda *_: scaling.update(forward=False))
+            thread = here().number
+            first.grad_fn.register_hook(lambda *_: scaling.update(forward=False, thread=thread))
         return out
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from reference.recipe import DelayedScaling
+from reference.threads import close, here, misnested
 
 __all__ = ["fp8_model_init", "quantized_model_init"]
 
@@ -24,12 +25,10 @@ class QuantizedInit(NamedTuple):
     preserve: bool
 
 
-_current: QuantizedInit | None = None
-
-
 def current() -> QuantizedInit | None:
-    """The innermost open context's settings; None outside of one."""
-    return _current
+    """The settings of this thread's innermost open context; None outside of one."""
+    opened = here().inits
+    return opened[-1][0] if opened else None
 
 
 @contextlib.contextmanager
@@ -37,6 +36,9 @@ def quantized_model_init(
     enabled: bool = True, recipe: DelayedScaling | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
     """Make layers whose weights are kept in FP8 only.
+
+    A context holds for the thread that opened it (`reference.threads`); those of a thread end in reverse order, or the
+    one that ends too early raises RuntimeError.
 
     Args:
         enabled: off inside an enabled context makes ordinary layers.
@@ -46,15 +48,18 @@ def quantized_model_init(
 
     Source: Transformer Engine's `quantized_model_init`.
     """
-    global _current
     if recipe is not None and not isinstance(recipe, DelayedScaling):
         raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
-    outer = _current
-    _current = QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val) if enabled else None
+    entry = [QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val) if enabled else None]
+    thread = here()
+    thread.inits.append(entry)
+    in_order = False
     try:
         yield
     finally:
-        _current = outer
+        in_order = close(thread.inits, entry) and thread is here()
+    if not in_order:
+        raise misnested("quantized_model_init")
 
 
 fp8_model_init = quantized_model_init

@@ -7,13 +7,14 @@ PyTorch's own `torch.utils.checkpoint` does none of this: an FP8 module recomput
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from reference.autocast import AutocastState, current, restored
+from reference.threads import close, here
 
 __all__ = ["checkpoint"]
 
@@ -25,27 +26,6 @@ class _Frame:
         self.state: AutocastState = current()
         self.tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.used: dict[int, int] = {}
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """The first run."""
-        self.tensors.clear()
-        _RECORDING.append(self)
-        try:
-            yield
-        finally:
-            _RECORDING.remove(self)
-
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        """The run in backward; it may stop early and it may be repeated."""
-        self.used = defaultdict(int)
-        _REPLAYING.append(self)
-        try:
-            with restored(self.state):
-                yield
-        finally:
-            _REPLAYING.remove(self)
 
     def next_tensor(self, module: torch.nn.Module) -> torch.Tensor:
         """What `module` used at this point of the first run."""
@@ -59,18 +39,46 @@ class _Frame:
         return self.tensors[id(module)][position]
 
 
-_RECORDING: list[_Frame] = []
-_REPLAYING: list[_Frame] = []
+class _Recording:
+    """The first run."""
+
+    def __init__(self, frame: _Frame) -> None:
+        self.frame = frame
+
+    def __enter__(self) -> None:
+        self.frame.tensors.clear()
+        here().recording.append(self.frame)
+
+    def __exit__(self, *_: Any) -> None:
+        close(here().recording, self.frame)
+
+
+class _Replaying:
+    """The run in backward, which may stop early. A graph that is kept goes backward again, and enters this again."""
+
+    def __init__(self, frame: _Frame) -> None:
+        self.frame = frame
+        self.settings: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self.frame.used = defaultdict(int)
+        self.settings.append(restored(self.frame.state))
+        self.settings[-1].__enter__()
+        here().replaying.append(self.frame)
+
+    def __exit__(self, *error: Any) -> None:
+        close(here().replaying, self.frame)
+        self.settings.pop().__exit__(*error)
 
 
 def replaying() -> bool:
-    """True while a checkpointed part is being recomputed."""
-    return len(_REPLAYING) > 0
+    """True while a checkpointed part is being recomputed in this thread."""
+    return len(here().replaying) > 0
 
 
 def active() -> bool:
     """True in a checkpointed part's first run and in its recomputation."""
-    return len(_RECORDING) + len(_REPLAYING) > 0
+    return len(here().recording) + len(here().replaying) > 0
 
 
 def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
@@ -80,7 +88,7 @@ def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
 
 def state_for(module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
     """The random state an op of `module` has to draw from (and advance): its own, or a copy of the first run's."""
-    if _REPLAYING:
+    if replaying():
         return _recalled(module, state).clone()
     _recalled(module, state)
     return state
@@ -88,11 +96,12 @@ def state_for(module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
 
 def _recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run note `tensor` as it is now; in a recomputation give back what was noted."""
-    if _REPLAYING:
-        tensor = _REPLAYING[-1].next_tensor(module)
-    elif _RECORDING:
+    thread = here()
+    if thread.replaying:
+        tensor = thread.replaying[-1].next_tensor(module)
+    elif thread.recording:
         tensor = tensor.clone()
-    for frame in _RECORDING:
+    for frame in thread.recording:
         frame.tensors[id(module)].append(tensor)
     return tensor
 
@@ -100,7 +109,7 @@ def _recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
     """Raise if an FP8 module runs forward inside a backward pass that our `checkpoint` did not arrange."""
     # A compiler traces forward only, and has no word for the question.
-    if fp8 and not _REPLAYING and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if fp8 and not replaying() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
             f"back neither autocast nor the scales of the first run: use `checkpoint` of this package instead."
@@ -143,6 +152,6 @@ def checkpoint(
         function,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (frame.recording(), frame.replaying()),
+        context_fn=lambda: (_Recording(frame), _Replaying(frame)),
         **kwargs,
     )

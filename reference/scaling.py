@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from reference.ops.library import twin
 from reference.recipe import DelayedScaling
+from reference.threads import Thread, here
 
 FORWARD_TENSORS = ("input", "weight", "output")
 BACKWARD_TENSORS = ("grad_output", "grad_input")
@@ -38,35 +39,64 @@ class FP8TensorMeta:
     @staticmethod
     def fresh(columns: int, history_len: int, device: torch.device) -> "FP8TensorMeta":
         """Scale 1 and an empty history."""
-        return FP8TensorMeta(
-            torch.ones(columns, dtype=torch.float32, device=device),
-            torch.zeros(history_len, columns, dtype=torch.float32, device=device),
-        )
+        with torch.inference_mode(False):  # tensors of inference mode could never be updated outside of it
+            return FP8TensorMeta(
+                torch.ones(columns, dtype=torch.float32, device=device),
+                torch.zeros(history_len, columns, dtype=torch.float32, device=device),
+            )
 
     def resize(self, history_len: int) -> None:
         """Keep the first `history_len` rows, or add rows of zeros (Transformer Engine's rule)."""
         rows, columns = self.amax_history.shape
-        if history_len < rows:
-            self.amax_history = self.amax_history[:history_len].clone()
-        elif history_len > rows:
-            more = self.amax_history.new_zeros(history_len - rows, columns)
-            self.amax_history = torch.cat([self.amax_history, more])
+        with torch.inference_mode(False):
+            if history_len < rows:
+                self.amax_history = self.amax_history[:history_len].clone()
+            elif history_len > rows:
+                more = self.amax_history.new_zeros(history_len - rows, columns)
+                self.amax_history = torch.cat([self.amax_history, more])
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow `nn.Module._apply`'s function to its device; dtypes stay fp32."""
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self.scale.device)).device
-        self.scale = self.scale.to(device)
-        self.amax_history = self.amax_history.to(device)
+        """Follow `nn.Module._apply`'s function to its device or into shared memory; dtypes stay fp32.
+
+        On the meta device there are no numbers: what comes from there is fresh.
+        """
+        like = fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device))
+        if self.scale.is_meta and not like.is_meta:
+            fresh = FP8TensorMeta.fresh(self.scale.shape[0], self.amax_history.shape[0], like.device)
+            self.scale, self.amax_history = fresh.scale, fresh.amax_history
+        elif like.device != self.scale.device:
+            with torch.inference_mode(False):
+                self.scale, self.amax_history = self.scale.to(like.device), self.amax_history.to(like.device)
+        if like.device.type == "cpu" and like.is_shared():
+            self.scale.share_memory_()
+            self.amax_history.share_memory_()
+
+    @torch.no_grad()
+    def copy_(self, other: "FP8TensorMeta") -> bool:
+        """Take another's values, if it has this one's shapes and device; whether it has."""
+        pairs = ((self.scale, other.scale), (self.amax_history, other.amax_history))
+        if any(to.shape != x.shape or to.device != x.device for to, x in pairs):
+            return False
+        for to, x in pairs:
+            to.copy_(x)
+        return True
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Scale 1 and an empty history again, in the same memory."""
+        self.scale.fill_(1)
+        self.amax_history.zero_()
 
     def __repr__(self) -> str:
         return f"FP8TensorMeta(scale={self.scale}, amax_history={list(self.amax_history.shape)})"
 
 
 class Membership(NamedTuple):
-    """The recipe and process group a module last ran under, None before its first FP8 forward."""
+    """The recipe, the process group and the thread that a module last ran under; None before its first FP8 forward."""
 
     recipe: DelayedScaling
     group: Any
+    thread: Thread
 
 
 # A dictionary for its order, that of construction: ranks must agree on it. A module keeps its membership itself,
@@ -90,17 +120,23 @@ def registered(identity: int) -> Any:
 
 
 def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
-    """Note what `module` runs under; its next update follows that recipe."""
+    """Note what `module` runs under; its next update follows that recipe, at the end of this thread's autocast."""
+    thread = here()
     # `Module.__setattr__` takes its time; a compiler would guard what is read.
     known = None if torch.compiler.is_compiling() else module._membership
-    if known is None or known.recipe is not recipe or known.group is not group:
-        module._membership = Membership(recipe, group)
+    if known is None or known.recipe is not recipe or known.group is not group or known.thread is not thread:
+        if known is not None and known.thread is not thread and known.thread.autocasts and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(module).__name__}: runs in FP8 in this thread while {known.thread.name}, in which it ran last, "
+                f"has an autocast open; one thread at a time may train a module."
+            )
+        module._membership = Membership(recipe, group, thread)
 
 
-def _members() -> Iterator[tuple[Any, Membership]]:
+def _members(thread: int) -> Iterator[tuple[Any, Membership]]:
     for reference in list(_MODULES):
         module = reference()
-        if module is not None and module._membership is not None:
+        if module is not None and module._membership is not None and module._membership.thread.number == thread:
             yield module, module._membership
 
 
@@ -113,14 +149,16 @@ def _reduce(histories: list[torch.Tensor], group: Any) -> None:
 
 
 @torch.no_grad()
-def update(forward: bool) -> None:
-    """Turn the amaxes collected in one direction into the next scales, for every registered module.
+def update(forward: bool, thread: int) -> None:
+    """Turn the amaxes collected in one direction into the next scales, for every module that last ran in a thread.
+
+    `thread` is a `Thread`'s number.
 
     One op call (one kernel launch on a GPU) per recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[DelayedScaling, Any, torch.device, list[FP8TensorMeta]]] = []
-    for module, (recipe, group) in _members():
+    for module, (recipe, group, _) in _members(thread):
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
         for one, its_group, its_device, metas in reversed(buckets):

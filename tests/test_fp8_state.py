@@ -17,6 +17,7 @@ KEYS = ["scaling_fwd.scale", "scaling_fwd.amax_history", "scaling_bwd.scale", "s
 
 
 def trained(steps: int = 2) -> te.Linear:
+    torch.manual_seed(steps)
     layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
     step(layer, steps)
     return layer
@@ -41,6 +42,9 @@ def test_dtype_conversions_leave_scales_alone() -> None:
     layer.to("meta")
     assert layer.fp8_meta["scaling_fwd"].scale.is_meta
     assert layer.fp8_meta["scaling_bwd"].amax_history.is_meta
+    layer.to_empty(device="cpu")
+    assert layer.fp8_meta["scaling_fwd"].scale.tolist() == [1, 1, 1], "there are no numbers to come back with"
+    assert not layer.fp8_meta["scaling_bwd"].amax_history.any()
 
 
 def test_state_is_neither_parameter_nor_buffer() -> None:
@@ -93,52 +97,151 @@ def test_safetensors_round_trip(tmp_path) -> None:
     assert torch.equal(step(a), step(b))
 
 
-def test_keys_are_plain_tensors_inside_a_model() -> None:
-    model = torch.nn.Sequential(trained(), torch.nn.ReLU(), te.Linear(16, 16))
+def test_state_is_one_plain_tensor_a_layer_from_construction_on() -> None:
+    model = torch.nn.Sequential(trained(), torch.nn.ReLU(), te.Linear(16, 16), te.LayerNormMLP(16, 32), te.LayerNorm(16))
     state = model.state_dict()
-    assert [k for k in state if k.startswith("0.scaling")] == [f"0.{k}" for k in KEYS]
-    assert not [k for k in state if k.startswith("2.scaling")], "never run in FP8: no state"
-    assert all(isinstance(v, torch.Tensor) for v in state.values())
+    assert {k: list(v.shape) for k, v in state.items() if "state" in k} == {
+        "0._extra_state": [1 + 4, 3 + 2],
+        "2._extra_state": [1 + 1024, 3 + 2],
+        "3._extra_state": [1 + 1024, 6 + 4],
+    }
+    assert all(type(v) is torch.Tensor for v in state.values())
+    fresh = state["2._extra_state"]
+    assert bool((fresh[0] == 1).all())
+    assert not bool(fresh[1:].any())
+    forward, backward = (model[0].fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd"))
+    assert torch.equal(state["0._extra_state"][0], torch.cat([forward.scale, backward.scale]))
+    assert torch.equal(state["0._extra_state"][1:, :3], forward.amax_history)
+    assert torch.equal(state["0._extra_state"][1:, 3:], backward.amax_history)
+
+
+def older(state: dict[str, torch.Tensor], columns: int = 3) -> dict[str, torch.Tensor]:
+    """A layer's checkpoint with its state as four tensors."""
+    state = dict(state)
+    packed = state.pop("_extra_state")
+    halves = (packed[:, :columns], packed[:, columns:])
+    parts = [part for half in halves for part in (half[0].clone(), half[1:].clone())]
+    return {**state, **dict(zip(KEYS, parts, strict=True))}
+
+
+def test_four_tensors_load_as_well(same_bits) -> None:
+    a, b = trained(3), te.Linear(32, 16, params_dtype=torch.bfloat16)
+    b.load_state_dict(older(a.state_dict()), strict=True)
+    for _ in range(3):
+        same_bits(step(a), step(b))
 
 
 def test_a_plain_checkpoint_loads_strictly_with_one_notice(caplog, monkeypatch) -> None:
     monkeypatch.setattr("reference.notice._said", set())
-    plain = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16)).bfloat16().state_dict()
-    model = torch.nn.Sequential(trained(), te.Linear(16, 16, params_dtype=torch.bfloat16))
+    plain = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 16), torch.nn.Linear(16, 16)).bfloat16()
+    model = torch.nn.Sequential(
+        te.LayerNorm(32, params_dtype=torch.bfloat16), trained(), te.Linear(16, 16, params_dtype=torch.bfloat16)
+    )
     with caplog.at_level(logging.WARNING):
-        model.load_state_dict(plain, strict=True)
+        model.load_state_dict(plain.state_dict(), strict=True)
     assert [r.message for r in caplog.records if "no FP8 state" in r.message] == [
-        "checkpoint: no FP8 state for '0': scales start at 1, as in a fresh module (said once)."
+        "checkpoint: no FP8 state for '1': scales start at 1, as in a fresh module (said once)."
     ]
-    assert model[0].fp8_meta == {}
+    for meta in (model[1].fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd")):
+        assert bool((meta.scale == 1).all())
+        assert not bool(meta.amax_history.any())
 
 
-def broken(change) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
-    state = trained().state_dict()
+def test_a_checkpoint_of_a_layer_that_never_ran_in_fp8_is_noticed_too(caplog, monkeypatch) -> None:
+    monkeypatch.setattr("reference.notice._said", set())
+    with caplog.at_level(logging.WARNING):
+        trained().load_state_dict(te.Linear(32, 16, params_dtype=torch.bfloat16).state_dict())
+    assert "no FP8 state for 'the module'" in caplog.text
+
+
+def test_a_part_of_a_checkpoint_leaves_other_layers_state_alone() -> None:
+    model = torch.nn.Sequential(trained(), torch.nn.Linear(16, 16))
+    scale = model[0].fp8_meta["scaling_fwd"].scale.clone()
+    model.load_state_dict({"1.bias": torch.zeros(16)}, strict=False)
+    assert torch.equal(model[0].fp8_meta["scaling_fwd"].scale, scale)
+
+
+def test_loading_keeps_the_memory_that_a_cuda_graph_reads() -> None:
+    layer = trained()
+    meta = layer.fp8_meta["scaling_fwd"]
+    scale, history = meta.scale, meta.amax_history
+    layer.load_state_dict(trained(4).state_dict())
+    assert layer.fp8_meta["scaling_fwd"].scale is scale
+    assert layer.fp8_meta["scaling_fwd"].amax_history is history
+
+
+def test_loading_without_state_between_forward_and_backward() -> None:
+    layer = trained()
+    x = torch.ones(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(recipe=RECIPE):
+        y = layer(x)
+    plain = {name: value.clone() for name, value in layer.state_dict().items() if name in ("weight", "bias")}
+    layer.load_state_dict(plain)
+    y.sum().backward()
+    assert layer.fp8_meta["scaling_bwd"].scale[0] == 57344.0
+
+
+def broken(change, form=dict):  # type: ignore[no-untyped-def]
+    state = form(trained().state_dict())
     change(state)
     return state
 
 
-@pytest.mark.parametrize(
-    ("state", "sentence"),
-    [
-        (broken(lambda s: s.pop(KEYS[1])), "partial FP8 state, scaling_fwd.amax_history missing beside"),
-        (
-            broken(lambda s: s.update({KEYS[0]: torch.ones(2)})),
-            r"scaling_fwd.scale is torch.float32 \[2\]; float32 \[3\]",
-        ),
-        (broken(lambda s: s.update({KEYS[0]: torch.ones(3).half()})), "scaling_fwd.scale is torch.float16"),
-        (broken(lambda s: s.update({KEYS[3]: torch.ones(0, 2)})), r"amax_history is torch.float32 \[0, 2\]"),
-        (broken(lambda s: s.update({KEYS[2]: torch.tensor([0.0, 1.0])})), "finite scales > 0 are accepted"),
-        (broken(lambda s: s.update({KEYS[2]: torch.tensor([float("inf"), 1.0])})), "finite scales > 0 are accepted"),
-        (broken(lambda s: s.update({KEYS[1]: -torch.ones(4, 3)})), "amaxes >= 0 are accepted"),
-        (broken(lambda s: s["weight"].fill_(float("nan"))), "weight holds 512 NaN; finite weights are accepted"),
-    ],
-)
+def put(key: str, at: tuple[int, int], value: float):  # type: ignore[no-untyped-def]
+    return lambda state: state[key].__setitem__(at, value)
+
+
+INF = float("inf")
+BROKEN = [
+    (broken(lambda s: s.pop(KEYS[1]), older), r"partial FP8 state, (2\.)?scaling_fwd.amax_history missing beside"),
+    (broken(lambda s: s.update({KEYS[0]: torch.ones(2)}), older), r"scaling_fwd.scale is torch.float32 \[2\]; float32"),
+    (broken(lambda s: s.update({KEYS[0]: torch.ones(3).half()}), older), "scaling_fwd.scale is torch.float16"),
+    (broken(lambda s: s.update({KEYS[0]: [1.0, 1.0, 1.0]}), older), "scaling_fwd.scale is a list; a tensor is accepted"),
+    (broken(lambda s: s.update({KEYS[3]: torch.ones(0, 2)}), older), r"amax_history is torch.float32 \[0, 2\]"),
+    (broken(lambda s: s.update({KEYS[3]: torch.ones(5, 2)}), older), r"histories of \[4, 5\] rows; one length"),
+    (broken(lambda s: s.update({KEYS[2]: torch.tensor([0.0, 1.0])}), older), "finite scales > 0"),
+    (broken(lambda s: s.update({KEYS[2]: torch.tensor([INF, 1.0])}), older), "finite scales > 0"),
+    (broken(lambda s: s.update({KEYS[2]: torch.tensor([1e-44, 1.0])}), older), "with finite inverses are accepted"),
+    (broken(lambda s: s.update({KEYS[1]: -torch.ones(4, 3)}), older), "amaxes >= 0 are accepted"),
+    (broken(put("_extra_state", (0, 1), 1e-44)), r"_extra_state\[0\]=.*with finite inverses are accepted"),
+    (broken(put("_extra_state", (0, 4), -1.0)), "finite scales > 0"),
+    (broken(put("_extra_state", (2, 0), float("nan"))), r"_extra_state\[1:\] holds negative numbers or NaN"),
+    (broken(lambda s: s.update(_extra_state=torch.ones(5, 4))), r"_extra_state is torch.float32 \[5, 4\]; float32 \[1"),
+    (broken(lambda s: s.update(_extra_state=torch.ones(1, 5))), r"\[1, 5\]; float32 \[1 \+ amax_history_len, 5\]"),
+    (broken(lambda s: s.update(_extra_state=torch.ones(99, dtype=torch.uint8))), "has pickled is not read"),
+    (broken(lambda s: s.update(_extra_state=torch.ones(5, 5, device="meta"))), "_extra_state is on the meta device"),
+    (broken(lambda s: s.update(weight=torch.ones(16, 32, device="meta"))), "weight is on the meta device"),
+    (broken(lambda s: s.update(weight=torch.ones(16, 32).to_sparse())), "weight is sparse or nested"),
+    (broken(lambda s: s.update(weight=torch.ones(16, 31))), r"weight has shape \[16, 31\]; \[16, 32\] is accepted"),
+    (broken(lambda s: s.update(bias=torch.ones(16, dtype=torch.int64))), "bias is torch.int64; a floating-point"),
+    (broken(lambda s: s["weight"].fill_(float("nan"))), "weight holds 512 NaN and 0 infinities; finite weights"),
+    (broken(put("weight", (3, 4), INF)), "weight holds 0 NaN and 1 infinities; finite weights are accepted"),
+    (broken(lambda s: s["bias"].fill_(-INF)), "bias holds 0 NaN and 16 infinities; finite weights are accepted"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "sentence"), BROKEN)
 def test_broken_checkpoints_are_refused_before_anything_changes(state: dict[str, torch.Tensor], sentence: str) -> None:
     layer = trained()
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
         layer.load_state_dict(state)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(("state", "sentence"), BROKEN)
+def test_a_broken_layer_keeps_the_whole_model_from_changing(state: dict[str, torch.Tensor], sentence: str) -> None:
+    """The root is the user's own, and the layer before the broken one has a right checkpoint."""
+    model = torch.nn.Sequential(trained(), torch.nn.Linear(16, 32), trained(3))
+    before = copy.deepcopy(model.state_dict())
+    whole = {**{f"0.{k}": v for k, v in trained(5).state_dict().items()}, **{f"2.{k}": v for k, v in state.items()}}
+    whole |= {"1.weight": torch.zeros(32, 16), "1.bias": torch.zeros(32)}
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        model.load_state_dict(whole)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    whole |= {f"2.{k}": v for k, v in trained().state_dict().items()}
+    whole = {k: v for k, v in whole.items() if not k.startswith("2.scaling")}
+    model.load_state_dict(whole)
+    assert not torch.equal(model[0].weight, before["0.weight"]), "and a right one loads afterwards"

@@ -1,5 +1,6 @@
 """`Linear` against the same steps written out with the readable model, and what a user may ask of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -385,9 +386,24 @@ def test_ops_refuse_to_record_gradients() -> None:
         torch.ops.twin.cast(x, torch.ones(1), None, 0, torch.float8_e4m3fn)
 
 
-def test_second_derivatives_are_refused() -> None:
+SECOND: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "of a product": lambda f, x: torch.autograd.grad(f(x).pow(2).sum(), x, create_graph=True),
+    "of a sum, whose gradient needs none": lambda f, x: torch.autograd.grad(f(x).sum(), x, create_graph=True),
+    "backward": lambda f, x: f(x).sum().backward(create_graph=True),
+    "hessian": lambda f, x: torch.autograd.functional.hessian(lambda t: f(t).sum(), x),
+    "product with a hessian": lambda f, x: torch.autograd.functional.hvp(lambda t: f(t).sum(), x, x),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("how", SECOND)
+def test_second_derivatives_are_refused(how: str, fp8: bool) -> None:
     layer = te.Linear(16, 16, params_dtype=torch.bfloat16)
     x = torch.ones(2, 16, dtype=torch.bfloat16, requires_grad=True)
-    (dx,) = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    with (
+        te.autocast(enabled=fp8),
+        pytest.raises(RuntimeError, match="create_graph=True: the layers have no second derivative; create_graph=False"),
+    ):
+        SECOND[how](layer, x)
+    if fp8:
+        assert not layer.fp8_meta["scaling_bwd"].amax_history.any(), "no amax was taken"

@@ -214,7 +214,7 @@ def test_a_layer_from_the_meta_device() -> None:
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=RECIPE):
         layer = te.LayerNormMLP(32, 64, activation="swiglu", params_dtype=BF16, device="meta")
-    assert not weights(layer)
+    assert [w.is_meta for w in weights(layer)] == [True, True]
     layer.reset_parameters()
     compare(step(layer), step(made()), "as if it had been made on the CPU")
     torch.manual_seed(0)
@@ -277,6 +277,10 @@ def test_checkpoints_go_between_16_bits_and_fp8() -> None:
         (lambda s: s.update(fc1_weight=s["fc1_weight"].view(torch.float8_e5m2)), "is torch.float8_e5m2 beside"),
         (lambda s: s.update(fc2_weight_scale_inv=torch.ones(2)), r"torch.float32 \[2\]; float32 \[1\] is accepted"),
         (lambda s: s["fc2_weight"].view(torch.uint8).fill_(0x7F), "fc2_weight holds 2048 NaN"),
+        (lambda s: s.update(fc1_weight_scale_inv=torch.tensor([-1.0])), "fc1_weight_scale_inv=-1.0; a finite number"),
+        (lambda s: s.update(fc1_weight_scale_inv=torch.tensor([0.0])), "fc1_weight_scale_inv=0.0; a finite number"),
+        (lambda s: s.update(fc1_weight_scale_inv=torch.tensor([torch.inf])), "scale_inv=inf; a finite number > 0"),
+        (lambda s: s.update(fc1_weight_scale_inv=[1.0]), "fc1_weight_scale_inv is a list; a tensor is accepted"),
     ],
 )  # fmt: skip
 def test_broken_checkpoints_are_refused(quantized: bool, change: Callable[..., Any], sentence: str) -> None:
@@ -284,7 +288,7 @@ def test_broken_checkpoints_are_refused(quantized: bool, change: Callable[..., A
     change(state)
     layer = made(quantized=quantized)
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
         layer.load_state_dict(state)
     assert all(torch.equal(value.float(), before[name].float()) for name, value in layer.state_dict().items())
 

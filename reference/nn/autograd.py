@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from reference import compiled, recompute
 from reference.autocast import first_module_pending, take_first_module
@@ -65,8 +64,12 @@ class _Pair(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Gradients without a graph would make a second derivative silently zero.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "backward with create_graph=True: the layers have no second derivative; create_graph=False is accepted."
+            )
         results = _player().backward(ctx.backward_function, ctx.call, ctx.needs, ctx.saved_tensors, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.call.layer)

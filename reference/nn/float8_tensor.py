@@ -124,7 +124,10 @@ class _Kept:
         return self.meta
 
     def moved(self, device: torch.device, copied: bool = False) -> "_Kept":
-        """The same on another device, with the same state."""
+        """The same on another device, with the same state; from the meta device, zeros."""
+        if self.codes.is_meta and device.type != "meta":
+            codes = torch.zeros(self.codes.shape, dtype=torch.uint8, device=device).view(FP8)
+            return _Kept(codes, torch.ones(1, dtype=torch.float32, device=device), None, self.meta)
         transposed = None if self.transposed is None else self.transposed.to(device, copy=copied)
         return _Kept(self.codes.to(device, copy=copied), self.scale_inv.to(device, copy=copied), transposed, self.meta)
 
@@ -182,7 +185,9 @@ class Float8Tensor(_Readable):
 
     def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `nn.Module._apply`'s function to its device and dtype; the codes stay as they are."""
-        like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        like = fn(torch.empty(1, dtype=self.dtype, device=self.device))
+        if like.device.type == "cpu" and like.is_shared():
+            self.share_memory_()
         if (like.device, like.dtype) == (self.device, self.dtype):
             return
         moved: Any = Float8Tensor(self._kept.moved(like.device), like.dtype, self._column)
@@ -191,6 +196,17 @@ class Float8Tensor(_Readable):
         grad, self.grad = self.grad, None
         torch.utils.swap_tensors(self, moved)
         self.grad = None if grad is None else fn(grad)
+
+    def share_memory_(self) -> "Float8Tensor":
+        """Move what it keeps into memory that processes share, as torch's tensors do; the transposed codes go."""
+        self._kept.codes = self._data.view(torch.uint8).share_memory_().view(FP8)
+        self._kept.scale_inv.share_memory_()
+        self._kept.transposed = None
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether its codes lie in memory that processes share; always true on CUDA."""
+        return self._data.is_shared()
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor | None]:

@@ -99,6 +99,9 @@ class _Norm(TransformerEngineBaseModule):
     kind: str
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    # A norm casts nothing to FP8, so it has no state for checkpoints.
+    get_extra_state = torch.nn.Module.get_extra_state
+    set_extra_state = torch.nn.Module.set_extra_state
 
     def __init__(
         self,

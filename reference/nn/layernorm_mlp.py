@@ -183,7 +183,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self._init_methods = (init_method or init.normal_, output_layer_init_method or init.normal_)
         self._get_rng = get_rng_state_tracker
         self._create_parameters(parameter_dtype("LayerNormMLP", params_dtype), self.resolve_device(device))
-        if self._parameter_device().type != "meta":
+        if self._parameter_device().type == "meta":
+            self.keep_in_fp8()
+        else:
             self.reset_parameters()
 
     def _create_parameters(self, dtype: torch.dtype, device: torch.device) -> None:

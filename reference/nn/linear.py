@@ -93,7 +93,9 @@ class LinearBase(TransformerEngineBaseModule):
         self._init_method = init_method or init.normal_
         self._rng = rng
         self._create_parameters(parts, dtype, device)
-        if device.type != "meta":
+        if device.type == "meta":
+            self.keep_in_fp8()
+        else:
             self.reset_parameters()
 
     def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:

@@ -1,16 +1,19 @@
 """What every layer shares: FP8 state, its way into checkpoints, and the checks before a forward."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from reference import model_init, recompute, scaling
 from reference.autocast import AutocastState, current
+from reference.nn import fp8_state
 from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.precision import CalibratingCall, Call, FP8Call, Operand
 from reference.notice import say_once
+from reference.recipe import DelayedScaling
 from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +39,12 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
     zero_centered_gamma: Any = None
     kind: Any = None
     activation: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """`weight_scale_inv` and the like, which `state_dict` names beside weights that are kept in FP8."""
+        super().__init_subclass__(**kwargs)
+        for name in cls.__dict__.get("fp8_weights", ()):
+            setattr(cls, f"{name}_scale_inv", property(functools.partial(_scale_inv, name=name)))
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,15 +98,29 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         if self.quantized_init.preserve:
             weight._high_precision_init_val = values.to("cpu", copy=True)  # type: ignore[attr-defined]
 
+    def keep_in_fp8(self) -> None:
+        """In `quantized_model_init` on the meta device: weights in FP8, without numbers yet."""
+        if self.quantized_init is None or not self.fp8_weights:
+            return
+        self._check_fp8_sizes("in quantized_model_init")
+        self._fresh_state(self._parameter_device())
+        for name, column in self.fp8_weights.items():
+            weight = self._parameters[name]
+            assert weight is not None
+            codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+            scale_inv = torch.empty(1, dtype=torch.float32, device=weight.device)
+            kept = Float8Tensor.of_codes(codes, scale_inv, weight.dtype, self.fp8_meta["scaling_fwd"], column)
+            self.register_parameter(name, torch.nn.Parameter(kept, requires_grad=weight.requires_grad))
+
     def _fresh_state(self, device: torch.device) -> None:
-        """No FP8 state, as before the first forward; where weights are kept in FP8 the one that they begin with."""
-        self.fp8_meta.clear()
-        scaling.register(self)
-        if self.quantized_init is not None and self.fp8_weights:
-            recipe = self.quantized_init.recipe
-            self.fp8_meta["recipe"] = recipe
-            for key in scaling.KEYS:
-                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), recipe.amax_history_len, device)
+        """Scales of 1 and empty histories; where weights are kept in FP8 state exists from the beginning."""
+        for key in scaling.KEYS:
+            if key in self.fp8_meta:
+                self.fp8_meta[key].reset()
+            elif self.quantized_init is not None and self.fp8_weights:
+                rows = self.quantized_init.recipe.amax_history_len
+                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), rows, device)
+                self.fp8_meta["recipe"] = self.quantized_init.recipe
 
     def _bind_weights(self) -> None:
         """Let weights in FP8 take their scales from this module's state; not one that it shares of another's."""
@@ -125,7 +148,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
                 _make_state(id(self), length)
                 self._history_rows = None if torch.compiler.is_compiling() else length
             self.fp8_meta["recipe"] = state.recipe
-            scaling.join(self, state.recipe, state.group)
+            if not recompute.replaying():  # autograd's thread is not the one whose autocast updates
+                scaling.join(self, state.recipe, state.group)
         return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -144,16 +168,49 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
+    def _state_columns(self) -> dict[str, int]:
+        return {key: self._columns(key) for key in scaling.KEYS}
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The FP8 state as `reference.nn.fp8_state` packs it; before the first run in FP8 a fresh one."""
+        state = self.fp8_meta
+        if not state:
+            rows, device = DelayedScaling().amax_history_len, self._parameter_device()
+            state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self._state_columns().items()}
+        return fp8_state.pack(state)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the FP8 state that `get_extra_state` gave."""
+        fp8_state.check_state(f"{type(self).__name__}.{fp8_state.STATE}", state, self._state_columns())
+        self._take_state(fp8_state.unpack(state, self._state_columns(), self._state_device(state)))
+        self._bind_weights()
+
+    def _state_device(self, state: torch.Tensor) -> torch.device:
+        """Where loaded state goes: to the parameters, unless they have no numbers yet."""
+        device = self._parameter_device()
+        return state.device if device.type == "meta" else device
+
+    def _take_state(self, state: fp8_state.State) -> None:
+        """Replace the FP8 state, in its memory where that has the same shape: CUDA graphs read it there."""
+        for key, new in state.items():
+            if key not in self.fp8_meta or not self.fp8_meta[key].copy_(new):
+                self.fp8_meta[key] = new
+        self._history_rows = None
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key in scaling.KEYS:
-            if key in self.fp8_meta:
-                meta = self.fp8_meta[key]
-                destination[f"{prefix}{key}.scale"] = meta.scale.detach()
-                destination[f"{prefix}{key}.amax_history"] = meta.amax_history.detach()
         for name, weight in self._fp8_parameters().items():
             if not keep_vars:
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
+
+    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Refuse broken entries of this module in a checkpoint."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None and prefix + name in state_dict:
+                scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
+                fp8_state.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter)
+        if self.fp8_weights:
+            fp8_state.check_present(state_dict, prefix, self._state_columns())
 
     def _load_from_state_dict(
         self,
@@ -165,85 +222,62 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load FP8 state and parameters; refuse a broken state before anything of this module changes.
+        """Load FP8 state and parameters; refuse what is broken before anything of the whole model changes.
 
         Weights may be FP8 codes with a scale_inv, as a module that keeps them in FP8 saves them, or plain numbers,
         whichever of both this module keeps; plain ones are cast with the scales that are loaded.
         """
-        names = [f"{prefix}{key}.{part}" for key in scaling.KEYS for part in ("scale", "amax_history")]
-        present = [name for name in names if name in state_dict]
-        self._check_checkpoint(state_dict, prefix, names, present)
+        fp8_state.check_all(self, state_dict, prefix)
         self._fp8_workspaces.clear()
-        self._history_rows = None
-        assigned = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
-        replaces = bool(assigned) and local_metadata.get("assign_to_params_buffers", False)
-        device = assigned[0].device if replaces else self._parameter_device()
-        if present:
-            for key in scaling.KEYS:
-                scale = state_dict[f"{prefix}{key}.scale"].detach().to(device, copy=True).contiguous()
-                history = state_dict[f"{prefix}{key}.amax_history"].detach().to(device, copy=True).contiguous()
-                self.fp8_meta[key] = FP8TensorMeta(scale, history)
-        else:
-            of = prefix.rstrip(".") or "the module"
-            say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
-            self._fresh_state(device)
-        self._bind_weights()
-        state_dict = self._with_weights(state_dict, prefix)
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        state_dict = dict(state_dict)
+        own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
+        if self.fp8_weights:
+            device = own[0].device if own and assign else self._parameter_device()
+            state = fp8_state.take(state_dict, prefix, self._state_columns(), device)
+            if state is None or fp8_state.is_fresh(state):
+                of = prefix.rstrip(".") or "the module"
+                say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
+            if state is not None:
+                self._take_state(state)
+            elif own:
+                self._fresh_state(device)
+            self._bind_weights()
+            self._join_weights(state_dict, prefix, assign)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        unexpected_keys[:] = [name for name in unexpected_keys if name not in present]
+        missing_keys[:] = [name for name in missing_keys if name != prefix + fp8_state.STATE]  # plain checkpoints load
         self._bind_weights()
 
-    def _with_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """`state_dict` with weights of FP8 codes as one tensor each: a Float8Tensor, or numbers of its dtype."""
-        state_dict = dict(state_dict)
+    def _join_weights(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
+        """Make each weight of `state_dict` what this module keeps: a Float8Tensor, or numbers of its dtype."""
         for name, column in self.fp8_weights.items():
-            weight, codes = self._parameters.get(name), state_dict.get(prefix + name)
-            if weight is None or codes is None or codes.dtype != FP8:
+            weight, value = self._parameters.get(name), state_dict.get(prefix + name)
+            if weight is None or value is None:
                 continue
-            scale_inv = state_dict.pop(f"{prefix}{name}_scale_inv")
-            if self.quantized_init is None:
-                state_dict[prefix + name] = dequantized(codes, scale_inv, weight.dtype)
-            else:
-                meta = self.fp8_meta["scaling_fwd"]
-                state_dict[prefix + name] = Float8Tensor.of_codes(codes, scale_inv, weight.dtype, meta, column)
-        return state_dict
-
-    def _check_checkpoint(self, state_dict: dict[str, Any], prefix: str, names: list[str], present: list[str]) -> None:
-        for name in self._parameters:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value.dtype.itemsize == 1:
-                value = _check_codes(prefix + name, value, state_dict.get(f"{prefix}{name}_scale_inv"))
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-                raise ValueError(
-                    f"checkpoint: {prefix + name} holds {int(value.isnan().sum())} NaN; finite weights are accepted."
-                )
-        if not present:
-            return
-        if len(present) < len(names):
-            absent = [name for name in names if name not in state_dict]
-            raise ValueError(
-                f"checkpoint: partial FP8 state, {', '.join(absent)} missing beside {present[0]}; all of "
-                f"{', '.join(names)} or none of them is accepted."
-            )
-        for key in scaling.KEYS:
-            columns = self._columns(key)
-            scale, history = state_dict[f"{prefix}{key}.scale"], state_dict[f"{prefix}{key}.amax_history"]
-            _check_state(f"{prefix}{key}.scale", scale, scale.dim() == 1 and scale.shape[0] == columns, f"[{columns}]")
-            fits = history.dim() == 2 and history.shape[0] >= 1 and history.shape[1] == columns
-            _check_state(f"{prefix}{key}.amax_history", history, fits, f"[amax_history_len >= 1, {columns}]")
-            if not bool((scale.isfinite() & (scale > 0)).all()):
-                raise ValueError(f"checkpoint: {prefix}{key}.scale={scale.tolist()}; finite scales > 0 are accepted.")
-            if not bool((history >= 0).all()):
-                raise ValueError(
-                    f"checkpoint: {prefix}{key}.amax_history holds negative numbers or NaN; amaxes >= 0 are accepted."
-                )
+            state = self.fp8_meta.get("scaling_fwd")
+            if value.dtype == FP8:
+                scale_inv = state_dict.pop(f"{prefix}{name}_scale_inv")
+                if self.quantized_init is None:
+                    value = dequantized(value, scale_inv, weight.dtype)
+                else:
+                    value = Float8Tensor.of_codes(value, scale_inv, weight.dtype, state, column)
+            elif self.quantized_init is not None and assign:  # copied otherwise, which casts
+                value = value.dequantize() if isinstance(value, Float8Tensor) else value.detach()
+                value = Float8Tensor.of(value, state, column)
+            state_dict[prefix + name] = value
 
     # --- forward -------------------------------------------------------------------------------------
 
     def call(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Call:
         """How this forward computes, from the current autocast and the input's dtype."""
+        if self.quantized_init is not None:
+            self._check_kept_in_fp8()
+        if self.fuse_wgrad_accumulation:  # a backward would find out when it has added to others already
+            for name in self.fp8_weights:
+                if getattr(self._parameters.get(name), "main_grad", None) is not None:
+                    self.main_grad(name)
         state, dtype = self.init_fp8_metadata(), self.activation_dtype(inp)
         if state.enabled:
             meta = self.fp8_meta["scaling_fwd"]
@@ -254,15 +288,34 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             return CalibratingCall(self, dtype)
         return Call(self, dtype)
 
+    def _check_kept_in_fp8(self) -> None:
+        """Refuse a plain parameter in the place of a weight that this module keeps in FP8."""
+        for name in self.fp8_weights:
+            weight = self._parameters.get(name)
+            if isinstance(weight, torch.nn.Parameter) and not isinstance(weight, Float8Tensor):
+                raise RuntimeError(
+                    f"{type(self).__name__}: {name} is a plain {weight.dtype} parameter in a layer that was made in "
+                    f"quantized_model_init; a weight in FP8 is accepted. What replaced it (FSDP2's fully_shard, an "
+                    f"assignment) needs a layer that was made outside of quantized_model_init."
+                )
+
     def main_grad(self, name: str) -> torch.Tensor | None:
         """Where the gradient of weight `name` is to be added, if `fuse_wgrad_accumulation` asks for it."""
         if not self.fuse_wgrad_accumulation:
             return None
-        main_grad = getattr(getattr(self, name), "main_grad", None)
+        weight = getattr(self, name)
+        main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
         if main_grad is None:
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
                 f"a float32 or bfloat16 tensor of the weight's shape is accepted."
+            )
+        fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+        if main_grad.dtype not in ACTIVATION_DTYPES or not fits:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name}.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
+                f"{main_grad.device}; a float32, bfloat16 or float16 tensor {list(weight.shape)} on {weight.device} is "
+                f"accepted."
             )
         return main_grad
 
@@ -296,15 +349,27 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             )
 
 
+def _scale_inv(module: TransformerEngineBaseModule, name: str) -> torch.Tensor:
+    weight = module._parameters.get(name)
+    if not isinstance(weight, Float8Tensor):
+        raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
+    found: torch.Tensor = weight._scale_inv
+    return found
+
+
 def _make_state(identity: int, length: int) -> None:
-    """Make or resize the FP8 state of the module with that `id` where it is missing or has not `length` rows."""
+    """Make, move or resize the FP8 state of the module with that `id` where its device or rows are not the module's."""
     module = scaling.registered(identity)
+    device = module._parameter_device()
     for key in scaling.KEYS:
         if key not in module.fp8_meta:
-            columns = module._columns(key)
-            module.fp8_meta[key] = FP8TensorMeta.fresh(columns, length, module._parameter_device())
-        elif module.fp8_meta[key].amax_history.shape[0] != length:
-            module.fp8_meta[key].resize(length)
+            module.fp8_meta[key] = FP8TensorMeta.fresh(module._columns(key), length, device)
+            continue
+        meta: FP8TensorMeta = module.fp8_meta[key]
+        if meta.scale.device != device:  # a loader has replaced the parameters one by one
+            meta.apply(lambda x: torch.empty_like(x, device=device))
+        if meta.amax_history.shape[0] != length:
+            meta.resize(length)
     module.fp8_meta.setdefault("recipe", None)  # set by the caller; there already, so that guards see no new key
 
 
@@ -312,17 +377,3 @@ def _make_state(identity: int, length: int) -> None:
 # in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
 # eager mode has made the state serves every module like it. torch 2.11 lets only constants in: hence the `id`.
 _make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_codes(name: str, codes: torch.Tensor, scale_inv: Any) -> torch.Tensor:
-    """The numbers of a weight that is saved as FP8 codes."""
-    if codes.dtype != FP8 or scale_inv is None:
-        beside = f"and no {name}_scale_inv" if scale_inv is None else f"beside {name}_scale_inv"
-        raise ValueError(f"checkpoint: {name} is {codes.dtype} {beside}; {FP8} with a scale_inv is accepted.")
-    _check_state(f"{name}_scale_inv", scale_inv, scale_inv.shape == (1,), "[1]")
-    return dequantized(codes, scale_inv, torch.float32)
-
-
-def _check_state(name: str, value: torch.Tensor, fits: bool, accepted: str) -> None:
-    if value.dtype != torch.float32 or not fits:
-        raise ValueError(f"checkpoint: {name} is {value.dtype} {list(value.shape)}; float32 {accepted} is accepted.")

@@ -326,6 +326,8 @@ class FP8Call(Call):
         return super().weights(*(one._replace(w=w) for one, w in zip(weights, cast, strict=True)))
 
     def _serves(self, cached: Operand, transpose: bool) -> bool:
+        if cached.rows.is_inference() and not torch.is_inference_mode_enabled():
+            return False  # autograd takes no tensor of inference mode
         return cached.rows.dtype == self.forward_dtype and (cached.columns is not None or not transpose)
 
     def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
