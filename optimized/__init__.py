@@ -28,6 +28,7 @@ from reference import (
     optimizers,
     philox,
     quantized_model_init,
+    random,
     recipe,
     tensor_core,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "optimizers",
     "philox",
     "quantized_model_init",
+    "random",
     "recipe",
     "tensor_core",
 ]

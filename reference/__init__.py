@@ -9,7 +9,7 @@ y.backward(dy)
 """
 
 import reference.ops  # noqa: F401  (registers the CPU definitions)
-from reference import formats, optimizers, philox, recipe, tensor_core
+from reference import formats, optimizers, philox, random, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.graph import make_graphed_callables
@@ -46,6 +46,7 @@ __all__ = [
     "optimizers",
     "philox",
     "quantized_model_init",
+    "random",
     "recipe",
     "tensor_core",
 ]

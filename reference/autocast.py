@@ -4,17 +4,15 @@ A context holds for the thread that opened it (`reference.threads`).
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from reference import scaling
 from reference.recipe import DelayedScaling
-from reference.threads import Thread, close, here, misnested
+from reference.threads import Context, Thread, close, here
 
 __all__ = ["autocast", "fp8_autocast"]
 
@@ -72,7 +70,7 @@ def restored(state: AutocastState) -> Iterator[None]:
         thread.first_module_pending = pending
 
 
-class autocast(contextlib.ContextDecorator):
+class autocast(Context):
     """Run the modules inside in FP8.
 
     When the outermost context ends without an error, and it was enabled with gradients on, the scales of the forward
@@ -92,6 +90,8 @@ class autocast(contextlib.ContextDecorator):
     Source: Transformer Engine's `autocast`.
     """
 
+    what, where = "autocast", "autocasts"
+
     def __init__(
         self,
         enabled: bool = True,
@@ -107,37 +107,14 @@ class autocast(contextlib.ContextDecorator):
             recipe=DelayedScaling() if recipe is None else recipe,
             group=amax_reduction_group,
         )
-        self._threads: list[Thread] = []  # where it is open
+        super().__init__()
 
-    def __call__(self, function: Callable[..., Any]) -> Any:
-        """Decorate a function; not one that would run after the context has ended."""
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(
-                f"autocast: as a decorator of {function.__qualname__}, a generator or coroutine, it would end before "
-                f"the body runs; a `with` statement inside is accepted."
-            )
-        return super().__call__(function)
-
-    def __enter__(self) -> "autocast":
-        thread = here()
+    def begun(self, thread: Thread) -> None:
         if not thread.autocasts:
             thread.first_module_pending = True
-        self._threads.append(thread)
-        thread.autocasts.append(self)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        own = here()
-        thread = own if own in self._threads else self._threads[-1]
-        self._threads.remove(thread)
-        in_order = close(thread.autocasts, self) and thread is own
-        if kind is not None and kind is not GeneratorExit:
-            return  # the error goes on, and the amaxes of an unfinished step stay where they are
-        if not in_order:
-            raise misnested("autocast")
-        if kind is None and not thread.autocasts and self.settings.enabled and torch.is_grad_enabled():
+    def ended(self, thread: Thread) -> None:
+        if not thread.autocasts and self.settings.enabled and torch.is_grad_enabled():
             scaling.update(forward=True, thread=thread.number)
 
 

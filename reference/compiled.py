@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reference import scaling
+from reference import philox, scaling
 from reference.ops.library import LIBRARY
 
 
@@ -35,6 +35,16 @@ def before(state: torch.Tensor | None) -> torch.Tensor | None:
     return torch.ops.twin.snapshot(state) if torch.compiler.is_compiling() else state.clone()
 
 
+def order(device: torch.device) -> torch.Tensor:
+    """What `twin::draw_seed` claims to change, so that a compiler keeps a graph's draws in their order."""
+    if device not in _orders:
+        _orders[device] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _orders[device]
+
+
+_orders: dict[torch.device, torch.Tensor] = {}
+
+
 def _request(scale: torch.Tensor, thread: int) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(lambda: scaling.update(forward=False, thread=thread))
 
@@ -48,3 +58,13 @@ torch.library.register_fake("twin::request_scale_update", lambda scale, thread: 
 LIBRARY.define("snapshot(Tensor(a!) state) -> Tensor")
 LIBRARY.impl("snapshot", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("twin::snapshot", torch.empty_like, lib=LIBRARY)
+
+
+def _draw(order: torch.Tensor, state: torch.Tensor) -> None:
+    philox.reseed(state)
+
+
+# A seed from torch's generator: no compiled graph may draw it in another order, and no CUDA graph may leave it out.
+LIBRARY.define("draw_seed(Tensor(a!) order, Tensor(b!) state) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.impl("draw_seed", _draw, "CompositeExplicitAutograd")
+torch.library.register_fake("twin::draw_seed", lambda order, state: None, lib=LIBRARY)

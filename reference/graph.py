@@ -1,8 +1,9 @@
 """`make_graphed_callables`: modules whose forward and backward replay CUDA graphs, FP8 state included.
 
 Scales, amax histories and random states are tensors that kernels read and change in place, so a replay does to them
-what the module does. What a replay cannot do is the host's part: autocast's updates of the scales, which therefore stay
-outside the graphs. Warm-up and capture change no state.
+what the module does. What a replay cannot do is the host's part, which therefore stays outside the graphs: autocast's
+updates of the scales, and the seeds that dropout draws, which come before each replay. Warm-up and capture change no
+state. A layer that runs twice in one graph takes its second mask from the first one's seed.
 """
 
 import gc
@@ -17,6 +18,7 @@ from reference.autocast import AutocastState, current, first_module_pending, res
 from reference.nn.dropout import Generator
 from reference.nn.module import TransformerEngineBaseModule
 from reference.notice import say_once
+from reference.random import undrawn
 from reference.recipe import DelayedScaling
 from reference.threads import here
 
@@ -177,6 +179,7 @@ class _Graphed:
             )
         self.original: Callable[..., Any] = module.forward
         self.training = module.training
+        self.drawing: list[Generator] = []  # in the order of their draws
         self.layers = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8_sizes]
         # A layer is updated from its first call on, not from its capture on.
         self.memberships = [layer._membership for layer in self.layers]
@@ -185,24 +188,29 @@ class _Graphed:
                 layer.init_fp8_metadata()
         module.forward = self.captured  # type: ignore[method-assign]
 
+    def _fp8_state(self) -> list[torch.Tensor]:
+        metas = [layer.fp8_meta[key] for layer in self.layers for key in scaling.KEYS if key in layer.fp8_meta]
+        return [tensor for meta in metas for tensor in (meta.scale, meta.amax_history)]
+
     def state(self) -> list[torch.Tensor]:
         """What warm-up runs change: FP8 state, random states, gradients accumulated in main_grad."""
-        found = [m.state for m in self.module.modules() if isinstance(m, Generator)]
-        for layer in self.layers:
-            for key in scaling.KEYS:
-                if key in layer.fp8_meta:
-                    found += [layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history]
+        found = [m.state for m in self.module.modules() if isinstance(m, Generator)] + self._fp8_state()
         main_grads = (getattr(parameter, "main_grad", None) for parameter in self.module.parameters())
         return found + [grad for grad in main_grads if grad is not None]
 
     def captured(self, *args: torch.Tensor) -> Any:
         """The module's forward while it is warmed up and captured: under the settings, updating nothing."""
         count = len(args) - len(self.tensors)
-        with restored(self.settings):
-            return self.original(*args[:count], **dict(zip(self.tensors, args[count:], strict=True)), **self.constants)
+        tensors = dict(zip(self.tensors, args[count:], strict=True))
+        thread = here()
+        with restored(self.settings), undrawn():
+            out = self.original(*args[:count], **tensors, **self.constants)
+            self.drawing = list(dict.fromkeys(thread.undrawn or ()))
+        return out
 
     def install(self, clone_gradients: bool) -> None:
         """Put the replay behind the module's forward."""
+        self.held = self._fp8_state()
         for layer, membership in zip(self.layers, self.memberships, strict=True):
             layer._membership = membership
         self.replay = self.module.forward
@@ -221,6 +229,8 @@ class _Graphed:
         if state.enabled or state.calibrating:
             for layer in self.layers:
                 scaling.join(layer, state.recipe, state.group)
+        for generator in self.drawing:
+            generator.draw()
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last, then updates the gradients' scales.
@@ -243,6 +253,13 @@ class _Graphed:
                 raise RuntimeError(
                     f"{name}: its CUDA graph was captured with {what}={then!r} and is called with {what}={now!r}; call "
                     f"it under an autocast like the one given to make_graphed_callables."
+                )
+        if captured.enabled or captured.calibrating:
+            lying = self._fp8_state()
+            if len(lying) != len(self.held) or any(a is not b for a, b in zip(lying, self.held, strict=True)):
+                raise RuntimeError(
+                    f"{name}: its FP8 state lies elsewhere than when its CUDA graph was captured (a move, a checkpoint "
+                    f"or a recipe with another amax_history_len); capture it again with make_graphed_callables."
                 )
         missing = [key for key in self.tensors if key not in kwargs]
         other = [key for key, value in kwargs.items() if key not in self.tensors and self.constants.get(key) != value]

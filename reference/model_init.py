@@ -8,12 +8,10 @@ first step. Where nothing is written any more, as in inference, it stays; a chec
 the scales that it brings, so take one of a model that has run in FP8.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from reference.recipe import DelayedScaling
-from reference.threads import close, here, misnested
+from reference.threads import Context, here
 
 __all__ = ["fp8_model_init", "quantized_model_init"]
 
@@ -28,13 +26,10 @@ class QuantizedInit(NamedTuple):
 def current() -> QuantizedInit | None:
     """The settings of this thread's innermost open context; None outside of one."""
     opened = here().inits
-    return opened[-1][0] if opened else None
+    return opened[-1].settings if opened else None
 
 
-@contextlib.contextmanager
-def quantized_model_init(
-    enabled: bool = True, recipe: DelayedScaling | None = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+class quantized_model_init(Context):
     """Make layers whose weights are kept in FP8 only.
 
     A context holds for the thread that opened it (`reference.threads`); those of a thread end in reverse order, or the
@@ -48,18 +43,17 @@ def quantized_model_init(
 
     Source: Transformer Engine's `quantized_model_init`.
     """
-    if recipe is not None and not isinstance(recipe, DelayedScaling):
-        raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
-    entry = [QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val) if enabled else None]
-    thread = here()
-    thread.inits.append(entry)
-    in_order = False
-    try:
-        yield
-    finally:
-        in_order = close(thread.inits, entry) and thread is here()
-    if not in_order:
-        raise misnested("quantized_model_init")
+
+    what, where = "quantized_model_init", "inits"
+
+    def __init__(
+        self, enabled: bool = True, recipe: DelayedScaling | None = None, preserve_high_precision_init_val: bool = False
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, DelayedScaling):
+            raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
+        settings = QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val)
+        self.settings = settings if enabled else None
+        super().__init__()
 
 
 fp8_model_init = quantized_model_init

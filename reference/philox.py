@@ -73,9 +73,16 @@ def draw_seed() -> int:
 def new_state(device: torch.device | str = "cpu") -> torch.Tensor:
     """A generator's state: int64 `[2]`, (seed, offset 0), the seed drawn as by `draw_seed`, on any device.
 
-    Ops with dropout take it and advance the offset; a clone replays the mask.
+    Ops with dropout take it and advance the offset; a clone replays the mask. On the meta device it has no seed.
     """
-    return torch.tensor([draw_seed(), 0], dtype=torch.int64).to(device)
+    with torch.inference_mode(False):  # tensors of inference mode could never be advanced outside of it
+        state = torch.empty(2, dtype=torch.int64, device=device)
+        return state if state.is_meta else reseed(state)
+
+
+def reseed(state: torch.Tensor) -> torch.Tensor:
+    """Give a state a newly drawn seed, and offset 0, in place."""
+    return state.copy_(torch.tensor([draw_seed(), 0], dtype=torch.int64, device="cpu"))
 
 
 # Wichura, "Algorithm AS241: the percentage points of the normal distribution" (Applied Statistics 37, 1988),

@@ -8,8 +8,12 @@ Contexts of one thread end in reverse order. Contexts that overlap otherwise (tw
 `ExitStack` that is closed late) raise when the wrong one ends; it is closed all the same, so nothing stays on.
 """
 
+import contextlib
+import inspect
 import itertools
 import threading
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 _numbers = itertools.count()
@@ -23,6 +27,7 @@ class Thread:
         autocasts: `autocast`s, and the settings that a checkpoint or a capture brings back.
         inits: `quantized_model_init`s.
         recording, replaying: checkpointed calls in their first run, and in their recomputation.
+        undrawn: None, or the generators of dropout that drew no seed: in a CUDA graph they go on as they are.
         first_module_pending: whether no FP8 module has run in the outermost autocast yet.
     """
 
@@ -33,6 +38,7 @@ class Thread:
         self.inits: list[Any] = []
         self.recording: list[Any] = []
         self.replaying: list[Any] = []
+        self.undrawn: list[Any] | None = None
         self.first_module_pending = False
 
 
@@ -60,9 +66,56 @@ def close(opened: list[Any], entry: Any) -> bool:
     return False
 
 
-def misnested(what: str) -> RuntimeError:
-    """The error for a context that `close` found out of order."""
-    return RuntimeError(
-        f"{what}: a context ended while one that was opened after it in the same thread is open, or in another thread "
-        f"than it was opened in; contexts that end in reverse order, in their own thread, are accepted."
-    )
+class Context(contextlib.ContextDecorator):
+    """A context of one thread; the same object may be open more than once.
+
+    Attributes:
+        what: its name, for errors.
+        where: the list of `Thread` that it stands in while it is open.
+    """
+
+    what: str
+    where: str
+
+    def __init__(self) -> None:
+        self._threads: list[Thread] = []  # in which it is open
+
+    def begun(self, thread: Thread) -> None:
+        """Called before it stands in its list."""
+
+    def ended(self, thread: Thread) -> None:
+        """Called when it has ended without an error."""
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        """Decorate a function; not one that would run after the context has ended."""
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{self.what}: as a decorator of {function.__qualname__}, a generator or coroutine, it would end "
+                f"before the body runs; a `with` statement inside is accepted."
+            )
+        return super().__call__(function)
+
+    def __enter__(self) -> Any:
+        thread = here()
+        self.begun(thread)
+        self._threads.append(thread)
+        getattr(thread, self.where).append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        own = here()
+        thread = own if own in self._threads else self._threads[-1]
+        self._threads.remove(thread)
+        in_order = close(getattr(thread, self.where), self) and thread is own
+        if kind is not None and kind is not GeneratorExit:
+            return  # the error goes on
+        if not in_order:
+            raise RuntimeError(
+                f"{self.what}: a context ended while one that was opened after it in the same thread is open, or in "
+                f"another thread than it was opened in; contexts that end in reverse order, in their own thread, are "
+                f"accepted."
+            )
+        if kind is None:
+            self.ended(thread)

@@ -98,6 +98,7 @@ def test_training_has_the_bits_of_a_cpu(quantized: bool) -> None:
         for module, optimizer in zip(pair, optimizers, strict=True):
             x = x0.to(next(module.parameters()).device)
             optimizer.zero_grad()
+            torch.manual_seed(step)  # of the masks
             with te.autocast(recipe=recipe):
                 y = module(x)
             y.backward(torch.full_like(y, 0.01))

@@ -70,6 +70,7 @@ def train(
 ) -> list[torch.Tensor]:
     """Every output, gradient, scale and history of `steps` steps; fp8 None leaves autocast to the module."""
     seen: list[torch.Tensor] = []
+    torch.manual_seed(11)  # of the masks
     for step in range(steps):
         tensors = [(t * 2.0**step).detach().requires_grad_() for t in inputs]
         outside = te.autocast(enabled=bool(fp8), recipe=recipe or te.DelayedScaling(amax_history_len=3))
@@ -247,5 +248,7 @@ def test_a_new_history_length_compiles_again_and_keeps_the_bits() -> None:
 def test_opcheck_of_what_a_compiler_does_not_look_into() -> None:
     twin = torch.ops.twin
     torch.library.opcheck(twin.snapshot.default, (torch.tensor([3, 4]),), test_utils=("test_schema", "test_faketensor"))
+    inputs = (torch.zeros(1, dtype=torch.int64), torch.tensor([3, 4]))
+    torch.library.opcheck(twin.draw_seed.default, inputs, test_utils=("test_schema", "test_faketensor"))
     with pytest.raises(RuntimeError, match="during backward pass"):
-        twin.request_scale_update(torch.ones(2))
+        twin.request_scale_update(torch.ones(2), 0)

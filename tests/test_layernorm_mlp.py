@@ -119,7 +119,7 @@ def test_state_has_two_gemms() -> None:
     forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
     assert [s != 1 for s in forward.scale.tolist()] == [True, True, False, True, True, False]
     assert [s != 1 for s in backward.scale.tolist()] == [True, False, True, False]
-    assert layer.state_dict()["scaling_fwd.amax_history"].shape == (4, 6)
+    assert layer.state_dict()["_extra_state"].shape == (1 + 4, 6 + 4)
 
 
 def test_checkpoint_cache_and_accumulation(same_bits) -> None:

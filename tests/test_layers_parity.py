@@ -59,6 +59,7 @@ def train_both(
             x = x0.to(device, copy=True).requires_grad_()
             module.zero_grad(set_to_none=True)
             arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in extra.items()}
+            torch.manual_seed(step)  # of the masks
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 y = module(x, **arguments)
             y.backward(g0.to(device)[..., : y.shape[-1]])
@@ -157,6 +158,7 @@ def test_checkpoint_changes_no_bit(same_bits) -> None:
         found = []
         for module, run in ((layer, lambda f, x: f(x)), (other, te.checkpoint)):
             x = numbers(step, (30, 2, 64), torch.bfloat16).to("cuda").requires_grad_()
+            torch.manual_seed(step)
             with te.autocast(recipe=recipe_of("hybrid")):
                 y = run(module, x)
             y.backward(torch.ones_like(y))
@@ -191,11 +193,13 @@ def test_a_layer_replays_as_a_cuda_graph(same_bits) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y_gpu = step(gpu, device["x"], device["g"])
+    te.random.set_state(te.random.get_state(gpu), layer)
     for i in range(3):
         x, g = numbers(i, (30, 2, 64), torch.bfloat16, 1.0 + i), numbers(9 + i, (30, 2, 64), torch.bfloat16, 0.1)
         layer.zero_grad(set_to_none=True)
         inp = x.clone().requires_grad_()
-        y = step(layer, inp, g)
+        with te.random.undrawn():
+            y = step(layer, inp, g)
         with torch.no_grad():
             device["x"].copy_(x)
             device["g"].copy_(g)
@@ -209,3 +213,37 @@ def test_a_layer_replays_as_a_cuda_graph(same_bits) -> None:
             same_bits(p.grad, q.grad, f"{name}, replay {i}")
         for (name, a), b in zip(states(layer).items(), states(gpu).values(), strict=True):
             same_bits(a, b, f"{name}, replay {i}")
+
+
+def test_seeds_reach_masks_on_both_devices_in_graphs_and_after_resuming(same_bits) -> None:
+    """torch's CPU generator decides, on a GPU, too; `te.random` reaches the states of a graph of the user's own."""
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16)
+    gpu = copy.deepcopy(layer).to("cuda")
+    x = numbers(1, (30, 2, 64), torch.bfloat16)
+    for module in (layer, gpu):
+        torch.manual_seed(5)
+        module(x.to(next(module.parameters()).device))
+    saved = torch.get_rng_state()
+    expected = layer(x)
+    torch.set_rng_state(saved)
+    same_bits(expected, gpu(x.cuda()), "resumed")
+    torch.set_rng_state(saved)
+    graphed = te.make_graphed_callables(copy.deepcopy(gpu), (x.cuda(),))
+    assert torch.equal(torch.get_rng_state(), saved), "a capture draws no seed"
+    same_bits(expected, graphed(x.cuda()), "make_graphed_callables")
+    graph, static = torch.cuda.CUDAGraph(), x.cuda()
+    with torch.cuda.graph(graph):
+        y = gpu(static)
+    masks = []
+    for seed in (3, 4, 3):
+        te.random.seed(seed, gpu)
+        te.random.seed(seed, layer)
+        for _ in range(2):
+            graph.replay()
+            with te.random.undrawn():
+                same_bits(layer(x), y, f"a graph's replay after seed {seed}")
+            masks.append(y.clone())
+    assert torch.equal(masks[0], masks[4])
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])

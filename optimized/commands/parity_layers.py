@@ -1,9 +1,13 @@
 """Cases of `twin parity`: the layers, each trained for eight steps, dropout on where it has one.
 
+Their masks follow from the random states that they were made with (`te.random.undrawn`), as in a CUDA graph; in the
+cases "seeded" from a seed of torch's before each step, as in eager mode.
+
 After each step p = round(p - round(lr·g)) in p's dtype. Compared are y, dx and every gradient of each step, and the
 parameters, FP8 scales, amax histories and random states after the last.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -59,17 +63,28 @@ def _trained(
     dtype: torch.dtype,
     recipe: te.DelayedScaling | None,
     extra: dict[str, torch.Tensor],
+    seeded: bool,
     device: torch.device,
 ) -> Outputs:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), contextlib.nullcontext() if seeded else te.random.undrawn():
         torch.manual_seed(171)
-        layer = make(dtype)
-    layer = layer.to(device)
+        return _train(make(dtype).to(device), shape, dtype, recipe, extra, device)
+
+
+def _train(
+    layer: torch.nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recipe: te.DelayedScaling | None,
+    extra: dict[str, torch.Tensor],
+    device: torch.device,
+) -> Outputs:
     arguments = {name: tensor.to(device) for name, tensor in extra.items()}
     found: Outputs = {}
     for step, growth in enumerate(GROWTH):
         x = philox.normal(shape, std=growth, seed=172 + step).to(dtype).to(device).requires_grad_()
         layer.zero_grad(set_to_none=True)
+        torch.manual_seed(200 + step)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = layer(x, **arguments)
         y.backward(philox.normal(y.shape, std=1e-2 * growth, seed=182 + step).to(dtype).to(device))
@@ -95,13 +110,17 @@ def _case(
     extra: dict[str, torch.Tensor] | None = None,
     algorithm: str = "max",
     live: bool = False,
+    seeded: bool = False,
 ) -> Case:
-    name = ", ".join(filter(None, (short(dtype), "" if fmt is None else fmt.name, label)))
+    parts = (short(dtype), "" if fmt is None else fmt.name, label, "seeded" if seeded else "")
+    name = ", ".join(filter(None, parts))
     precision = "fp32" if dtype == torch.float32 and fmt is None else FORMATS[fmt]
     recipe = None
     if fmt is not None:
         recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
-    return Case(f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, recipe, extra or {}), live)
+    return Case(
+        f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, recipe, extra or {}, seeded), live
+    )
 
 
 def _of(layer: str, *sizes: int, **arguments: Any) -> Make:
@@ -152,7 +171,9 @@ def attention() -> Iterator[Case]:
             return PackedAttention(4, groups, 16, attn_mask_type=mask, attention_dropout=dropout)
 
         label = f"{mask}, {groups} groups, dropout {dropout}"
-        yield _case("DotProductAttention", label, make, (50, 2, (4 + 2 * groups) * 16), dtype, None, extra)
+        for seeded in (False, True)[: 1 + (dropout > 0)]:
+            size = (50, 2, (4 + 2 * groups) * 16)
+            yield _case("DotProductAttention", label, make, size, dtype, None, extra, seeded=seeded)
     freqs = {"rotary_pos_emb": (torch.arange(40.0)[:, None] * philox.uniform((1, 16), seed=190)).view(40, 1, 1, 16)}
     memory = {"encoder_output": philox.normal((21, 2, 64), seed=191)}
     for dtype, fmt in product(HALVES, FORMATS):
@@ -189,11 +210,13 @@ def transformer_layers() -> Iterator[Case]:
         ):
             make = _of("TransformerLayer", 64, 96, 4, **arguments)
             extra = padding if label == "padded" else None
-            yield _case("TransformerLayer", label, make, shape, dtype, fmt, extra)
+            for seeded in (False, True):
+                yield _case("TransformerLayer", label, make, shape, dtype, fmt, extra, seeded=seeded)
     for dtype, fmt in product(HALVES, (None, te.Format.HYBRID)):
         make = _of("TransformerLayer", 64, 96, 4, layer_type="decoder")
         memory = {"encoder_output": philox.normal((21, 2, 64), seed=192).to(dtype)}
-        yield _case("TransformerLayer", "decoder", make, (34, 2, 64), dtype, fmt, memory)
+        for seeded in (False, True):
+            yield _case("TransformerLayer", "decoder", make, (34, 2, 64), dtype, fmt, memory, seeded=seeded)
 
 
 def cases() -> Iterator[Case]:

@@ -128,7 +128,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         self.attention_type = attention_type
         self.softmax_scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.attention_backend = check_backend("DotProductAttention", attention_backend)
-        self.generator = Generator(self.resolve_device(device))
+        self.generator = Generator(self.resolve_device(device), get_rng_state_tracker)
 
     def forward(
         self,
@@ -181,7 +181,10 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         p = self.attention_dropout if self.training else 0.0
         if self.attention_backend == "cudnn":
             return CudnnCall(dtype, self.softmax_scale, kind, p)
-        state = self.generator.take() if p > 0 else None
+        state = None
+        if p > 0:
+            self.generator.draw()
+            state = self.generator.take()
         return AttentionCall(dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
 
 

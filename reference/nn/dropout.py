@@ -9,30 +9,58 @@ from typing import Any
 import torch
 
 from reference import philox, recompute
-from reference.compiled import before
+from reference.compiled import before, order
 from reference.nn.autograd import differentiable
+from reference.nn.parameters import forked
 from reference.nn.precision import Call
 from reference.ops.library import twin
+from reference.threads import here
 
 Saved = tuple[torch.Tensor | None, ...]
 
 
 class Generator(torch.nn.Module):
-    """A layer's own random state: int64 `[seed, offset]` on its device, advanced by each op that drops.
+    """A layer's random state: int64 `[seed, offset]` on its device; each op that drops advances the offset.
 
-    Seeded at construction from torch's CPU generator, so `torch.manual_seed` fixes it on every device, a CUDA graph
-    draws a new mask at each replay, and a copy of the layer draws the same masks.
+    `draw` gives it a new seed from torch's default CPU generator, once in each forward of its layer, so that torch's
+    own seeds and states (`torch.manual_seed`, `set_rng_state`, `fork_rng`, a checkpoint that preserves them) decide
+    about the masks, the same on every device. A CUDA graph replays kernels and draws nothing: it goes on from the
+    state as it is, with a new mask at each replay (`reference.random`).
+
+    Args:
+        device: where the state lives.
+        get_rng_state_tracker: seeds are drawn inside `tracker().fork()`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, get_rng_state_tracker: Callable[[], Any] | None = None) -> None:
         super().__init__()
+        self._get_rng = get_rng_state_tracker
         self.state = philox.new_state(device)
+        order(self.state.device)  # there before a compiler looks for it
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Follow the module's device; integers keep their dtype."""
+        """Follow the module's device; a state from the meta device has no seed yet and draws one."""
         super()._apply(fn, recurse)
-        self.state = fn(self.state)
+        device = fn(torch.empty(1, dtype=torch.uint8, device=self.state.device)).device
+        if device != self.state.device:
+            with torch.inference_mode(False):
+                self.state = philox.new_state(device) if self.state.is_meta else self.state.to(device)
+            order(self.state.device)
         return self
+
+    def draw(self) -> None:
+        """A new seed for the forward that begins; none in a recomputation, or where a CUDA graph is captured."""
+        thread = here()
+        if thread.replaying:
+            return
+        if thread.undrawn is not None:
+            thread.undrawn.append(self)
+            return
+        if torch.compiler.is_compiling():
+            torch.ops.twin.draw_seed(order(self.state.device), self.state)
+        elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
+            with forked(self._get_rng):
+                philox.reseed(self.state)
 
     def take(self) -> torch.Tensor:
         """The state for an op that advances it; in a recomputation a copy of what the first run took."""

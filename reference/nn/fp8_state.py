@@ -1,10 +1,11 @@
 """FP8 state in checkpoints: one plain tensor a layer, under the key `_extra_state`.
 
 `_extra_state` is fp32 `[1 + amax_history_len, columns]`: the scales, and below them the rows of the amax history, row 0
-first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. It exists from a layer's
-construction on, so that loaders which fill what a model already has (torch.distributed.checkpoint, Hugging Face's
-`from_pretrained`) know it; before the first run in FP8 it holds scales of 1 and no amax. Checkpoints that hold the four
-tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history` load, too.
+first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. It exists from a
+layer's construction on, so that loaders which fill what a model already has (torch.distributed.checkpoint, Hugging
+Face's `from_pretrained`) know it; before the first run in FP8 it holds scales of 1 and no amax. Checkpoints that hold
+the four tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history`
+load, too.
 
 A load checks every layer's entries before it changes the first one.
 """
@@ -48,9 +49,7 @@ def is_fresh(state: Mapping[str, FP8TensorMeta]) -> bool:
     return all(bool((meta.scale == 1).all()) and not bool(meta.amax_history.any()) for meta in state.values())
 
 
-def take(
-    state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device
-) -> State | None:
+def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:
     """Take a layer's state, checked before, out of `state_dict`; None where it has none."""
     packed = state_dict.pop(prefix + STATE, None)
     parts = [state_dict.pop(name, None) for name in _part_names(prefix)]
@@ -142,9 +141,7 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor)
         raise ValueError(f"checkpoint: {name} is {value.dtype}; a floating-point tensor is accepted.")
     if not bool(numbers.isfinite().all()):
         nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
-        raise ValueError(
-            f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted."
-        )
+        raise ValueError(f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted.")
 
 
 def _check_numbers(name: str, value: Any) -> None:

@@ -66,6 +66,15 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         scaling.register(self)
         self._bind_weights()
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """`torch.nn.DataParallel` runs copies in threads of its own, where no autocast is open."""
+        if current().enabled:
+            raise RuntimeError(
+                f"{type(self).__name__}: torch.nn.DataParallel under FP8 autocast is not offered; "
+                f"torch.nn.parallel.DistributedDataParallel is accepted."
+            )
+        return super()._replicate_for_data_parallel()
+
     # --- FP8 state -----------------------------------------------------------------------------------
 
     def _columns(self, key: str) -> int:
@@ -256,7 +265,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             weight, value = self._parameters.get(name), state_dict.get(prefix + name)
             if weight is None or value is None:
                 continue
-            state = self.fp8_meta.get("scaling_fwd")
+            state: Any = self.fp8_meta.get("scaling_fwd")
             if value.dtype == FP8:
                 scale_inv = state_dict.pop(f"{prefix}{name}_scale_inv")
                 if self.quantized_init is None:
@@ -340,6 +349,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             raise TypeError(f"{name}: inp={inp!r}; a tensor is accepted.")
         if inp.dtype not in ACTIVATION_DTYPES:
             raise TypeError(f"{name}: inp has dtype {inp.dtype}; float32, bfloat16 and float16 are accepted.")
+        if inp.layout != torch.strided or inp.is_nested:
+            raise TypeError(f"{name}: inp is a sparse or nested tensor; a dense tensor is accepted.")
         if inp.dim() < 1 or inp.shape[-1] != features:
             raise ValueError(f"{name}: inp has shape {list(inp.shape)}; [..., {features}] is accepted.")
         device = self._parameter_device()

@@ -138,6 +138,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             window_size=window_size,
             attention_type=attention_type,
             softmax_type=softmax_type,
+            get_rng_state_tracker=get_rng_state_tracker,
             device=device,
             attention_backend=attention_backend,
         )

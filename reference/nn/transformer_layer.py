@@ -223,6 +223,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         mask_type = self_attn_mask_type or self.self_attn_mask_type
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
+        if dropout[0] > 0:
+            self.generator.draw()
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
