@@ -32,6 +32,7 @@ from reference import (
     recipe,
     tensor_core,
 )
+from reference.nn.parameters import DeviceDefault
 
 __all__ = [
     "DelayedScaling",
@@ -59,7 +60,7 @@ __all__ = [
 ]
 
 
-class _OnHopper:
+class _OnHopper(DeviceDefault):
     """A layer whose parameters go to "cuda" unless told otherwise, after a look at the GPU."""
 
     default_device = "cuda"
@@ -67,7 +68,7 @@ class _OnHopper:
     @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
         """The device, refused with a sentence where it is a GPU that cannot run the kernels."""
-        resolved = torch.device(cls.default_device if device is None else device)
+        resolved = super().resolve_device(device)
         if resolved.type == "cuda":
             current = torch.cuda.current_device() if torch.cuda.is_available() else 0
             _device.check(current if resolved.index is None else resolved.index)

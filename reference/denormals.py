@@ -14,8 +14,8 @@ _COUNT = 1 << 17
 
 def denormals_are_alive() -> bool:
     """Whether PyTorch (on all its threads) and NumPy keep subnormal inputs and subnormal results."""
-    smallest = torch.full((_COUNT,), 1, dtype=torch.int32).view(torch.float32)  # 2^-149
-    normal = torch.full((_COUNT,), 1 << 23, dtype=torch.int32).view(torch.float32)  # 2^-126
+    smallest = torch.full((_COUNT,), 1, dtype=torch.int32, device="cpu").view(torch.float32)  # 2^-149
+    normal = torch.full((_COUNT,), 1 << 23, dtype=torch.int32, device="cpu").view(torch.float32)  # 2^-126
     for kept, word in (
         (smallest + smallest, 2),  # a subnormal input and result
         (smallest * 2.0**23, 1 << 23),  # a subnormal input alone

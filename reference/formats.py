@@ -168,7 +168,7 @@ def format_of(dtype: torch.dtype) -> Format8:
 def decode_table(fmt: Format8) -> torch.Tensor:
     """The value of each of the 256 codes: fp32 [256]. NaN codes hold the quiet NaN with the code's sign."""
     words = [math.copysign(fmt.value(code), -1.0 if code >> 7 else 1.0) for code in range(256)]
-    return torch.tensor(words, dtype=torch.float32)
+    return torch.tensor(words, dtype=torch.float32, device="cpu")
 
 
 def decode(codes: torch.Tensor, fmt: Format8 | None = None) -> torch.Tensor:
@@ -236,10 +236,10 @@ def _boundaries(fmt: Format8) -> torch.Tensor:
     ladder = [fmt.value(code) for code in range(fmt.largest_code + 1)]
     ladder.append(fmt.largest + fmt.spacing(fmt.largest))
     points = ladder + [(a + b) / 2 for a, b in pairwise(ladder)]
-    words = torch.tensor(points, dtype=torch.float32).view(torch.int32)
+    words = torch.tensor(points, dtype=torch.float32, device="cpu").view(torch.int32)
     words = torch.cat([words - 1, words, words + 1]).clamp(min=0)
     more = [0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
-    words = torch.cat([words, torch.tensor(more, dtype=torch.int32)])
+    words = torch.cat([words, torch.tensor(more, dtype=torch.int32, device="cpu")])
     words = torch.cat([words, words | -0x80000000])
     return torch.stack([words, words], dim=1).view(torch.float32)
 
@@ -252,8 +252,10 @@ def torch_conversion_is_exact(fmt: Format8) -> bool:
     """
     pairs = _boundaries(fmt)
     for values in (pairs.reshape(-1), pairs[:, 0], pairs.reshape(-1)[:5]):
-        out = torch.empty(values.shape, dtype=fmt.dtype)
-        scratch = torch.empty(2 * values.numel(), dtype=torch.float32)[:: values.stride(0)][: values.numel()]
+        out = torch.empty(values.shape, dtype=fmt.dtype, device="cpu")
+        scratch = torch.empty(2 * values.numel(), dtype=torch.float32, device="cpu")[:: values.stride(0)][
+            : values.numel()
+        ]
         scratch.copy_(values)
         _encode_by_torch(scratch, fmt, out)
         if not torch.equal(out.view(torch.uint8), encode_by_integers(values, fmt)):
@@ -270,7 +272,7 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     """`x` in fp32, exactly, as torch's `.float()` gives it, but by one thread as `cast` works."""
     if x.dtype == torch.float32:
         return x
-    wide = torch.empty(x.shape, dtype=torch.float32)
+    wide = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     for piece, target in zip(_pieces(x), _pieces(wide), strict=True):
         target.copy_(piece)
     return wide
@@ -284,10 +286,10 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
     """
     if x.dtype not in WIDE_DTYPES:
         raise ValueError(f"x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
-    factor = torch.as_tensor(scale, dtype=torch.float32).reshape(())
-    out = torch.empty(x.shape, dtype=fmt.dtype)
+    factor = torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(())
+    out = torch.empty(x.shape, dtype=fmt.dtype, device="cpu")
     exact = torch_conversion_is_exact(fmt)
-    scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float32)
+    scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float32, device="cpu")
     for piece, target in zip(_pieces(x), _pieces(out), strict=True):
         values = torch.mul(piece.float(), factor, out=scratch[: piece.numel()])
         if exact:
@@ -305,7 +307,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in WIDE_DTYPES:
         raise ValueError(f"x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
     if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     most = torch.stack([end for piece in _pieces(x) for end in torch.aminmax(piece)])
     most = most.abs().amax()
     if torch.isnan(most):

@@ -148,7 +148,7 @@ def gemm_tiled(
     if m == 0 or n == 0:
         return out
     if k == 0:
-        zero = torch.zeros(n, device=a.device) if bias is None else bias.expand(m, n)
+        zero = torch.zeros(n, dtype=torch.float32, device=a.device) if bias is None else bias.expand(m, n)
         return out.copy_(out.float() + zero if add else zero)
     bias = loadable(bias)
     a, a_stride = _loadable(a)

@@ -14,8 +14,11 @@ class DeviceDefault:
 
     @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
-        """`device`, or the package's own where it is None."""
-        return torch.device(cls.default_device if device is None else device)
+        """`device`; where it is None torch's default device, if one is set (not "cpu"), else the package's own."""
+        if device is None:
+            device = torch.get_default_device()
+            device = cls.default_device if device.type == "cpu" else device
+        return torch.device(device)
 
 
 Split = Sequence[str] | Mapping[str, int] | None

@@ -153,7 +153,7 @@ def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16); `kind` is one of `KINDS`."""
     check_activation("twin::activation", x, kind)
-    return _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=x.dtype))
+    return _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=x.dtype, device="cpu"))
 
 
 @define("activation_backward")
@@ -175,7 +175,7 @@ def activation_cast_transpose(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
     check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
-    y = _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=torch.float32))
+    y = _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=torch.float32, device="cpu"))
     q, scale_inv = cast_rows(y, scale, amax_history, column, dtype)
     return q, transposed(q), scale_inv
 
@@ -198,7 +198,7 @@ def activation_backward_cast_transpose_dbias(
     check_activation(op, x, kind)
     check_grad(op, grad, x, kind)
     check_cast(op, x, scale, amax_history, column, dtype)
-    dx = _backward(grad, x, kind, torch.empty(x.shape, dtype=torch.float32))
+    dx = _backward(grad, x, kind, torch.empty(x.shape, dtype=torch.float32, device="cpu"))
     q, scale_inv = cast_rows(dx, scale, amax_history, column, dtype)
     return q, transposed(q), scale_inv, sum_rows(dx).to(x.dtype)
 

@@ -205,12 +205,12 @@ def softmax_block(
 def rounded_weights(p: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None) -> torch.Tensor:
     """keep ? round(p) : +0."""
     rounded = p.to(dtype)
-    return rounded if keep is None else torch.where(keep, rounded, torch.zeros((), dtype=dtype))
+    return rounded if keep is None else torch.where(keep, rounded, torch.zeros((), dtype=dtype, device="cpu"))
 
 
 def inverse(total: torch.Tensor) -> torch.Tensor:
     """1 / total, and 0 where total is 0."""
-    return torch.where(total == 0, total, torch.ones(()) / total)
+    return torch.where(total == 0, total, torch.ones((), dtype=torch.float32, device="cpu") / total)
 
 
 def _query_block(
@@ -223,7 +223,7 @@ def _query_block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [rows, d] against the visited blocks of k, v: (O, m, 1 / l) before the last rounding."""
     rows, d = q.shape
-    total = torch.zeros(rows, d)
+    total = torch.zeros(rows, d, dtype=torch.float32, device="cpu")
     m = np.full(rows, LOWEST)
     l = np.zeros((rows, 4), np.float32)  # noqa: E741
     alpha = np.empty(rows, np.float32)
@@ -267,9 +267,9 @@ def attention(
     skv, group = k.shape[2], h // k.shape[1]
     shift = causal_shift(mask_type, sq, skv)
     out = torch.empty_like(q)
-    m = torch.empty(b, h, sq)
-    inv = torch.empty(b, h, sq)
-    last = torch.tensor(keep_scale(dropout), dtype=torch.float32)
+    m = torch.empty(b, h, sq, dtype=torch.float32, device="cpu")
+    inv = torch.empty(b, h, sq, dtype=torch.float32, device="cpu")
+    last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, head in np.ndindex(b, h):
         keep = None
         if threshold(dropout):

@@ -125,7 +125,11 @@ class _Head:
         q, grad = of["q"][rows], of["grad"][rows]
         k, v = of["k"][keys], of["v"][keys]
         s, dp = tensor_core.gemm(q, k), tensor_core.gemm(grad, v)
-        keep = torch.ones(s.shape, dtype=torch.bool) if self.keep is None else self.keep[rows, keys].contiguous()
+        keep = (
+            torch.ones(s.shape, dtype=torch.bool, device="cpu")
+            if self.keep is None
+            else self.keep[rows, keys].contiguous()
+        )
         softmax_backward_tile(
             s.numpy(),
             dp.numpy(),
@@ -175,10 +179,13 @@ def attention_backward(
     heads, skv = k.shape[1], k.shape[2]
     shift = causal_shift(mask_type, sq, skv)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    softmax_scale = torch.tensor(scale, dtype=torch.float32)
-    kept = torch.tensor(keep_scale(dropout), dtype=torch.float32)
+    softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
+    kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
-        sum_k, sum_v = torch.zeros(skv, d), torch.zeros(skv, d)
+        sum_k, sum_v = (
+            torch.zeros(skv, d, dtype=torch.float32, device="cpu"),
+            torch.zeros(skv, d, dtype=torch.float32, device="cpu"),
+        )
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
             keep = None
             if threshold(dropout):
@@ -189,7 +196,7 @@ def attention_backward(
             }
             tensors |= {"k": k[batch, key_head], "v": v[batch, key_head]}
             one = _Head(tensors, factor(scale), dropout, keep)
-            sum_q = torch.zeros(sq, d)
+            sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
             for first, rows in _slices(sq):
                 for key, keys in list(_slices(skv))[: visited(first, sq, skv, shift)]:
                     hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, first, key)

@@ -64,7 +64,7 @@ def cast_rows(
     if amax_history is not None:
         record_amax(x, amax_history, column)
     # A division spelled as one: a reciprocal instruction may be an approximation on some machines.
-    return q, torch.ones(1, dtype=torch.float32) / factor
+    return q, torch.ones(1, dtype=torch.float32, device="cpu") / factor
 
 
 @define("cast")

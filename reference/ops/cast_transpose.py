@@ -23,7 +23,7 @@ def ceil16(rows: int) -> int:
 def transposed(q: torch.Tensor) -> torch.Tensor:
     """The transposed copy of FP8 `q` `[rows, cols]`, padded with zero codes: `[cols, ceil16(rows)]`."""
     rows, cols = q.shape
-    codes = torch.empty(cols, ceil16(rows), dtype=torch.uint8)
+    codes = torch.empty(cols, ceil16(rows), dtype=torch.uint8, device="cpu")
     codes[:, :rows].copy_(q.view(torch.uint8).t())
     codes[:, rows:].zero_()
     return codes.view(q.dtype)

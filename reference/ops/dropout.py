@@ -103,8 +103,8 @@ def keep_mask(count: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
 def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
     """keep ? round(t · scale) : +0, of t's dtype."""
     keep = keep_mask(t.numel(), p, rng_state).view(t.shape)
-    scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32)).to(t.dtype)
-    return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype))
+    scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32, device="cpu")).to(t.dtype)
+    return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype, device="cpu"))
 
 
 @define("bias_dropout_add")

@@ -206,9 +206,9 @@ def normalize(
 ) -> Three:
     """The norm itself, arguments already checked: (y `[rows, hidden]` of `out_dtype`, mean, rstd)."""
     rows, hidden = x.shape
-    y = torch.empty(rows, hidden, dtype=out_dtype)
-    mean = torch.empty(rows if kind == "layernorm" else 0, dtype=torch.float32)
-    rstd = torch.empty(rows, dtype=torch.float32)
+    y = torch.empty(rows, hidden, dtype=out_dtype, device="cpu")
+    mean = torch.empty(rows if kind == "layernorm" else 0, dtype=torch.float32, device="cpu")
+    rstd = torch.empty(rows, dtype=torch.float32, device="cpu")
     gamma, n, small = _gamma(weight, zero_centered), np.float32(hidden), np.float32(eps)
     for piece in _pieces(rows, hidden):
         v = _fp32(x[piece])

@@ -57,7 +57,7 @@ def scale_update(
 ) -> None:
     """Update every module's scale and amax history in place (CPU definition)."""
     check(scales, amax_histories, algorithm)
-    scaled_max = torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32)
+    scaled_max = torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32, device="cpu")
     for scale, history in zip(scales, amax_histories, strict=True):
         last = history[0].clone()
         rolled = torch.cat([history[1:], last[None]])

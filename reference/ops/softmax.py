@@ -128,9 +128,9 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
     check_softmax("twin::softmax", x, scale, mask_type, mask)
     sq, skv = x.shape[2:]
     shift = causal_shift(mask_type, sq, skv)
-    hidden = torch.zeros(sq, skv, dtype=torch.bool)
+    hidden = torch.zeros(sq, skv, dtype=torch.bool, device="cpu")
     if shift is not None:
-        hidden = torch.arange(skv)[None, :] > torch.arange(sq)[:, None] + shift
+        hidden = torch.arange(skv, device="cpu")[None, :] > torch.arange(sq, device="cpu")[:, None] + shift
     hidden = (hidden if mask is None else hidden | mask).expand(x.shape)
     values = _fp32(x)
     y = np.empty_like(values)
