@@ -12,6 +12,7 @@ import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, optimizers, philox, random, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
+from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
 from reference.graph import make_graphed_callables
 from reference.model_init import fp8_model_init, quantized_model_init
 from reference.nn.attention import DotProductAttention
@@ -42,6 +43,8 @@ __all__ = [
     "formats",
     "fp8_autocast",
     "fp8_model_init",
+    "init_fp8_state",
+    "load_fp8_state",
     "make_graphed_callables",
     "optimizers",
     "philox",

@@ -230,7 +230,7 @@ class _Graphed:
             for layer in self.layers:
                 scaling.join(layer, state.recipe, state.group)
         for generator in self.drawing:
-            generator.draw()
+            generator.draw(generator.state.device)
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last, then updates the gradients' scales.

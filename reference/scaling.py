@@ -55,18 +55,21 @@ class FP8TensorMeta:
                 more = self.amax_history.new_zeros(history_len - rows, columns)
                 self.amax_history = torch.cat([self.amax_history, more])
 
-    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow `nn.Module._apply`'s function to its device or into shared memory; dtypes stay fp32.
-
-        On the meta device there are no numbers: what comes from there is fresh.
-        """
-        like = fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device))
-        if self.scale.is_meta and not like.is_meta:
-            fresh = FP8TensorMeta.fresh(self.scale.shape[0], self.amax_history.shape[0], like.device)
+    def to(self, device: torch.device) -> None:
+        """Move to a device. On the meta device there are no numbers: what comes from there is fresh."""
+        if self.scale.device == device:
+            return
+        if self.scale.is_meta:
+            fresh = FP8TensorMeta.fresh(self.scale.shape[0], self.amax_history.shape[0], device)
             self.scale, self.amax_history = fresh.scale, fresh.amax_history
-        elif like.device != self.scale.device:
+        else:
             with torch.inference_mode(False):
-                self.scale, self.amax_history = self.scale.to(like.device), self.amax_history.to(like.device)
+                self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `nn.Module._apply`'s function to its device or into shared memory; dtypes stay fp32."""
+        like = fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device))
+        self.to(like.device)
         if like.device.type == "cpu" and like.is_shared():
             self.scale.share_memory_()
             self.amax_history.share_memory_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import assert_same_bits
 
+import reference as te
 from reference import formats
 from reference.nn.float8_tensor import Float8Tensor
 from reference.scaling import FP8TensorMeta
@@ -208,3 +209,43 @@ def test_a_weight_keeps_its_shape() -> None:
         weight.copy_(torch.ones(48, 16))
     with pytest.raises(RuntimeError):
         weight.unsqueeze_(0)
+
+
+def test_shared_memory_holds_what_it_keeps() -> None:
+    weight = weight_of(numbers(), 90.0, transposed=True)
+    assert not weight.is_shared()
+    weight.share_memory_()
+    assert weight.is_shared()
+    assert weight._data.is_shared()
+    assert weight._scale_inv.is_shared()
+    check_written(weight, numbers(), 90.0)
+    weight.copy_(numbers(seed=1))
+    check_written(weight, numbers(seed=1), 90.0)
+
+
+def test_a_layer_in_shared_memory_is_seen_by_another_process() -> None:
+    with te.quantized_model_init():
+        layer = te.Linear(32, 48, params_dtype=torch.bfloat16)
+    layer.share_memory()
+    assert all(t.is_shared() for t in (layer.weight, layer.bias, layer.fp8_meta["scaling_fwd"].scale))
+    process = torch.multiprocessing.get_context("spawn").Process(target=halve, args=(layer.weight._data,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert not layer.weight._data.view(torch.uint8).any()
+
+
+def halve(codes: torch.Tensor) -> None:
+    codes.view(torch.uint8).zero_()
+
+
+def test_no_memory_is_handed_out_that_is_not_there() -> None:
+    """Its own storage is empty: what would read it raises, or reads the numbers."""
+    weight = weight_of(numbers(), 90.0)
+    assert torch.equal(torch.from_dlpack(weight.dequantize()), weight.dequantize())
+    with pytest.raises(
+        BufferError, match=r"Float8Tensor: it has no memory of its own; `dequantize\(\)` gives a tensor"
+    ):
+        torch.from_dlpack(weight)
+    with pytest.raises(RuntimeError):
+        weight.numpy()

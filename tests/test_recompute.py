@@ -1,6 +1,7 @@
 """`checkpoint`: the bits of a run without it, and one amax per tensor."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -143,3 +144,45 @@ def test_memory_is_really_given_back() -> None:
 def test_tensor_parallel_arguments_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="distribute_saved_activations=True; tensor parallelism"):
         te.checkpoint(torch.relu, torch.ones(1), distribute_saved_activations=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_graph_that_is_kept_goes_backward_twice(fp8: bool, same_bits) -> None:
+    """With `retain_graph=True`, and for two losses: each pass recomputes, with the scales of the first run."""
+    results = []
+    for run in (lambda f, x: f(x), te.checkpoint):
+        torch.manual_seed(0)
+        model = Block()
+        for i in range(3):
+            x = data(i).requires_grad_()
+            with te.autocast(enabled=fp8, recipe=RECIPE):
+                y, z = run(lambda t, m=model: (m(t), m.a(t)), x)
+            y.sum().backward(retain_graph=True)
+            y.backward(data(i + 1) * 1e-2, retain_graph=True)
+            z.float().square().sum().backward()
+        states = [layer.fp8_meta[key] for layer in (model.a, model.b) for key in ("scaling_fwd", "scaling_bwd") if fp8]
+        results.append([x.grad, *(p.grad for p in model.parameters()), *(s.amax_history for s in states)])
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
+
+
+def test_recomputation_in_another_thread_leaves_the_first_ones_update_alone(same_bits) -> None:
+    """Autograd runs a backward on CUDA in a thread of its own; the scales still follow the forward's autocast."""
+    results = []
+    for threaded in (False, True):
+        torch.manual_seed(0)
+        model = Block()
+        for i in range(3):
+            x = data(i).requires_grad_()
+            with te.autocast(recipe=RECIPE):
+                y = te.checkpoint(model, x)
+            if threaded:
+                thread = threading.Thread(target=y.backward, args=(data(i + 3) * 1e-3,))
+                thread.start()
+                thread.join()
+            else:
+                y.backward(data(i + 3) * 1e-3)
+        states = [layer.fp8_meta[key] for layer in (model.a, model.b) for key in ("scaling_fwd", "scaling_bwd")]
+        results.append([x.grad, *(s.scale for s in states), *(s.amax_history for s in states)])
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)

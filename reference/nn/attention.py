@@ -171,19 +171,21 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        call = self.attention_call(q.dtype, kind, mask)
+        call = self.attention_call(q, q.dtype, kind, mask)
         if isinstance(call, CudnnCall):
             return cudnn_attention(q, k, v, call)
         return differentiable(forward, backward, call, q, k, v)
 
-    def attention_call(self, dtype: torch.dtype, kind: str, mask: torch.Tensor | None) -> "AttentionCall | CudnnCall":
-        """How this forward attends; its dropout's random state is taken here."""
+    def attention_call(
+        self, inp: torch.Tensor, dtype: torch.dtype, kind: str, mask: torch.Tensor | None
+    ) -> "AttentionCall | CudnnCall":
+        """How this forward of an input attends in `dtype`; its dropout's random state is taken here."""
         p = self.attention_dropout if self.training else 0.0
         if self.attention_backend == "cudnn":
             return CudnnCall(dtype, self.softmax_scale, kind, p)
         state = None
         if p > 0:
-            self.generator.draw()
+            self.generator.draw(inp.device)
             state = self.generator.take()
         return AttentionCall(dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
 

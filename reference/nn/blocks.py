@@ -321,7 +321,7 @@ def _attention_arguments(
     call = AttentionBlockCall(
         first,
         dropout,
-        core.attention_call(first.dtype, kind, attention.full_mask(kind, mask, length, length)),
+        core.attention_call(x, first.dtype, kind, attention.full_mask(kind, mask, length, length)),
         proj.call(x, is_first_microbatch),
         module.split_call(first.dtype, module.num_attention_heads // module.num_gqa_groups),
         x.shape,

@@ -48,15 +48,19 @@ class Generator(torch.nn.Module):
             order(self.state.device)
         return self
 
-    def draw(self) -> None:
-        """A new seed for the forward that begins; none in a recomputation, or where a CUDA graph is captured."""
+    def draw(self, device: torch.device) -> None:
+        """A new seed for the forward that begins; none in a recomputation, or where a CUDA graph is captured.
+
+        `device` is the input's: a loader that replaces parameters one by one leaves the state on the meta device.
+        """
         thread = here()
         if thread.replaying:
             return
-        if thread.undrawn is not None:
+        if self.state.is_meta and device.type != "meta":
+            self.state = philox.new_state(device)
+        elif thread.undrawn is not None:
             thread.undrawn.append(self)
-            return
-        if torch.compiler.is_compiling():
+        elif torch.compiler.is_compiling():
             torch.ops.twin.draw_seed(order(self.state.device), self.state)
         elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
             with forked(self._get_rng):

@@ -208,6 +208,10 @@ class Float8Tensor(_Readable):
         """Whether its codes lie in memory that processes share; always true on CUDA."""
         return self._data.is_shared()
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: its storage is empty."""
+        raise BufferError("Float8Tensor: it has no memory of its own; `dequantize()` gives a tensor that has.")
+
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor | None]:
         """A method that gives what the weight was drawn as, where `quantized_model_init` was told to preserve it."""

@@ -36,7 +36,8 @@ def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.device) -> State:
-    """The inverse of `pack`, in memory of its own."""
+    """The inverse of `pack`, in memory of its own; state stays where it is while parameters are on the meta device."""
+    device = packed.device if device.type == "meta" else device
     halves = packed.detach().to(device).split([columns[key] for key in KEYS], dim=1)
     return {
         key: FP8TensorMeta(half[0].clone(), half[1:].clone(memory_format=torch.contiguous_format))
@@ -57,8 +58,14 @@ def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], de
         return unpack(packed, columns, device)
     if parts[0] is None:
         return None
+    device = parts[0].device if device.type == "meta" else device
     parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
     return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
+
+
+def names(prefix: str) -> list[str]:
+    """Every key that a layer's state may have in a checkpoint."""
+    return [prefix + STATE, *_part_names(prefix)]
 
 
 def _part_names(prefix: str) -> list[str]:

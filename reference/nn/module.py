@@ -125,6 +125,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         """Scales of 1 and empty histories; where weights are kept in FP8 state exists from the beginning."""
         for key in scaling.KEYS:
             if key in self.fp8_meta:
+                self.fp8_meta[key].to(device)
                 self.fp8_meta[key].reset()
             elif self.quantized_init is not None and self.fp8_weights:
                 rows = self.quantized_init.recipe.amax_history_len
@@ -177,7 +178,8 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
-    def _state_columns(self) -> dict[str, int]:
+    def state_columns(self) -> dict[str, int]:
+        """How many columns `scaling_fwd` and `scaling_bwd` have."""
         return {key: self._columns(key) for key in scaling.KEYS}
 
     def get_extra_state(self) -> torch.Tensor:
@@ -185,19 +187,27 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         state = self.fp8_meta
         if not state:
             rows, device = DelayedScaling().amax_history_len, self._parameter_device()
-            state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self._state_columns().items()}
+            state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self.state_columns().items()}
         return fp8_state.pack(state)
 
     def set_extra_state(self, state: Any) -> None:
         """Take the FP8 state that `get_extra_state` gave."""
-        fp8_state.check_state(f"{type(self).__name__}.{fp8_state.STATE}", state, self._state_columns())
-        self._take_state(fp8_state.unpack(state, self._state_columns(), self._state_device(state)))
+        fp8_state.check_state(f"{type(self).__name__}.{fp8_state.STATE}", state, self.state_columns())
+        self._take_state(fp8_state.unpack(state, self.state_columns(), self._parameter_device()))
         self._bind_weights()
 
-    def _state_device(self, state: torch.Tensor) -> torch.device:
-        """Where loaded state goes: to the parameters, unless they have no numbers yet."""
-        device = self._parameter_device()
-        return state.device if device.type == "meta" else device
+    def make_state(self, recipe: DelayedScaling) -> None:
+        """Make or resize the FP8 state as a run under `recipe` would."""
+        _make_state(id(self), recipe.amax_history_len)
+        self._history_rows = None
+        self._bind_weights()
+
+    def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take the FP8 state, checked before, that `state_dict` has under `prefix`."""
+        state = fp8_state.take(state_dict, prefix, self.state_columns(), self._parameter_device())
+        if state is not None:
+            self._take_state(state)
+            self._bind_weights()
 
     def _take_state(self, state: fp8_state.State) -> None:
         """Replace the FP8 state, in its memory where that has the same shape: CUDA graphs read it there."""
@@ -219,7 +229,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
                 scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
                 fp8_state.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter)
         if self.fp8_weights:
-            fp8_state.check_present(state_dict, prefix, self._state_columns())
+            fp8_state.check_present(state_dict, prefix, self.state_columns())
 
     def _load_from_state_dict(
         self,
@@ -243,7 +253,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
         if self.fp8_weights:
             device = own[0].device if own and assign else self._parameter_device()
-            state = fp8_state.take(state_dict, prefix, self._state_columns(), device)
+            state = fp8_state.take(state_dict, prefix, self.state_columns(), device)
             if state is None or fp8_state.is_fresh(state):
                 of = prefix.rstrip(".") or "the module"
                 say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
@@ -377,8 +387,7 @@ def _make_state(identity: int, length: int) -> None:
             module.fp8_meta[key] = FP8TensorMeta.fresh(module._columns(key), length, device)
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]
-        if meta.scale.device != device:  # a loader has replaced the parameters one by one
-            meta.apply(lambda x: torch.empty_like(x, device=device))
+        meta.to(device)  # a loader may have replaced the parameters one by one
         if meta.amax_history.shape[0] != length:
             meta.resize(length)
     module.fp8_meta.setdefault("recipe", None)  # set by the caller; there already, so that guards see no new key

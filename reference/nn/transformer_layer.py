@@ -224,7 +224,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         mask_type = self_attn_mask_type or self.self_attn_mask_type
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
-            self.generator.draw()
+            self.generator.draw(hidden_states.device)
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,

@@ -1,0 +1,118 @@
+"""FP8 state apart from the weights: for loaders that do not bring it, and for distributed checkpoints.
+
+`load_state_dict`, torch.distributed.checkpoint and Hugging Face's `from_pretrained` load a layer's state with its
+weights (`reference.nn.fp8_state`). Two things are left to do by hand:
+
+    te.load_fp8_state(model, "folder")      where the weights came another way, or a loader has left the state out
+    te.init_fp8_state(model, recipe)        before torch.distributed.checkpoint loads a history of another length than
+                                            DelayedScaling's 1024: it fills tensors of the shapes that it finds
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reference.nn import fp8_state
+from reference.nn.module import TransformerEngineBaseModule
+from reference.recipe import DelayedScaling
+
+__all__ = ["init_fp8_state", "load_fp8_state"]
+
+
+def _layers(model: Any, caller: str) -> dict[str, TransformerEngineBaseModule]:
+    """The layers of `model` that cast to FP8, by prefix."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{caller}: model={model!r}; a torch.nn.Module is accepted.")
+    return {
+        f"{name}." if name else "": module
+        for name, module in model.named_modules()
+        if isinstance(module, TransformerEngineBaseModule) and module.fp8_weights
+    }
+
+
+def init_fp8_state(model: torch.nn.Module, recipe: DelayedScaling | None = None) -> None:
+    """Make the FP8 state that a run under `recipe` would make, where a layer has none, or resize what it has.
+
+    Args:
+        model: a layer, or a module with layers inside.
+        recipe: None is `DelayedScaling()`.
+    """
+    recipe = DelayedScaling() if recipe is None else recipe
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"init_fp8_state: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
+    for layer in _layers(model, "init_fp8_state").values():
+        layer.make_state(recipe)
+
+
+def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Path) -> None:
+    """Load the FP8 state of every layer in `model`, and nothing else; check all of it first.
+
+    Args:
+        model: a layer, or a module with layers inside.
+        source: a state dict; a file of `torch.save` or safetensors; or a folder of torch.distributed.checkpoint or of
+            Hugging Face's `save_pretrained`. Keys as `model.state_dict()` has them; either form of
+            `reference.nn.fp8_state` is read.
+
+    Raises:
+        ValueError: the source has no state for some layer, or broken state.
+    """
+    layers = _layers(model, "load_fp8_state")
+    wanted = [name for prefix in layers for name in fp8_state.names(prefix)]
+    found = source if isinstance(source, Mapping) else _read(Path(source), wanted.__contains__)
+    missing = []
+    for prefix, layer in layers.items():
+        fp8_state.check_present(found, prefix, layer.state_columns())
+        if not any(name in found for name in fp8_state.names(prefix)):
+            missing.append(prefix.rstrip(".") or "the module")
+    if missing:
+        raise ValueError(
+            f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; state for all is accepted."
+        )
+    for prefix, layer in layers.items():
+        layer.load_state({name: found[name] for name in fp8_state.names(prefix) if name in found}, prefix)
+
+
+def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The entries of a checkpoint on disk whose names are `wanted`."""
+    if (path / ".metadata").is_file():
+        return _read_distributed(path, wanted)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt"))
+    else:
+        files = [path] if path.is_file() else []
+    if not files:
+        raise ValueError(
+            f"load_fp8_state: source={str(path)!r} is no checkpoint; a file of torch.save or safetensors, or a folder "
+            f"of torch.distributed.checkpoint or Hugging Face's, is accepted."
+        )
+    return {name: value for file in files for name, value in _entries(file, wanted)}
+
+
+def _entries(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as opened:
+            for name in filter(wanted, opened.keys()):
+                yield name, opened.get_tensor(name)
+        return
+    whole = torch.load(file, map_location="cpu", weights_only=True)
+    if isinstance(whole, Mapping):
+        yield from ((name, value) for name, value in whole.items() if wanted(name))
+
+
+def _read_distributed(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for name, entry in metadata.items()
+        if wanted(name) and isinstance(entry, TensorStorageMetadata)
+    }
+    if state:
+        dcp.load(state, checkpoint_id=path)
+    return state
