@@ -1,7 +1,10 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
+import itertools
 import json
 import os
+import random
+import time
 from collections.abc import Iterator
 
 import hypothesis
@@ -22,6 +25,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="turn every skip into an error: for the run on a Hopper GPU whose summary is committed",
     )
+
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test with `fuzz`) goes on"
+    )
+    parser.addoption("--fuzz-seed", type=int, help="run a fuzzer for this seed alone: the one that a failure printed")
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Seeds, new ones each time, until the time is over; the first is printed."""
+    only = request.config.getoption("--fuzz-seed")
+    if only is not None:
+        return iter([only])
+    first, end = random.SystemRandom().randrange(1 << 30), time.monotonic() + request.config.getoption("--fuzz-seconds")
+    print(f"seeds from {first} on")
+    return itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
 
 
 def has_hopper() -> bool:
