@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from reference import scaling
 from reference.recipe import DelayedScaling
@@ -28,6 +29,11 @@ class AutocastState:
 
 
 _OFF = AutocastState()
+
+
+def _is_group(group: Any) -> bool:
+    """Whether torch.distributed takes it: a group, or what `new_group` gives a process outside of one."""
+    return dist.is_available() and (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def current() -> AutocastState:
@@ -99,14 +105,17 @@ class autocast(Context):
         recipe: DelayedScaling | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise TypeError(f"autocast: {name}={value!r}; True or False is accepted.")
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"autocast: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
-        self.settings = AutocastState(
-            enabled=bool(enabled),
-            calibrating=bool(calibrating),
-            recipe=DelayedScaling() if recipe is None else recipe,
-            group=amax_reduction_group,
-        )
+        if amax_reduction_group is not None and not _is_group(amax_reduction_group):
+            raise TypeError(
+                f"autocast: amax_reduction_group={amax_reduction_group!r}; a process group or None is accepted."
+            )
+        recipe = DelayedScaling() if recipe is None else recipe
+        self.settings = AutocastState(enabled, calibrating, recipe, amax_reduction_group)
         super().__init__()
 
     def begun(self, thread: Thread) -> None:

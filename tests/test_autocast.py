@@ -1,5 +1,7 @@
 """When FP8 is on, and when scales are updated."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -213,6 +215,26 @@ def test_autocast_decorates_and_restores_after_an_error() -> None:
         _ = 1 / 0
     module(data())
     assert not module.fp8
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"enabled": "no"}, "enabled='no'; True or False is accepted"),
+        ({"enabled": None}, "enabled=None; True or False"),
+        ({"calibrating": 1}, "calibrating=1; True or False"),
+        ({"amax_reduction_group": "data"}, "amax_reduction_group='data'; a process group or None"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TypeError, match=f"autocast: {sentence}"):
+        te.autocast(**given)
+
+
+def test_is_first_microbatch_is_true_false_or_none() -> None:
+    """0 would be no False, and the cached weight would be cast anew."""
+    with pytest.raises(TypeError, match="Linear: is_first_microbatch=0; True, False or None is accepted"):
+        layer()(data(), is_first_microbatch=0)  # type: ignore[arg-type]
 
 
 def test_recipe_must_be_a_recipe() -> None:

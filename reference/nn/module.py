@@ -291,6 +291,10 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     def call(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Call:
         """How this forward computes, from the current autocast and the input's dtype."""
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
+            raise TypeError(
+                f"{type(self).__name__}: is_first_microbatch={is_first_microbatch!r}; True, False or None is accepted."
+            )
         if self.quantized_init is not None:
             self._check_kept_in_fp8()
         if self.fuse_wgrad_accumulation:  # a backward would find out when it has added to others already
