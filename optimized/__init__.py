@@ -25,6 +25,7 @@ from reference import (
     fp8_autocast,
     fp8_model_init,
     make_graphed_callables,
+    not_offered,
     optimizers,
     philox,
     quantized_model_init,
@@ -55,6 +56,8 @@ __all__ = [
     "recipe",
     "tensor_core",
 ]
+
+__getattr__ = not_offered.explain(__name__)
 
 
 class _OnHopper:
