@@ -128,7 +128,7 @@ def extras(variant: str) -> dict[str, Any]:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_first_program_of_every_introduction(variant: str, fp8: bool) -> None:
-    """Default dtype, default dropout, torch.optim.SGD; checkpoints, around attention and around it all, change no bit."""
+    """Default dtype and dropout, torch.optim.SGD; checkpoints around attention or the whole layer change no bit."""
     if variant == "one qkv parameter, batch first":
         shape = (2, 24, 64)
     else:

@@ -122,7 +122,7 @@ def _is_real(x: Any) -> bool:
 def _is_device(x: Any) -> bool:
     try:
         torch.device(x)
-    except (RuntimeError, OverflowError):
+    except (RuntimeError, ValueError, OverflowError):
         return False
     return True
 
@@ -173,12 +173,9 @@ _PARALLEL_MODE = Rule(
 )
 _NAMES: list[tuple[Rule, str]] = [
     (_SIZE, "in_features out_features hidden_size ffn_hidden_size num_attention_heads"),
-    (
-        _or_none(_SIZE),
-        "num_gqa_groups layer_number seq_length micro_batch_size LayerNorm.hidden_size RMSNorm.hidden_size",
-    ),
+    (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
     (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
-    (_HIDDEN, "LayerNorm.normalized_shape RMSNorm.normalized_shape"),
+    (_HIDDEN, "normalized_shape LayerNorm.hidden_size RMSNorm.hidden_size"),
     (_HEAD, "DotProductAttention.kv_channels"),
     (_or_none(_HEAD), "kv_channels"),
     (_or_none(_SCALE), "softmax_scale"),

@@ -27,6 +27,7 @@ from reference.recompute import checkpoint
 
 Saved = tuple[torch.Tensor | None, ...]
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+MASK_NAMES = ("attention_mask", "attn_mask_type")
 
 
 class AttentionCall(Call):
@@ -186,6 +187,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             and fp8_output is bf16_backward is False
             and type(num_splits) is type(qkv_interleave_dim) is int
             and (num_splits, qkv_interleave_dim) == (1, -3)
+            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
             and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
             and type(checkpoint_core_attention) is bool
             and qkv_format in (None, "sbhd", "bshd")
@@ -202,7 +204,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         q, k, v = (t.permute(heads_first) for t in given)
         if MASK_TYPES[kind][1]:
             shape = (*q.shape[:3], k.shape[2])
-            check_mask("DotProductAttention", "attention_mask", kind, attention_mask, shape, q.device)
+            check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, shape, q.device)
         if self.attention_backend == "cudnn":
             check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind)
         elif q.is_cuda and q.dtype != torch.float32:

@@ -16,6 +16,7 @@ MAX_ATTENTIONS = 65535  # batch times heads on a GPU: rows of a grid
 CUDNN_MASK_TYPES = ("no_mask", "causal")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Shape = tuple[int, ...]
+Names = tuple[str, str]
 
 
 def check_tensor(layer: str, name: str, x: Any) -> None:
@@ -117,12 +118,16 @@ def check_mask_type(layer: str, name: str, kind: Any) -> str:
     return kind
 
 
-def check_mask(layer: str, name: str, kind: str, mask: Any, shape: Shape, device: torch.device) -> None:
-    """Refuse a mask that does not go with `kind` (some read none), or with attention of `shape` [b, h, sq, skv]."""
+def check_mask(layer: str, names: Names, kind: str, mask: Any, shape: Shape, device: torch.device) -> None:
+    """Refuse a mask that does not go with `kind` (some read none), or with attention of `shape` [b, h, sq, skv].
+
+    `names` are the arguments', the mask's and its type's.
+    """
+    name = names[0]
     if not MASK_TYPES[kind][1]:
         return
     if mask is None:
-        raise ValueError(f"{layer}: attn_mask_type={kind!r} needs {name}; got None.")
+        raise ValueError(f"{layer}: {names[1]}={kind!r} needs {name}; got None.")
     batch, _, sq, skv = shape
     if kind == "arbitrary":
         if isinstance(mask, tuple):
@@ -161,8 +166,9 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
         if not isinstance(one, torch.Tensor):
             raise TypeError(f"{layer}: rotary_pos_emb={one!r}; a tensor or two are accepted.")
         plain = one.dtype == torch.float32 and one.layout is torch.strided and not one.is_nested
-        size = one.numel() // one.shape[0] if plain and one.dim() > 0 and one.shape[0] else -1
-        if not plain or one.shape[0] < length or size % 2 or not 0 <= size <= channels:
+        positions = one.shape[0] if plain and one.dim() > 0 else 0
+        size = one.numel() // positions if positions else -1
+        if positions < length or size % 2 or not 0 <= size <= channels:
             raise ValueError(
                 f"{layer}: rotary_pos_emb is {one.dtype} {list(one.shape)}; float32 [positions, 1, 1, channels] is "
                 f"accepted, with {length} positions or more and an even number of channels up to {channels}."
@@ -192,7 +198,14 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
     """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not go together."""
     heads, groups, channels = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
     batch = 1 if sequence_first else 0
-    if type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.dim() == 4 and k.dim() == 4:
+    if (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not (q.is_nested or k.is_nested or v.is_nested)  # which have no shape
+        and q.dim() == 4
+        and k.dim() == 4
+    ):
         sizes, kv_sizes = q.shape, k.shape
         if (
             q.dtype in ACTIVATION_DTYPES
@@ -205,7 +218,6 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
             and kv_sizes[2] == groups
             and kv_sizes[batch] == sizes[batch]
             and v.shape == kv_sizes
-            and not (q.is_nested or k.is_nested or v.is_nested)
             and q.layout is k.layout is v.layout is torch.strided
         ):
             return

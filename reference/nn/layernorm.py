@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reference.nn.arguments import check_arguments, is_int
+from reference.nn.arguments import check_arguments
 from reference.nn.autograd import differentiable
 from reference.nn.checks import check_input
 from reference.nn.module import TransformerEngineBaseModule
@@ -79,19 +79,20 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tens
     return norm_backward(call, grad.contiguous(), saved)
 
 
-def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> Any:
+def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> int:
     """The one dimension that either argument names."""
     if normalized_shape is not None and hidden_size is not None:
         raise ValueError(
             f"{layer}: normalized_shape={normalized_shape!r} and hidden_size={hidden_size!r}, its older name; one is "
             f"accepted."
         )
-    shape = hidden_size if normalized_shape is None else normalized_shape
+    name, shape = ("normalized_shape", normalized_shape) if hidden_size is None else ("hidden_size", hidden_size)
     if isinstance(shape, (tuple, list)):
         if len(shape) != 1:
-            raise ValueError(f"{layer}: normalized_shape={shape!r}; one dimension, the last, is accepted.")
+            raise ValueError(f"{layer}: {name}={shape!r}; one dimension, the last, is accepted.")
         shape = shape[0]
-    return int(shape) if is_int(shape) else shape
+    check_arguments(layer, {name: shape})
+    return int(shape)
 
 
 class _Norm(TransformerEngineBaseModule):
@@ -126,7 +127,7 @@ class _Norm(TransformerEngineBaseModule):
     ) -> None:
         name = "LayerNorm" if self.kind == "layernorm" else "RMSNorm"
         size = _last_size(name, normalized_shape, hidden_size)
-        check_arguments(name, {**locals(), "normalized_shape": size})
+        check_arguments(name, {**locals(), "normalized_shape": size, "hidden_size": size})
         if None not in (params_dtype, dtype) and params_dtype != dtype:
             raise ValueError(f"{name}: params_dtype={params_dtype} and dtype={dtype}, its newer name; one is accepted.")
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.arguments import MASK_TYPES, check_arguments
-from reference.nn.attention import DotProductAttention, Mask, Saved, check_groups
+from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, Saved, check_groups
 from reference.nn.autograd import differentiable
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
@@ -200,6 +200,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             window_size is bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
+            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
             and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
             and fast_zero_fill is True
             and type(checkpoint_core_attention) is bool
@@ -244,7 +245,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         mask: Any,
         kind: Any,
         angles: Any = None,
-        names: tuple[str, str] = ("attention_mask", "attn_mask_type"),
+        names: checks.Names = MASK_NAMES,
     ) -> None:
         """Refuse in `layer`'s name what this module, or a part of it, would refuse later; nothing has changed then."""
         core: Any = self._modules["core_attention"]
@@ -257,7 +258,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             checks.check_mask_type(layer, names[1], kind)
         looks = encoder_output is not None or angles is not None or hidden_states.is_cuda
         if looks or (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn")):
-            self._check_sizes(layer, hidden_states, encoder_output, angles, (names[0], mask, kind) if ours else None)
+            self._check_sizes(layer, hidden_states, encoder_output, angles, (names, mask, kind) if ours else None)
 
     def _check_sizes(self, layer: str, hidden_states: Any, encoder_output: Any, angles: Any, masked: Any) -> None:
         """The rest of `check`: what depends on the batch and the lengths."""
@@ -270,8 +271,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if masked is not None:
-            name, mask, kind = masked
-            checks.check_mask(layer, name, kind, mask, (shape[batch], self.num_attention_heads, *lengths), device)
+            names, mask, kind = masked
+            checks.check_mask(layer, names, kind, mask, (shape[batch], self.num_attention_heads, *lengths), device)
             dtype = checks.activation_dtype(hidden_states)
             if self.core_attention.attention_backend == "cudnn":
                 checks.check_cudnn(dtype, device, lengths, kind)
@@ -325,6 +326,11 @@ class SplitCall(Call):
         self.whole, self.pieces = rows(sum(parts)), [rows(part) for part in parts]
 
 
+def _rows_whole(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient whose last dimension is contiguous: PyTorch's own attention gives any strides."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
 def split_forward(call: SplitCall, needs: tuple[bool, ...], mixed: torch.Tensor) -> tuple[Any, Saved]:
     """q, k, v as `[.., .., heads, channels]`."""
     pieces = mixed.unflatten(-1, call.whole).split(call.parts, dim=call.dim)
@@ -336,6 +342,7 @@ def split_forward(call: SplitCall, needs: tuple[bool, ...], mixed: torch.Tensor)
 def split_backward(call: SplitCall, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
     """The gradients side by side again."""
     lead = grads[0].shape[:-2]
+    grads = tuple(_rows_whole(grad) for grad in grads)
     rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
     return (side_by_side(rows, call.rows).view(*lead, sum(call.parts) * call.groups * call.channels),)
 
@@ -351,9 +358,7 @@ def _rotary_forward(call: _RotaryCall, needs: tuple[bool, ...], x: torch.Tensor)
 
 
 def _rotary_backward(call: _RotaryCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
-    if grad.stride(-1) != 1:  # PyTorch's own attention gives any strides
-        grad = grad.contiguous()
-    return (twin.rotary(grad, call.freqs, call.interleaved, True),)
+    return (twin.rotary(_rows_whole(grad), call.freqs, call.interleaved, True),)
 
 
 def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:

@@ -237,6 +237,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is thd_attention_policies is None
+            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
             and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
             and fast_zero_fill is True
             and type(checkpoint_core_attention) is bool
