@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -185,12 +186,23 @@ def refused() -> list[tuple[str, str, str]]:
 def other_values(default: str) -> list[Any]:
     """Values that ask for something, of the kinds that the default suggests."""
     return {
-        "None": [True, 2, "RMSNorm", (4, 0), torch.ones(2), torch.ones, {"limit": 7.0}, object()],
+        "None": [
+            True,
+            2,
+            np.float32(0.5),
+            np.ones(2),
+            "RMSNorm",
+            (4, 0),
+            torch.ones(2),
+            torch.ones,
+            {"limit": 7.0},
+            object(),
+        ],
         "False": [True, 1, "no", torch.ones(2)],
         "True": ["no", 2, torch.ones(2), None],
         "1": [2, 0, -1, None, torch.ones(2)],
         "0": [1, -1, {"forward": 2}],
-        "0.0": [0.5, -1.0, "0.5"],
+        "0.0": [0.5, -1.0, "0.5", np.ones(2)],
         "1e-06": [1e-5, 0.0, "1e-6"],
         "-3": [-2, 3],
         "'p2p'": ["a2a", None, 1],
@@ -234,7 +246,7 @@ def test_other_ways_to_say_off_are_taken(call: str, name: str, value: Any) -> No
 
 def test_every_argument_has_a_rule() -> None:
     """Of the constructors and forwards; what is a tensor is looked at by the forward itself."""
-    from reference.nn.arguments import OFF, RULES
+    from reference.arguments import OFF, RULES
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
     elsewhere |= {"rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}

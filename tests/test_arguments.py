@@ -160,7 +160,11 @@ def test_arguments_that_do_not_go_together() -> None:
             "params_dtype=torch.float16 and dtype=torch.bfloat16",
         ),
         (lambda: te.MultiheadAttention(60, 4), "hidden_size=60 with num_attention_heads=4; a quotient that is a mult"),
-        (lambda: te.TransformerLayer(2048, 64, 4), "hidden_size=2048 with num_attention_heads=4; a quotient"),
+        (lambda: te.TransformerLayer(64, 64, 4, 3), "TransformerLayer: num_gqa_groups=3 with num_attention_heads=4"),
+        (
+            lambda: te.TransformerLayer(2048, 64, 4),
+            "TransformerLayer: hidden_size=2048 with num_attention_heads=4; a quotient",
+        ),
         (lambda: te.MultiheadAttention(64, 4, num_gqa_groups=3), "num_gqa_groups=3 with num_attention_heads=4"),
         (lambda: te.DotProductAttention(4, 16, num_gqa_groups=8), "num_gqa_groups=8 with num_attention_heads=4"),
     ):

@@ -55,6 +55,7 @@ def bad_masks() -> list[dict[str, Any]]:
         ("padding", None), ("padding", PADDING.float()), ("padding", PADDING[..., :-1]), ("padding", PADDING[0]),
         ("padding", PADDING.expand(BATCH, 1, TOKENS, TOKENS)), ("padding", PADDING.repeat(2, 1, 1, 1)),
         ("padding", PADDING.to("meta")), ("padding", PADDING.tolist()), ("padding", (PADDING,)),
+        ("padding", not_dense(PADDING)[1]), ("arbitrary", not_dense(PADDING)[1]), ("padding", PADDING.to_sparse()),
         ("padding", (PADDING, PADDING, PADDING)), ("padding", (PADDING, None)), ("padding_causal", "mask"),
         ("causal,padding", PADDING.long()), ("padding_causal_bottom_right", (PADDING, PADDING[..., 2:])),
         ("arbitrary", None), ("arbitrary", (ARBITRARY, ARBITRARY)), ("arbitrary", ARBITRARY[0]),
@@ -68,7 +69,8 @@ def bad_masks() -> list[dict[str, Any]]:
 def bad_angles() -> list[Any]:
     return [
         "x", 1.0, ANGLES.half(), ANGLES[:-1], ANGLES.repeat(1, 1, 1, 2), ANGLES[..., :15], ANGLES.to("meta"), (ANGLES,),
-        (ANGLES, None), (ANGLES, ANGLES, ANGLES), (ANGLES, ANGLES[:2]), torch.zeros(()), [ANGLES, ANGLES],
+        *not_dense(ANGLES)[:2], (ANGLES, None), (ANGLES, ANGLES, ANGLES), (ANGLES, ANGLES[:2]), torch.zeros(()),
+        [ANGLES, ANGLES],
     ]  # fmt: skip
 
 
@@ -260,6 +262,39 @@ def test_sizes_that_fp8_does_not_take_are_seen_before_the_first_part_runs(
         with pytest.raises(ValueError, match=f"{name} under FP8 autocast"), te.autocast(recipe=RECIPE):
             layer(X)
         assert_unchanged(before, state(layer), name)
+
+
+@pytest.mark.parametrize("make", [te.MultiheadAttention, te.TransformerLayer])
+def test_what_cudnn_does_not_take_is_seen_before_the_first_part_runs(make: Any) -> None:
+    sizes = (HIDDEN, HEADS) if make is te.MultiheadAttention else (HIDDEN, 64, HEADS)
+    layer = make(*sizes, params_dtype=BF16, attention_backend="cudnn")
+    padding = {"attn_mask_type" if make is te.MultiheadAttention else "self_attn_mask_type": "padding"}
+    with te.autocast(recipe=RECIPE):
+        for given, sentence in (
+            ({}, "on cpu; 'cuda' is accepted"),
+            ({**padding, "attention_mask": PADDING}, "with attn_mask_type='padding'"),
+        ):
+            before = state(layer)
+            with pytest.raises((RuntimeError, ValueError), match=sentence):
+                layer(X, **given)
+            assert_unchanged(before, state(layer), sentence)
+        with pytest.raises(TypeError, match=r"with torch\.float32; bfloat16 and float16 are accepted"):
+            layer(X.float())
+        assert_unchanged(before, state(layer), "fp32")
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_launch_takes_are_seen_before_the_first_part_runs() -> None:
+    import optimized
+
+    layer = optimized.TransformerLayer(16, 16, 1, params_dtype=BF16)
+    with te.autocast(recipe=RECIPE):
+        before = state(layer)
+        with pytest.raises(
+            ValueError, match="a batch of 65536 times num_attention_heads=1; a product of at most 65535"
+        ):
+            layer(torch.zeros(1, 65536, 16, dtype=BF16, device="cuda"))
+        assert_unchanged(before, state(layer), "65536 heads")
 
 
 def test_what_a_pre_hook_brings_is_not_refused_beforehand() -> None:

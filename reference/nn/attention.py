@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
-from reference.nn.arguments import MASK_TYPES, check_arguments
 from reference.nn.autograd import differentiable
 from reference.nn.checks import activation_dtype, check_cudnn, check_grid, check_mask, check_mask_type, check_qkv
 from reference.nn.dropout import Generator

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.masked import MaskedTensor
 
-from reference.nn.arguments import MASK_TYPES, check_arguments
+from reference.arguments import MASK_TYPES, check_arguments
 from reference.nn.module import ACTIVATION_DTYPES, TransformerEngineBaseModule
 
 MAX_ATTENTIONS = 65535  # batch times heads on a GPU: rows of a grid
@@ -30,51 +30,32 @@ def check_tensor(layer: str, name: str, x: Any) -> None:
         raise TypeError(f"{layer}: {name} has dtype {x.dtype}; float32, bfloat16 and float16 are accepted.")
 
 
-def check_input(module: Any, x: Any, features: int, name: str = "inp") -> None:
-    """Refuse an input that a layer with parameters cannot take."""
+def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: str = "") -> None:
+    """Refuse what is not `[..., features]` on the device of `module`'s parameters.
+
+    With `layer`, the layer that `module` is a part of and in whose name this speaks, not `[s, b, features]` or
+    `[b, s, features]`.
+    """
     if (
         type(x) in _PLAIN
         and x.dtype in ACTIVATION_DTYPES
         and x.layout is torch.strided
         and not x.is_nested
-        and x.dim() > 0
+        and (x.dim() == 3 if layer else x.dim() > 0)
         and x.shape[-1] == features
         and x.device == device_of(module)
     ):
         return
-    layer = type(module).__name__
-    check_tensor(layer, name, x)
-    if x.dim() < 1 or x.shape[-1] != features:
-        raise ValueError(f"{layer}: {name} has shape {list(x.shape)}; [..., {features}] is accepted.")
+    speaker, accepted = type(module).__name__, f"[..., {features}]"
+    if layer:
+        speaker, accepted = layer, f"[sequence, batch, {features}], or batch first with 'bshd',"
+    check_tensor(speaker, name, x)
+    if not (x.dim() == 3 if layer else x.dim() > 0) or x.shape[-1] != features:
+        raise ValueError(f"{speaker}: {name} has shape {list(x.shape)}; {accepted} is accepted.")
     device = device_of(module)
-    if x.device != device:
+    if x.device != device and not (layer and (device is None or is_prepared(module))):
         raise RuntimeError(
-            f"{layer}: {name} is on {x.device} and the parameters are on {device}; one device is accepted."
-        )
-
-
-def check_hidden(layer: str, x: Any, features: int, module: Any, name: str = "hidden_states") -> None:
-    """Refuse what is not `[s, b, features]` (or `[b, s, features]`) where the parameters of `module`, if ours, are."""
-    if (
-        type(x) in _PLAIN
-        and x.dtype in ACTIVATION_DTYPES
-        and x.layout is torch.strided
-        and not x.is_nested
-        and x.dim() == 3
-        and x.shape[-1] == features
-        and x.device == device_of(module)
-    ):
-        return
-    check_tensor(layer, name, x)
-    if x.dim() != 3 or x.shape[-1] != features:
-        raise ValueError(
-            f"{layer}: {name} has shape {list(x.shape)}; [sequence, batch, {features}] is accepted, or batch first "
-            f"with 'bshd'."
-        )
-    device = device_of(module)
-    if device is not None and x.device != device and not is_prepared(module):
-        raise RuntimeError(
-            f"{layer}: {name} is on {x.device} and the parameters are on {device}; one device is accepted."
+            f"{speaker}: {name} is on {x.device} and the parameters are on {device}; one device is accepted."
         )
 
 
@@ -99,7 +80,7 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module: Any, batch: int) -> None:
     """Refuse what cross-attention cannot look at."""
-    check_hidden(layer, x, hidden_states.shape[-1], module, "encoder_output")
+    check_input(module, x, hidden_states.shape[-1], "encoder_output", layer)
     if x.shape[batch] != hidden_states.shape[batch]:
         raise ValueError(
             f"{layer}: encoder_output has a batch of {x.shape[batch]} and hidden_states of "
@@ -144,17 +125,21 @@ def check_mask(layer: str, names: Names, kind: str, mask: Any, shape: Shape, dev
 def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, kind: str, device: torch.device) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{layer}: {name}={mask!r}; a bool tensor is accepted.")
-    fits = mask.dim() == 4 and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
-    fits = fits and (kind == "arbitrary" or mask.shape[3] == shape[3])
-    if mask.dtype != torch.bool or mask.layout is not torch.strided or mask.is_nested or not fits:
+    fits = mask.dtype == torch.bool and mask.layout is torch.strided and not mask.is_nested and mask.dim() == 4
+    fits = fits and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
+    if not fits or (kind != "arbitrary" and mask.shape[3] != shape[3]):
         raise ValueError(
-            f"{layer}: {name} is {mask.dtype} {list(mask.shape)}; bool {list(shape)} is accepted with {kind!r}, "
-            f"or 1 in the place of the batch{' and of any other' if kind == 'arbitrary' else ''}."
+            f"{layer}: {name} is {_shown(mask)}; bool {list(shape)} is accepted with {kind!r}, or 1 in the place of "
+            f"the batch{' and of any other' if kind == 'arbitrary' else ''}."
         )
     if mask.device != device:
         raise RuntimeError(
             f"{layer}: {name} is on {mask.device} and the activations are on {device}; one device is accepted."
         )
+
+
+def _shown(x: torch.Tensor) -> str:
+    return f"{x.dtype}, nested" if x.is_nested else f"{x.dtype} {list(x.shape)}"
 
 
 def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: int, device: torch.device) -> None:
@@ -170,7 +155,7 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
         size = one.numel() // positions if positions else -1
         if positions < length or size % 2 or not 0 <= size <= channels:
             raise ValueError(
-                f"{layer}: rotary_pos_emb is {one.dtype} {list(one.shape)}; float32 [positions, 1, 1, channels] is "
+                f"{layer}: rotary_pos_emb is {_shown(one)}; float32 [positions, 1, 1, channels] is "
                 f"accepted, with {length} positions or more and an even number of channels up to {channels}."
             )
         if one.device != device:
@@ -243,8 +228,8 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
 
 
 def check_grid(layer: str, batch: int, heads: int, device: torch.device) -> None:
-    """Refuse more heads than a launch has room for."""
-    if device.type == "cuda" and batch * heads > MAX_ATTENTIONS:
+    """Refuse more heads than a launch on a GPU has room for."""
+    if batch * heads > MAX_ATTENTIONS:
         raise ValueError(
             f"{layer}: a batch of {batch} times num_attention_heads={heads}; a product of at most {MAX_ATTENTIONS} is "
             f"accepted on {device}."

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reference.nn.arguments import check_arguments
+from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable
 from reference.nn.checks import check_input
 from reference.nn.module import TransformerEngineBaseModule

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reference.nn.arguments import check_arguments
+from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable
 from reference.nn.checks import check_input
 from reference.nn.layernorm import KINDS, arguments, norm_backward, register_norm, reset_norm, with_extras

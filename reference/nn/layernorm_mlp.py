@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.nn import init
-from reference.nn.arguments import check_arguments
 from reference.nn.autograd import differentiable
 from reference.nn.checks import check_input
 from reference.nn.layernorm import KINDS, arguments, norm_backward, register_norm, reset_norm, with_extras

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.nn import init
-from reference.nn.arguments import check_arguments
 from reference.nn.autograd import differentiable
 from reference.nn.checks import check_input
 from reference.nn.module import TransformerEngineBaseModule

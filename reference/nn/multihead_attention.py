@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
-from reference.nn.arguments import MASK_TYPES, check_arguments
 from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, Saved, check_groups
 from reference.nn.autograd import differentiable
+from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
@@ -108,7 +109,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         names = ("layernorm_qkv", "qkv") if attention_type == "self" else ("layernorm_query", "query_layer")
         self._first_name = names[0 if input_layernorm else 1]
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
-        self.qkv_format = qkv_format
+        self.qkv_format, self._batch = qkv_format, 1 if qkv_format == "sbhd" else 0
         device = self.resolve_device(device)
         common: dict[str, Any] = {
             "bias": bias,
@@ -249,20 +250,24 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
     ) -> None:
         """Refuse in `layer`'s name what this module, or a part of it, would refuse later; nothing has changed then."""
         core: Any = self._modules["core_attention"]
-        checks.check_hidden(layer, hidden_states, self.hidden_size, self._modules[self._first_name])
+        checks.check_input(self._modules[self._first_name], hidden_states, self.hidden_size, "hidden_states", layer)
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours = isinstance(core, DotProductAttention)
         if ours:
             checks.check_mask_type(layer, names[1], kind)
-        looks = encoder_output is not None or angles is not None or hidden_states.is_cuda
-        if looks or (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn")):
+        if (
+            encoder_output is not None
+            or angles is not None
+            or (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
+            or (hidden_states.is_cuda and hidden_states.shape[self._batch] * self.num_attention_heads > MAX_ATTENTIONS)
+        ):
             self._check_sizes(layer, hidden_states, encoder_output, angles, (names, mask, kind) if ours else None)
 
     def _check_sizes(self, layer: str, hidden_states: Any, encoder_output: Any, angles: Any, masked: Any) -> None:
         """The rest of `check`: what depends on the batch and the lengths."""
-        batch, sequence = (1, 0) if self.qkv_format == "sbhd" else (0, 1)
+        batch, sequence = self._batch, 1 - self._batch
         shape = source = hidden_states.shape
         if encoder_output is not None:
             checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, batch)
@@ -276,7 +281,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             dtype = checks.activation_dtype(hidden_states)
             if self.core_attention.attention_backend == "cudnn":
                 checks.check_cudnn(dtype, device, lengths, kind)
-            elif dtype != torch.float32:
+            elif dtype != torch.float32 and device.type == "cuda":
                 checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
 
     def _first(self, hidden_states: torch.Tensor, is_first_microbatch: bool | None) -> Any:

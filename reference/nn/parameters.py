@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from reference.nn.arguments import check_arguments, is_int
+from reference.arguments import check_arguments, is_int
 
 
 class DeviceDefault:

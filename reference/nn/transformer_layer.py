@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.nn import blocks, checks
-from reference.nn.arguments import check_arguments
-from reference.nn.attention import Mask
+from reference.nn.attention import Mask, check_groups
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
-from reference.nn.multihead_attention import MultiheadAttention
+from reference.nn.multihead_attention import MultiheadAttention, check_channels
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.precision import as_dtype
 
@@ -116,6 +116,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 f"in FP8 where it is called inside autocast()."
             )
         check_arguments("TransformerLayer", locals())
+        check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)
+        check_groups("TransformerLayer", num_gqa_groups, int(num_attention_heads))
         super().__init__()
         device = self.resolve_device(device)
         self.hidden_size = int(hidden_size)
@@ -290,7 +292,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         """Refuse what a part of the layer would refuse later."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
-        checks.check_hidden("TransformerLayer", hidden_states, self.hidden_size, mlp)
+        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer")
         if (cross[0] is not None) != decodes:
             wanted = "an encoder_output" if decodes else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")

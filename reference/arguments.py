@@ -202,9 +202,14 @@ RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 
 
 def _is_off(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether a value is one that means "off"; arrays and tensors are never asked for their truth."""
-    plain = isinstance(value, (str, numbers.Number)) or (isinstance(value, tuple) and all(map(is_int, value)))
-    return any(value is one or (plain and one is not None and bool(value == one)) for one in accepted)
+    """Whether a value is one that means "off"; arrays and tensors are never compared."""
+    return any(value is one or (_is_like(value, one) and value == one) for one in accepted)
+
+
+def _is_like(value: Any, one: Any) -> bool:
+    if isinstance(one, tuple):
+        return isinstance(value, tuple) and all(map(is_int, value))
+    return isinstance(value, str if isinstance(one, str) else numbers.Number)
 
 
 def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
