@@ -212,17 +212,21 @@ def _is_like(value: Any, one: Any) -> bool:
     return isinstance(value, str if isinstance(one, str) else numbers.Number)
 
 
+def _shown(value: Any) -> str:
+    return f"<a {value.dtype} tensor>" if isinstance(value, torch.Tensor) else repr(value)
+
+
 def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
     """Refuse what a constructor or forward does not accept; `arguments` may hold other names, too."""
     for name, value in arguments.items():
         accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
         if accepted is not None and not _is_off(value, accepted):
             text = " and ".join(map(repr, accepted)) + (" is accepted" if len(accepted) == 1 else " are accepted")
-            raise NotImplementedError(f"{layer}: {name}={value!r} is not offered; {text}.")
+            raise NotImplementedError(f"{layer}: {name}={_shown(value)} is not offered; {text}.")
         rule = RULES.get(f"{layer}.{name}", RULES.get(name))
         if rule is None or (value is None and layer.endswith(".forward")):  # a forward's None is the constructor's
             continue
         if not rule.of_type(value):
-            raise TypeError(f"{layer}: {name}={value!r}; {rule.accepted}.")
+            raise TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
         if not rule.fits(value):
             raise ValueError(f"{layer}: {name}={value!r}; {rule.accepted}.")

@@ -279,7 +279,6 @@ class CudnnCall(Call):
 
 def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CudnnCall) -> torch.Tensor:
     """`forward`'s out by cuDNN, differentiable, outside the bit contract."""
-    check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), call.kind)
     shared: dict[str, Any] = {"dropout_p": call.p, "is_causal": call.kind == "causal", "scale": call.scale}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
