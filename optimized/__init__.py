@@ -27,6 +27,7 @@ from reference import (
     init_fp8_state,
     load_fp8_state,
     make_graphed_callables,
+    not_offered,
     optimizers,
     philox,
     quantized_model_init,
@@ -62,6 +63,8 @@ __all__ = [
     "recipe",
     "tensor_core",
 ]
+
+__getattr__ = not_offered.explain(__name__)
 
 
 class _OnHopper(DeviceDefault):

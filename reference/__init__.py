@@ -9,7 +9,7 @@ y.backward(dy)
 """
 
 import reference.ops  # noqa: F401  (registers the CPU definitions)
-from reference import formats, optimizers, philox, random, recipe, tensor_core
+from reference import formats, not_offered, optimizers, philox, random, recipe, tensor_core
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
@@ -26,6 +26,7 @@ from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
 
 check_denormals()
+__getattr__ = not_offered.explain(__name__)
 
 __all__ = [
     "DelayedScaling",

@@ -252,7 +252,7 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
                 attn_mask_type="padding",
             ),
             ValueError,
-            r"attention_mask of the queries is torch.bool \[1, 1, 1, 5\]; bool \[batch, 1, 1, 4\]",
+            r"attention_mask of the queries is torch.bool \[1, 1, 1, 5\]; bool \[1, 1, 1, 4\]",
         ),
         (
             lambda: te.DotProductAttention(1, 16, attention_backend="flash"),

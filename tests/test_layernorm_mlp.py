@@ -154,7 +154,7 @@ def test_return_values_and_names(same_bits) -> None:
     ("make", "error", "sentence"),
     [
         (lambda: te.LayerNormMLP(16, 16, activation="tanh"), ValueError, "activation='tanh'; one of"),
-        (lambda: te.LayerNormMLP(16, 0), ValueError, "ffn_hidden_size=0; sizes >= 1"),
+        (lambda: te.LayerNormMLP(16, 0), ValueError, "ffn_hidden_size=0; an int from 1"),
         (lambda: te.LayerNormMLP(16, 16, checkpoint=True), NotImplementedError, "checkpoint=True is not offered"),
         (lambda: te.LayerNormMLP(16, 16, normalization="none"), ValueError, "normalization='none'"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,20 +42,66 @@ def test_formats(fmt: te.Format, forward: torch.dtype, backward: torch.dtype) ->
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"margin": -1}, r"margin=-1; an int >= 0 is accepted"),
-        ({"margin": 0.5}, r"margin=0.5; an int >= 0 is accepted"),
+        ({"margin": -1}, r"margin=-1; an int from 0 to 18 is accepted .*rounds a tensor's largest number to 0"),
+        ({"margin": 0.5}, r"margin=0.5; an int from 0 to 18 is accepted"),
         ({"fp8_format": te.Format.E5M2}, r"fp8_format=Format.E5M2; Format.HYBRID and Format.E4M3 are accepted"),
         ({"fp8_format": "hybrid"}, r"fp8_format=hybrid; Format.HYBRID and Format.E4M3 are accepted"),
-        ({"amax_history_len": 0}, r"amax_history_len=0; an int >= 1 is accepted"),
+        ({"amax_history_len": 0}, r"amax_history_len=0; an int from 1 to 1048576 is accepted"),
         ({"amax_compute_algo": "mean"}, r"amax_compute_algo='mean'; 'max' and 'most_recent' are accepted"),
         ({"amax_compute_algo": torch.amax}, r"'max' and 'most_recent' are accepted"),
         ({"scaling_factor_compute_algo": max}, r"scaling_factor_compute_algo=.*only None is accepted"),
         ({"fp8_dpa": True}, r"fp8_dpa=True, fp8_mha=False; only False is accepted"),
+        *[
+            ({name: value}, rf"DelayedScaling: (fp8_dpa=.*)?{name}=.*accepted")
+            for name, values in {
+                "margin": (19, 100, 10**30, True, np.int64(3), np.ones(2), "0", None, float("nan")),
+                "amax_history_len": (2**20 + 1, 10**30, True, np.int64(3), 4.0, "4", None, np.ones(2)),
+                "fp8_format": ("HYBRID", None, np.ones(2), [te.Format.HYBRID], te.Format.HYBRID.value),
+                "amax_compute_algo": ("MAX", None, ["max"], np.ones(2), b"max"),
+                "reduce_amax": ("False", 0, 1, None, np.ones(2), np.True_),
+                "fp8_dpa": ("False", 0, 1, None, np.ones(2), np.False_),
+                "fp8_mha": ("False", 0, 1, None, torch.ones(2), np.False_),
+                "scaling_factor_compute_algo": (True, "max", np.ones(2)),
+                "backward_override": ("high_precision", False, np.ones(2)),
+                "override_linear_precision": ((False, False, True), False, None, (False,), np.ones(3), (0, 0, 0)),
+            }.items()
+            for value in values
+        ],
     ],
 )
 def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=sentence):
         te.DelayedScaling(**arguments)
+
+
+@pytest.mark.parametrize("margin", [0, 18, 19])
+def test_the_largest_margin_is_the_last_that_leaves_a_number(margin: int) -> None:
+    """A tensor's largest number after a step, as E4M3 code: 2^-9 with 18 powers of two kept free, 0 with 19."""
+    scale, history, x = torch.ones(1), torch.zeros(2, 1), torch.full((1, 16), 3.0)
+    torch.ops.twin.amax(x, history, 0)
+    torch.ops.twin.scale_update([scale], [history], 448.0, margin, "max")
+    code = torch.ops.twin.cast(x, scale, None, 0, torch.float8_e4m3fn)[0].float()[0, 0]
+    assert code == {0: 448.0, 18: 2.0**-9, 19: 0.0}[margin]
+    if margin == recipe.MAX_MARGIN:
+        te.DelayedScaling(margin=margin)
+
+
+def test_the_largest_margin_trains() -> None:
+    layer = te.Linear(32, 32)
+    for _ in range(3):
+        with te.autocast(recipe=te.DelayedScaling(margin=18, amax_history_len=2)):
+            y = layer(torch.ones(4, 32))
+        y.sum().backward()
+        assert bool(y.isfinite().all())
+        assert bool(y.any())
+
+
+def test_a_recipe_says_what_it_is() -> None:
+    """Transformer Engine's questions."""
+    r = te.DelayedScaling()
+    assert (r.delayed(), r.float8_per_tensor_scaling()) == (True, True)
+    others = (r.mxfp8, r.nvfp4, r.float8_current_scaling, r.float8_block_scaling, r.custom)
+    assert not any(question() for question in others)
 
 
 def test_recipes_are_values() -> None:

@@ -259,9 +259,13 @@ def test_transformer_engines_arguments_keep_their_places(same_bits) -> None:
         layer(x, alibi_slopes=torch.ones(4))
 
 
-def test_fp32_attention_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"q is torch.float32; q, k and v must all be torch.bfloat16 .*torch.autocast"):
-        layer_of(params_dtype=torch.float32)(numbers(4, 8, 2, 64))
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+def test_fp32_against_torchs_own_layer_in_float64(mask: str) -> None:
+    """Some hundred roundings of fp32."""
+    layer, x = layer_of(self_attn_mask_type=mask, params_dtype=torch.float32), numbers(7, 40, 2, 64)
+    expected = exact(layer, x.double(), mask == "causal")
+    assert (layer(x).double() - expected).norm() / expected.norm() < 1e-5
 
 
 def test_encoder_and_decoder_know_their_inputs() -> None:

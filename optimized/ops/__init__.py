@@ -28,6 +28,7 @@ from optimized.ops import (
     scale_update,
     softmax,
 )
+from reference import not_offered
 
 MODULES = (
     activation,
@@ -54,3 +55,5 @@ MODULES = (
 )
 
 __all__ = ["MODULES"]
+
+__getattr__ = not_offered.explain(__name__)  # of Transformer Engine's `ops`

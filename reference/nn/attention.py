@@ -1,8 +1,9 @@
 """`DotProductAttention`: softmax(q·kᵀ·scale, masked)·v per head.
 
 Arithmetic: `reference.ops.attention`. A mask says True where a pair is hidden, and a query that sees no key gets zeros
-(Transformer Engine's conventions). `attention_backend="cudnn"` leaves the arithmetic to cuDNN: faster, and outside the
-bit contract. Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
+(Transformer Engine's conventions). In fp32 the arithmetic is PyTorch's own, and with `attention_backend="cudnn"` it is
+cuDNN's, which is faster; both are outside the bit contract. Source: Transformer Engine's
+`pytorch/attention/dot_product_attention`.
 """
 
 from collections.abc import Callable
@@ -12,33 +13,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
 from reference.nn.autograd import differentiable
+from reference.nn.checks import activation_dtype, check_cudnn, check_grid, check_mask, check_mask_type, check_qkv
 from reference.nn.dropout import Generator
-from reference.nn.parameters import DeviceDefault, refuse_not_offered
-from reference.nn.precision import Call
+from reference.nn.parameters import DeviceDefault
+from reference.nn.precision import Call, as_dtype
 from reference.notice import say_once
+from reference.ops.attention import causal_shift
 from reference.ops.library import twin
 from reference.recompute import checkpoint
 
 Saved = tuple[torch.Tensor | None, ...]
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-
-# Transformer Engine's names → the op's causal rule, and whether an explicit mask is read.
-MASK_TYPES = {
-    "no_mask": ("none", False),
-    "padding": ("none", True),
-    "arbitrary": ("none", True),
-    "causal": ("causal", False),
-    "causal_bottom_right": ("causal_bottom_right", False),
-    "padding_causal": ("causal", True),
-    "padding,causal": ("causal", True),
-    "causal,padding": ("causal", True),
-    "padding_causal_bottom_right": ("causal_bottom_right", True),
-}
-FORMATS = ("sbhd", "bshd")
-BACKENDS = ("exact", "cudnn")
-CUDNN_MASK_TYPES = ("no_mask", "causal")
+MASK_NAMES = ("attention_mask", "attn_mask_type")
 
 
 class AttentionCall(Call):
@@ -81,7 +70,9 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         attn_mask_type: default of `forward`'s, one of `MASK_TYPES`.
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
-        window_size, softmax_type, tp_*, sequence_parallel, ...: only "off" is offered.
+        layer_number, name: accepted for Transformer Engine's sake.
+        window_size, softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is
+            offered.
         device: where the random state lives; None is the package's own.
         attention_backend: "exact", the bits of `reference.ops.attention` on every device; or "cudnn", PyTorch's SDPA
             on its cuDNN backend, for speed: on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -98,79 +89,138 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         tp_group: Any = None,
         layer_number: int | None = None,
         attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+        *,
         device: torch.device | str | None = None,
         attention_backend: str = "exact",
     ) -> None:
+        check_arguments("DotProductAttention", locals())
         super().__init__()
-        refuse_not_offered("DotProductAttention", locals())
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if groups < 1 or num_attention_heads % groups:
-            raise ValueError(
-                f"DotProductAttention: num_gqa_groups={num_gqa_groups} with num_attention_heads={num_attention_heads}; "
-                f"a divisor of it is accepted."
-            )
-        check_format("DotProductAttention", qkv_format)
-        check_mask_type("DotProductAttention", attn_mask_type)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
-        self.kv_channels = kv_channels
-        self.attention_dropout = attention_dropout
+        self.num_attention_heads = int(num_attention_heads)
+        self.num_gqa_groups = check_groups("DotProductAttention", num_gqa_groups, self.num_attention_heads)
+        self.kv_channels = int(kv_channels)
+        self.attention_dropout = float(attention_dropout)
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
-        self.softmax_scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.attention_backend = check_backend("DotProductAttention", attention_backend)
+        self.softmax_scale = self.kv_channels**-0.5 if softmax_scale is None else float(softmax_scale)
+        self.attention_backend = attention_backend
+        if attention_backend == "cudnn":
+            say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
         self.generator = Generator(self.resolve_device(device), get_rng_state_tracker)
 
     def forward(
         self,
-        query_layer: torch.Tensor,
-        key_layer: torch.Tensor,
-        value_layer: torch.Tensor,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
         attention_mask: Mask = None,
         qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, torch.Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, torch.Tensor] | None = None,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
     ) -> torch.Tensor:
         """Attend.
 
         Args:
-            query_layer: `[s, b, h, d]` ("sbhd") or `[b, s, h, d]` ("bshd"), bf16 or fp16.
+            query_layer: `[s, b, h, d]` ("sbhd") or `[b, s, h, d]` ("bshd"), bf16 or fp16; fp32 under torch.autocast,
+                whose dtype it is cast to, or for attention that is PyTorch's own.
             key_layer, value_layer: the same with the keys' length and heads.
             attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair of them, queries' and
-                keys') with a padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary".
+                keys') with a padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types
+                read none.
             qkv_format, attn_mask_type: None is the constructor's.
             checkpoint_core_attention: recompute in backward.
-            core_attention_bias_type, core_attention_bias: only "no_bias" is offered.
+            cu_seqlens_*, max_seqlen_*, window_size, core_attention_bias_type, core_attention_bias and the rest:
+                Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             `[s, b, h·d]` or `[b, s, h·d]`.
         """
-        refused = {"core_attention_bias_type": core_attention_bias_type, "core_attention_bias": core_attention_bias}
-        refuse_not_offered("DotProductAttention.forward", refused)
-        layout = check_format("DotProductAttention", qkv_format or self.qkv_format)
-        kind = check_mask_type("DotProductAttention", attn_mask_type or self.attn_mask_type)
+        if not (
+            cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
+            and max_seqlen_kv is window_size is bottom_right_diagonal is softcap is core_attention_bias is None
+            and alibi_slopes is inference_params is pad_between_seqs is score_mod is score_mod_bprop is None
+            and score_mod_tensors is score_mod_bprop_tensors is qkv_layer is kv_layer is thd_attention_policies is None
+            and fast_zero_fill is True
+            and fp8_output is bf16_backward is False
+            and type(num_splits) is type(qkv_interleave_dim) is int
+            and (num_splits, qkv_interleave_dim) == (1, -3)
+            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
+            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
+            and type(checkpoint_core_attention) is bool
+            and qkv_format in (None, "sbhd", "bshd")
+        ):
+            check_arguments("DotProductAttention.forward", locals())
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        check_mask_type("DotProductAttention", "attn_mask_type", kind)
+        check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
+        given: Any = (query_layer, key_layer, value_layer)
+        if given[0].dtype == torch.float32:
+            given = [as_dtype(t, activation_dtype(t)) for t in given]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        q, k, v = (t.permute(heads_first) for t in (query_layer, key_layer, value_layer))
-        mask = full_mask(kind, attention_mask, q.shape[2], k.shape[2])
+        q, k, v = (t.permute(heads_first) for t in given)
+        if MASK_TYPES[kind][1]:
+            shape = (*q.shape[:3], k.shape[2])
+            check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, shape, q.device)
+        if self.attention_backend == "cudnn":
+            check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind)
+        elif q.is_cuda and q.dtype != torch.float32:
+            check_grid("DotProductAttention", q.shape[0], q.shape[1], q.device)
+        mask = full_mask(kind, attention_mask)
         run = self._attend
         out = checkpoint(run, q, k, v, kind, mask) if checkpoint_core_attention else run(q, k, v, kind, mask)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
-        return out.reshape(*out.shape[:2], -1)
+        return out.reshape(*out.shape[:2], self.num_attention_heads * self.kv_channels)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, mask: torch.Tensor | None
     ) -> torch.Tensor:
+        if q.dtype == torch.float32:
+            p = self.attention_dropout if self.training else 0.0
+            return torch_attention(q, k, v, self.softmax_scale, kind, mask, p)
         call = self.attention_call(q, q.dtype, kind, mask)
         if isinstance(call, CudnnCall):
             return cudnn_attention(q, k, v, call)
@@ -179,7 +229,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
     def attention_call(
         self, inp: torch.Tensor, dtype: torch.dtype, kind: str, mask: torch.Tensor | None
     ) -> "AttentionCall | CudnnCall":
-        """How this forward of an input attends in `dtype`; its dropout's random state is taken here."""
+        """How this forward of an input attends in 16 bits, `dtype`; its dropout's random state is taken here."""
         p = self.attention_dropout if self.training else 0.0
         if self.attention_backend == "cudnn":
             return CudnnCall(dtype, self.softmax_scale, kind, p)
@@ -190,19 +240,38 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         return AttentionCall(dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
 
 
-def check_cudnn(q: torch.Tensor, k: torch.Tensor, kind: str) -> None:
-    """Refuse what cuDNN is not offered for."""
-    name = "DotProductAttention: attention_backend='cudnn'"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"{name} with {q.dtype}; bfloat16 and float16 are accepted.")
-    if kind not in CUDNN_MASK_TYPES:
-        raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
-    if kind == "causal" and q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"{name} with {q.shape[2]} queries and {k.shape[2]} keys under a causal mask; as many keys are accepted."
-        )
-    if not q.is_cuda:
-        raise RuntimeError(f"{name} on {q.device}; 'cuda' is accepted, or attention_backend='exact'.")
+def _say_fp32() -> None:
+    say_once("fp32 attention", "attention in fp32 is PyTorch's own and outside the bit contract")
+
+
+_say_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler runs it while it traces
+
+
+def torch_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    kind: str,
+    mask: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    """`forward`'s out in fp32 by PyTorch, differentiable, outside the bit contract; dropout from torch's generator."""
+    _say_fp32()
+    rule, sq, skv = MASK_TYPES[kind][0], q.shape[2], k.shape[2]
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    shift = causal_shift(rule, sq, skv)
+    if mask is None and not shift:
+        return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=shift == 0, scale=scale)
+    if shift is not None:
+        behind = torch.ones(sq, skv, dtype=torch.bool, device=q.device).triu(shift + 1)
+        mask = behind if mask is None else mask | behind
+    assert mask is not None
+    blind = mask.all(-1, keepdim=True)  # such a row sees everything and is then cleared: no backend makes NaN of it
+    out = scaled_dot_product_attention(q, k, v, attn_mask=blind | ~mask, dropout_p=p, scale=scale)
+    return out.masked_fill(blind, 0.0)
 
 
 class CudnnCall(Call):
@@ -215,7 +284,6 @@ class CudnnCall(Call):
 
 def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CudnnCall) -> torch.Tensor:
     """`forward`'s out by cuDNN, differentiable, outside the bit contract."""
-    check_cudnn(q, k, call.kind)
     shared: dict[str, Any] = {"dropout_p": call.p, "is_causal": call.kind == "causal", "scale": call.scale}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
@@ -225,7 +293,6 @@ def cudnn_forward(
     call: CudnnCall, needs: tuple[bool, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
     """The same without autograd, for as many heads of keys as of queries: what SDPA calls on its cuDNN backend."""
-    check_cudnn(q, k, call.kind)
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, any(needs), call.p, call.kind == "causal", False, scale=call.scale
     )
@@ -243,44 +310,21 @@ def cudnn_backward(call: CudnnCall, needs: tuple[bool, ...], saved: Saved, grad:
     )
 
 
-def check_backend(layer: str, attention_backend: str) -> str:
-    """`attention_backend`, if it is offered; says once what "cudnn" gives up."""
-    if attention_backend not in BACKENDS:
-        raise ValueError(f"{layer}: attention_backend={attention_backend!r}; one of {BACKENDS} is accepted.")
-    if attention_backend == "cudnn":
-        say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
-    return attention_backend
+def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
+    """Heads of keys and values."""
+    groups = heads if num_gqa_groups is None else int(num_gqa_groups)
+    if heads % groups:
+        raise ValueError(
+            f"{layer}: num_gqa_groups={num_gqa_groups} with num_attention_heads={heads}; a divisor of it is accepted."
+        )
+    return groups
 
 
-def check_format(layer: str, qkv_format: str) -> str:
-    """`qkv_format`, if it is offered."""
-    if qkv_format not in FORMATS:
-        raise ValueError(f"{layer}: qkv_format={qkv_format!r}; one of {FORMATS} is accepted.")
-    return qkv_format
-
-
-def check_mask_type(layer: str, attn_mask_type: str) -> str:
-    """`attn_mask_type`, if it is offered."""
-    if attn_mask_type not in MASK_TYPES:
-        raise ValueError(f"{layer}: attn_mask_type={attn_mask_type!r}; one of {tuple(MASK_TYPES)} is accepted.")
-    return attn_mask_type
-
-
-def full_mask(kind: str, mask: Mask, sq: int, skv: int) -> torch.Tensor | None:
+def full_mask(kind: str, mask: Any) -> torch.Tensor | None:
     """The mask over pairs, broadcastable to `[b, h, sq, skv]`: a padded query hides its whole row."""
     if not MASK_TYPES[kind][1]:
         return None
-    if mask is None:
-        raise ValueError(f"DotProductAttention: attn_mask_type={kind!r} needs attention_mask; got None.")
     if kind == "arbitrary":
-        if isinstance(mask, tuple):
-            raise TypeError("DotProductAttention: attention_mask is a tuple; one tensor goes with 'arbitrary'.")
         return mask
     queries, keys = mask if isinstance(mask, tuple) else (mask, mask)
-    for name, part, length in (("queries", queries, sq), ("keys", keys, skv)):
-        if part.dtype != torch.bool or part.dim() != 4 or part.shape[1:] != (1, 1, length):
-            raise ValueError(
-                f"DotProductAttention: attention_mask of the {name} is {part.dtype} {list(part.shape)}; "
-                f"bool [batch, 1, 1, {length}] is accepted with {kind!r}."
-            )
     return queries.transpose(2, 3) | keys

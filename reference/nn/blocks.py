@@ -11,7 +11,8 @@ once what the parts do apart:
     db of proj and of fc2 by the cast of their gradient           where `dbias` would read it once more
     the gradients of q, k, v are cast from where they are         FP8 with a bias; else side by side first
 
-`TransformerLayer` runs its parts instead where somebody looks at them (`untouched`), or where a half is none of these.
+`TransformerLayer` runs its parts instead where somebody looks at them (`untouched`), where a half is none of these, and
+where attention is PyTorch's own (fp32). It has checked its arguments before it calls anything here.
 A small layer runs both halves as one pair (`is_small`): what one half saves then lives until the other is through, and
 the host, for which such a layer waits, has half the calls to make.
 """
@@ -149,7 +150,7 @@ class AttentionBlockCall(BlockCall):
 
     def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v `[b, heads, s, channels]` of the projection; a backward makes the views anew."""
-        pieces, _ = split_forward(self.split, (), mixed.view(*self.lead, -1))
+        pieces, _ = split_forward(self.split, (), mixed.view(*self.lead, mixed.shape[-1]))
         return tuple(piece.permute(self.heads_first) for piece in pieces)
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +197,8 @@ def attention_backward(call: AttentionBlockCall, needs: tuple[bool, ...], saved:
     context_grad, *proj_grads = linear.backward(call.proj, needs_proj, saved_proj, inner)
     if context_grad is None or mixed is None:
         return (*[None] * 5, *proj_grads)
-    by_head = context_grad.view(*call.lead, -1, call.split.channels).permute(call.heads_first)
+    channels = call.split.channels
+    by_head = context_grad.view(*call.lead, context_grad.shape[-1] // channels, channels).permute(call.heads_first)
     attend: Any = attention.backward if isinstance(call.core, AttentionCall) else attention.cudnn_backward
     pieces = [call.tokens(t) for t in attend(call.core, (), (*call.heads(mixed), *saved_core), by_head)]
     g, db = call.first.joined_grad(pieces, call.split.rows, GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
@@ -302,8 +304,7 @@ def is_small(parameters: int, x: torch.Tensor) -> bool:
 
 
 def _mlp_arguments(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> Any:
-    """The call of an MLP's half, and its parameters."""
-    mlp.check_input(h, mlp.hidden_size)
+    """The call of an MLP's half, and its parameters; `TransformerLayer` has checked h, here and for the next."""
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     return BlockCall(mlp.call(h, is_first_microbatch), dropout, h.shape), _parameters(mlp, names)
 
@@ -313,19 +314,15 @@ def _attention_arguments(
 ) -> Any:
     """The call of an attention's half, and its parameters."""
     qkv, core, proj = _parts(module)
-    qkv.check_input(x, qkv.in_features)
-    sequence_first = module.qkv_format == "sbhd"
-    kind = attention.check_mask_type("DotProductAttention", mask_type)
-    length = x.shape[0 if sequence_first else 1]
     first = qkv.call(x, is_first_microbatch)
     call = AttentionBlockCall(
         first,
         dropout,
-        core.attention_call(x, first.dtype, kind, attention.full_mask(kind, mask, length, length)),
+        core.attention_call(x, first.dtype, mask_type, attention.full_mask(mask_type, mask)),
         proj.call(x, is_first_microbatch),
         module.split_call(first.dtype, module.num_attention_heads // module.num_gqa_groups),
         x.shape,
-        sequence_first,
+        module.qkv_format == "sbhd",
     )
     norm = _parameters(qkv, ("layer_norm_weight", "layer_norm_bias"))
     return call, (*norm, qkv.joined_weight(), qkv.joined_bias(), proj.weight, proj.joined_bias())

@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable
+from reference.nn.checks import check_input
 from reference.nn.module import TransformerEngineBaseModule
-from reference.nn.parameters import check_sizes, parameter_dtype, refuse_not_offered
+from reference.nn.parameters import parameter_dtype
 from reference.nn.precision import Call, NormArguments, as_dtype, rows_of
 from reference.ops.library import twin
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+"""The ops' names of a `normalization` argument."""
 Saved = tuple[torch.Tensor | None, ...]
-
-
-def norm_kind(layer: str, normalization: str) -> str:
-    """The op's name of a `normalization` argument."""
-    if normalization not in KINDS:
-        raise ValueError(f"{layer}: normalization={normalization!r}; one of {tuple(KINDS)} is accepted.")
-    return KINDS[normalization]
 
 
 def arguments(call: Call, weight: torch.Tensor, bias: torch.Tensor | None) -> NormArguments:
@@ -83,13 +79,29 @@ def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tens
     return norm_backward(call, grad.contiguous(), saved)
 
 
+def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> int:
+    """The one dimension that either argument names."""
+    if normalized_shape is not None and hidden_size is not None:
+        raise ValueError(
+            f"{layer}: normalized_shape={normalized_shape!r} and hidden_size={hidden_size!r}, its older name; one is "
+            f"accepted."
+        )
+    name, shape = ("normalized_shape", normalized_shape) if hidden_size is None else ("hidden_size", hidden_size)
+    if isinstance(shape, (tuple, list)):
+        if len(shape) != 1:
+            raise ValueError(f"{layer}: {name}={shape!r}; one dimension, the last, is accepted.")
+        shape = shape[0]
+    check_arguments(layer, {name: shape})
+    return int(shape)
+
+
 class _Norm(TransformerEngineBaseModule):
     """What both norms are, with Transformer Engine's arguments.
 
     Args:
         normalized_shape: size of the last dimension.
         eps: added to the variance.
-        sequence_parallel: only False is offered.
+        sequence_parallel, sm_margin: only None, False and 0 are offered.
         params_dtype, dtype: of the parameters; None is torch's default dtype.
         zero_centered_gamma: keep γ − 1 in `weight`.
         hidden_size: older name of `normalized_shape`.
@@ -107,27 +119,26 @@ class _Norm(TransformerEngineBaseModule):
         self,
         normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        sm_margin: int = 0,
     ) -> None:
+        name = "LayerNorm" if self.kind == "layernorm" else "RMSNorm"
+        size = _last_size(name, normalized_shape, hidden_size)
+        check_arguments(name, {**locals(), "normalized_shape": size, "hidden_size": size})
+        if None not in (params_dtype, dtype) and params_dtype != dtype:
+            raise ValueError(f"{name}: params_dtype={params_dtype} and dtype={dtype}, its newer name; one is accepted.")
         super().__init__()
-        name = type(self).__name__
-        refuse_not_offered(name, {"sequence_parallel": sequence_parallel})
-        shape = hidden_size if normalized_shape is None else normalized_shape
-        shape = (shape,) if isinstance(shape, int) else tuple(shape or ())
-        if len(shape) != 1:
-            raise ValueError(f"{name}: normalized_shape={shape}; one dimension, the last, is accepted.")
-        check_sizes(name, normalized_shape=shape[0])
-        self.hidden_size = shape[0]
-        self.eps = eps
+        self.hidden_size = size
+        self.eps = float(eps)
         self.zero_centered_gamma = zero_centered_gamma
-        empty = torch.empty(
-            shape, dtype=parameter_dtype(name, params_dtype or dtype), device=self.resolve_device(device)
-        )
+        dtype = parameter_dtype(name, params_dtype or dtype)
+        empty = torch.empty(self.hidden_size, dtype=dtype, device=self.resolve_device(device))
         self.weight = torch.nn.Parameter(empty)
         beta = torch.nn.Parameter(torch.empty_like(empty)) if self.kind == "layernorm" else None
         self.register_parameter("bias", beta)
@@ -143,11 +154,11 @@ class _Norm(TransformerEngineBaseModule):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""
-        self.check_input(inp, self.hidden_size)
-        call = Call(self, self.activation_dtype(inp))
-        return differentiable(forward, backward, call, rows_of(inp), self.weight, self.bias).view(inp.shape)
+        check_input(self, input, self.hidden_size, "input")
+        call = Call(self, self.activation_dtype(input))
+        return differentiable(forward, backward, call, rows_of(input), self.weight, self.bias).view(input.shape)
 
     def extra_repr(self) -> str:
         """Size, eps and the form of γ."""

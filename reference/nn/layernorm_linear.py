@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable
-from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
+from reference.nn.checks import check_input
+from reference.nn.layernorm import KINDS, arguments, norm_backward, register_norm, reset_norm, with_extras
 from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, LinearBase, Saved
-from reference.nn.parameters import InitMethod, Split, refuse_not_offered
+from reference.nn.parameters import InitMethod, Split
 from reference.nn.precision import Call, Kept, Operand, as_dtype, dgrad, fprop, keep, rows_of, wgrad
 
 __all__ = ["LayerNormLinear"]
@@ -118,10 +120,10 @@ class LayerNormLinear(LinearBase):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
+        check_arguments("LayerNormLinear", locals())
         super().__init__()
-        refuse_not_offered("LayerNormLinear", locals())
-        self.eps = eps
-        self.kind = norm_kind("LayerNormLinear", normalization)
+        self.eps = float(eps)
+        self.kind = KINDS[normalization]
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         self.use_bias = bias
@@ -146,21 +148,25 @@ class LayerNormLinear(LinearBase):
         reset_norm(self)
 
     def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Apply the layer.
 
         Args:
             inp: `[..., in_features]`, fp32, bf16 or fp16.
             is_first_microbatch: as in `Linear.forward`.
-            fp8_grad: an FP8 gradient; only False is offered.
+            fp8_output, fp8_grad: FP8 results; only False is offered.
 
         Returns:
             y `[..., out_features]`; with `return_bias` the bias after it, with `return_layernorm_output` norm(x) last.
         """
-        if fp8_grad:
-            raise NotImplementedError(f"LayerNormLinear: fp8_grad={fp8_grad}; only False is accepted.")
-        self.check_input(inp, self.in_features)
+        if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
+            check_arguments("LayerNormLinear.forward", locals())
+        check_input(self, inp, self.in_features)
         call = self.call(inp, is_first_microbatch)
         bias = self.joined_bias()
         tensors = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())

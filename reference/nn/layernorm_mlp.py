@@ -13,17 +13,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.nn import init
 from reference.nn.autograd import differentiable
-from reference.nn.layernorm import arguments, norm_backward, norm_kind, register_norm, reset_norm, with_extras
+from reference.nn.checks import check_input
+from reference.nn.layernorm import KINDS, arguments, norm_backward, register_norm, reset_norm, with_extras
 from reference.nn.module import TransformerEngineBaseModule
-from reference.nn.parameters import InitMethod, check_sizes, forked, parameter_dtype, refuse_not_offered
+from reference.nn.parameters import InitMethod, forked, parameter_dtype
 from reference.nn.precision import Call, Kept, Operand, Weight, as_dtype, dgrad, fprop, keep, rows_of, wgrad
+from reference.ops.activation import GATED
 
 FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT = 0, 1, 3, 4  # columns of scaling_fwd
 FC1_GRAD, FC2_GRAD = 0, 2  # columns of scaling_bwd
-ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
-GATED = ("geglu", "swiglu")
 Saved = tuple[torch.Tensor | None, ...]
 
 
@@ -164,15 +165,12 @@ class LayerNormMLP(TransformerEngineBaseModule):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
+        check_arguments("LayerNormMLP", locals())
         super().__init__()
-        refuse_not_offered("LayerNormMLP", locals())
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"LayerNormMLP: activation={activation!r}; one of {ACTIVATIONS} is accepted.")
-        check_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
-        self.eps = eps
-        self.kind = norm_kind("LayerNormMLP", normalization)
+        self.hidden_size = int(hidden_size)
+        self.ffn_hidden_size = int(ffn_hidden_size)
+        self.eps = float(eps)
+        self.kind = KINDS[normalization]
         self.activation = activation
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
@@ -225,7 +223,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         Returns:
             y of inp's shape; with `return_bias` fc2's bias after it, with `return_layernorm_output` norm(x) last.
         """
-        self.check_input(inp, self.hidden_size)
+        if not (is_first_microbatch is None or type(is_first_microbatch) is bool):
+            check_arguments("LayerNormMLP.forward", locals())
+        check_input(self, inp, self.hidden_size)
         call = self.call(inp, is_first_microbatch)
         fc2_bias = self.fc2_bias
         results = differentiable(

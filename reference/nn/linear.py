@@ -20,18 +20,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from reference.arguments import check_arguments
 from reference.nn import init
 from reference.nn.autograd import differentiable
+from reference.nn.checks import check_input
 from reference.nn.module import TransformerEngineBaseModule
-from reference.nn.parameters import (
-    InitMethod,
-    Split,
-    check_sizes,
-    forked,
-    parameter_dtype,
-    refuse_not_offered,
-    split_sizes,
-)
+from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
 from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
 
 INPUT, WEIGHT = 0, 1  # columns of scaling_fwd
@@ -86,8 +80,7 @@ class LinearBase(TransformerEngineBaseModule):
                 f"{layer}: parameters_split={split!r} in quantized_model_init is not offered (a weight in FP8 is one "
                 f"tensor with one scale; fuse_qkv_params=True of an attention makes it so); None is accepted."
             )
-        self.in_features, self.out_features = sizes
-        check_sizes(layer, in_features=self.in_features, out_features=self.out_features)
+        self.in_features, self.out_features = map(int, sizes)
         parts = split_sizes(layer, split, self.out_features)
         dtype, device = parameter_dtype(layer, where[0]), self.resolve_device(where[1])
         self._init_method = init_method or init.normal_
@@ -188,8 +181,8 @@ class Linear(LinearBase):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
+        check_arguments("Linear", locals())
         super().__init__()
-        refuse_not_offered("Linear", locals())
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -212,7 +205,7 @@ class Linear(LinearBase):
         """Apply the layer.
 
         Args:
-            inp: `[..., in_features]`, fp32, bf16 or fp16.
+            inp: `[..., in_features]`, fp32, bf16 or fp16; there may be no tokens.
             is_first_microbatch: None casts the weight each time. True casts it and keeps the FP8 copy; False
                 uses that copy and leaves the weight's amax history alone.
             fp8_output, fp8_grad: FP8 results; only False is offered.
@@ -220,12 +213,9 @@ class Linear(LinearBase):
         Returns:
             `[..., out_features]` in the input's dtype (or torch.autocast's); with `return_bias`, and the bias.
         """
-        if fp8_output or fp8_grad:
-            raise NotImplementedError(
-                f"Linear: fp8_output={fp8_output}, fp8_grad={fp8_grad}; only False is accepted: "
-                f"results in FP8 are not offered."
-            )
-        self.check_input(inp, self.in_features)
+        if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
+            check_arguments("Linear.forward", locals())
+        check_input(self, inp, self.in_features)
         call = self.call(inp, is_first_microbatch)
         bias = self.joined_bias()
         added = None if self.return_bias else bias

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
-from reference.nn.attention import DotProductAttention, Mask, Saved, check_format
+from reference.arguments import MASK_TYPES, check_arguments
+from reference.autocast import current
+from reference.nn import checks
+from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, Saved, check_groups
 from reference.nn.autograd import differentiable
+from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
-from reference.nn.parameters import DeviceDefault, InitMethod, refuse_not_offered
+from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.precision import Call
+from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
 
@@ -36,7 +41,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
-        qk_norm_type and parallelism's arguments: only "off" is offered.
+        layer_number, name, seq_length, micro_batch_size: accepted for Transformer Engine's sake.
+        window_size, softcap, qk_norm_*, softmax_type and parallelism's arguments: only "off" is offered.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         tp_group: Any = None,
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
@@ -67,36 +75,41 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
         rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
         name: str | None = None,
         qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
+        *,
         attention_backend: str = "exact",
     ) -> None:
+        check_arguments("MultiheadAttention", locals())
+        channels = check_channels("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
+        groups = check_groups("MultiheadAttention", num_gqa_groups, int(num_attention_heads))
         super().__init__()
-        refuse_not_offered("MultiheadAttention", locals())
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"MultiheadAttention: attention_type={attention_type!r}; 'self' and 'cross' are accepted.")
-        if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(
-                f"MultiheadAttention: hidden_size={hidden_size} with num_attention_heads={num_attention_heads}; a "
-                f"multiple of it is accepted, or a kv_channels."
-            )
-        channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        self.num_attention_heads, self.num_gqa_groups, self.channels = num_attention_heads, groups, channels
+        self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
+        self.hidden_size = int(hidden_size)
         self.attention_type = attention_type
+        self.attn_mask_type = attn_mask_type
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
+        names = ("layernorm_qkv", "qkv") if attention_type == "self" else ("layernorm_query", "query_layer")
+        self._first_name = names[0 if input_layernorm else 1]
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
-        self.qkv_format = check_format("MultiheadAttention", qkv_format)
+        self.qkv_format, self._batch = qkv_format, 1 if qkv_format == "sbhd" else 0
         device = self.resolve_device(device)
         common: dict[str, Any] = {
             "bias": bias,
@@ -111,7 +124,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        q_size, kv_size = channels * num_attention_heads, channels * groups
+        q_size, kv_size = channels * self.num_attention_heads, channels * groups
 
         def project(out: int, split: Any, normed: bool) -> Linear | LayerNormLinear:
             split = None if fuse_qkv_params else split
@@ -123,10 +136,10 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if attention_type == "self":
             parts = {"query": q_size, "key": kv_size, "value": kv_size}
             qkv = project(q_size + 2 * kv_size, parts, input_layernorm)
-            setattr(self, "layernorm_qkv" if input_layernorm else "qkv", qkv)
+            setattr(self, self._first_name, qkv)
         else:
             query = project(q_size, {"query": q_size} if input_layernorm else None, input_layernorm)
-            setattr(self, "layernorm_query" if input_layernorm else "query_layer", query)
+            setattr(self, self._first_name, query)
             self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -150,25 +163,56 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         attention_mask: Mask = None,
         encoder_output: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> Any:
         """Attend within `hidden_states`, or from it to `encoder_output`.
 
         Args:
-            hidden_states: `[s, b, hidden]` or `[b, s, hidden]`.
+            hidden_states: `[s, b, hidden]` or `[b, s, hidden]`, bf16, fp16 or fp32 (whose attention is PyTorch's own).
             attention_mask, attn_mask_type, checkpoint_core_attention: as in `DotProductAttention.forward`.
-            encoder_output: what cross-attention looks at.
+            encoder_output: what cross-attention looks at, of hidden_states' batch and dtype.
             is_first_microbatch: as in `Linear.forward`.
-            rotary_pos_emb: angles `[s, 1, 1, channels]`, or one such for queries and one for keys.
+            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or one such for queries and one for keys.
+            window_size, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order;
+                only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
-        if (encoder_output is None) != (self.attention_type == "self"):
-            wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
-            raise ValueError(f"MultiheadAttention: attention_type={self.attention_type!r} takes {wanted}.")
+        if not (
+            window_size is bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
+            and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
+            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
+            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
+            and fast_zero_fill is True
+            and type(checkpoint_core_attention) is bool
+            and (is_first_microbatch is None or type(is_first_microbatch) is bool)
+        ):
+            check_arguments("MultiheadAttention.forward", locals())
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, rotary_pos_emb)
+        if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
+            checks.check_fp8_sizes(*self._modules.values())
         normed = None
         if self.attention_type == "self":
             mixed = self._first(hidden_states, is_first_microbatch)
@@ -187,7 +231,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             k,
             v,
             attention_mask,
-            attn_mask_type=attn_mask_type,
+            attn_mask_type=kind,
             checkpoint_core_attention=checkpoint_core_attention,
         )
         out = self.proj(context, is_first_microbatch)
@@ -195,9 +239,54 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         results = (*results, normed) if self.return_layernorm_output and self.input_layernorm else results
         return results[0] if len(results) == 1 else results
 
+    def check(
+        self,
+        layer: str,
+        hidden_states: Any,
+        encoder_output: Any,
+        mask: Any,
+        kind: Any,
+        angles: Any = None,
+        names: checks.Names = MASK_NAMES,
+    ) -> None:
+        """Refuse in `layer`'s name what this module, or a part of it, would refuse later; nothing has changed then."""
+        core: Any = self._modules["core_attention"]
+        checks.check_input(self._modules[self._first_name], hidden_states, self.hidden_size, "hidden_states", layer)
+        if (encoder_output is None) != (self.attention_type == "self"):
+            wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
+            raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
+        ours = isinstance(core, DotProductAttention)
+        if ours:
+            checks.check_mask_type(layer, names[1], kind)
+        if (
+            encoder_output is not None
+            or angles is not None
+            or (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
+            or (hidden_states.is_cuda and hidden_states.shape[self._batch] * self.num_attention_heads > MAX_ATTENTIONS)
+        ):
+            self._check_sizes(layer, hidden_states, encoder_output, angles, (names, mask, kind) if ours else None)
+
+    def _check_sizes(self, layer: str, hidden_states: Any, encoder_output: Any, angles: Any, masked: Any) -> None:
+        """The rest of `check`: what depends on the batch and the lengths."""
+        batch, sequence = self._batch, 1 - self._batch
+        shape = source = hidden_states.shape
+        if encoder_output is not None:
+            checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, batch)
+            source = encoder_output.shape
+        lengths, device = (shape[sequence], source[sequence]), hidden_states.device
+        if angles is not None:
+            checks.check_angles(layer, angles, lengths, self.channels, device)
+        if masked is not None:
+            names, mask, kind = masked
+            checks.check_mask(layer, names, kind, mask, (shape[batch], self.num_attention_heads, *lengths), device)
+            dtype = checks.activation_dtype(hidden_states)
+            if self.core_attention.attention_backend == "cudnn":
+                checks.check_cudnn(dtype, device, lengths, kind)
+            elif dtype != torch.float32 and device.type == "cuda":
+                checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
+
     def _first(self, hidden_states: torch.Tensor, is_first_microbatch: bool | None) -> Any:
-        names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
-        return getattr(self, names[0 if self.input_layernorm else 1])(hidden_states, is_first_microbatch)
+        return getattr(self, self._first_name)(hidden_states, is_first_microbatch)
 
     def _returns_norm(self) -> bool:
         return self.return_layernorm_output and self.input_layernorm
@@ -215,6 +304,17 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         return rotated(x, freqs, self.rotary_pos_interleaved, self.qkv_format)
 
 
+def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:
+    """Size of a head."""
+    channels = int(hidden_size // heads if kv_channels is None else kv_channels)
+    if kv_channels is None and (hidden_size % heads or channels % 8 or not 8 <= channels <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"{layer}: hidden_size={hidden_size} with num_attention_heads={heads}; a quotient that is a multiple of 8 "
+            f"from 8 to {MAX_HEAD_DIM} is accepted, or a kv_channels that is one."
+        )
+    return channels
+
+
 class SplitCall(Call):
     """How q, k and v lie in the projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
 
@@ -222,7 +322,7 @@ class SplitCall(Call):
         self, dtype: torch.dtype, parts: tuple[int, ...], groups: int, channels: int, interleaved: bool
     ) -> None:
         super().__init__(None, dtype)  # type: ignore[arg-type]
-        self.parts, self.channels = parts, channels
+        self.parts, self.groups, self.channels = parts, groups, channels
         self.dim = -2 if interleaved else -3
         self.rows = groups if interleaved else 1  # of heads that alternate: `side_by_side`'s groups
 
@@ -232,16 +332,25 @@ class SplitCall(Call):
         self.whole, self.pieces = rows(sum(parts)), [rows(part) for part in parts]
 
 
+def _rows_whole(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient whose last dimension is contiguous: PyTorch's own attention gives any strides."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
 def split_forward(call: SplitCall, needs: tuple[bool, ...], mixed: torch.Tensor) -> tuple[Any, Saved]:
     """q, k, v as `[.., .., heads, channels]`."""
     pieces = mixed.unflatten(-1, call.whole).split(call.parts, dim=call.dim)
-    return tuple(piece.reshape(*mixed.shape[:-1], -1, call.channels) for piece in pieces), ()
+    lead, channels = mixed.shape[:-1], call.channels
+    heads = [call.groups * part for part in call.parts]
+    return tuple(piece.reshape(*lead, n, channels) for piece, n in zip(pieces, heads, strict=True)), ()
 
 
 def split_backward(call: SplitCall, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
     """The gradients side by side again."""
     lead = grads[0].shape[:-2]
-    return (side_by_side([grad.reshape(lead.numel(), -1) for grad in grads], call.rows).view(*lead, -1),)
+    grads = tuple(_rows_whole(grad) for grad in grads)
+    rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
+    return (side_by_side(rows, call.rows).view(*lead, sum(call.parts) * call.groups * call.channels),)
 
 
 class _RotaryCall(Call):
@@ -255,12 +364,13 @@ def _rotary_forward(call: _RotaryCall, needs: tuple[bool, ...], x: torch.Tensor)
 
 
 def _rotary_backward(call: _RotaryCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
-    return (twin.rotary(grad, call.freqs, call.interleaved, True),)
+    return (twin.rotary(_rows_whole(grad), call.freqs, call.interleaved, True),)
 
 
 def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:
     """x `[s, b, h, d]` or `[b, s, h, d]` turned by the angles `freqs [s, 1, 1, d]`."""
     x = x if qkv_format == "sbhd" else x.transpose(0, 1)
-    call = _RotaryCall(x.dtype, freqs.reshape(freqs.shape[0], -1), interleaved)
+    freqs = freqs.reshape(freqs.shape[0], -1).contiguous()
+    call = _RotaryCall(x.dtype, freqs, interleaved)
     out = differentiable(_rotary_forward, _rotary_backward, call, x.contiguous())
     return out if qkv_format == "sbhd" else out.transpose(0, 1)

@@ -1,10 +1,12 @@
-"""How layers make their parameters: names, splits, dtypes, and the arguments that are not offered."""
+"""How layers make their parameters: where, in which dtype, in which parts, and from which random state."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from reference.arguments import check_arguments, is_int
 
 
 class DeviceDefault:
@@ -24,76 +26,30 @@ class DeviceDefault:
 Split = Sequence[str] | Mapping[str, int] | None
 InitMethod = Callable[[torch.Tensor], Any]
 
-PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Transformer Engine's arguments for parallelism and communication, at the value that means "off".
-OFF = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "set_parallel_mode": False,
-    "return_layernorm_output_gathered": False,
-    "ub_overlap_ag": False,
-    "ub_overlap_rs": False,
-    "ub_overlap_rs_dgrad": False,
-    "ub_bulk_dgrad": False,
-    "ub_bulk_wgrad": False,
-    "delay_wgrad_compute": False,
-    "symmetric_ar_type": None,
-    "save_original_input": False,
-    "activation_params": None,
-    "bottom_right_diagonal": None,
-    "enc_dec_window_size": None,
-    "enc_dec_bottom_right_diagonal": None,
-    "inference_params": None,
-    "core_attention_bias_type": "no_bias",
-    "core_attention_bias": None,
-    "alibi_slopes": None,
-    "checkpoint": False,
-    "qk_norm_type": None,
-    "softmax_type": "vanilla",
-}
-
-
-def refuse_not_offered(layer: str, arguments: Mapping[str, Any]) -> None:
-    """Raise for a constructor argument of Transformer Engine's that asks for what is not here."""
-    for name, value in arguments.items():
-        if name in OFF and value != OFF[name]:
-            raise NotImplementedError(f"{layer}: {name}={value!r} is not offered; {OFF[name]!r} is accepted.")
-    if arguments.get("window_size") not in (None, (-1, -1), (-1, 0)):
-        raise NotImplementedError(
-            f"{layer}: window_size={arguments['window_size']!r} is not offered; None is accepted."
-        )
-    if arguments.get("parallel_mode") not in (None, "row", "column"):
-        raise ValueError(
-            f"{layer}: parallel_mode={arguments['parallel_mode']!r}; None, 'row' and 'column' are accepted."
-        )
-
 
 def parameter_dtype(layer: str, dtype: torch.dtype | None) -> torch.dtype:
     """`dtype`, or torch's default; refused where parameters cannot have it."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in PARAMETER_DTYPES:
-        raise TypeError(f"{layer}: params_dtype={dtype}; float32, bfloat16 and float16 are accepted.")
+    check_arguments(layer, {"params_dtype": dtype})
     return dtype
-
-
-def check_sizes(layer: str, **sizes: int) -> None:
-    """Refuse sizes below 1."""
-    if min(sizes.values()) < 1:
-        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"{layer}: {text}; sizes >= 1 are accepted.")
 
 
 def split_sizes(layer: str, split: Split, out_features: int) -> dict[str, int]:
     """Parameter-name prefix → rows, as Transformer Engine names them (`"query"` → `query_weight`)."""
     if split is None:
         return {"": out_features}
-    if isinstance(split, Mapping):
-        sizes = {f"{name.rstrip('_')}_": size for name, size in split.items()}
-    else:
-        sizes = {f"{name.rstrip('_')}_": out_features // len(split) for name in split}
-    if not sizes or sum(sizes.values()) != out_features:
+    names = list(split) if isinstance(split, (Mapping, list, tuple)) else []
+    parts = list(split.values()) if isinstance(split, Mapping) else [out_features // len(names) for _ in names]
+    sound = all(isinstance(name, str) and name.rstrip("_").isidentifier() for name in names)
+    sizes = {f"{name.rstrip('_')}_": size for name, size in zip(names, parts, strict=True)} if sound else {}
+    taken = "layer_norm_" in sizes  # the norm's parameters have that name
+    if (
+        taken
+        or not sizes
+        or len(sizes) < len(names)
+        or not all(is_int(size) and size >= 1 for size in parts)
+        or (sum(parts) != out_features)
+    ):
         raise ValueError(
             f"{layer}: parameters_split={split!r} with out_features={out_features}; "
             f"distinct names whose sizes add up to out_features are accepted."

@@ -13,15 +13,21 @@ from typing import Any
 
 import torch
 
-from reference.nn import blocks
-from reference.nn.attention import Mask
+from reference.arguments import check_arguments
+from reference.autocast import current
+from reference.nn import blocks, checks
+from reference.nn.attention import Mask, check_groups
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
-from reference.nn.multihead_attention import MultiheadAttention
-from reference.nn.parameters import DeviceDefault, InitMethod, refuse_not_offered
+from reference.nn.multihead_attention import MultiheadAttention, check_channels
+from reference.nn.parameters import DeviceDefault, InitMethod
+from reference.nn.precision import as_dtype
 
-LAYER_TYPES = ("encoder", "decoder")
+
+def _checks(attention: Any) -> bool:
+    """Whether a part can be asked, beforehand, for what it refuses."""
+    return isinstance(attention, MultiheadAttention) and not checks.is_prepared(attention)
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -34,14 +40,15 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
         hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
         init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
-        layer_number: accepted for Transformer Engine's sake.
+        layer_number, name: accepted for Transformer Engine's sake.
         attention_backend: "exact", or "cudnn" for speed and outside the bit contract, as in `DotProductAttention`.
         self_attn_mask_type, enc_dec_attn_mask_type: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
         seq_length, micro_batch_size: Transformer Engine's hints for a warm-up; not needed here.
-        parallel_attention_mlp, drop_path_rate, qk_norm_type, window_size, and parallelism's arguments: only "off".
+        parallel_attention_mlp, drop_path_rate, window_size, softcap, qk_norm_*, softmax_type and parallelism's
+            arguments: only "off"; without ub_tp_comm_overlap, the other ub_* mean nothing.
     """
 
     def __init__(
@@ -59,7 +66,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
         tp_group: Any = None,
         tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
@@ -78,6 +89,12 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
         bias: bool = True,
         activation: str = "gelu",
         activation_params: dict[str, Any] | None = None,
@@ -86,23 +103,25 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         attn_input_format: str = "sbhd",
         name: str | None = None,
         qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        *,
         attention_backend: str = "exact",
+        use_fp8: None = None,
     ) -> None:
-        super().__init__()
-        refuse_not_offered("TransformerLayer", locals())
-        if parallel_attention_mlp or drop_path_rate:
-            raise NotImplementedError(
-                f"TransformerLayer: parallel_attention_mlp={parallel_attention_mlp}, drop_path_rate={drop_path_rate}; "
-                f"False and 0 are accepted."
+        if use_fp8 is not None:
+            raise TypeError(
+                f"TransformerLayer: use_fp8={use_fp8!r} is no argument, nor is it Transformer Engine's; a layer runs "
+                f"in FP8 where it is called inside autocast()."
             )
-        if layer_type not in LAYER_TYPES:
-            raise ValueError(f"TransformerLayer: layer_type={layer_type!r}; one of {LAYER_TYPES} is accepted.")
-        if not 0 <= hidden_dropout < 1:
-            raise ValueError(f"TransformerLayer: hidden_dropout={hidden_dropout}; 0 <= p < 1 is accepted.")
+        check_arguments("TransformerLayer", locals())
+        check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)
+        check_groups("TransformerLayer", num_gqa_groups, int(num_attention_heads))
+        super().__init__()
         device = self.resolve_device(device)
-        self.hidden_size = hidden_size
-        self.hidden_dropout = hidden_dropout
+        self.hidden_size = int(hidden_size)
+        self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
@@ -187,12 +206,23 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Apply the layer.
 
         Args:
-            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16 (or fp32 under
-                torch.autocast, whose dtype it is cast to).
+            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16; fp32 under
+                torch.autocast, whose dtype it is cast to, or with attention that is PyTorch's own.
             attention_mask, self_attn_mask_type: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type: of a decoder's cross-attention.
             is_first_microbatch: as in `Linear.forward`.
@@ -202,26 +232,25 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 Engine's, in its order; only "off" is offered.
 
         Returns:
-            a tensor like hidden_states.
+            a tensor like hidden_states. A call that is refused has changed nothing.
         """
-        refused = {
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "enc_dec_window_size": enc_dec_window_size,
-            "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal,
-            "inference_params": inference_params,
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
-        }
-        refuse_not_offered("TransformerLayer.forward", refused)
-        side = hidden_states.device.type
-        if torch.is_autocast_enabled(side):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(side))
-        if (encoder_output is not None) != (self.layer_type == "decoder"):
-            wanted = "an encoder_output" if self.layer_type == "decoder" else "no encoder_output"
-            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
-        mask_type = self_attn_mask_type or self.self_attn_mask_type
+        if not (
+            window_size is bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
+            and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
+            and max_seqlen_kv is thd_attention_policies is None
+            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
+            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
+            and fast_zero_fill is True
+            and type(checkpoint_core_attention) is bool
+            and (is_first_microbatch is None or type(is_first_microbatch) is bool)
+        ):
+            check_arguments("TransformerLayer.forward", locals())
+        mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
+        cross_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
+        cross = (encoder_output, enc_dec_attn_mask, cross_type)
+        self._check(hidden_states, attention_mask, mask_type, rotary_pos_emb, cross)
+        hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
@@ -229,8 +258,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
         }
-        plain = rotary_pos_emb is None and not checkpoint_core_attention
-        mlp, halved = self.layernorm_mlp, blocks.is_mlp_block(self.layernorm_mlp)
+        mlp, whole = self.layernorm_mlp, hidden_states.dtype != torch.float32
+        plain = whole and rotary_pos_emb is None and not checkpoint_core_attention
+        halved = whole and blocks.is_mlp_block(mlp)
         first = (hidden_states, attention_mask, mask_type, dropout, is_first_microbatch)
         if plain and blocks.is_attention_block(self.self_attention):
             if halved and self.layer_type == "encoder" and blocks.is_small(self.elements, hidden_states):
@@ -250,7 +280,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 hidden,
                 enc_dec_attn_mask,
                 encoder_output,
-                attn_mask_type=enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+                attn_mask_type=cross_type,
                 **shared,
             )
             hidden = self._add(crossed, hidden, dropout, normed=True)
@@ -259,6 +289,24 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         else:
             out = self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
         return self.layernorm(out) if self.output_layernorm else out
+
+    def _check(self, hidden_states: Any, mask: Any, mask_type: Any, angles: Any, cross: tuple[Any, Any, Any]) -> None:
+        """Refuse what a part of the layer would refuse later."""
+        modules: Any = self._modules
+        attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
+        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer")
+        if (cross[0] is not None) != decodes:
+            wanted = "an encoder_output" if decodes else "no encoder_output"
+            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
+        if _checks(attention):
+            names = ("attention_mask", "self_attn_mask_type")
+            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, angles, names)
+        if decodes and _checks(modules["inter_attention"]):
+            names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type")
+            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names)
+        if current().enabled and not checks.has_run_in_fp8(mlp):
+            attentions = [part for part in modules.values() if _checks(part)]
+            checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
 
     def _add(self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool) -> torch.Tensor:
         """residual + dropout(y + bias) of a submodule's `(y, bias[, norm's output])`."""

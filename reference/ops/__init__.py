@@ -1,5 +1,6 @@
 """The operations of namespace `twin`: importing this package registers every CPU definition."""
 
+from reference import not_offered
 from reference.ops import (
     activation,
     adam,
@@ -41,3 +42,5 @@ __all__ = [
     "scale_update",
     "softmax",
 ]
+
+__getattr__ = not_offered.explain(__name__)  # of Transformer Engine's `ops`

@@ -1,0 +1,231 @@
+"""What the layers' arguments accept: one table for all layers, constructors and forwards.
+
+`check_arguments` looks at every argument before anything is made or changed, and refuses it in a sentence: one of
+Transformer Engine's that is not offered (`OFF`), one of another type, one of another value (`RULES`).
+"""
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.ops.activation import KINDS as ACTIVATIONS
+from reference.ops.attention import MAX_HEAD_DIM
+from reference.ops.norm import MAX_HIDDEN
+
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Transformer Engine's names → the op's causal rule, and whether an explicit mask is read.
+MASK_TYPES = {
+    "no_mask": ("none", False),
+    "padding": ("none", True),
+    "arbitrary": ("none", True),
+    "causal": ("causal", False),
+    "causal_bottom_right": ("causal_bottom_right", False),
+    "padding_causal": ("causal", True),
+    "padding,causal": ("causal", True),
+    "causal,padding": ("causal", True),
+    "padding_causal_bottom_right": ("causal_bottom_right", True),
+}
+
+# Transformer Engine's arguments that ask for what is not here, at the values that mean "off".
+_NONE, _FALSE, _EITHER = (None,), (False,), (True, False)
+_NO_WINDOW = (None, (-1, -1), (-1, 0))  # Transformer Engine takes both for masks with and without a diagonal
+OFF: dict[str, tuple[Any, ...]] = {
+    "sequence_parallel": _FALSE,
+    "tp_group": _NONE,
+    "tp_size": (1,),
+    "set_parallel_mode": _FALSE,
+    "return_layernorm_output_gathered": _FALSE,
+    "ub_tp_comm_overlap": _FALSE,
+    "ub_overlap_ag": _FALSE,
+    "ub_overlap_rs": _FALSE,
+    "ub_overlap_rs_dgrad": _FALSE,
+    "ub_bulk_dgrad": _FALSE,
+    "ub_bulk_wgrad": _FALSE,
+    "delay_wgrad_compute": _FALSE,
+    "symmetric_ar_type": _NONE,
+    "save_original_input": _FALSE,
+    "sm_margin": (0,),
+    "activation_params": _NONE,
+    "checkpoint": _FALSE,
+    "parallel_attention_mlp": _FALSE,
+    "drop_path_rate": (0.0,),
+    "window_size": _NO_WINDOW,
+    "enc_dec_window_size": _NO_WINDOW,
+    "bottom_right_diagonal": _NONE,
+    "enc_dec_bottom_right_diagonal": _NONE,
+    "softcap": (0.0, None),
+    "softmax_type": ("vanilla",),
+    "qk_norm_type": _NONE,
+    "qk_norm_eps": (1e-6,),
+    "qk_norm_before_rope": _FALSE,
+    "return_max_logit": _FALSE,
+    "cp_group": _NONE,
+    "cp_global_ranks": _NONE,
+    "cp_stream": _NONE,
+    "cp_comm_type": ("p2p",),
+    "inference_params": _NONE,
+    "core_attention_bias_type": ("no_bias",),
+    "core_attention_bias": _NONE,
+    "alibi_slopes": _NONE,
+    "cu_seqlens_q": _NONE,
+    "cu_seqlens_kv": _NONE,
+    "cu_seqlens_q_padded": _NONE,
+    "cu_seqlens_kv_padded": _NONE,
+    "max_seqlen_q": _NONE,
+    "max_seqlen_kv": _NONE,
+    "fast_zero_fill": (True,),
+    "pad_between_seqs": (None, False),
+    "fp8_output": (False, None),
+    "fp8_grad": (False, None),
+    "bf16_backward": (False, None),
+    "num_splits": (1, None),
+    "score_mod": _NONE,
+    "score_mod_bprop": _NONE,
+    "score_mod_tensors": _NONE,
+    "score_mod_bprop_tensors": _NONE,
+    "qkv_layer": _NONE,
+    "kv_layer": _NONE,
+    "qkv_interleave_dim": (-3,),
+    "thd_attention_policies": _NONE,
+    "thd_attention_policy_dispatch": ("auto",),
+    # Of one layer.
+    "LayerNorm.sequence_parallel": (None, False),
+    "RMSNorm.sequence_parallel": (None, False),
+    "TransformerLayer.ub_overlap_ag": _EITHER,  # without ub_tp_comm_overlap, Transformer Engine's neither means a thing
+    "TransformerLayer.ub_overlap_rs": _EITHER,
+    "TransformerLayer.ub_overlap_rs_dgrad": _EITHER,
+    "TransformerLayer.ub_bulk_dgrad": _EITHER,
+    "TransformerLayer.ub_bulk_wgrad": _EITHER,
+}
+
+
+class Rule(NamedTuple):
+    """What an argument accepts: its type, its values, and both in words."""
+
+    of_type: Callable[[Any], bool]
+    fits: Callable[[Any], bool]
+    accepted: str
+
+
+def is_int(x: Any) -> bool:
+    """Whether x is Python's or NumPy's; True and False are not."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _is_device(x: Any) -> bool:
+    try:
+        torch.device(x)
+    except (RuntimeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _ints(least: int, most: int = 2**31 - 1) -> Rule:
+    return Rule(is_int, lambda x: least <= x <= most, f"an int from {least} to {most} is accepted")
+
+
+def _one_of(*choices: str) -> Rule:
+    return Rule(lambda x: isinstance(x, str), lambda x: x in choices, f"one of {choices} is accepted")
+
+
+def _or_none(rule: Rule) -> Rule:
+    of_type, fits, accepted = rule
+    return Rule(lambda x: x is None or of_type(x), lambda x: x is None or fits(x), f"None or {accepted}")
+
+
+def _any(x: Any) -> bool:
+    return True
+
+
+_SIZE = _ints(1)
+_HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
+_HEAD = Rule(
+    is_int, lambda x: x % 8 == 0 and 8 <= x <= MAX_HEAD_DIM, f"a multiple of 8 from 8 to {MAX_HEAD_DIM} is accepted"
+)
+_SCALE = Rule(_is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
+_EPSILON = Rule(_is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
+_PROBABILITY = Rule(_is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
+_FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
+_FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
+_NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
+_FUNCTION = Rule(lambda x: x is None or callable(x), _any, "None or a function is accepted")
+_DTYPE = Rule(
+    lambda x: x is None or (isinstance(x, torch.dtype) and x in PARAMETER_DTYPES),
+    _any,
+    "float32, bfloat16 and float16 are accepted",
+)
+_DEVICE = Rule(
+    lambda x: x is None or is_int(x) or isinstance(x, (str, torch.device)),
+    lambda x: x is None or _is_device(x),
+    "None, a torch.device or its name is accepted",
+)
+_PARALLEL_MODE = Rule(
+    lambda x: x is None or isinstance(x, str),
+    lambda x: x in (None, "row", "column"),
+    "None, 'row' and 'column' are accepted",
+)
+_NAMES: list[tuple[Rule, str]] = [
+    (_SIZE, "in_features out_features hidden_size ffn_hidden_size num_attention_heads"),
+    (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
+    (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
+    (_HIDDEN, "normalized_shape LayerNorm.hidden_size RMSNorm.hidden_size"),
+    (_HEAD, "DotProductAttention.kv_channels"),
+    (_or_none(_HEAD), "kv_channels"),
+    (_or_none(_SCALE), "softmax_scale"),
+    (_EPSILON, "eps layernorm_epsilon"),
+    (_PROBABILITY, "attention_dropout hidden_dropout"),
+    (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
+    (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
+    (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention"),
+    (_FLAG_OR_NONE, "is_first_microbatch"),
+    (_FUNCTION, "init_method output_layer_init_method get_rng_state_tracker"),
+    (_NAME, "name ub_name rng_tracker_name"),
+    (_DTYPE, "params_dtype dtype"),
+    (_DEVICE, "device"),
+    (_PARALLEL_MODE, "parallel_mode"),
+    (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
+    (_one_of("sbhd", "bshd"), "qkv_format attn_input_format"),
+    (_one_of(*ACTIVATIONS), "activation"),
+    (_one_of("LayerNorm", "RMSNorm"), "normalization"),
+    (_one_of("self", "cross"), "attention_type"),
+    (_one_of("encoder", "decoder"), "layer_type"),
+    (_one_of("exact", "cudnn"), "attention_backend"),
+]
+RULES = {name: rule for rule, names in _NAMES for name in names.split()}
+
+
+def _is_off(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether a value is one that means "off"; arrays and tensors are never compared."""
+    return any(value is one or (_is_like(value, one) and value == one) for one in accepted)
+
+
+def _is_like(value: Any, one: Any) -> bool:
+    if isinstance(one, tuple):
+        return isinstance(value, tuple) and all(map(is_int, value))
+    return isinstance(value, str if isinstance(one, str) else numbers.Number)
+
+
+def _shown(value: Any) -> str:
+    return f"<a {value.dtype} tensor>" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse what a constructor or forward does not accept; `arguments` may hold other names, too."""
+    for name, value in arguments.items():
+        accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
+        if accepted is not None and not _is_off(value, accepted):
+            text = " and ".join(map(repr, accepted)) + (" is accepted" if len(accepted) == 1 else " are accepted")
+            raise NotImplementedError(f"{layer}: {name}={_shown(value)} is not offered; {text}.")
+        rule = RULES.get(f"{layer}.{name}", RULES.get(name))
+        if rule is None or (value is None and layer.endswith(".forward")):  # a forward's None is the constructor's
+            continue
+        if not rule.of_type(value):
+            raise TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+        if not rule.fits(value):
+            raise ValueError(f"{layer}: {name}={value!r}; {rule.accepted}.")

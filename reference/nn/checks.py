@@ -1,0 +1,248 @@
+"""What forwards look at before they change anything: activations, masks, rotary angles. Refusals are sentences.
+
+A layer that is made of layers checks here all that its parts would refuse, so that a refused call leaves every amax
+history, random state and cached weight as it was.
+"""
+
+from typing import Any
+
+import torch
+from torch.masked import MaskedTensor
+
+from reference.arguments import MASK_TYPES, check_arguments
+from reference.nn.module import ACTIVATION_DTYPES, TransformerEngineBaseModule
+
+MAX_ATTENTIONS = 65535  # batch times heads on a GPU: rows of a grid
+CUDNN_MASK_TYPES = ("no_mask", "causal")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Shape = tuple[int, ...]
+Names = tuple[str, str]
+
+
+def check_tensor(layer: str, name: str, x: Any) -> None:
+    """Refuse what is not a dense fp32, bf16 or fp16 tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{layer}: {name}={x!r}; a tensor is accepted.")
+    if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
+        kind = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
+        raise TypeError(f"{layer}: {name} is a tensor that is {kind}; a dense one is accepted.")
+    if x.dtype not in ACTIVATION_DTYPES:
+        raise TypeError(f"{layer}: {name} has dtype {x.dtype}; float32, bfloat16 and float16 are accepted.")
+
+
+def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: str = "") -> None:
+    """Refuse what is not `[..., features]` on the device of `module`'s parameters.
+
+    With `layer`, the layer that `module` is a part of and in whose name this speaks, not `[s, b, features]` or
+    `[b, s, features]`.
+    """
+    if (
+        type(x) in _PLAIN
+        and x.dtype in ACTIVATION_DTYPES
+        and x.layout is torch.strided
+        and not x.is_nested
+        and (x.dim() == 3 if layer else x.dim() > 0)
+        and x.shape[-1] == features
+        and x.device == device_of(module)
+    ):
+        return
+    speaker, accepted = type(module).__name__, f"[..., {features}]"
+    if layer:
+        speaker, accepted = layer, f"[sequence, batch, {features}], or batch first with 'bshd',"
+    check_tensor(speaker, name, x)
+    if not (x.dim() == 3 if layer else x.dim() > 0) or x.shape[-1] != features:
+        raise ValueError(f"{speaker}: {name} has shape {list(x.shape)}; {accepted} is accepted.")
+    device = device_of(module)
+    if x.device != device and not (layer and (device is None or is_prepared(module))):
+        raise RuntimeError(
+            f"{speaker}: {name} is on {x.device} and the parameters are on {device}; one device is accepted."
+        )
+
+
+def device_of(module: Any) -> torch.device | None:
+    """Where a layer's parameters are; None for a module that has none of its own."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter.device
+    return None
+
+
+def is_prepared(module: torch.nn.Module) -> bool:
+    """Whether something runs before a part's own forward, which may bring its weights or change its input."""
+    return "forward" in module.__dict__ or len(module._forward_pre_hooks) > 0
+
+
+def activation_dtype(x: torch.Tensor) -> torch.dtype:
+    """torch.autocast's dtype where that is on, otherwise x's."""
+    side = x.device.type
+    return torch.get_autocast_dtype(side) if torch.is_autocast_enabled(side) else x.dtype
+
+
+def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module: Any, batch: int) -> None:
+    """Refuse what cross-attention cannot look at."""
+    check_input(module, x, hidden_states.shape[-1], "encoder_output", layer)
+    if x.shape[batch] != hidden_states.shape[batch]:
+        raise ValueError(
+            f"{layer}: encoder_output has a batch of {x.shape[batch]} and hidden_states of "
+            f"{hidden_states.shape[batch]}; one is accepted."
+        )
+    if x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{layer}: encoder_output is {x.dtype} and hidden_states {hidden_states.dtype}; one dtype is accepted."
+        )
+
+
+def check_mask_type(layer: str, name: str, kind: Any) -> str:
+    """A mask's type, if it is offered."""
+    if not isinstance(kind, str) or kind not in MASK_TYPES:
+        check_arguments(layer, {name: kind})
+    return kind
+
+
+def check_mask(layer: str, names: Names, kind: str, mask: Any, shape: Shape, device: torch.device) -> None:
+    """Refuse a mask that does not go with `kind` (some read none), or with attention of `shape` [b, h, sq, skv].
+
+    `names` are the arguments', the mask's and its type's.
+    """
+    name = names[0]
+    if not MASK_TYPES[kind][1]:
+        return
+    if mask is None:
+        raise ValueError(f"{layer}: {names[1]}={kind!r} needs {name}; got None.")
+    batch, _, sq, skv = shape
+    if kind == "arbitrary":
+        if isinstance(mask, tuple):
+            raise TypeError(f"{layer}: {name} is a tuple; one tensor goes with 'arbitrary'.")
+        _check_one_mask(layer, name, mask, shape, kind, device)
+        return
+    pair = mask if isinstance(mask, tuple) else (mask, mask)
+    if len(pair) != 2:
+        raise ValueError(f"{layer}: {name} is a tuple of {len(pair)}; two, the queries' and the keys', are accepted.")
+    for whose, part, length in (("queries", pair[0], sq), ("keys", pair[1], skv)):
+        _check_one_mask(layer, f"{name} of the {whose}", part, (batch, 1, 1, length), kind, device)
+
+
+def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, kind: str, device: torch.device) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{layer}: {name}={mask!r}; a bool tensor is accepted.")
+    fits = mask.dtype == torch.bool and mask.layout is torch.strided and not mask.is_nested and mask.dim() == 4
+    fits = fits and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
+    if not fits or (kind != "arbitrary" and mask.shape[3] != shape[3]):
+        raise ValueError(
+            f"{layer}: {name} is {_shown(mask)}; bool {list(shape)} is accepted with {kind!r}, or 1 in the place of "
+            f"the batch{' and of any other' if kind == 'arbitrary' else ''}."
+        )
+    if mask.device != device:
+        raise RuntimeError(
+            f"{layer}: {name} is on {mask.device} and the activations are on {device}; one device is accepted."
+        )
+
+
+def _shown(x: torch.Tensor) -> str:
+    return f"{x.dtype}, nested" if x.is_nested else f"{x.dtype} {list(x.shape)}"
+
+
+def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: int, device: torch.device) -> None:
+    """Refuse rotary angles that are not fp32 `[positions, 1, 1, d2]`, or a pair of them, queries' and keys'."""
+    pair = angles if isinstance(angles, tuple) else (angles, angles)
+    if len(pair) != 2:
+        raise ValueError(f"{layer}: rotary_pos_emb is a tuple of {len(pair)}; two, for queries and keys, are accepted.")
+    for one, length in zip(pair, lengths, strict=True):
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{layer}: rotary_pos_emb={one!r}; a tensor or two are accepted.")
+        plain = one.dtype == torch.float32 and one.layout is torch.strided and not one.is_nested
+        positions = one.shape[0] if plain and one.dim() > 0 else 0
+        size = one.numel() // positions if positions else -1
+        if positions < length or size % 2 or not 0 <= size <= channels:
+            raise ValueError(
+                f"{layer}: rotary_pos_emb is {_shown(one)}; float32 [positions, 1, 1, channels] is "
+                f"accepted, with {length} positions or more and an even number of channels up to {channels}."
+            )
+        if one.device != device:
+            raise RuntimeError(
+                f"{layer}: rotary_pos_emb is on {one.device} and hidden_states on {device}; one device is accepted."
+            )
+
+
+def check_cudnn(dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], kind: str) -> None:
+    """Refuse what cuDNN is not offered for."""
+    name = "DotProductAttention: attention_backend='cudnn'"
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"{name} with {dtype}; bfloat16 and float16 are accepted.")
+    if kind not in CUDNN_MASK_TYPES:
+        raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
+    if kind == "causal" and lengths[0] != lengths[1]:
+        raise ValueError(
+            f"{name} with {lengths[0]} queries and {lengths[1]} keys under a causal mask; as many keys are accepted."
+        )
+    if device.type != "cuda":
+        raise RuntimeError(f"{name} on {device}; 'cuda' is accepted, or attention_backend='exact'.")
+
+
+def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
+    """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not go together."""
+    heads, groups, channels = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+    batch = 1 if sequence_first else 0
+    if (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not (q.is_nested or k.is_nested or v.is_nested)  # which have no shape
+        and q.dim() == 4
+        and k.dim() == 4
+    ):
+        sizes, kv_sizes = q.shape, k.shape
+        if (
+            q.dtype in ACTIVATION_DTYPES
+            and k.dtype == q.dtype
+            and v.dtype == q.dtype
+            and q.device == k.device
+            and q.device == v.device
+            and sizes[2] == heads
+            and sizes[3] == channels == kv_sizes[3]
+            and kv_sizes[2] == groups
+            and kv_sizes[batch] == sizes[batch]
+            and v.shape == kv_sizes
+            and q.layout is k.layout is v.layout is torch.strided
+        ):
+            return
+    layer = "DotProductAttention"
+    order = "[s, b" if sequence_first else "[b, s"
+    for name, x, count in (("query_layer", q, heads), ("key_layer", k, groups), ("value_layer", v, groups)):
+        check_tensor(layer, name, x)
+        if x.dim() != 4 or x.shape[2] != count or x.shape[3] != channels:
+            raise ValueError(f"{layer}: {name} has shape {list(x.shape)}; {order}, {count}, {channels}] is accepted.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(
+                f"{layer}: {name} is {x.dtype} on {x.device} and query_layer {q.dtype} on {q.device}; one dtype and "
+                f"one device are accepted."
+            )
+        if x.shape[batch] != q.shape[batch]:
+            raise ValueError(
+                f"{layer}: {name} has a batch of {x.shape[batch]} and query_layer of {q.shape[batch]}; one is accepted."
+            )
+    if k.shape != v.shape:
+        raise ValueError(
+            f"{layer}: key_layer has shape {list(k.shape)} and value_layer {list(v.shape)}; one shape is accepted."
+        )
+
+
+def check_grid(layer: str, batch: int, heads: int, device: torch.device) -> None:
+    """Refuse more heads than a launch on a GPU has room for."""
+    if batch * heads > MAX_ATTENTIONS:
+        raise ValueError(
+            f"{layer}: a batch of {batch} times num_attention_heads={heads}; a product of at most {MAX_ATTENTIONS} is "
+            f"accepted on {device}."
+        )
+
+
+def has_run_in_fp8(last: Any) -> bool:
+    """Whether the last part of a layer did, in its last forward: then each part has looked at its sizes."""
+    return not torch.compiler.is_compiling() and getattr(last, "fp8", False)  # a compiler would guard what is read
+
+
+def check_fp8_sizes(*parts: Any) -> None:
+    """Refuse parts whose sizes FP8 does not take, before the first of them runs under FP8 autocast."""
+    for part in parts:
+        if isinstance(part, TransformerEngineBaseModule) and not is_prepared(part):
+            part._check_fp8_sizes("under FP8 autocast")

@@ -1,0 +1,109 @@
+"""The names of Transformer Engine's Python API that Twin Engine does not offer, and why.
+
+Asked for one of them, a package says so: `te.GroupedLinear` raises an AttributeError, `from reference import
+GroupedLinear` an ImportError, each with a sentence. The names are those of Transformer Engine 2.20
+(tests/transformer_engine_api.json).
+"""
+
+import importlib.abc
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_OPS = "layers are whole (te.Linear, te.LayerNormMLP, ...), and there is no operation fuser"
+_RECIPES = "te.DelayedScaling is the only recipe"
+_QUANTIZED = "an FP8 tensor is codes and a scale; weights kept in FP8 are made by te.quantized_model_init"
+_EXPERTS = "there are no layers for a mixture of experts"
+_PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
+_ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
+_AVAILABLE = "`twin info` prints what the machine can run"
+_OFFLOAD = "activations are not offloaded"
+_INTERNAL = "it is a part of Transformer Engine's inside"
+_WHERE = "what is offered of it is an attribute of `te` itself"
+
+# Package as users call it -> reason -> names.
+NAMES: dict[str, dict[str, str]] = {
+    "te": {
+        _EXPERTS: "GroupedLinear Fp8Padding Fp8Unpadding moe_permute moe_permute_and_pad_with_probs "
+        "moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs moe_unpermute "
+        "permutation router ep",
+        _PARALLEL: "initialize_ub destroy_ub UserBufferQuantizationMode CudaRNGStatesTracker CPLoadBalancingStrategy "
+        "distributed_weight",
+        _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
+        "GatedDeltaProductAttention",
+        "there is no key-value cache": "InferenceParams",
+        "make the fp32 angles [s, 1, 1, channels] and pass them as rotary_pos_emb": "RotaryPositionEmbedding",
+        _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes get_default_recipe",
+        _QUANTIZED: "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage Float8Quantizer "
+        "Float8CurrentScalingQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer "
+        "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer "
+        "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage "
+        "IdentityQuantizer DType prepare_for_saving restore_from_saved restore_from_func_ctx tensor float8_tensor "
+        "quantized_tensor",
+        _AVAILABLE: "is_fp8_available is_mxfp8_available is_fp8_block_scaling_available is_nvfp4_available "
+        "is_bf16_available get_cudnn_version get_device_compute_capability",
+        _OFFLOAD: "get_cpu_offload_context mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
+        "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
+        "deinterleave_glu_tensor",
+        "there is no export": "onnx_export export onnx_extensions",
+        "use PyTorch's cross entropy": "parallel_cross_entropy cross_entropy",
+        "te.optimizers.FusedAdam is the only optimizer": "newton_schulz newton_schulz_tp CusolverMpCtx",
+        _WHERE: "attention module transformer distributed quantization fp8 jit",
+        _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
+    },
+    "recipe": {
+        _RECIPES: "CustomRecipe Float8BlockScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Recipe "
+        "MMParams QParams",
+    },
+    "optimizers": {
+        "te.optimizers.FusedAdam is the only optimizer": "FusedSGD MultiTensorApply multi_tensor_adam "
+        "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
+        "multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd "
+        "multi_tensor_unscale_l2norm",
+    },
+    "ops": {
+        _OPS: "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout "
+        "FusedOperation FusibleOperation GEGLU GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear "
+        "MakeExtraOutput QGEGLU QGELU Quantize RMSNorm ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
+        "ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU Sequential SiLU SiTUGLU SwiGLU "
+        "fused is_op_fuser_grouped_tensor_path_supported register_backward_fusion "
+        "register_forward_backward_fusion register_forward_fusion",
+    },
+}
+REASONS = {
+    package: {name: reason for reason, names in groups.items() for name in names.split()}
+    for package, groups in NAMES.items()
+}
+PACKAGES = {"reference": "te", "optimized": "te"}
+PACKAGES |= {f"{root}.{part}": part for root in ("reference", "optimized") for part in ("recipe", "optimizers", "ops")}
+
+
+def sentence(package: str, name: str) -> str | None:
+    """Why the module `package` has no `name`; None where Transformer Engine has no such name either."""
+    known = PACKAGES.get(package, "")
+    reason = REASONS.get(known, {}).get(name)
+    return None if reason is None else f"{known}.{name} is not offered by Twin Engine: {reason}."
+
+
+def explain(package: str) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__`."""
+
+    def missing(name: str) -> NoReturn:
+        # As Python's own error, so that it may still guess what was meant.
+        text = sentence(package, name) or f"module {package!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules.get(package))
+
+    return missing
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Python asks it last for a submodule, and does so, too, before `from package import name` fails."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        package, _, last = name.rpartition(".")
+        text = sentence(package, last)
+        if text is not None:
+            raise ImportError(text, name=name)
+
+
+sys.meta_path.append(_Finder())
