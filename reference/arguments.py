@@ -49,6 +49,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "sm_margin": (0,),
     "activation_params": _NONE,
     "checkpoint": _FALSE,
+    "_graph": _FALSE,
     "parallel_attention_mlp": _FALSE,
     "drop_path_rate": (0.0,),
     "window_size": _NO_WINDOW,
@@ -90,7 +91,16 @@ OFF: dict[str, tuple[Any, ...]] = {
     "qkv_interleave_dim": (-3,),
     "thd_attention_policies": _NONE,
     "thd_attention_policy_dispatch": ("auto",),
-    # Of one layer.
+    # Of one layer or function.
+    "make_graphed_callables.cache_quantized_params": (None, False),
+    "make_graphed_callables.fp8_weight_caching": (None, False),
+    "make_graphed_callables._order": _NONE,
+    "make_graphed_callables._num_layers_per_chunk": _NONE,
+    "make_graphed_callables.retain_graph_in_backward": _FALSE,
+    "make_graphed_callables._reuse_graph_input_output_buffers": _FALSE,
+    "make_graphed_callables.pre_warmup_hook": _NONE,
+    "make_graphed_callables.post_warmup_hook": _NONE,
+    "make_graphed_callables.capture_time_hooks": _NONE,
     "LayerNorm.sequence_parallel": (None, False),
     "RMSNorm.sequence_parallel": (None, False),
     "TransformerLayer.ub_overlap_ag": _EITHER,  # without ub_tp_comm_overlap, Transformer Engine's neither means a thing
@@ -170,7 +180,16 @@ _PARALLEL_MODE = Rule(
     lambda x: x in (None, "row", "column"),
     "None, 'row' and 'column' are accepted",
 )
+_FLAGS = Rule(
+    lambda x: x is None or isinstance(x, bool) or (isinstance(x, tuple) and all(isinstance(one, bool) for one in x)),
+    _any,
+    "None, True, False and a tuple of flags are accepted",
+)
 _NAMES: list[tuple[Rule, str]] = [
+    (_FLAGS, "make_graphed_callables.enabled make_graphed_callables.fp8_enabled"),
+    (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
+    (_FLAG, "allow_unused_input clone_param_grads_on_return"),
+    (_ints(0), "num_warmup_iters"),
     (_SIZE, "in_features out_features hidden_size ffn_hidden_size num_attention_heads"),
     (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
     (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
@@ -183,6 +202,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
     (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention"),
+    (_FLAG, "enabled calibrating preserve_high_precision_init_val"),
     (_FLAG_OR_NONE, "is_first_microbatch"),
     (_FUNCTION, "init_method output_layer_init_method get_rng_state_tracker"),
     (_NAME, "name ub_name rng_tracker_name"),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from reference import scaling
+from reference.arguments import check_arguments
 from reference.recipe import DelayedScaling
 from reference.threads import Context, Thread, close, here
 
@@ -91,6 +92,7 @@ class autocast(Context):
         calibrating: with FP8 off, still collect amaxes.
         recipe: a `DelayedScaling`; None is `DelayedScaling()`.
         amax_reduction_group: process group over which amaxes are maximised; None is the default group.
+        _graph: only False is offered.
 
     A module that runs twice in one context keeps the larger of its amaxes.
     Source: Transformer Engine's `autocast`.
@@ -104,10 +106,9 @@ class autocast(Context):
         calibrating: bool = False,
         recipe: DelayedScaling | None = None,
         amax_reduction_group: Any = None,
+        _graph: bool = False,
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(value, bool):
-                raise TypeError(f"autocast: {name}={value!r}; True or False is accepted.")
+        check_arguments("autocast", locals())
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"autocast: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
         if amax_reduction_group is not None and not _is_group(amax_reduction_group):
@@ -132,6 +133,7 @@ def fp8_autocast(
     calibrating: bool = False,
     fp8_recipe: DelayedScaling | None = None,
     fp8_group: Any = None,
+    _graph: bool = False,
 ) -> autocast:
     """`autocast` under its older name and argument names."""
-    return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

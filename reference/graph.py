@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from reference import scaling
-from reference.autocast import AutocastState, current, first_module_pending, restored, take_first_module
+from reference.arguments import check_arguments
+from reference.autocast import AutocastState, autocast, current, first_module_pending, restored, take_first_module
 from reference.nn.dropout import Generator
 from reference.nn.module import TransformerEngineBaseModule
 from reference.notice import say_once
@@ -23,19 +24,6 @@ from reference.recipe import DelayedScaling
 from reference.threads import here
 
 __all__ = ["make_graphed_callables"]
-
-# Transformer Engine's arguments that are not offered, at the value that means "off".
-OFF: dict[str, Any] = {
-    "cache_quantized_params": False,
-    "_order": None,
-    "_num_layers_per_chunk": None,
-    "retain_graph_in_backward": False,
-    "_reuse_graph_input_output_buffers": False,
-    "pre_warmup_hook": None,
-    "post_warmup_hook": None,
-    "capture_time_hooks": None,
-}
-
 
 OLDER_NAMES = {
     "enabled": "fp8_enabled",
@@ -94,16 +82,12 @@ def make_graphed_callables(
 
     Source: Transformer Engine's `pytorch/graph.py`.
     """
-    given = locals()
+    given = dict(locals())
+    check_arguments("make_graphed_callables", given)
     for name, older in OLDER_NAMES.items():
         if given[name] is not None and given[older] is not None:
             raise ValueError(f"make_graphed_callables: {name} and {older}, its older name, are given; one is accepted.")
         given[name] = given[older] if given[name] is None else given[name]
-    for name, off in OFF.items():
-        if given[name] is not None and given[name] != off:
-            raise NotImplementedError(
-                f"make_graphed_callables: {name}={given[name]!r} is not offered; {off!r} is accepted."
-            )
     targets, args, kwargs = _one_each(modules, sample_args, sample_kwargs)
     flags = given["enabled"] if isinstance(given["enabled"], tuple) else (given["enabled"],) * len(targets)
     if len(flags) != len(targets):
@@ -111,10 +95,12 @@ def make_graphed_callables(
             f"make_graphed_callables: enabled has {len(flags)} entries for {len(targets)} modules; one flag or as many "
             f"as modules are accepted."
         )
+    # As an autocast would refuse them.
+    settings = autocast(recipe=given["recipe"], amax_reduction_group=given["amax_reduction_group"]).settings
     if _nothing_to_capture(args):
         say_once("graph", "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are")
         return modules
-    shared = (bool(given["calibrating"]), given["recipe"] or DelayedScaling(), given["amax_reduction_group"])
+    shared = (bool(given["calibrating"]), settings.recipe, given["amax_reduction_group"])
     graphs = [
         _Graphed(module, keywords, AutocastState(bool(flag), *shared))
         for module, keywords, flag in zip(targets, kwargs, flags, strict=True)

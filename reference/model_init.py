@@ -10,6 +10,7 @@ the scales that it brings, so take one of a model that has run in FP8.
 
 from typing import NamedTuple
 
+from reference.arguments import check_arguments
 from reference.recipe import DelayedScaling
 from reference.threads import Context, here
 
@@ -49,6 +50,7 @@ class quantized_model_init(Context):
     def __init__(
         self, enabled: bool = True, recipe: DelayedScaling | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
+        check_arguments("quantized_model_init", locals())
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
         settings = QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val)

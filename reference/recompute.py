@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
@@ -24,6 +25,7 @@ class _Frame:
 
     def __init__(self) -> None:
         self.state: AutocastState = current()
+        self.draws = here().undrawn is None  # whether dropout draws seeds of torch's generator
         self.tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.used: dict[int, int] = {}
 
@@ -39,25 +41,30 @@ class _Frame:
         return self.tensors[id(module)][position]
 
 
+Inner = contextlib.AbstractContextManager[Any]  # the user's own, around the same run
+
+
 class _Recording:
     """The first run."""
 
-    def __init__(self, frame: _Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: _Frame, inner: Inner) -> None:
+        self.frame, self.inner = frame, inner
 
     def __enter__(self) -> None:
         self.frame.tensors.clear()
         here().recording.append(self.frame)
+        self.inner.__enter__()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
         close(here().recording, self.frame)
 
 
 class _Replaying:
     """The run in backward, which may stop early. A graph that is kept goes backward again, and enters this again."""
 
-    def __init__(self, frame: _Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: _Frame, inner: Inner) -> None:
+        self.frame, self.inner = frame, inner
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -65,8 +72,10 @@ class _Replaying:
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
         here().replaying.append(self.frame)
+        self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
         close(here().replaying, self.frame)
         self.settings.pop().__exit__(*error)
 
@@ -123,6 +132,9 @@ def checkpoint(
     distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[..., Any] | None = None,
     tp_group: Any = None,
+    context_fn: Callable[[], tuple[Inner, Inner]] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Run `function(*args, **kwargs)`, keep only its inputs, and recompute the rest in backward.
@@ -135,7 +147,10 @@ def checkpoint(
         use_reentrant: accepted for Transformer Engine's sake; the recomputation is always non-reentrant, with
             the same bits.
         distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism; not offered.
+        context_fn, determinism_check, debug: as `torch.utils.checkpoint.checkpoint` takes them.
     """
+    if not callable(function):
+        raise TypeError(f"checkpoint: function={function!r}; a module or function is accepted.")
     for name, value in (
         ("distribute_saved_activations", distribute_saved_activations),
         ("get_rng_state_tracker", get_rng_state_tracker),
@@ -148,10 +163,17 @@ def checkpoint(
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
     frame = _Frame()
+
+    def contexts() -> tuple[Inner, Inner]:
+        first, again = context_fn()
+        return _Recording(frame, first), _Replaying(frame, again)
+
     return torch.utils.checkpoint.checkpoint(
         function,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (_Recording(frame), _Replaying(frame)),
+        context_fn=contexts,
+        determinism_check=determinism_check,
+        debug=debug,
         **kwargs,
     )

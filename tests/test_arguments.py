@@ -113,8 +113,6 @@ def test_each_argument(layer: str, name: str, kind: str) -> None:
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):
         given = {**given, "qkv_weight_interleaved": False}
     refused, taken = KINDS[kind]
-    if (layer, name) == ("DotProductAttention", "get_rng_state_tracker"):
-        refused = [*refused, torch.nn.Module]
     if name == "normalized_shape":  # may be a tuple of one
         refused = [value for value in refused if not isinstance(value, (tuple, list))]
     if given is META:  # one of both is needed

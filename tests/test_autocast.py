@@ -220,9 +220,9 @@ def test_autocast_decorates_and_restores_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"enabled": "no"}, "enabled='no'; True or False is accepted"),
-        ({"enabled": None}, "enabled=None; True or False"),
-        ({"calibrating": 1}, "calibrating=1; True or False"),
+        ({"enabled": "no"}, "enabled='no'; True and False are accepted"),
+        ({"enabled": None}, "enabled=None; True and False"),
+        ({"calibrating": 1}, "calibrating=1; True and False"),
         ({"amax_reduction_group": "data"}, "amax_reduction_group='data'; a process group or None"),
     ],
 )
@@ -233,7 +233,7 @@ def test_arguments_of_other_types_are_refused(given: dict[str, Any], sentence: s
 
 def test_is_first_microbatch_is_true_false_or_none() -> None:
     """0 would be no False, and the cached weight would be cast anew."""
-    with pytest.raises(TypeError, match="Linear: is_first_microbatch=0; True, False or None is accepted"):
+    with pytest.raises(TypeError, match=r"Linear.forward: is_first_microbatch=0; None, True and False are accepted"):
         layer()(data(), is_first_microbatch=0)  # type: ignore[arg-type]
 
 

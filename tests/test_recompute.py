@@ -1,5 +1,6 @@
 """`checkpoint`: the bits of a run without it, and one amax per tensor."""
 
+import contextlib
 import copy
 import threading
 
@@ -186,3 +187,27 @@ def test_recomputation_in_another_thread_leaves_the_first_ones_update_alone(same
         results.append([x.grad, *(s.scale for s in states), *(s.amax_history for s in states)])
     for a, b in zip(*results, strict=True):
         same_bits(a, b)
+
+
+def test_contexts_of_the_users_own_are_entered_around_both_runs() -> None:
+    seen: list[str] = []
+
+    class Noting(contextlib.AbstractContextManager[None]):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            seen.append(self.name)
+
+        def __exit__(self, *_: object) -> None:
+            seen.append(f"end of {self.name}")
+
+    model = Block()
+    with te.autocast(recipe=RECIPE):
+        y = te.checkpoint(
+            model, data(0), context_fn=lambda: (Noting("first"), Noting("again")), determinism_check="none"
+        )
+    y.sum().backward()
+    assert seen == ["first", "end of first", "again", "end of again"]
+    with pytest.raises(TypeError, match="checkpoint: function=None; a module or function is accepted"):
+        te.checkpoint(None, data(0))  # type: ignore[arg-type]

@@ -55,6 +55,8 @@ class Generator(torch.nn.Module):
         """
         thread = here()
         if thread.replaying:
+            if thread.replaying[-1].draws:  # of the first run: what torch itself drops after it stands there, too
+                philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":
             self.state = philox.new_state(device)

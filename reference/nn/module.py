@@ -291,10 +291,6 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
 
     def call(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> Call:
         """How this forward computes, from the current autocast and the input's dtype."""
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            raise TypeError(
-                f"{type(self).__name__}: is_first_microbatch={is_first_microbatch!r}; True, False or None is accepted."
-            )
         if self.quantized_init is not None:
             self._check_kept_in_fp8()
         if self.fuse_wgrad_accumulation:  # a backward would find out when it has added to others already
@@ -355,23 +351,6 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         if torch.is_autocast_enabled(inp.device.type):
             return torch.get_autocast_dtype(inp.device.type)
         return inp.dtype
-
-    def check_input(self, inp: torch.Tensor, features: int) -> None:
-        """Refuse an input this layer cannot take, in a sentence."""
-        name = type(self).__name__
-        if not isinstance(inp, torch.Tensor):
-            raise TypeError(f"{name}: inp={inp!r}; a tensor is accepted.")
-        if inp.dtype not in ACTIVATION_DTYPES:
-            raise TypeError(f"{name}: inp has dtype {inp.dtype}; float32, bfloat16 and float16 are accepted.")
-        if inp.layout != torch.strided or inp.is_nested:
-            raise TypeError(f"{name}: inp is a sparse or nested tensor; a dense tensor is accepted.")
-        if inp.dim() < 1 or inp.shape[-1] != features:
-            raise ValueError(f"{name}: inp has shape {list(inp.shape)}; [..., {features}] is accepted.")
-        device = self._parameter_device()
-        if inp.device != device:
-            raise RuntimeError(
-                f"{name}: inp is on {inp.device} and the parameters are on {device}; one device is accepted."
-            )
 
 
 def _scale_inv(module: TransformerEngineBaseModule, name: str) -> torch.Tensor:
