@@ -31,6 +31,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from reference import files
+from reference.denormals import check_denormals
 from reference.jit import jit
 
 TABLES = Path(__file__).parent / "tables" / "elementary_h200.npz"
@@ -213,7 +214,11 @@ def evaluate(name: str, x: np.ndarray) -> np.ndarray:
 
     Returns:
         fp32 `[n]`.
+
+    Raises:
+        RuntimeError: subnormal numbers are flushed to zero.
     """
+    check_denormals()
     out = np.empty_like(x)
     _loop(name)(x, out, powers_of_two())
     return out
