@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from optimized import device
+from optimized import device, measure
 from optimized.commands import corpus, language_model, main
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
@@ -93,7 +93,7 @@ def test_the_speed_is_the_recorded_one_without_a_gpu(no_gpu: None, monkeypatch: 
     assert outcome.result.startswith("FP8 takes 1/")
     assert "Recorded: NVIDIA H200" in page
     assert "TransformerLayer, FP8" in page
-    monkeypatch.setattr(speed, "RECORDED", Path("/no/such/file"))
+    monkeypatch.setattr(measure, "RESULTS", Path("/no/such/folder"))
     assert speed.run(report, live=False).result == "no recorded results in this installation"
 
 

@@ -6,17 +6,27 @@ cannot do, said in one sentence on stderr.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
+
+from reference import files
 
 SUBCOMMANDS = ("walkthrough", "parity", "bench", "info")
 
 
 class CommandError(Exception):
     """A request that cannot be met; its text is the sentence the user reads."""
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse, before the work and not after it, a folder that `option` cannot write to."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CommandError(f"{option}: {folder} is not a folder that can be written to.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         code: int = args.run(args, Console())
         return code
-    except CommandError as error:
+    except (CommandError, files.NotWritten, files.Damaged) as error:
         print(error, file=sys.stderr)
         return 2

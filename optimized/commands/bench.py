@@ -29,7 +29,7 @@ from optimized.bench import (
     layer_sweep,
     norm,
 )
-from optimized.commands import CommandError, tables
+from optimized.commands import CommandError, check_folder, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
@@ -129,6 +129,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     live = hopper() is not None and not args.recorded and not args.table
     if args.write and not live:
         raise CommandError("--write stores what was measured, and nothing is measured here: it needs a Hopper GPU.")
+    if args.write:
+        check_folder("--write", measure.RESULTS)
     if args.table:
         print(tables.markdown(names))
         return 0
