@@ -95,10 +95,15 @@ def cache_folder(kind: str) -> Path:
         raise NotWritten("this user has no home folder, and $XDG_CACHE_HOME names no absolute path.") from error
 
 
+def _digest(name: str, content: bytes) -> bytes:
+    """Of the name, too: one entry in another's place is damage."""
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
 def keep(kind: str, name: str, content: bytes) -> bool:
     """Put a file into a cache: False, said once, where it cannot be written, since it can be done without."""
     try:
-        write(cache_folder(kind) / name, hashlib.sha256(content).digest() + content)
+        write(cache_folder(kind) / name, _digest(name, content) + content)
     except NotWritten as error:
         reason = str(error).removesuffix(".")
         say_once(f"unkept {kind}", f"What is compiled is not stored, and every process compiles it: {reason}")
@@ -110,10 +115,11 @@ def kept(kind: str, name: str) -> bytes | None:
     """What `keep` has put into a cache; None where there is nothing, or, which is said, nothing whole."""
     try:
         path = cache_folder(kind) / name
-        content = read(path)
-        if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
+        found = read(path)
+        digest, content = found[:_DIGEST], found[_DIGEST:]
+        if _digest(name, content) != digest:
             raise Damaged(f"{path} is damaged.")
-        return content[_DIGEST:]
+        return content
     except (FileNotFoundError, NotWritten):
         return None
     except Damaged as error:
@@ -161,6 +167,8 @@ def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
     """
     content = read(path, remedy)
     try:
+        if not content.startswith(b"PK"):
+            raise ValueError("it is no npz file")
         with np.load(io.BytesIO(content)) as found:
             return {name: found[name] for name in found.files}
     except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers have one each

@@ -112,7 +112,7 @@ while True:
 """
 
 
-def whole(content: bytes) -> bool:
+def is_whole(content: bytes) -> bool:
     return len(content) == 300_000 and len(set(content)) == 1
 
 
@@ -126,7 +126,7 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
         time.sleep(0.05 + 0.2 * draw.random())
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert whole(path.read_bytes())
+        assert is_whole(path.read_bytes())
     for left in tmp_path.glob(".*"):
         os.utime(left, (0, 0))
     files.write(path, "one")
@@ -141,7 +141,7 @@ def test_processes_at_once(tmp_path: Path) -> None:
         process.stdout.readline()
     while not path.exists():
         time.sleep(0.01)
-    assert all(whole(path.read_bytes()) for _ in range(200))
+    assert all(is_whole(path.read_bytes()) for _ in range(200))
     for process in processes:
         process.kill()
         process.communicate()
@@ -215,8 +215,12 @@ def test_the_cache_keeps_what_it_was_given_or_nothing(
     assert files.kept("kind", "name") == b"content"
     assert caplog.messages == []
     path = tmp_path / "twin-engine" / "kind" / "name"
-    path.write_bytes(path.read_bytes() + b"!")
-    assert files.kept("kind", "name") is None
-    assert caplog.messages == [f"{path} is damaged: it is compiled anew (said once)."]
+    whole = path.read_bytes()
+    for name, content in (("name", whole + b"!"), ("name", whole[:-1]), ("name", b""), ("another", whole)):
+        caplog.clear()
+        monkeypatch.setattr("reference.notice._said", set())
+        path.with_name(name).write_bytes(content)
+        assert files.kept("kind", name) is None
+        assert caplog.messages == [f"{path.with_name(name)} is damaged: it is compiled anew (said once)."]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the XDG specification tells to pass over
     assert files.cache_folder("kind") == Path.home() / ".cache" / "twin-engine" / "kind"

@@ -6,8 +6,8 @@ cannot do, said in one sentence on stderr.
 
 import argparse
 import importlib
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -25,8 +25,10 @@ class CommandError(Exception):
 
 def check_folder(option: str, folder: Path) -> None:
     """Refuse, before the work and not after it, a folder that `option` cannot write to."""
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CommandError(f"{option}: {folder} is not a folder that can be written to.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CommandError(f"{option}: {folder} is not a folder that can be written to ({error.strerror}).") from error
 
 
 class _Parser(argparse.ArgumentParser):

@@ -47,12 +47,16 @@ def folder() -> Path:
 @cache
 def script(name: str) -> ModuleType:
     """The module tests/golden/<name>.py, which makes the inputs of a recording."""
-    spec = importlib.util.spec_from_file_location(f"twin_golden_{name}", folder() / f"{name}.py")
+    path = folder() / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"twin_golden_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise files.Damaged(f"{path} is missing or damaged ({error}){RESTORED}.") from error
     return module
 
 

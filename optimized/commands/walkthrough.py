@@ -49,8 +49,11 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _refuse_output(output: Path) -> None:
     """Refuse before the work, not after it, where the report cannot be written."""
-    if output.exists() and not output.is_file():
-        what = "a folder" if output.is_dir() else "not a file"
+    try:
+        what = None if output.is_file() or not output.exists() else "a folder" if output.is_dir() else "not a file"
+    except OSError as error:
+        what = f"no path here ({error.strerror})"
+    if what is not None:
         raise CommandError(f"--output is {str(output)!r}, {what}; the path of an HTML file to write is accepted.")
     check_folder(f"--output is {str(output)!r}", output.resolve().parent)
 

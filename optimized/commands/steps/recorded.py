@@ -112,12 +112,15 @@ def _compare(product: Product) -> Tally:
 def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
     """Compute every recorded product and training again, and write the section."""
     try:
-        products, trainings, machine = list(recordings.products()), recorded_linear.names(), _machine()
-        recordings.arrays(recorded_linear.RECORDING)
+        return _predict(report, progress)
     except (CommandError, files.Damaged) as missing:
         report.section("The CPU predicts an H200")
         report.text(escape(missing))
         return Outcome("CPU predicts H200", str(missing))
+
+
+def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
+    products, trainings, machine = list(recordings.products()), recorded_linear.names(), _machine()
     tick = progress("predicting recorded words", len(products) + len(trainings))
     total = Tally()
     by_shape: dict[str, dict[str, str]] = {}
