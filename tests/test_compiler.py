@@ -295,6 +295,18 @@ def test_of_two_headers_with_one_name_each_file_gets_its_own(root: Path) -> None
     assert compiler.key("f", root=root) != before
 
 
+def test_a_kernel_in_a_folder_gets_the_header_beside_it(root: Path) -> None:
+    """As the key says; NVRTC, which knows no folder of a text, took the one in the kernels' folder."""
+    kernel = MAIN.replace("half.cuh", "factor.cuh").replace("half_of", "FACTOR *")
+    (root / "inner" / "g.cu").write_text(kernel)
+    alone = compiler.build("inner/g", root=root)
+    (root / "factor.cuh").write_text("#define FACTOR 0.125f\n")
+    assert list(compiler.sources("inner/g", root)) == ["inner/factor.cuh", "inner/g.cu"]
+    for path in entries():
+        path.unlink()
+    assert compiler.build("inner/g", root=root).cubin == alone.cubin
+
+
 def test_a_header_that_comes_to_lie_nearer_changes_the_key(root: Path) -> None:
     (root / "inner" / "factor.cuh").write_text('#include "unrelated.cuh"\n#define FACTOR 0.5f\n')
     before = compiler.key("f", root=root)
