@@ -12,6 +12,7 @@ were there keep what they had.
 
 import numpy as np
 import torch
+from torch import get_num_threads
 
 _SMALLEST = 5e-324  # not a constant of the product below, which Python would compute at compile time
 _GRAIN = 1 << 15  # elements for which torch takes one more thread
@@ -36,7 +37,7 @@ def denormals_are_alive() -> bool:
 
 def check_denormals() -> None:
     """Raise RuntimeError, with the remedy, if subnormal numbers are flushed to zero."""
-    if _SMALLEST * 1.0 and torch.get_num_threads() in _seen:
+    if _SMALLEST * 1.0 and get_num_threads() in _seen:
         return
     if not _SMALLEST * 1.0 or not denormals_are_alive():
         raise RuntimeError(
@@ -44,4 +45,4 @@ def check_denormals() -> None:
             "torch.set_flush_denormal(False), or find the library that turned flushing on "
             "(one built with -ffast-math), before using Twin Engine."
         )
-    _seen.add(torch.get_num_threads())
+    _seen.add(get_num_threads())

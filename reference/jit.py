@@ -11,6 +11,7 @@ stamp is a digest of every file of this package that says `reference.jit`, that 
 code with another stamp is stale, and is replaced. A call costs what numba's own does.
 """
 
+import contextlib
 import functools
 import hashlib
 import sys
@@ -33,9 +34,10 @@ def _sources() -> bytes:
     """The digest of all files of this package that take part in compiled code."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        text = path.read_bytes()
-        if b"reference.jit" in text:
-            digest.update(hashlib.sha256(text).digest())
+        with contextlib.suppress(OSError):  # an editor's lock, which is a link to nowhere; a module would not import
+            text = path.read_bytes()
+            if b"reference.jit" in text:
+                digest.update(hashlib.sha256(text).digest())
     return digest.digest()
 
 

@@ -77,6 +77,7 @@ def test_an_install_that_nothing_can_be_written_to_computes(package: Path) -> No
     for folder in package.rglob("*"):
         if folder.is_dir():
             (folder / "__pycache__").write_text("a file, so that no folder can be made, whoever asks")
+    (package / "reference" / ".#elementary.py").symlink_to("an editor's lock")
     done = run(package, None)
     assert (done.returncode, done.stdout) == (0, softmax_here()), done.stderr
     (said,) = done.stderr.splitlines()
