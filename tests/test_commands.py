@@ -1,6 +1,7 @@
 """The command `twin`: what it prints, what it writes, and its exit codes."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -125,6 +126,24 @@ def test_a_damaged_result_is_a_sentence(
         assert ("layer.json is damaged" in error) == (code == 2)
     outcome = speed.run(Report("title", "introduction"), live=False)
     assert "layer.json is damaged" in outcome.result  # the walkthrough goes on
+
+
+@pytest.mark.parametrize("place", ["case", "step"])
+@pytest.mark.parametrize("value", [7, None, "[/b]"])
+def test_a_result_with_another_value_is_a_table_or_a_sentence(
+    no_gpu: None, results: Path, place: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What becomes a column, and what becomes a cell; text in brackets is text."""
+    payload = measure.read_result("layer")
+    if place == "case":
+        payload["cases"][0]["case"]["name"] = value
+    else:
+        payload["cases"][0]["rows"][0]["step"] = value
+    (results / "layer.json").write_text(json.dumps(payload))
+    code = main(["bench", "layer"])
+    found = capsys.readouterr()
+    assert code == (0 if value == "[/b]" else 2)
+    assert "[/b]" in found.out if code == 0 else "layer.json is damaged" in found.err
 
 
 def test_results_that_are_not_there_are_said(no_gpu: None, results: Path, capsys: pytest.CaptureFixture[str]) -> None:

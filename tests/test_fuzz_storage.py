@@ -309,7 +309,7 @@ def changed(value: object, draw: random.Random) -> object:
     if isinstance(value, list) and value and draw.random() < 0.9:
         place = draw.randrange(len(value))
         return [*value[:place], changed(value[place], draw), *value[place + 1 :]]
-    return draw.choice((None, [], {}, "text", -1, 0, 1e300, True, [[]], {"median": None}))
+    return draw.choice((None, [], {}, "text", "[/b]", -1, 0, 1e300, True, [[]], {"median": None}))
 
 
 @pytest.mark.parametrize("name", ["parity_h200", "linear_h200"])

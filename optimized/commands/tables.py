@@ -320,10 +320,7 @@ def recorded(name: str) -> list[Table]:
     result, build = DETAILS[name] if name in DETAILS else (name, BUILDERS[name])
     payload = load(result)
     try:
-        found = [] if payload is None else build(payload)
-        if not all(isinstance(cell, str) for table in found for row in table.rows for cell in row):
-            raise TypeError("a cell is no text")
-        return found
+        return [] if payload is None else build(payload)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise files.Damaged(
             f"{measure.RESULTS / result}.json is damaged: its table cannot be made ({error!r}); "
