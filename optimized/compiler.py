@@ -4,10 +4,15 @@ Needs neither a GPU nor a driver: the wheel nvidia-cuda-nvrtc (or a CUDA toolkit
 every kernel. NVRTC is called through ctypes, because CuPy's own compile path adds `-arch=sm_90` and
 `-ftz=true`, and its binding drops the last byte of a cubin.
 
-A cache entry is `<kernel>-<key>.cubin` with `<kernel>-<key>.json` beside it (the cubin's digest and ptxas's
-log). The key hashes the source with every include of ours, the flags, the defines and the versions of NVRTC
-and of the CUDA headers. Files are written aside and renamed into place, so processes may race; an entry whose
-digest does not fit is built again.
+NVRTC reads no file. It knows the headers that it was given by one name each, whatever folder the including file is
+in, and would look for others in the current directory. So the include lines are resolved here (`program`): a name is
+looked for beside the including file, in the kernels' folder and among CUDA's headers, and the line is rewritten to
+the one name of what was found. What is hashed for the key is what is compiled.
+
+A cache entry is one file, `~/.cache/twin-engine/cubin/<kernel>-<key>.bin`: a digest of what follows, ptxas's log, a
+zero byte and the cubin. The key hashes every text that NVRTC gets, the flags, the defines and the build of NVRTC.
+Processes may race; an entry whose digest does not fit is built again; a cubin that cannot be stored is used all the
+same.
 """
 
 import contextlib
@@ -15,17 +20,16 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimized import device
+from reference import files
 
 KERNELS = Path(__file__).parent / "kernels"
 # The contract's arithmetic (docs/numerics.md): every operation rounded once, nothing flushed, fma only
@@ -38,10 +42,13 @@ FLAGS = (
     "--prec-div=true",
     "--prec-sqrt=true",
     "--ptxas-options=-v",
+    "--no-source-include",  # no header comes from a folder that is not named, such as the current one
 )
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+_INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)["<]([^">]+)[">]', re.MULTILINE)
+_BUILD_ID = re.compile(rb"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0(.{20})", re.DOTALL)  # an ELF note
 _PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
-_locks: dict[Path, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
+_locks: dict[str, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
+_unstored: dict[str, bytes] = {}  # what the cache could not take, for this process
 
 Defines = Mapping[str, int | str]
 
@@ -63,9 +70,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled kernel file: the cubin on disk, and the compiler's log."""
+    """A compiled kernel file: the cubin, and the compiler's log."""
 
-    path: Path
+    cubin: bytes = field(repr=False)
     log: str
 
     @property
@@ -140,15 +147,6 @@ def include_folder() -> Path | None:
 
 
 @functools.cache
-def _headers_version() -> str:
-    folder = include_folder()
-    if folder is None or not (folder / "cuda_runtime_api.h").is_file():
-        return "none"
-    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", (folder / "cuda_runtime_api.h").read_text("utf-8"))
-    return found[1] if found else "unknown"
-
-
-@functools.cache
 def _nvrtc() -> ctypes.CDLL:
     path = nvrtc_library()
     # NVRTC opens its builtins by bare name; the wheels' folder is not on the loader's path.
@@ -173,41 +171,111 @@ def nvrtc_version() -> str:
     return f"{major.value}.{minor.value}"
 
 
+@functools.cache
+def nvrtc_build() -> str:
+    """What tells this NVRTC from any other: its version, and the build of each of its libraries."""
+    folder = nvrtc_library().parent
+    libraries = [nvrtc_library(), *sorted(folder.glob("libnvrtc-builtins.so.*"))]
+    return " ".join([nvrtc_version(), *map(_build_of, libraries)])
+
+
+def _build_of(library: Path) -> str:
+    """A shared library's build ID, or a digest of the file where the linker has left none."""
+    with library.open("rb") as file:
+        note = _BUILD_ID.search(file.read(1 << 14))
+        file.seek(0)
+        return note[1].hex() if note else hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _gather(first: Path, root: Path, prefix: str = "") -> tuple[dict[str, tuple[str, str]], set[str]]:
+    """A file and the headers that it includes, found beside the including file or in `root`.
+
+    Returns:
+        By `prefix` + path relative to `root`: the text, and the text with its includes rewritten to such names;
+        and the names of CUDA's headers among the includes. What is neither is left to NVRTC, which has a few.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    theirs: set[str] = set()
+    waiting = [first]
+
+    def named(match: re.Match[str], beside: Path) -> str:
+        for folder in (beside, root):
+            if (folder / match[2]).is_file():
+                waiting.append(folder / match[2])
+                return f'{match[1]}"{prefix}{os.path.relpath(folder / match[2], root)}"'
+        cuda = include_folder()
+        if cuda is None or not (cuda / match[2]).is_file():
+            return match[0]
+        theirs.add(os.path.normpath(match[2]))
+        return f'{match[1]}"cuda:{os.path.normpath(match[2])}"'
+
+    while waiting:
+        path = waiting.pop()
+        name = prefix + os.path.relpath(path, root)
+        if name not in found:
+            text = path.read_text("utf-8", errors="surrogateescape")  # CUDA does not say what its headers are in
+            found[name] = text, _INCLUDE.sub(functools.partial(named, beside=path.parent), text)
+    return found, theirs
+
+
+@functools.cache
+def _cuda_texts(header: str) -> dict[str, str]:
+    """One of CUDA's headers with everything that it includes, rewritten, by name: 1.7 MB of them."""
+    folder = include_folder()
+    assert folder is not None
+    return {name: rewritten for name, (_, rewritten) in _gather(folder / header, folder, "cuda:")[0].items()}
+
+
+def _kernel_file(kernel: str, root: Path) -> Path:
+    path = root / f"{kernel}.cu"
+    if not path.is_file():
+        names = ", ".join(sorted(path.stem for path in root.glob("*.cu")))
+        raise ValueError(f"kernel={kernel!r} is not one of the kernel files in {root}: {names}.")
+    return path
+
+
+def program(kernel: str, root: Path = KERNELS) -> dict[str, str]:
+    """Everything that NVRTC compiles of a kernel file: texts by name, the file itself first.
+
+    Raises:
+        ValueError: there is no `<kernel>.cu` in `root`.
+    """
+    ours, theirs = _gather(_kernel_file(kernel, root), root)
+    texts = {name: rewritten for name, (_, rewritten) in ours.items()}
+    for header in sorted(theirs):
+        texts |= _cuda_texts(header)
+    return texts
+
+
 def sources(kernel: str, root: Path = KERNELS) -> dict[str, str]:
     """The text of a kernel file and of every header of ours that it includes, by path relative to `root`.
 
     Raises:
         ValueError: there is no `<kernel>.cu` in `root`.
     """
-    first = root / f"{kernel}.cu"
-    if not first.is_file():
-        names = ", ".join(sorted(path.stem for path in root.glob("*.cu")))
-        raise ValueError(f"kernel={kernel!r} is not one of the kernel files in {root}: {names}.")
-    found: dict[str, str] = {}
-    waiting = [first]
-    while waiting:
-        path = waiting.pop()
-        name = os.path.relpath(path, root)
-        if name in found:
-            continue
-        found[name] = path.read_text("utf-8")
-        for included in _INCLUDE.findall(found[name]):
-            # Headers that are not ours (CUDA's) are covered by their version in the key.
-            waiting += [p for p in (path.parent / included, root / included) if p.is_file()][:1]
-    return dict(sorted(found.items()))
+    ours, _ = _gather(_kernel_file(kernel, root), root)
+    return {name: text for name, (text, _) in sorted(ours.items())}
+
+
+def _digest(texts: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, text in texts.items():
+        digest.update(f"{name}\0{len(text)}\0{text}".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def source_hash(kernel: str, root: Path = KERNELS) -> str:
-    """SHA-256 over a kernel's source and its includes: what a result file says that it measured."""
-    digest = hashlib.sha256()
-    for name, text in sources(kernel, root).items():
-        digest.update(f"{name}\0{len(text)}\0{text}".encode())
-    return digest.hexdigest()
+    """SHA-256 over a kernel's source and our includes: what a result file says that it measured."""
+    return _digest(sources(kernel, root))
 
 
 def key(kernel: str, defines: Defines | None = None, root: Path = KERNELS) -> str:
     """The cache key of one configuration of a kernel file."""
-    parts = [source_hash(kernel, root), *FLAGS, *_define_flags(defines), nvrtc_version(), _headers_version()]
+    return _key(program(kernel, root), defines)
+
+
+def _key(texts: Mapping[str, str], defines: Defines | None) -> str:
+    parts = [_digest(texts), *FLAGS, *_define_flags(defines), nvrtc_build()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -215,40 +283,30 @@ def _define_flags(defines: Defines | None) -> list[str]:
     return [f"--define-macro={name}={value}" for name, value in sorted((defines or {}).items())]
 
 
-def cache_folder() -> Path:
-    """The user's cache folder for cubins, made if it is not there.
-
-    Raises:
-        CompileError: it cannot be made.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "twin-engine" / "cubin"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CompileError(f"the kernel cache {folder} cannot be made: {error.strerror or error}.") from error
-    return folder
-
-
-def _compile(kernel: str, defines: Defines | None, root: Path) -> tuple[bytes, str]:
-    """Run NVRTC: (cubin, log)."""
-    options = [*FLAGS, *_define_flags(defines), f"--include-path={root}"]
-    folder = include_folder()
-    if folder is not None:
-        options.append(f"--include-path={folder}")
-    program = ctypes.c_void_p()
-    text = (root / f"{kernel}.cu").read_bytes()
-    _call("nvrtcCreateProgram", ctypes.byref(program), text, f"{kernel}.cu".encode(), 0, None, None)
+def _compile(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> tuple[bytes, str]:
+    """Run NVRTC on what `program` gives: (cubin, log)."""
+    added = os.environ.get("NVRTC_APPEND_FLAGS")
+    if added:
+        raise CompileError(
+            f"NVRTC_APPEND_FLAGS={added!r} is set, with which NVRTC compiles something else than the contract says: "
+            f"unset it."
+        )
+    options = [*FLAGS, *_define_flags(defines)]
+    handle = ctypes.c_void_p()
+    (name, text), *headers = ((n, t.encode(errors="surrogateescape")) for n, t in texts.items())
+    strings = ctypes.c_char_p * len(headers)
+    contents, names = strings(*(t for _, t in headers)), strings(*(n.encode() for n, _ in headers))
+    _call("nvrtcCreateProgram", ctypes.byref(handle), text, name.encode(), len(headers), contents, names)
     try:
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = _nvrtc().nvrtcCompileProgram(program, len(options), array)
-        log = _fetch(program, "Log").rstrip(b"\0").decode(errors="replace")
+        status = _nvrtc().nvrtcCompileProgram(handle, len(options), array)
+        log = _fetch(handle, "Log").rstrip(b"\0").decode(errors="replace")
         if status != 0:
-            hint = "" if folder else f"\nCUDA's headers (cuda_bf16.h) were not found: {device.INSTALL}."
+            hint = "" if include_folder() else f"\nCUDA's headers (cuda_bf16.h) were not found: {device.INSTALL}."
             raise CompileError(f"kernels/{kernel}.cu does not compile for sm_90a:\n{log}{hint}")
-        return _fetch(program, "CUBIN"), log
+        return _fetch(handle, "CUBIN"), log
     finally:
-        _call("nvrtcDestroyProgram", ctypes.byref(program))
+        _call("nvrtcDestroyProgram", ctypes.byref(handle))
 
 
 def _fetch(program: ctypes.c_void_p, what: str) -> bytes:
@@ -273,30 +331,6 @@ def _announced(kernel: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file so that another process sees all of it or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _read(path: Path) -> Build | None:
-    """The cache entry at `path`, or None where it is absent, incomplete or damaged."""
-    try:
-        record = json.loads(path.with_suffix(".json").read_text("utf-8"))
-        if hashlib.sha256(path.read_bytes()).hexdigest() == record["sha256"]:
-            return Build(path, record["log"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
-
-
 def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) -> Build:
     """Compile `<root>/<kernel>.cu` for sm_90a with `defines`, or take the cubin from the cache.
 
@@ -309,20 +343,20 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) 
         CompileError: NVRTC refused the source; the message carries the log.
         MissingDependency: NVRTC is not installed.
     """
-    path = cache_folder() / f"{kernel.replace('/', '-')}-{key(kernel, defines, root)}.cubin"
-    with _locks.setdefault(path, threading.Lock()):
-        cached = _read(path)
-        if cached is not None:
-            return cached
-        with _announced(kernel):
-            cubin, log = _compile(kernel, defines, root)
-        # The record last: an entry without one counts as absent.
-        _write(path, cubin)
-        record = {"sha256": hashlib.sha256(cubin).hexdigest(), "log": log, "nvrtc": nvrtc_version()}
-        _write(path.with_suffix(".json"), json.dumps(record).encode())
-        return Build(path, log)
+    texts = program(kernel, root)
+    name = f"{kernel.replace('/', '-')}-{_key(texts, defines)}.bin"
+    with _locks.setdefault(name, threading.Lock()):
+        content = _unstored.get(name) or files.kept("cubin", name)
+        if content is None:
+            with _announced(kernel):
+                made, log = _compile(kernel, defines, texts)
+            content = log.encode() + b"\0" + made
+            if not files.keep("cubin", name, content):
+                _unstored[name] = content
+    text, _, binary = content.partition(b"\0")
+    return Build(binary, text.decode())
 
 
-def cubin(kernel: str, defines: Defines | None = None) -> Path:
-    """Path of the cubin of `kernels/<kernel>.cu`; see `build`."""
-    return build(kernel, defines).path
+def cubin(kernel: str, defines: Defines | None = None) -> bytes:
+    """The cubin of `kernels/<kernel>.cu`; see `build`."""
+    return build(kernel, defines).cubin

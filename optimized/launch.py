@@ -75,7 +75,7 @@ class Kernel:
             module = _modules.get(configuration)
             if module is None:
                 module = Module()
-                module.load(compiler.cubin(self.kernel, self.defines).read_bytes())
+                module.load(compiler.cubin(self.kernel, self.defines))
                 _modules[configuration] = module
             function = module.get_function(self.name)
             if self.max_dynamic_smem > 48 * 1024:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from optimized import compiler
+from reference import files
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -242,8 +243,21 @@ def outdated(result: Mapping[str, Any]) -> list[str]:
 
 
 def read_result(name: str) -> dict[str, Any]:
-    """What `docs/results/<name>.json` holds."""
-    payload: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    """What `docs/results/<name>.json` holds.
+
+    Raises:
+        files.Damaged: it is not there, or is no result.
+    """
+    path, remedy = RESULTS / f"{name}.json", ": `git checkout -- docs/results` brings it back"
+    try:
+        payload = files.record(path, remedy)
+    except FileNotFoundError as error:
+        raise files.Damaged(f"{path} is not there: this result has not been recorded.") from error
+    origin = payload.get("provenance")
+    if not (
+        isinstance(origin, dict) and isinstance(origin.get("kernels"), dict) and isinstance(origin.get("date"), str)
+    ):
+        raise files.Damaged(f"{path} is damaged: it does not say when and of what it was measured{remedy}.")
     return payload
 
 
@@ -252,10 +266,20 @@ def write_result(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) 
 
     Raises:
         ValueError: it does not.
+        files.NotWritten: the file cannot be written.
     """
     if "provenance" not in payload:
         raise ValueError(f"payload of {name!r} has no 'provenance'; a result says on what it was measured.")
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(payload, indent=1, sort_keys=False) + "\n", "utf-8")
+    files.write(path, json.dumps(payload, indent=1, sort_keys=False) + "\n")
     return path
+
+
+def write_plot(path: Path, figure: Any) -> None:
+    """Write a figure of matplotlib's as a PNG.
+
+    Raises:
+        files.NotWritten: the file cannot be written.
+    """
+    with files.replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)

@@ -27,14 +27,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from reference import files
+from reference.denormals import check_denormals
+from reference.jit import jit
 
 TABLES = Path(__file__).parent / "tables" / "elementary_h200.npz"
 ACTIVATIONS = ("gelu", "dgelu", "silu", "dsilu")
-
-# error_model: division by zero gives inf as in IEEE 754. fastmath stays off: every operation rounds once.
-OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 
 _F = np.float32
 ZERO, ONE = _F(0.0), _F(1.0)
@@ -79,8 +80,8 @@ from_word: Any = intrinsic(_from_word)
 
 @cache
 def _recorded() -> dict[str, np.ndarray]:
-    with np.load(TABLES) as file:
-        return {name: np.ascontiguousarray(file[name]) for name in file.files}
+    found = files.arrays(TABLES, ": install the package anew, or `git checkout -- reference/tables`")
+    return {name: np.ascontiguousarray(array) for name, array in found.items()}
 
 
 def powers_of_two() -> np.ndarray:
@@ -88,7 +89,7 @@ def powers_of_two() -> np.ndarray:
     return _recorded()["exp2"].view(np.int32)
 
 
-@njit(**OPTIONS)
+@jit
 def power_on_grid(n: np.float32, powers: np.ndarray) -> np.float32:
     """`ex2.approx.ftz` of a multiple of 2^-15."""
     if n >= OVERFLOW:
@@ -102,7 +103,7 @@ def power_on_grid(n: np.float32, powers: np.ndarray) -> np.float32:
     return from_word(np.int32(powers[row + (k & np.int32(32767))] + ((k >> np.int32(15)) << np.int32(23))))
 
 
-@njit(**OPTIONS)
+@jit
 def exp_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """e^x for x <= 0; 0 below 2^-126; NaN where x is."""
     if x < EXP_LOWEST:
@@ -114,19 +115,19 @@ def exp_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     return fma(power, f, power)  # 2^n (1 + f); f²/2 <= 1.5e-8 is left out
 
 
-@njit(**OPTIONS)
+@jit
 def exp2_grid_scalar(y: np.float32, powers: np.ndarray) -> np.float32:
     """2^y to a relative 1.06e-5; 0 below 2^-126, inf from 2^128 on, NaN where y is."""
     return power_on_grid((y + GRID15) - GRID15, powers)
 
 
-@njit(**OPTIONS)
+@jit
 def rsqrt_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """1 / sqrt(x), both correctly rounded."""
     return ONE / np.sqrt(x)
 
 
-@njit(**OPTIONS)
+@jit
 def _exp2_nonpositive(y: np.float32, powers: np.ndarray) -> np.float32:
     """2^y for y <= 0, at least -127 (NaN gives 2^-127, that is 0: the callers' last multiplication is by x)."""
     if not y > EXP2_LOWEST:
@@ -136,7 +137,7 @@ def _exp2_nonpositive(y: np.float32, powers: np.ndarray) -> np.float32:
     return fma(power, (y - n) * LN2, power)
 
 
-@njit(**OPTIONS)
+@jit
 def _product(x: np.float32, y: np.float32, powers: np.ndarray) -> np.float32:
     """x sigmoid(z), given y = -|z| / ln 2 and that z has the sign of x."""
     e = _exp2_nonpositive(y, powers)
@@ -144,7 +145,7 @@ def _product(x: np.float32, y: np.float32, powers: np.ndarray) -> np.float32:
     return (x * (e if x < ZERO else ONE)) * r
 
 
-@njit(**OPTIONS)
+@jit
 def _derivative(x: np.float32, y: np.float32, slope: np.float32, powers: np.ndarray) -> np.float32:
     """s + x s (1 - s) z', s = sigmoid(z): s is r or h by the sign of x, and 1 - s is the other one."""
     e = _exp2_nonpositive(y, powers)
@@ -153,13 +154,13 @@ def _derivative(x: np.float32, y: np.float32, slope: np.float32, powers: np.ndar
     return fma((r * h) * slope, x, h if x < ZERO else r)
 
 
-@njit(**OPTIONS)
+@jit
 def gelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """GELU (tanh form) of an fp32 value."""
     return _product(x, -abs(x) * fma(x * x, GELU3_LOG2E, GELU1_LOG2E), powers)
 
 
-@njit(**OPTIONS)
+@jit
 def dgelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """Derivative of GELU (tanh form) at an fp32 value."""
     square = x * x
@@ -169,13 +170,13 @@ def dgelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     return _derivative(x, y, fma(square, GELU_SLOPE, GELU1), powers)
 
 
-@njit(**OPTIONS)
+@jit
 def silu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """SiLU of an fp32 value."""
     return _product(x, abs(x) * -LOG2E, powers)
 
 
-@njit(**OPTIONS)
+@jit
 def dsilu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """Derivative of SiLU at an fp32 value."""
     return _derivative(x, abs(x) * -LOG2E, ONE, powers)
@@ -196,7 +197,7 @@ SCALARS: dict[str, Any] = {
 def _loop(name: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
     scalar = SCALARS[name]
 
-    @njit(error_model="numpy", nogil=True)
+    @jit
     def loop(x: np.ndarray, out: np.ndarray, powers: np.ndarray) -> None:
         for i in range(x.size):
             out[i] = scalar(x[i], powers)
@@ -213,7 +214,11 @@ def evaluate(name: str, x: np.ndarray) -> np.ndarray:
 
     Returns:
         fp32 `[n]`.
+
+    Raises:
+        RuntimeError: subnormal numbers are flushed to zero.
     """
+    check_denormals()
     out = np.empty_like(x)
     _loop(name)(x, out, powers_of_two())
     return out

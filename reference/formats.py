@@ -25,6 +25,8 @@ from itertools import pairwise
 
 import torch
 
+from reference.denormals import check_denormals
+
 # Elements converted at a time. They stay in the cache between multiply, clamp and conversion, and torch does
 # not share so few among threads: one thread casts a [8192, 4096] tensor in 0.05 s, and two that wait for each
 # other five times a piece take ten times that wherever another process wants a core.
@@ -282,8 +284,10 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
     """`x` times `scale`, as FP8 codes: a tensor of `fmt.dtype` and x's shape, row-major.
 
     `x` is fp32, bf16 or fp16 of any shape; `scale` is one fp32 number (a tensor of one element, or a float
-    that is rounded to fp32). The module's docstring says what each code is.
+    that is rounded to fp32). The module's docstring says what each code is. RuntimeError where subnormal numbers are
+    flushed to zero.
     """
+    check_denormals()
     if x.dtype not in WIDE_DTYPES:
         raise ValueError(f"x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
     factor = torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(())
@@ -302,8 +306,10 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude in `x`, as an fp32 tensor of no dimensions: NaN is ignored, infinity counts.
 
-    `x` is fp32, bf16 or fp16 of any shape. With no elements, or none but NaN, it is +0.
+    `x` is fp32, bf16 or fp16 of any shape. With no elements, or none but NaN, it is +0. RuntimeError where subnormal
+    numbers are flushed to zero.
     """
+    check_denormals()
     if x.dtype not in WIDE_DTYPES:
         raise ValueError(f"x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
     if x.numel() == 0:

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from reference.denormals import check_denormals
+
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 
@@ -214,7 +216,9 @@ def _draw(shape: Sequence[int], piece: Callable[[int, int], Floats]) -> torch.Te
     """fp32 of `shape`, of which piece(start, count) gives the float64 values in row-major order.
 
     It runs on as many threads as torch does; each element depends on its index alone, so they cannot matter.
+    RuntimeError where subnormal numbers are flushed to zero.
     """
+    check_denormals()
     out = np.empty(prod(shape), dtype=np.float32)
     starts = range(0, out.size, _CHUNK)
 

@@ -1,7 +1,6 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
 import itertools
-import json
 import os
 import random
 import time
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from optimized import measure
+from reference import files
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -70,7 +70,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     recorded = measure.RESULTS / "gpu_suite.json"
     if not recorded.is_file():
         return
-    suite = json.loads(recorded.read_text("utf-8"))
+    try:
+        suite = measure.read_result(recorded.stem)
+    except files.Damaged as error:
+        terminalreporter.write_line(str(error))
+        return
     where, when = suite["provenance"]["gpu"]["name"], suite["provenance"]["date"][:10]
     changed = measure.changed_sources(suite["sources"])
     terminalreporter.write_line(

@@ -15,6 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from optimized import compiler, measure
+from optimized.commands import check_folder
 
 COMMAND = ("-m", "gpu and not slow", "--require-gpu")
 
@@ -35,6 +36,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help="folder of gpu_suite.json")
     options, rest = parser.parse_known_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    check_folder("--out", options.out)  # now, and not after minutes on a GPU
     sources = measure.sources()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

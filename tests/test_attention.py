@@ -5,6 +5,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import assert_same_bits
 from hypothesis import given, settings
 
 from reference import elementary, tensor_core
+from reference.jit import OPTIONS
 from reference.ops import attention, attention_backward
 from reference.ops.dropout import keep_scale, threshold
 
@@ -315,7 +317,7 @@ def test_no_double_arithmetic() -> None:
     run(Case(sq=5, skv=5, dropout=0.1), inputs(Case(sq=5, skv=5, dropout=0.1)))
     functions = (attention.softmax_block, attention_backward.row_dots, attention_backward.softmax_backward_tile)
     for function in functions:
-        compiled = elementary.njit(**{**elementary.OPTIONS, "cache": False})(function.py_func)
+        compiled = numba.njit(**OPTIONS)(function.py_func)
         for signature in function.signatures:
             compiled.compile(signature)
         code = "".join(compiled.inspect_llvm().values())

@@ -1,21 +1,35 @@
 """The command `twin`: what it prints, what it writes, and its exit codes."""
 
+import errno
+import json
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from optimized import device
-from optimized.commands import corpus, language_model, main
+from optimized import device, measure
+from optimized.commands import (
+    CommandError,
+    bench,
+    check_folder,
+    corpus,
+    language_model,
+    main,
+    parity,
+    walkthrough,
+)
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.sides import differing
-from optimized.commands.steps import speed, training, tutorial
+from optimized.commands.steps import Outcome, speed, training, tutorial
 from optimized.commands.steps.style import styled
-from reference import tensor_core
+from reference import files, tensor_core
 
 TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)
 
@@ -49,6 +63,9 @@ def test_info_on_a_complete_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["walkthrough", "--output", "/no/such/folder/x.html"], r"/no/such/folder is not a folder that can be written"),
         (["walkthrough", "--output", "/"], r"a folder; the path of an HTML file to write is accepted"),
         (["parity", "--op", "teleport"], r"--op is 'teleport', and no op's name contains it"),
+        (["walkthrough", "--output", "/dev/null"], r"--output is '/dev/null', not a file; the path of an HTML file"),
+        (["walkthrough", "--output", "a" * 300], r"--output is 'a+', no path here \(File name too long\)"),
+        (["walkthrough", "--output", "/proc/x.html"], r"/proc is not a folder that can be written to"),
         (["parity", "--record", "."], r"--record needs a Hopper GPU"),
     ],
 )
@@ -57,6 +74,83 @@ def test_bad_requests_are_refused_in_a_sentence(
 ) -> None:
     assert main(arguments) == 2
     assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_a_folder_is_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_folder("--record", tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for folder, reason in (("absent", "No such file or directory"), ("file", "Not a directory")):
+        with pytest.raises(CommandError, match=rf"^--record: .*/{folder} is not a folder that .* \({reason}\)\.$"):
+            parity.record(tmp_path / folder, torch.device("cpu"), Console())
+    monkeypatch.setattr(bench, "hopper", lambda: torch.device("cpu"))
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "file")
+    assert main(["bench", "gemm", "--write"]) == 2
+
+
+def test_a_report_that_cannot_be_written_is_said_after_the_table(
+    no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(walkthrough, "_steps", lambda *given: [(Outcome("Speed", "it was fast"), 1.0)])
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "report.html"
+    path.write_text("the last one")
+    assert main(["walkthrough", "--output", str(path)]) == 2
+    found = capsys.readouterr()
+    assert "it was fast" in found.out
+    assert found.err == f"{path} was not written: No space left on device.\n"
+    assert path.read_text() == "the last one"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recorded results, to be damaged."""
+    folder = Path(shutil.copytree(measure.RESULTS, tmp_path / "results"))
+    monkeypatch.setattr(measure, "RESULTS", folder)
+    return folder
+
+
+@pytest.mark.parametrize("content", ['{"rows": [', "", "[]", "{}", '{"provenance": {"date": "2026", "kernels": {}}}'])
+def test_a_damaged_result_is_a_sentence(
+    no_gpu: None, results: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (results / "layer.json").write_text(content)
+    for arguments in (["bench", "layer"], ["bench", "--table"], ["bench"], ["bench", "layer_sweep", "--recorded"]):
+        code = main(arguments)
+        error = capsys.readouterr().err
+        assert (code, error.count("\n")) == ((0, 0) if "layer_sweep" in arguments else (2, 1))
+        assert ("layer.json is damaged" in error) == (code == 2)
+    outcome = speed.run(Report("title", "introduction"), live=False)
+    assert "layer.json is damaged" in outcome.result  # the walkthrough goes on
+
+
+@pytest.mark.parametrize("place", ["case", "step"])
+@pytest.mark.parametrize("value", [7, None, "[/b]"])
+def test_a_result_with_another_value_is_a_table_or_a_sentence(
+    no_gpu: None, results: Path, place: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What becomes a column, and what becomes a cell; text in brackets is text."""
+    payload = measure.read_result("layer")
+    if place == "case":
+        payload["cases"][0]["case"]["name"] = value
+    else:
+        payload["cases"][0]["rows"][0]["step"] = value
+    (results / "layer.json").write_text(json.dumps(payload))
+    code = main(["bench", "layer"])
+    found = capsys.readouterr()
+    assert code == (0 if value == "[/b]" else 2)
+    assert "[/b]" in found.out if code == 0 else "layer.json is damaged" in found.err
+
+
+def test_results_that_are_not_there_are_said(no_gpu: None, results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(results)
+    assert main(["bench"]) == main(["bench", "--list"]) == main(["bench", "--table"]) == main(["info"]) == 0
+    with pytest.raises(files.Damaged, match=r"layer\.json is not there: this result has not been recorded\.$"):
+        measure.read_result("layer")
 
 
 @pytest.mark.gpu
@@ -93,7 +187,7 @@ def test_the_speed_is_the_recorded_one_without_a_gpu(no_gpu: None, monkeypatch: 
     assert outcome.result.startswith("FP8 takes 1/")
     assert "Recorded: NVIDIA H200" in page
     assert "TransformerLayer, FP8" in page
-    monkeypatch.setattr(speed, "RECORDED", Path("/no/such/file"))
+    monkeypatch.setattr(measure, "RESULTS", Path("/no/such/folder"))
     assert speed.run(report, live=False).result == "no recorded results in this installation"
 
 

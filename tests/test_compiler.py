@@ -1,14 +1,18 @@
 """The compiler and its cache, without a GPU: what a key depends on, damage, races, errors, reports."""
 
-import json
+import errno
+import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from optimized import compiler, device
+from reference import files
 
 MAIN = '#include "half.cuh"\nextern "C" __global__ void f(float* x) { x[threadIdx.x] = half_of(x[threadIdx.x]); }\n'
 HALF = '#pragma once\n#include "inner/factor.cuh"\n__device__ float half_of(float x) { return x * FACTOR; }\n'
@@ -18,6 +22,8 @@ FACTOR = "#define FACTOR 0.5f\n"
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("reference.notice._said", set())
+    monkeypatch.setattr(compiler, "_unstored", {})
 
 
 @pytest.fixture
@@ -33,12 +39,13 @@ def root(tmp_path: Path) -> Path:
 
 
 def entries() -> list[Path]:
-    return sorted(compiler.cache_folder().iterdir())
+    folder = files.cache_folder("cubin")
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def test_a_cubin_for_hopper_comes_out_without_a_gpu(root: Path) -> None:
     build = compiler.build("f", root=root)
-    binary = build.path.read_bytes()
+    binary = build.cubin
     assert binary[:4] == b"\x7fELF"
     assert build.complaints == ()
     (usage,) = build.usage
@@ -76,7 +83,7 @@ def test_the_key_depends_on_defines_flags_and_versions(root: Path, monkeypatch: 
         patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "--use_fast_math"))
         keys.add(compiler.key("f", root=root))
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "nvrtc_version", lambda: "99.9")
+        patch.setattr(compiler, "nvrtc_build", lambda: "13.0 another build")
         keys.add(compiler.key("f", root=root))
     assert len(keys) == 5
 
@@ -85,8 +92,8 @@ def test_a_changed_include_gives_another_binary(root: Path) -> None:
     first = compiler.build("f", root=root)
     (root / "inner" / "factor.cuh").write_text("#define FACTOR 0.25f\n")
     second = compiler.build("f", root=root)
-    assert first.path != second.path
-    assert first.path.read_bytes() != second.path.read_bytes()
+    assert len(entries()) == 2
+    assert first.cubin != second.cubin
 
 
 def damage_cut(path: Path) -> None:
@@ -103,37 +110,44 @@ def damage_empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def damage_record(path: Path) -> None:
-    path.with_suffix(".json").write_text('{"sha256": ')
+def damage_log(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"spill", b"spoil", 1))
+    assert path.read_bytes() != data
 
 
-def damage_no_record(path: Path) -> None:
-    path.with_suffix(".json").unlink()
-
-
-def damage_no_cubin(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    "damage", [damage_cut, damage_flip, damage_empty, damage_record, damage_no_record, damage_no_cubin]
-)
-def test_a_damaged_entry_is_built_again(root: Path, damage) -> None:  # type: ignore[no-untyped-def]
-    path = compiler.build("f", root=root).path
-    good = path.read_bytes()
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty, damage_log])
+def test_a_damaged_entry_is_said_and_built_again(root: Path, damage, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    good = compiler.build("f", root=root)
+    (path,) = entries()
     damage(path)
-    again = compiler.build("f", root=root)
-    assert again.path == path
-    assert path.read_bytes() == good
-    assert json.loads(path.with_suffix(".json").read_text())["log"] == again.log
+    assert compiler.build("f", root=root).cubin == good.cubin
+    assert compiler.build("f", root=root).cubin == good.cubin  # from the new entry, of which nothing is said
+    assert caplog.messages == [f"{path} is damaged: it is compiled anew (said once)."]
+
+
+def test_an_entry_that_is_gone_is_built_again_in_silence(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = compiler.build("f", root=root)
+    entries()[0].unlink()
+    assert compiler.build("f", root=root).cubin == good.cubin
+    assert len(entries()) == 1
+    assert caplog.messages == []
+
+
+def test_a_folder_in_place_of_an_entry_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = compiler.build("f", root=root)
+    (path,) = entries()
+    path.unlink()
+    path.mkdir()
+    assert compiler.build("f", root=root).cubin == good.cubin
+    unread, unwritten = caplog.messages
+    assert unread == f"{path} cannot be read (Is a directory): it is compiled anew (said once)."
+    assert f"every process compiles it: {path} was not written: it is there, and it is not a file" in unwritten
 
 
 def test_threads_at_once(root: Path) -> None:
     found: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(compiler.build("f", root=root).path.read_bytes()))
-        for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(compiler.build("f", root=root).cubin)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -145,7 +159,7 @@ def test_threads_at_once(root: Path) -> None:
 def test_processes_at_once(root: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from optimized import compiler\n"
-        "print(compiler.build('f', root=Path(sys.argv[1])).path)"
+        "print(compiler.build('f', root=Path(sys.argv[1])).cubin.hex())"
     )
     processes = [
         subprocess.Popen(
@@ -154,13 +168,12 @@ def test_processes_at_once(root: Path) -> None:
             text=True,
             cwd=Path(compiler.__file__).parent.parent,
         )
-        for _ in range(2)
+        for _ in range(4)
     ]
-    paths = {process.communicate(timeout=120)[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0]
-    assert paths == {str(compiler.build("f", root=root).path)}
-    # Nothing half-written stays behind.
-    assert [path.suffix for path in entries()] == [".cubin", ".json"]
+    cubins = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
+    assert cubins == {compiler.build("f", root=root).cubin.hex()}
+    assert len(entries()) == 1  # nothing half-written stays behind
 
 
 def test_an_error_carries_the_log(root: Path) -> None:
@@ -175,11 +188,186 @@ def test_an_unknown_kernel_names_those_there_are(root: Path) -> None:
         compiler.build("g", root=root)
 
 
-def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# --- where nothing can be stored ---------------------------------------------------------------------------
+
+
+def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(compiler.CompileError, match=r"the kernel cache .*file/twin-engine/cubin cannot be made"):
-        compiler.cache_folder()
+    return r"file/twin-engine/cubin/f-\w+\.bin was not written: Not a directory"
+
+
+def no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    return r"f-\w+\.bin was not written: No space left on device"
+
+
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    return r"this user has no home folder, and \$XDG_CACHE_HOME names no absolute path"
+
+
+@pytest.mark.parametrize("lack", [no_folder, no_room, no_home])
+def test_a_cubin_that_cannot_be_stored_is_used(
+    root: Path, lack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # type: ignore[no-untyped-def]
+    good = compiler.build("f", root=root).cubin
+    cache = files.cache_folder("cubin")
+    entries()[0].unlink()
+    reason = lack(tmp_path, monkeypatch)
+    build = compiler.build("f", root=root)
+    assert build.cubin == good
+    monkeypatch.setattr(compiler, "_compile", None)  # would raise if it were called
+    assert compiler.build("f", root=root) == build  # a process compiles it once
+    (said,) = caplog.messages
+    assert said.startswith("What is compiled is not stored, and every process compiles it: ")
+    assert re.search(reason, said), said
+    assert not list(cache.iterdir())  # nothing half-written
+
+
+def test_what_a_killed_process_left_goes_after_an_hour(root: Path) -> None:
+    compiler.build("f", root=root)
+    old, young = (files.cache_folder("cubin") / f".f.cubin.{name}.twin-tmp" for name in ("old", "young"))
+    foreign = files.cache_folder("cubin") / "somebody's.tmp"
+    for path in (old, young, foreign):
+        path.write_bytes(b"half")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 4000,) * 2)
+    compiler.build("f", {"A": 1}, root=root)
+    assert not old.exists()
+    assert young.exists()
+    assert foreign.exists()
+
+
+# --- what is compiled is what is hashed --------------------------------------------------------------------
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder with headers of every name that the kernel and CUDA's headers include, and other contents."""
+    folder = tmp_path / "hostile"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "half.cuh").write_text("__device__ float half_of(float x) { return x * 666.0f; }\n")
+    (folder / "inner" / "factor.cuh").write_text("#define FACTOR 667.0f\n")
+    (folder / "factor.cuh").write_text("#define FACTOR 668.0f\n")
+    for name in ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "vector_types.h"):
+        (folder / name).write_text("#error hostile\n")
+    return folder
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["ours", "cuda"])
+def test_headers_come_from_the_kernels_folder_alone(
+    root: Path, hostile: Path, cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cuda:
+        (root / "half.cuh").write_text("#include <cuda_bf16.h>\n" + HALF)
+    monkeypatch.chdir(root)
+    good = compiler.build("f", root=root).cubin
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other cache"))
+    monkeypatch.chdir(hostile)
+    assert compiler.build("f", root=root).cubin == good
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, f"--include-path={hostile}"))
+    assert compiler.build("f", root=root).cubin == good
+    monkeypatch.setattr(compiler, "FLAGS", tuple(f for f in compiler.FLAGS if f != "--no-source-include"))
+    assert compiler.build("f", root=root).cubin == good
+
+
+def test_of_two_headers_with_one_name_each_file_gets_its_own(root: Path) -> None:
+    """Beside the including file, then in the kernels' folder; where NVRTC knows one name, for whichever file."""
+    kernel = '#include "inner/one.cuh"\n#include "factor.cuh"\n' + MAIN.split("\n", 1)[1]
+    (root / "f.cu").write_text(kernel.replace("half_of(x[threadIdx.x])", "(x[threadIdx.x] * FACTOR) + one()"))
+    (root / "factor.cuh").write_text("#undef FACTOR\n#define FACTOR 0.125f\n")
+    (root / "inner" / "one.cuh").write_text('#include "factor.cuh"\n__device__ float one() { return FACTOR; }\n')
+    apart = compiler.build("f", root=root)
+    before = compiler.key("f", root=root)
+    (root / "f.cu").write_text(
+        "#define FACTOR 0.125f\n__device__ float one() { return 0.5f; }\n"
+        + (root / "f.cu").read_text().split("\n", 2)[2]
+    )
+    assert compiler.build("f", root=root).cubin == apart.cubin
+    assert compiler.key("f", root=root) != before
+
+
+def test_a_kernel_in_a_folder_gets_the_header_beside_it(root: Path) -> None:
+    """As the key says; NVRTC, which knows no folder of a text, took the one in the kernels' folder."""
+    kernel = MAIN.replace("half.cuh", "factor.cuh").replace("half_of", "FACTOR *")
+    (root / "inner" / "g.cu").write_text(kernel)
+    alone = compiler.build("inner/g", root=root)
+    (root / "factor.cuh").write_text("#define FACTOR 0.125f\n")
+    assert list(compiler.sources("inner/g", root)) == ["inner/factor.cuh", "inner/g.cu"]
+    for path in entries():
+        path.unlink()
+    assert compiler.build("inner/g", root=root).cubin == alone.cubin
+
+
+def test_a_header_that_comes_to_lie_nearer_changes_the_key(root: Path) -> None:
+    (root / "inner" / "factor.cuh").write_text('#include "unrelated.cuh"\n#define FACTOR 0.5f\n')
+    before = compiler.key("f", root=root)
+    (root / "inner" / "unrelated.cuh").write_text("")
+    assert compiler.key("f", root=root) != before
+
+
+def test_a_source_that_changes_meanwhile_is_not_stored_under_the_old_key(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = compiler.build("f", root=root).cubin
+    for path in entries():
+        path.unlink()
+    find = compiler._key
+
+    def edited(*given):  # type: ignore[no-untyped-def]
+        (root / "inner" / "factor.cuh").write_text("#define FACTOR 0.25f\n")
+        return find(*given)
+
+    monkeypatch.setattr(compiler, "_key", edited)
+    assert compiler.build("f", root=root).cubin == good
+
+
+def test_the_key_depends_on_cudas_headers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On their text, not on the version that one of them states."""
+    cuda = tmp_path / "cuda"
+    cuda.mkdir()
+    (cuda / "cuda_runtime_api.h").write_text("#define CUDART_VERSION 13000\n")
+    (cuda / "cuda_bf16.h").write_text('#include "deeper.h"\n')
+    (cuda / "deeper.h").write_text("// a\n")
+    (root / "half.cuh").write_text("#include <cuda_bf16.h>\n" + HALF)
+    monkeypatch.setattr(compiler, "include_folder", lambda: cuda)
+    keys = set()
+    for text in ("// a\n", "// b\n"):
+        (cuda / "deeper.h").write_text(text)
+        compiler._cuda_texts.cache_clear()
+        keys.add(compiler.key("f", root=root))
+    compiler._cuda_texts.cache_clear()
+    assert len(keys) == 2
+    assert "cuda_bf16.h" not in "".join(compiler.sources("f", root))
+
+
+def test_the_key_knows_one_build_of_nvrtc_from_another(tmp_path: Path) -> None:
+    assert compiler.nvrtc_build().startswith(f"{compiler.nvrtc_version()} ")
+    assert len(compiler.nvrtc_build().split()) >= 3  # the compiler and its builtins
+    library = tmp_path / "libnvrtc.so.13"
+    builds = []
+    for identity in (b"a" * 20, b"b" * 20):
+        note = (4).to_bytes(4, "little") + (20).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"GNU\0"
+        library.write_bytes(b"\x7fELF" + note + identity + b"code")
+        builds.append(compiler._build_of(library))
+        library.write_bytes(b"\x7fELF" + identity)
+        builds.append(compiler._build_of(library))
+    assert len(set(builds)) == 4
+    assert builds[0] == (b"a" * 20).hex()
+
+
+def test_flags_from_the_environment_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVRTC_APPEND_FLAGS", "--use_fast_math")
+    with pytest.raises(compiler.CompileError, match=r"^NVRTC_APPEND_FLAGS='--use_fast_math' is set, .*: unset it\.$"):
+        compiler.build("f", root=root)
 
 
 def test_a_long_compilation_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -4,7 +4,6 @@ import importlib
 import os
 import pkgutil
 import re
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import optimized.bench
 import optimized.ops
 from optimized import compiler
-from optimized.bench.sass import nvdisasm
+from optimized.bench.sass import disassembly
 
 Configuration = tuple[str, dict[str, int | str]]
 
@@ -79,29 +78,25 @@ def test_it_compiles_without_spill_or_warning(configuration: Configuration, buil
         assert usage.spill_stores == usage.spill_loads == 0
 
 
-def disassembly(build: compiler.Build) -> str:
-    return subprocess.run([nvdisasm(), "-c", str(build.path)], capture_output=True, text=True, check=True).stdout
-
-
 def test_the_fp8_gemm_runs_on_the_tensor_cores_and_the_copy_engine(builds) -> None:  # type: ignore[no-untyped-def]
     found = builds.named("gemm_fp8")
     assert found
     for name in found[:2]:
-        text = disassembly(builds[name])
+        text = disassembly(builds[name].cubin)
         assert "QGMMA" in text, name
         assert "UTMALDG" in text, name
 
 
 def test_the_16_bit_gemm_runs_on_the_tensor_cores(builds) -> None:  # type: ignore[no-untyped-def]
     name = builds.named("gemm-")[0]
-    text = disassembly(builds[name])
+    text = disassembly(builds[name].cubin)
     assert "HGMMA" in text
     assert "UTMALDG" in text
 
 
 def test_the_casts_convert_two_values_at_a_time_and_load_16_bytes(builds) -> None:  # type: ignore[no-untyped-def]
     for name in ("cast-WIDE=1-FP8=0", "cast_transpose-WIDE=1-FP8=0-DBIAS=0"):
-        text = disassembly(builds[name])
+        text = disassembly(builds[name].cubin)
         assert re.search(r"F2FP\S*E4M3\S*", text), name
         assert re.search(r"LDG\S*\.128", text), name
         # Nothing goes through local memory.

@@ -1,7 +1,6 @@
 """The ladder's kernels: each computes twin::gemm_fp8's words, and does what its rung is about."""
 
 import re
-import subprocess
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import compiler
 from optimized.bench import ladder
 from optimized.bench.ladder import RUNGS, Rung
-from optimized.bench.sass import nvdisasm
+from optimized.bench.sass import disassembly
 
 E4M3 = torch.float8_e4m3fn
 twin = torch.ops.twin
@@ -59,8 +58,7 @@ def test_every_rung_refuses_parts_of_tiles(rung: Rung) -> None:
 
 @pytest.mark.parametrize("rung", RUNGS, ids=str)
 def test_the_machine_code_shows_the_idea(rung: Rung) -> None:
-    path = compiler.cubin(rung.kernel)
-    text = subprocess.run([nvdisasm(), "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    text = disassembly(compiler.cubin(rung.kernel))
     assert "QGMMA" in text
     assert ("UTMALDG" in text) == rung.copy_engine
     assert ("USETMAXREG" in text) == (rung.threads == 384)

@@ -1,6 +1,8 @@
 """`twin parity`: its cases, its recorder, its replay, and what they count."""
 
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from optimized.commands import (
     recordings,
 )
 from optimized.commands.parity_inputs import Case
+from optimized.commands.report import Report
 from optimized.commands.sides import Tally, differing
+from optimized.commands.steps import recorded
 from reference import tensor_core
 from reference.ops import library
 
@@ -41,6 +45,55 @@ def test_without_recordings_parity_says_where_they_come_from(
     monkeypatch.setattr(recordings, "GOLDEN", tmp_path / "absent")
     assert main(["parity"]) == 2
     assert "They come with the repository" in capsys.readouterr().err
+
+
+@pytest.fixture
+def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The recordings, to be damaged."""
+    folder = Path(shutil.copytree(recordings.GOLDEN, tmp_path / "golden"))
+    monkeypatch.setattr(recordings, "GOLDEN", folder)
+    for found in (recordings.arrays, recordings.script):
+        found.cache_clear()
+    yield folder
+    for found in (recordings.arrays, recordings.script):
+        found.cache_clear()
+
+
+NAMES = ("wgmma_h200", "tensor_core_h200", "linear_h200", "parity_h200")
+DAMAGES = [(name, damage) for name in NAMES for damage in ("cut", "empty", "lacking", "folder")]
+DAMAGES.remove(("wgmma_h200", "lacking"))  # it says itself what is in it
+DAMAGES.remove(("parity_h200", "folder"))  # as good as missing, without which the rest is compared
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_a_damaged_recording_is_a_sentence(
+    no_gpu: None, golden: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = golden / f"{name}.npz"
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "lacking":
+        np.savez(path, another=np.zeros(1))
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    assert main(["parity", "--op", "Linear by cuBLASLt"]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error or (damage == "folder" and "is missing" in error)
+    assert "`git checkout -- tests/golden` brings it back.\n" in error
+    if name in ("tensor_core_h200", "linear_h200"):
+        report = Report("title", "introduction")
+        outcome = recorded.run(report, lambda name, total: lambda: None)
+        assert outcome.result == error.strip()  # the walkthrough goes on
+
+
+def test_a_script_that_is_not_there_is_a_sentence(
+    no_gpu: None, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (golden / "record_linear.py").unlink()
+    assert main(["parity"]) == 2
+    assert "record_linear.py is missing or damaged" in capsys.readouterr().err
 
 
 def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:

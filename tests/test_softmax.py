@@ -3,6 +3,7 @@
 import math
 import re
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import elementary
+from reference.jit import OPTIONS
 from reference.ops import softmax
 from reference.ops.attention import MASK_TYPES
 
@@ -128,7 +130,7 @@ def test_no_double_arithmetic() -> None:
     y = twin.softmax(scores((1, 1, 2, 3), torch.float32), 1.0, "none", None)
     twin.softmax_backward(y, y, 1.0)
     for function in (softmax.softmax_rows, softmax.softmax_backward_rows):
-        compiled = elementary.njit(**{**elementary.OPTIONS, "cache": False})(function.py_func)
+        compiled = numba.njit(**OPTIONS)(function.py_func)
         for signature in function.signatures:
             compiled.compile(signature)
         code = "".join(compiled.inspect_llvm().values())

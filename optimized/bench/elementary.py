@@ -28,7 +28,7 @@ from optimized.bench import elementary_digest as digest
 from optimized.bench import elementary_error as error
 from optimized.ops import gemm_fp8, gemm_operands
 from optimized.ops.gemm_tile import Tile
-from reference import elementary
+from reference import elementary, files
 
 ROOT = Path(__file__).parents[2]
 DIGESTS = ROOT / "tests" / "golden" / "elementary_h200.npz"
@@ -147,8 +147,8 @@ def record(period: np.ndarray, provenance: dict[str, Any]) -> None:
             bits = torch.where(y.isnan(), 0x7FC00000, y.view(torch.int32))
             tables[f"{name}_{kind}"] = bits.cpu().numpy().view(np.uint32)
     tables["provenance"] = np.array(json.dumps(provenance))
-    elementary.TABLES.parent.mkdir(exist_ok=True)
-    np.savez_compressed(elementary.TABLES, **tables)
+    with files.replacing(elementary.TABLES) as file:
+        np.savez_compressed(file, **tables)
 
 
 def compare(write: bool, provenance: dict[str, Any]) -> dict[str, int]:
@@ -162,7 +162,8 @@ def compare(write: bool, provenance: dict[str, Any]) -> dict[str, int]:
         for index in wrong[:3]:
             print(*digest.first_differences(name, int(index)), sep="\n", flush=True)
     if write:
-        np.savez_compressed(DIGESTS, **sums, provenance=np.array(json.dumps(provenance)))
+        with files.replacing(DIGESTS) as file:
+            np.savez_compressed(file, **sums, provenance=np.array(json.dumps(provenance)))
     return differ
 
 

@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import njit
 
 from optimized import launch
 from reference import elementary
+from reference.jit import jit
 
 # The fp32 functions of reference.elementary, and their names in kernels/elementary.cuh.
 KERNEL_NAMES = {
@@ -36,7 +36,7 @@ _ABOVE_INFINITY, _NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@jit
 def _mix(inputs: np.ndarray, results: np.ndarray) -> np.uint64:
     total = _U64(0)
     for i in range(inputs.size):

@@ -119,7 +119,7 @@ def main() -> None:
     handles = [pyplot.Line2D([], [], marker="o", linestyle="", color=colour) for colour in COLOURS.values()]
     labels = ["ex2.approx, rcp.approx", "tanh.approx", "on a grid + corrections", "correctly rounded operations only"]
     figure.axes[4].legend(handles, labels, fontsize=7, frameon=False, loc="upper right")
-    figure.savefig(measure.ROOT / "docs" / "elementary.png", dpi=110)
+    measure.write_plot(measure.ROOT / "docs" / "elementary.png", figure)
 
 
 if __name__ == "__main__":

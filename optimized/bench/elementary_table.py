@@ -10,6 +10,7 @@ from typing import Any
 from optimized import measure
 from optimized.bench import sass
 from optimized.bench.elementary_error import CANDIDATES
+from reference import files
 
 PAGE = measure.ROOT / "docs" / "elementary.md"
 MARKS = ("<!-- prices: begin -->", "<!-- prices: end -->")
@@ -88,7 +89,7 @@ def main() -> None:
     """Put the tables between the page's marks."""
     result = measure.read_result("elementary")
     before, rest = PAGE.read_text("utf-8").split(MARKS[0])
-    PAGE.write_text(f"{before}{MARKS[0]}\n{markdown(result)}\n{MARKS[1]}{rest.split(MARKS[1])[1]}", "utf-8")
+    files.write(PAGE, f"{before}{MARKS[0]}\n{markdown(result)}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def plot(results: Mapping[str, Mapping[str, Any]]) -> None:
     panels[0].set_ylabel("TFLOP/s")
     panels[0].set_ylim(0.5, 3500)
     panels[0].legend(loc="lower right", fontsize=8, frameon=False)
-    figure.savefig(PLOT, dpi=110)
+    measure.write_plot(PLOT, figure)
     plt.close(figure)
 
 

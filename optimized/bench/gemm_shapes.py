@@ -160,7 +160,7 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
     panels[0].set_yticks(ticks, [str(tick) for tick in ticks])
     panels[0].minorticks_off()
     figure.colorbar(points, ax=panels, label="128x128 tiles, up to the multiprocessors")
-    figure.savefig(path, dpi=110)
+    measure.write_plot(path, figure)
     plt.close(figure)
 
 

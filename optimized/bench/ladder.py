@@ -201,7 +201,7 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
     axes.set_ylim(0, 1.12 * max(row["tflops"] for row in payload["rows"]))
     axes.legend(loc="lower right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    measure.write_plot(path, figure)
     plt.close(figure)
 
 

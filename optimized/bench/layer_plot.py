@@ -96,7 +96,7 @@ def main() -> None:
         fontsize=9,
         color=QUIET,
     )
-    figure.savefig(measure.ROOT / "docs" / "layer.png", dpi=110)
+    measure.write_plot(measure.ROOT / "docs" / "layer.png", figure)
 
 
 if __name__ == "__main__":

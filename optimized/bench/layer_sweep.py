@@ -120,7 +120,7 @@ def plot(payload: dict[str, Any]) -> None:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
     )
-    figure.savefig(measure.ROOT / "docs" / f"{NAME}.png", dpi=110)
+    measure.write_plot(measure.ROOT / "docs" / f"{NAME}.png", figure)
     plt.close(figure)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -34,12 +35,20 @@ def nvdisasm() -> Path:
     return Path(found)
 
 
-def opcodes(cubin: Path, function: str) -> Counter[str]:
+def disassembly(cubin: bytes) -> str:
+    """The text that nvdisasm, which reads files only, makes of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def opcodes(cubin: bytes, function: str) -> Counter[str]:
     """How often each opcode (with its modifiers, such as "FMNMX.NAN") stands in a function of a cubin."""
-    text = subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    text = disassembly(cubin)
     _, found, body = text.partition(f".text.{function}:")
     if not found:
-        raise ValueError(f"function={function!r} is not in {cubin.name}.")
+        raise ValueError(f"function={function!r} is not in the cubin.")
     return Counter(_LINE.findall(body.split("//-----", 1)[0].split(".section", 1)[0]))
 
 

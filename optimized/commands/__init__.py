@@ -7,16 +7,28 @@ cannot do, said in one sentence on stderr.
 import argparse
 import importlib
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
+
+from reference import files
 
 SUBCOMMANDS = ("walkthrough", "parity", "bench", "info")
 
 
 class CommandError(Exception):
     """A request that cannot be met; its text is the sentence the user reads."""
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse, before the work and not after it, a folder that `option` cannot write to."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CommandError(f"{option}: {folder} is not a folder that can be written to ({error.strerror}).") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         code: int = args.run(args, Console())
         return code
-    except CommandError as error:
+    except (CommandError, files.NotWritten, files.Damaged) as error:
         print(error, file=sys.stderr)
         return 2

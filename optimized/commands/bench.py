@@ -29,7 +29,7 @@ from optimized.bench import (
     layer_sweep,
     norm,
 )
-from optimized.commands import CommandError, tables
+from optimized.commands import CommandError, check_folder, tables
 from optimized.commands.sides import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
@@ -94,17 +94,18 @@ def _list(console: Console) -> None:
         recorded = "not yet" if payload is None else payload["provenance"]["date"][:10]
         if payload is not None and measure.outdated(payload):
             recorded += ", before the last change"
-        table.add_row(name, escape(WHAT[name]), recorded)
+        table.add_row(name, escape(WHAT[name]), escape(recorded))
     console.print(table)
 
 
 def _show(console: Console, found: list[tables.Table]) -> None:
     for one in found:
-        table = Table(title=one.title, title_justify="left", caption=escape(one.note), caption_justify="left")
+        title, note = escape(one.title), escape(one.note)
+        table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
         for column in one.columns:
-            table.add_column(column, justify="left" if column == one.columns[0] else "right")
+            table.add_column(escape(column), justify="left" if column == one.columns[0] else "right")
         for row in one.rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         console.print(table)
 
 
@@ -129,6 +130,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     live = hopper() is not None and not args.recorded and not args.table
     if args.write and not live:
         raise CommandError("--write stores what was measured, and nothing is measured here: it needs a Hopper GPU.")
+    if args.write:
+        check_folder("--write", measure.RESULTS)
     if args.table:
         print(tables.markdown(names))
         return 0

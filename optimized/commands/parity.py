@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.commands import CommandError, parity_cases, parity_recording, recorded_linear, recordings
+from optimized.commands import CommandError, check_folder, parity_cases, parity_recording, recorded_linear, recordings
 from optimized.commands.parity_inputs import Case
 from optimized.commands.parity_recording import RECORDING, Recording
 from optimized.commands.sides import Tally, differing, hopper
@@ -113,8 +113,7 @@ def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
     """Write the GPU's outputs of every case that is quickly replayed."""
     if gpu is None:
         raise CommandError("--record needs a Hopper GPU; `twin info` says what this machine lacks.")
-    if not folder.is_dir():
-        raise CommandError(f"--record is {str(folder)!r}, which is not a folder.")
+    check_folder("--record", folder)
     found = [case for case in parity_cases.cases() if not case.live]
     outputs: parity_recording.Outputs = {}
     failed = 0

@@ -16,7 +16,9 @@ import torch
 
 from optimized import compiler, measure
 from optimized.commands import CommandError
+from optimized.commands.recordings import RESTORED
 from optimized.commands.sides import FLOAT8, INTEGERS, Tally, differing
+from reference import files
 
 RECORDING = "parity_h200"
 WHOLE, SHOWN = 96, 32
@@ -90,17 +92,26 @@ def write(folder: Path, outputs: Outputs, gpu: torch.device) -> Path:
         **measure.provenance(kernels),
     }
     path = folder / f"{RECORDING}.npz"
-    np.savez_compressed(
-        path,
-        about=np.array(json.dumps({"provenance": about})),
-        index=np.frombuffer(json.dumps(index).encode(), np.uint8),
-        data=np.frombuffer(b"".join(parts), np.uint8),
-    )
+    with files.replacing(path) as file:
+        np.savez_compressed(
+            file,
+            about=np.array(json.dumps({"provenance": about})),
+            index=np.frombuffer(json.dumps(index).encode(), np.uint8),
+            data=np.frombuffer(b"".join(parts), np.uint8),
+        )
     return path
 
 
 def read(folder: Path) -> Recording:
-    """The recording in `folder`."""
-    with np.load(folder / f"{RECORDING}.npz") as found:
+    """The recording in `folder`.
+
+    Raises:
+        files.Damaged: it is not a whole recording.
+    """
+    path = folder / f"{RECORDING}.npz"
+    found = files.arrays(path, RESTORED)
+    try:
         about = json.loads(str(found["about"]))["provenance"]
         return Recording(json.loads(found["index"].tobytes()), found["data"], about)
+    except (LookupError, TypeError, ValueError) as error:
+        raise files.Damaged(f"{path} is damaged: {error!r}{RESTORED}.") from error

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from optimized.commands import CommandError
-from reference import tensor_core
+from reference import files, tensor_core
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
+RESTORED = ": `git checkout -- tests/golden` brings it back"
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
@@ -46,12 +47,16 @@ def folder() -> Path:
 @cache
 def script(name: str) -> ModuleType:
     """The module tests/golden/<name>.py, which makes the inputs of a recording."""
-    spec = importlib.util.spec_from_file_location(f"twin_golden_{name}", folder() / f"{name}.py")
+    path = folder() / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"twin_golden_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise files.Damaged(f"{path} is missing or damaged ({error}){RESTORED}.") from error
     return module
 
 
@@ -60,24 +65,36 @@ def exists(name: str) -> bool:
     return (folder() / f"{name}.npz").is_file()
 
 
+class _Whole(dict[str, Any]):
+    """What a recording holds, by name; a name that it lacks is damage."""
+
+    def __init__(self, path: Path, found: dict[str, Any]) -> None:
+        super().__init__(found)
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise files.Damaged(f"{self.path} is damaged: it has no {name!r}{RESTORED}.")
+
+
 @cache
 def arrays(name: str) -> dict[str, np.ndarray]:
     """Every array of tests/golden/<name>.npz."""
     path = folder() / f"{name}.npz"
     if not path.is_file():
-        raise CommandError(f"the recording {path} is missing; `git checkout -- tests/golden` brings it back.")
-    with np.load(path) as data:
-        return {key: data[key] for key in data.files}
+        raise CommandError(f"the recording {path} is missing{RESTORED}.")
+    return _Whole(path, files.arrays(path, RESTORED))
 
 
 def provenance(name: str) -> dict[str, Any]:
     """Where a recording comes from: GPU, driver, versions, date."""
     beside = folder() / f"{name}.json"
     if beside.is_file():
-        found: dict[str, Any] = json.loads(beside.read_text())
-    else:
-        found = json.loads(str(arrays(name)["about"]))["provenance"]
-    return found
+        return _Whole(beside, files.record(beside, RESTORED))
+    path = folder() / f"{name}.npz"
+    try:
+        return _Whole(path, json.loads(str(arrays(name)["about"]))["provenance"])
+    except (LookupError, TypeError, json.JSONDecodeError) as error:
+        raise files.Damaged(f"{path} is damaged: {error!r}{RESTORED}.") from error
 
 
 @dataclass(frozen=True)

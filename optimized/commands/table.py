@@ -15,6 +15,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str
 
+    def __post_init__(self) -> None:
+        for text in (self.title, self.note, *self.columns, *(cell for row in self.rows for cell in row)):
+            if not isinstance(text, str):
+                raise TypeError(f"{self.title!r}: {text!r} is in a table; strings are accepted.")
+
     def markdown(self) -> str:
         """The table as GitHub's Markdown."""
         lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |"]

@@ -12,6 +12,7 @@ from typing import Any
 from optimized import measure
 from optimized.commands.layer_tables import layer, layer_goals, layer_memory, layer_ops, layer_sweep
 from optimized.commands.table import Table, origin, percent
+from reference import files
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -311,10 +312,20 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def recorded(name: str) -> list[Table]:
-    """The tables of a recorded result; none where nothing is recorded."""
+    """The tables of a recorded result; none where nothing is recorded.
+
+    Raises:
+        files.Damaged: the file does not hold what its tables show.
+    """
     result, build = DETAILS[name] if name in DETAILS else (name, BUILDERS[name])
     payload = load(result)
-    return [] if payload is None else build(payload)
+    try:
+        return [] if payload is None else build(payload)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise files.Damaged(
+            f"{measure.RESULTS / result}.json is damaged: its table cannot be made ({error!r}); "
+            f"`git checkout -- docs/results` brings it back."
+        ) from error
 
 
 def markdown(names: Iterable[str] = IN_README) -> str:
@@ -338,4 +349,4 @@ PAGES = {
 
 if __name__ == "__main__":
     for path, names in PAGES.items():
-        path.write_text(updated(path.read_text("utf-8"), names), "utf-8")
+        files.write(path, updated(path.read_text("utf-8"), names))

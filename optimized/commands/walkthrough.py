@@ -7,7 +7,6 @@ with a Hopper GPU every step runs on both sides, and any word that differs makes
 """
 
 import argparse
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -21,12 +20,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from optimized.commands import CommandError, corpus, positive
+from optimized.commands import CommandError, check_folder, corpus, positive
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.sides import hopper
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps.style import styled
+from reference import files
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
@@ -49,11 +49,13 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _refuse_output(output: Path) -> None:
     """Refuse before the work, not after it, where the report cannot be written."""
-    if output.is_dir():
-        raise CommandError(f"--output is {str(output)!r}, a folder; the path of an HTML file to write is accepted.")
-    parent = output.resolve().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise CommandError(f"--output is {str(output)!r}, and {parent} is not a folder that can be written to.")
+    try:
+        what = None if output.is_file() or not output.exists() else "a folder" if output.is_dir() else "not a file"
+    except OSError as error:
+        what = f"no path here ({error.strerror})"
+    if what is not None:
+        raise CommandError(f"--output is {str(output)!r}, {what}; the path of an HTML file to write is accepted.")
+    check_folder(f"--output is {str(output)!r}", output.resolve().parent)
 
 
 class _Bars:
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         ["step", "seconds", "result", "bits"],
         [[o.step, f"{seconds:.1f}", o.result, verdicts[o.equal]] for o, seconds in found],
     )
-    args.output.write_text(report.html(), encoding="utf-8")
     console.print(_table(found))
+    files.write(args.output, report.html())
     console.print(f"Report: {args.output.resolve()}")
     return 1 if any(outcome.equal is False for outcome, _ in found) else 0

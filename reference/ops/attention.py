@@ -43,11 +43,11 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
 
 from reference import elementary, philox, tensor_core
-from reference.elementary import GRID15, OPTIONS, ZERO, fma
+from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
+from reference.jit import jit
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define, fake
 
@@ -167,7 +167,7 @@ def keep_pairs(head: int, sq: int, skv: int, p: float, rng_state: torch.Tensor) 
     return torch.from_numpy(u.reshape(tiles_i * 16, tiles_j * 16)[:sq, :skv] >= threshold(p))
 
 
-@njit(**OPTIONS)
+@jit
 def softmax_block(
     s: np.ndarray,
     hidden: np.ndarray,

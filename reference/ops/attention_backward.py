@@ -24,11 +24,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numba import njit
 
 from reference import elementary, tensor_core
-from reference.elementary import GRID15, OPTIONS, ZERO, fma
+from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
+from reference.jit import jit
 from reference.ops.attention import (
     BLOCK,
     causal_shift,
@@ -43,7 +43,7 @@ from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import define, fake
 
 
-@njit(**OPTIONS)
+@jit
 def row_dots(grad: np.ndarray, out: np.ndarray, dots: np.ndarray) -> None:
     """dots[row] = Σ grad[row] · out[row] in the written order; fp32 `[rows, d]`."""
     rows, d = grad.shape
@@ -60,7 +60,7 @@ def row_dots(grad: np.ndarray, out: np.ndarray, dots: np.ndarray) -> None:
         dots[row] = lanes[0]
 
 
-@njit(**OPTIONS)
+@jit
 def softmax_backward_tile(
     s: np.ndarray,
     dp: np.ndarray,

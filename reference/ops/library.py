@@ -6,21 +6,25 @@ through torch's dispatcher as `torch.ops.twin.<name>`, and in the layers past it
 its two Python levels cost more than most launches (docs/layer.md). Compilers, dispatch modes and everything else that
 looks at ops sees both alike.
 
-Three rules, each the answer to a bug found by trial:
+Four rules, each the answer to a bug found by trial:
 
 * ops run inside an `autograd.Function` only: called where gradients would be recorded, they raise,
   because a raw library op has no derivative and its result would silently be a constant;
 * a mutated argument (the amax history, the scale) gets its version bumped, which
   `Library.impl` does not do by itself, so that autograd notices a stale saved tensor;
-* a device that has no implementation is named in a sentence.
+* a device that has no implementation is named in a sentence;
+* on the CPU they refuse to run where subnormal numbers are flushed to zero, whenever that was turned on.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from reference.denormals import check_denormals
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that wants to see the call
@@ -171,8 +175,13 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     setattr(twin, name, direct)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        LIBRARY.impl(name, function, "CPU")
-        return function
+        @functools.wraps(function)
+        def definition(*args: Any) -> Any:
+            check_denormals()
+            return function(*args)
+
+        LIBRARY.impl(name, definition, "CPU")
+        return definition
 
     return register
 

@@ -16,10 +16,9 @@ and rounded to fp32. Accurate to half an ulp of fp32 for angles below 2^20; NaN 
 
 import numpy as np
 import torch
-from numba import njit
 
 from reference import formats
-from reference.elementary import OPTIONS
+from reference.jit import jit
 from reference.ops.library import define, fake
 
 TWO_OVER_PI = 0.63661977236758134308
@@ -29,7 +28,7 @@ HALF_PI_LOW = 6.07710050650619224932e-11
 LIMIT = 2147483648.0
 
 
-@njit(**OPTIONS)
+@jit
 def sine_cosine(angle: np.float32) -> tuple[np.float32, np.float32]:
     """(sin, cos) of an angle: Taylor polynomials on [-pi/4, pi/4], in float64."""
     x = np.float64(angle)
@@ -63,7 +62,7 @@ def sine_cosine(angle: np.float32) -> tuple[np.float32, np.float32]:
     return np.float32(-cosine), np.float32(sine)
 
 
-@njit(**OPTIONS)
+@jit
 def _tables(freqs: np.ndarray, sine: np.ndarray, cosine: np.ndarray) -> None:
     for i in range(freqs.size):
         sine[i], cosine[i] = sine_cosine(freqs[i])

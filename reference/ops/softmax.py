@@ -17,10 +17,10 @@ softmax).
 
 import numpy as np
 import torch
-from numba import njit
 
 from reference import elementary, formats
-from reference.elementary import OPTIONS, ZERO, exp_scalar, fma
+from reference.elementary import ZERO, exp_scalar, fma
+from reference.jit import jit
 from reference.ops.attention import causal_shift, check_mask, check_scale
 from reference.ops.library import define, fake
 
@@ -58,7 +58,7 @@ def check_softmax_backward(op: str, grad: torch.Tensor, y: torch.Tensor, scale: 
     check_scale(op, scale)
 
 
-@njit(**OPTIONS)
+@jit
 def tree(sums: np.ndarray) -> np.float32:
     """The sum of accumulators `[32, 8]` in the written order; overwrites them."""
     h = 4
@@ -75,7 +75,7 @@ def tree(sums: np.ndarray) -> np.float32:
     return sums[0, 0]
 
 
-@njit(**OPTIONS)
+@jit
 def softmax_rows(x: np.ndarray, hidden: np.ndarray, scale: np.float32, y: np.ndarray, powers: np.ndarray) -> None:
     """x to y, fp32 `[rows, cols]`, before the last rounding."""
     rows, cols = x.shape
@@ -97,7 +97,7 @@ def softmax_rows(x: np.ndarray, hidden: np.ndarray, scale: np.float32, y: np.nda
             y[row, c] = y[row, c] * inverse
 
 
-@njit(**OPTIONS)
+@jit
 def softmax_backward_rows(grad: np.ndarray, y: np.ndarray, scale: np.float32, dx: np.ndarray) -> None:
     """The gradient, fp32 `[rows, cols]`, before the last rounding."""
     rows, cols = y.shape

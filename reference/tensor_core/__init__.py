@@ -7,6 +7,7 @@
 import numpy as np
 import torch
 
+from reference.denormals import check_denormals
 from reference.tensor_core import fast, model
 from reference.tensor_core.operands import operands
 
@@ -21,8 +22,10 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
 
     a [M, K], b [N, K]: float8_e4m3fn / float8_e5m2 in any combination (K <= 32), or both bfloat16, or
     both float16 (K <= 16); a shorter K stands for zeros in the rest. c: fp32 [M, N], or None for +0.
+    RuntimeError where subnormal numbers are flushed to zero.
     Source: the readable model in `reference.tensor_core.model`.
     """
+    check_denormals()
     left = operands(a, b)
     shape = (a.shape[0], b.shape[0])
     if a.shape[1] > left.instruction.k:
@@ -52,8 +55,9 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
 
     A K of 0 gives +0, or c. NaN results are the word 0x7FFFFFFF. Runs on as many threads as torch may use
     (`torch.set_num_threads`); the bits do not depend on how many. The first call on a machine compiles for
-    some seconds.
+    some seconds. RuntimeError where subnormal numbers are flushed to zero.
     """
+    check_denormals()
     if accumulate not in ("fast", "split"):
         raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
     left = operands(a, b)

@@ -16,18 +16,17 @@ fast-math, LLVM neither contracts nor reorders any of it.
 
 Operands arrive as tables of values and exponents: a zero has the exponent NO_TERM, and so have NaN and
 infinity, which `fast.gemm` deals with afterwards.
-
-This file holds all compiled code, since numba's disk cache only looks at the file of the function.
 """
 
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from reference.jit import jit
 
 _intrinsic: Any = intrinsic  # numba types what it makes by the emitter, not by the call
 _HOST = binding.get_host_cpu_features()
@@ -213,16 +212,7 @@ def _half_step(typingctx, a, a_exponent, a_at, b, b_exponent, c, c_at):  # type:
     return signature, emit
 
 
-def _jit(function: Any) -> Any:
-    """Compile on first use; keep the machine code on disk where numba finds a folder it may write to."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-    try:
-        return numba.njit(function, cache=True, **options)
-    except RuntimeError:  # "no locator available": neither __pycache__ nor the user's cache folder
-        return numba.njit(function, **options)
-
-
-@_jit
+@jit
 def pack(codes, values, exponents, first, last, step_k, to_values, to_exponents):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of codes [M, K] through the tables, into [steps, M, step_k] (flat)."""
     rows, depth = codes.shape
@@ -235,7 +225,7 @@ def pack(codes, values, exponents, first, last, step_k, to_values, to_exponents)
                 to_exponents[at + k] = exponents[code]
 
 
-@_jit
+@jit
 def fp8_tiles(a, a_exponent, codes, values, exponents, rows, columns, split_steps, out):  # type: ignore[no-untyped-def]
     """out[rows, columns] of packed a (see `pack`) times codes [N, K]; rows, columns: (first, last).
 
@@ -272,7 +262,7 @@ def fp8_tiles(a, a_exponent, codes, values, exponents, rows, columns, split_step
                 out[rows[0] + row, left + column] = result[row * FP8_WIDTH + column]
 
 
-@_jit
+@jit
 def half_tiles(a, a_exponent, codes, values, exponents, rows, columns, split_steps, out):  # type: ignore[no-untyped-def]
     """`fp8_tiles` for bf16 and fp16: one chain (split_steps is not used), which starts from what `out` holds."""
     depth = codes.shape[1]

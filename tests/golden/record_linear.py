@@ -2,7 +2,7 @@
 
     python tests/golden/record_linear.py OUT_FOLDER
 
-Nothing of Twin Engine is imported: the casts are torch's float8 conversions after a clamp, the products are
+Nothing of Twin Engine computes here: the casts are torch's float8 conversions after a clamp, the products are
 `torch._scaled_mm` (cuBLASLt; fast accumulation forward, split accumulation backward), the scale update is
 Transformer Engine's rule in torch ops. tests/test_golden_linear.py then asks `reference.Linear` for the same bits.
 The inputs are not stored: `words` regenerates them from PCG64's raw stream, which NumPy keeps fixed.
@@ -146,11 +146,14 @@ def record(name: str, case: Case) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    from reference import files  # which writes; the module itself is imported where only inputs are wanted
+
     out = Path(sys.argv[1])
     results: dict[str, np.ndarray] = {}
     for name, case in CASES.items():
         results |= record(name, case)
-    np.savez_compressed(out / "linear_h200.npz", **results)
+    with files.replacing(out / "linear_h200.npz") as file:
+        np.savez_compressed(file, **results)
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     provenance = {
         "what": "six training steps of an FP8 Linear by torch._scaled_mm (cuBLASLt); recorded by record_linear.py",
@@ -160,7 +163,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cases": {name: case._asdict() for name, case in CASES.items()},
     }
-    (out / "linear_h200.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    files.write(out / "linear_h200.json", json.dumps(provenance, indent=2) + "\n")
     print({key.split(".")[0]: 1 for key in results}, sum(v.size for v in results.values()), "words")
 
 

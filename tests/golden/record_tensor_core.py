@@ -18,6 +18,7 @@ import tensor_core_cases as inputs
 import torch
 
 from optimized import compiler
+from reference import files
 
 HERE = Path(__file__).parent
 DTYPES = {
@@ -35,7 +36,7 @@ class Stepper:
         from cupy.cuda.function import Module
 
         self.module = Module()
-        self.module.load(compiler.build("wgmma_step", root=HERE).path.read_bytes())
+        self.module.load(compiler.build("wgmma_step", root=HERE).cubin)
 
     def __call__(self, case: inputs.Case, zero_first: bool = False) -> np.ndarray:
         """D words of one case, [T, 64, 8] uint32."""
@@ -103,7 +104,8 @@ def record(folder: Path) -> None:
             except RuntimeError as error:  # e.g. no algorithm for a pair of formats
                 print(name, "not recorded:", str(error).splitlines()[0][:160])
     about = {"provenance": provenance(), "input_crc32": checksums}
-    np.savez_compressed(folder / "tensor_core_h200.npz", about=np.array(json.dumps(about)), **arrays)
+    with files.replacing(folder / "tensor_core_h200.npz") as file:
+        np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
 
 
 def record_wide(folder: Path) -> None:
@@ -120,7 +122,8 @@ def record_wide(folder: Path) -> None:
     ]
     for label, kinds in groups:
         merged = {name: words for kind in kinds for name, words in by_kind[kind].items()}
-        np.savez_compressed(folder / f"wide_{label}.npz", **merged)
+        with files.replacing(folder / f"wide_{label}.npz") as file:
+            np.savez_compressed(file, **merged)
     products: dict[str, np.ndarray] = {}
     for kind in ("bf16", "fp16"):
         for m, n, depth in ((64, 64, 48), (256, 512, 1024), (1024, 1024, 4096), (2048, 1024, 16384)):
@@ -134,7 +137,8 @@ def record_wide(folder: Path) -> None:
             for out in (torch.float32, DTYPES[kind]):
                 d = torch.mm(a, b.t(), out_dtype=out)[:32, :32].float().contiguous().view(torch.int32)
                 products[f"{kind}.{m}x{n}x{depth}.{out}"] = d.cpu().numpy()
-    np.savez_compressed(folder / "wide_mm.npz", **products)
+    with files.replacing(folder / "wide_mm.npz") as file:
+        np.savez_compressed(file, **products)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from optimized.commands.report import Report, escape
 from optimized.commands.sides import Tally, differing
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
-from reference import formats
+from reference import files, formats
 
 SHOWN = ("e4m3.e4m3", 512, 512, 4096)
 WORDS_SHOWN = 8
@@ -73,11 +73,15 @@ def shown(products: list[Product]) -> Product:
     return products[0]
 
 
-def _introduce(report: Report) -> None:
+def _machine() -> str:
+    """On what the words were recorded."""
     machine = recordings.provenance("tensor_core_h200")
+    return f"{machine['gpu']} (torch {machine['torch']}, CUDA {machine['cuda']}, {machine['date']})"
+
+
+def _introduce(report: Report, machine: str) -> None:
     report.text(
-        f"The words below were computed by cuBLASLt, NVIDIA's matrix library, on an {escape(machine['gpu'])} "
-        f"(torch {escape(machine['torch'])}, CUDA {escape(machine['cuda'])}, {escape(machine['date'])}) and stored. "
+        f"The words below were computed by cuBLASLt, NVIDIA's matrix library, on an {escape(machine)} and stored. "
         "Now this CPU computes them again, from the same FP8 operands.",
         "Where the bits come from: a tensor core does not add like IEEE arithmetic. One Hopper instruction aligns 32 "
         "products and the running sum to the largest exponent among them, cuts every term off 13 bits below it, adds, "
@@ -108,11 +112,15 @@ def _compare(product: Product) -> Tally:
 def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
     """Compute every recorded product and training again, and write the section."""
     try:
-        products, trainings = list(recordings.products()), recorded_linear.names()
-    except CommandError as missing:
+        return _predict(report, progress)
+    except (CommandError, files.Damaged) as missing:
         report.section("The CPU predicts an H200")
         report.text(escape(missing))
         return Outcome("CPU predicts H200", str(missing))
+
+
+def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
+    products, trainings, machine = list(recordings.products()), recorded_linear.names(), _machine()
     tick = progress("predicting recorded words", len(products) + len(trainings))
     total = Tally()
     by_shape: dict[str, dict[str, str]] = {}
@@ -131,7 +139,7 @@ def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> O
         by_training.append([name.replace("_", " "), f"{tally.compared:,}", f"{tally.different:,}"])
         tick()
     report.section("The CPU predicts an H200", f"{total.compared:,} words, {total.different:,} different")
-    _introduce(report)
+    _introduce(report, machine)
     _example(report, shown(products))
     columns = ("compared", "fast", "split", "note")
     report.table(

@@ -3,21 +3,20 @@
 Measured now where there is a Hopper GPU; elsewhere as recorded in docs/results/layer.json.
 """
 
-import json
 from typing import Any
 
-from optimized import measure
 from optimized.bench import layer, layer_plot
 from optimized.bench.layer_models import CASES
+from optimized.commands import tables
 from optimized.commands.report import Report
 from optimized.commands.sides import hopper
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import figure
 from optimized.commands.table import origin
+from reference import files
 
 STEP = "Speed"
 SEED = CASES[1]  # fp16, no mask, dropout: the quickstart's own layer
-RECORDED = measure.RESULTS / "layer.json"
 HEAD = ("step", "attention", "milliseconds", "× plain PyTorch", "every bit defined")
 
 
@@ -25,11 +24,15 @@ def results(live: bool) -> tuple[dict[str, Any], str] | None:
     """The seed's case and where it was measured; None where nothing is recorded and nothing can be."""
     if live and hopper() is not None:
         return layer.measured(SEED, repeats=2), "Measured just now, on this machine."
-    if not RECORDED.is_file():
+    payload = tables.load("layer")
+    if payload is None:
         return None
-    payload = json.loads(RECORDED.read_text("utf-8"))
-    (case,) = (one for one in payload["cases"] if one["case"]["name"] == SEED.name)
-    return case, f"Recorded: {origin(payload)}".replace("**", "")
+    try:
+        (case,) = (one for one in payload["cases"] if one["case"]["name"] == SEED.name)
+        table(case)
+        return case, f"Recorded: {origin(payload)}".replace("**", "")
+    except (LookupError, TypeError, ValueError) as error:
+        raise files.Damaged(f"the recorded result layer.json is damaged: it has no whole {SEED.name!r}.") from error
 
 
 def medians(case: dict[str, Any]) -> tuple[dict[tuple[str, str], float], float]:
@@ -49,7 +52,10 @@ def table(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def run(report: Report, live: bool) -> Outcome:
     """Add the table and the pictures."""
-    found = results(live)
+    try:
+        found = results(live)
+    except files.Damaged as error:
+        return Outcome(STEP, str(error))
     if found is None:
         return Outcome(STEP, "no recorded results in this installation")
     case, where = found

@@ -1,0 +1,175 @@
+"""The only place that writes files: each is written whole or not at all, and a damaged one is named when it is read.
+
+`replacing` writes beside the file, waits until the disk has it, and renames it into place: whoever reads, and whoever
+is killed, sees the old file or the new one. What a killed process leaves beside it goes when somebody next writes to
+that folder, an hour later or more.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from reference.notice import say_once
+
+_SUFFIX = ".twin-tmp"  # of a file that is being written; no other file of anybody's is removed
+_STALE = 3600.0  # seconds
+_DIGEST = hashlib.sha256().digest_size
+
+
+class NotWritten(OSError):
+    """A file could not be written; the text is a sentence that names it, and what was there before is as it was."""
+
+
+class Damaged(ValueError):
+    """A file does not hold what it should; the text is a sentence that names it."""
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes have left in a folder."""
+    with contextlib.suppress(OSError):
+        for left in folder.glob(f".*{_SUFFIX}"):
+            if time.time() - left.stat().st_mtime > _STALE:
+                left.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A binary file to write to, which takes the place of `path` when the block ends without an exception.
+
+    Its folder is made where there is none, a link is followed, and the permissions of a file that is replaced stay.
+
+    Raises:
+        NotWritten: the folder may not be written to, the disk is full, `path` is there and not a file, ...
+    """
+    target = Path(os.path.realpath(path))
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}{_SUFFIX}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        before = target.stat() if target.exists() else None
+        if before is not None and not target.is_file():
+            raise NotWritten(f"{path} was not written: it is there, and it is not a file.")
+        with open(aside, "xb") as file:
+            if before is not None:
+                with contextlib.suppress(OSError):  # not every file system has permissions
+                    os.chmod(aside, before.st_mode & 0o777)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        if isinstance(error, OSError) and not isinstance(error, NotWritten):
+            raise NotWritten(f"{path} was not written: {error.strerror or error}.") from error
+        raise
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Write a whole file, text as UTF-8; see `replacing`."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def cache_folder(kind: str) -> Path:
+    """The user's folder for what can be made again, `~/.cache/twin-engine/<kind>`.
+
+    Raises:
+        NotWritten: there is neither a home folder nor an absolute $XDG_CACHE_HOME.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "twin-engine" / kind
+    try:
+        return Path.home() / ".cache" / "twin-engine" / kind
+    except RuntimeError as error:
+        raise NotWritten("this user has no home folder, and $XDG_CACHE_HOME names no absolute path.") from error
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    """Of the name, too: one entry in another's place is damage."""
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
+def keep(kind: str, name: str, content: bytes) -> bool:
+    """Put a file into a cache: False, said once, where it cannot be written, since it can be done without."""
+    try:
+        write(cache_folder(kind) / name, _digest(name, content) + content)
+    except NotWritten as error:
+        reason = str(error).removesuffix(".")
+        say_once(f"unkept {kind}", f"What is compiled is not stored, and every process compiles it: {reason}")
+        return False
+    return True
+
+
+def kept(kind: str, name: str) -> bytes | None:
+    """What `keep` has put into a cache; None where there is nothing, or, which is said, nothing whole."""
+    try:
+        path = cache_folder(kind) / name
+        found = read(path)
+        digest, content = found[:_DIGEST], found[_DIGEST:]
+        if _digest(name, content) != digest:
+            raise Damaged(f"{path} is damaged.")
+        return content
+    except (FileNotFoundError, NotWritten):
+        return None
+    except Damaged as error:
+        say_once(str(error), f"{str(error).removesuffix('.')}: it is compiled anew")
+        return None
+
+
+def read(path: Path, remedy: str = "") -> bytes:
+    """What a file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Damaged: it cannot be read; `remedy` ends the sentence.
+    """
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(*error.args, error.filename) from error
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error}){remedy}.") from error
+
+
+def record(path: Path, remedy: str = "") -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Damaged: it holds no object, or cannot be read; `remedy` ends the sentence.
+    """
+    try:
+        found = json.loads(read(path, remedy).decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged ({error}){remedy}.") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{path} is damaged: it holds a {type(found).__name__} in place of an object{remedy}.")
+    return found
+
+
+def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
+    """Every array of an npz file, by name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Damaged: it is not whole (its members carry checksums), or cannot be read; `remedy` ends the sentence.
+    """
+    content = read(path, remedy)
+    try:
+        if not content.startswith(b"PK"):
+            raise ValueError("it is no npz file")
+        with np.load(io.BytesIO(content)) as found:
+            return {name: found[name] for name in found.files}
+    except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers have one each
+        raise Damaged(f"{path} is damaged ({error}){remedy}.") from error
