@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import written_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference as te
 from reference import formats, tensor_core
 
+PARTS = ("scale", "amax_history")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RECIPES = [
     te.DelayedScaling(amax_history_len=3),
@@ -187,6 +189,42 @@ def test_weight_cache(same_bits) -> None:
     assert not torch.equal(layer.fp8_meta["scaling_fwd"].amax_history[:, 1], history)
     layer.float()
     assert layer._fp8_workspaces == {}, "moving or converting the module drops the copy"
+
+
+CACHING: dict[str, Any] = {
+    "Linear": lambda: te.Linear(32, 32, params_dtype=torch.bfloat16),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, params_dtype=torch.bfloat16),
+}
+CHANGES: dict[str, Any] = {
+    "load_state_dict": lambda layer, other: layer.load_state_dict(other.state_dict()),
+    "load_state_dict, assign": lambda layer, other: layer.load_state_dict(other.state_dict(), assign=True),
+    "to another dtype and back": lambda layer, other: layer.to(torch.float8_e5m2).to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CACHING)
+def test_a_cached_weight_does_not_outlive_its_numbers(name: str, change: str, same_bits) -> None:
+    layer, other = CACHING[name](), CACHING[name]()
+    x, g = numbers(30, 8, 32).to(torch.bfloat16), numbers(31, 8, 32).to(torch.bfloat16)
+
+    def run(module: Any, first: bool | None) -> list[torch.Tensor]:
+        inp = x.clone().requires_grad_()
+        module.zero_grad()
+        with te.autocast(recipe=RECIPES[0]):
+            y = module(inp, is_first_microbatch=first)
+        y.backward(g)
+        state = [getattr(module.fp8_meta[key], part) for key in module.fp8_meta if "scal" in key for part in PARTS]
+        return [y, inp.grad, *(p.grad for p in module.parameters()), *state]
+
+    run(other, None)
+    run(layer, True)
+    CHANGES[change](layer, other)
+    fresh = CACHING[name]()
+    fresh.load_state_dict(layer.state_dict())
+    for a, b in zip(run(layer, False), run(fresh, None), strict=True):
+        same_bits(a, b)
 
 
 def test_cached_and_recast_weights_give_the_same_gradients(same_bits) -> None:
@@ -391,3 +429,43 @@ def test_second_derivatives_are_refused() -> None:
     (dx,) = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_products_accumulate_as_they_are_to(dtype: torch.dtype) -> None:
+    """y in one chain; dx and dw in chains of 128, which no product of the tests above is longer than."""
+    torch.manual_seed(6)
+    layer = te.Linear(160, 176, params_dtype=dtype)
+    torch.nn.init.normal_(layer.bias)
+    for i in range(2):
+        x, g = (numbers(40 + i, 150, 160) * 3).to(dtype), (numbers(50 + i, 150, 176) / 100).to(dtype)
+        if i == 0:
+            written_out.run(layer, x, g)
+    step = written_out.Step(layer, dtype)
+    xq, wq, gq = step.cast(x, 0), step.cast(layer.weight.detach(), 1), step.grad(g, 0)
+    step.check(
+        written_out.run(layer, x, g),
+        {
+            "output 0": step.product(xq, wq, "fast", layer.bias.detach()),
+            "dx": step.product(gq, wq.t(), "split"),
+            "dweight": step.product(gq.t(), xq.t(), "split"),
+            "dbias": written_out.twin.dbias(g),
+        },
+    )
+
+
+def test_a_long_product_is_added_to_main_grad_in_chains_of_128() -> None:
+    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True, bias=False, params_dtype=torch.bfloat16)
+    x, g = numbers(60, 150, 32).to(torch.bfloat16), numbers(61, 150, 16).to(torch.bfloat16)
+    layer.weight.main_grad = numbers(62, 16, 32)
+    start = layer.weight.main_grad.clone()
+    with te.autocast(recipe=RECIPES[0]):
+        y = layer(x)
+    y.backward(g)
+    codes = (
+        formats.cast(t, formats.format_of(d), 1.0).view(torch.uint8).t().contiguous().view(d)
+        for t, d in ((g, torch.float8_e5m2), (x, torch.float8_e4m3fn))
+    )
+    a, b = codes
+    assert not torch.equal(tensor_core.gemm(a, b, "fast"), tensor_core.gemm(a, b, "split"))
+    assert torch.equal(layer.weight.main_grad, start + tensor_core.gemm(a, b, "split"))

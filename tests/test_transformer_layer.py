@@ -177,6 +177,113 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(
             same_bits(a, c)
 
 
+def parts_of(layer: te.TransformerLayer) -> dict[str, torch.nn.Module]:
+    attention = layer.self_attention
+    return {
+        "self_attention": attention,
+        "layernorm_qkv": attention.layernorm_qkv,
+        "core_attention": attention.core_attention,
+        "proj": attention.proj,
+        "layernorm_mlp": layer.layernorm_mlp,
+    }
+
+
+def replaced(part: torch.nn.Module, forward: Any) -> None:
+    part.forward = forward
+
+
+def subclassed(part: torch.nn.Module, forward: Any) -> None:
+    part.__class__ = type("Mine", (type(part),), {"forward": lambda self, *args, **kwargs: forward(*args, **kwargs)})
+
+
+LOOKS: dict[str, Any] = {
+    "a hook": lambda part, see: part.register_forward_hook(lambda *_: see()),
+    "a hook before": lambda part, see: part.register_forward_pre_hook(lambda *_: see()),
+    "a backward hook": lambda part, see: part.register_full_backward_hook(lambda *_: see()),
+    "a backward hook before": lambda part, see: part.register_full_backward_pre_hook(lambda *_: see()),
+}
+MODULE = torch.nn.modules.module
+GLOBAL_LOOKS = {
+    "a hook": MODULE.register_module_forward_hook,
+    "a hook before": MODULE.register_module_forward_pre_hook,
+    "a backward hook": MODULE.register_module_full_backward_hook,
+    "a backward hook before": MODULE.register_module_full_backward_pre_hook,
+}
+
+
+def found_by(layer: te.TransformerLayer) -> list[torch.Tensor]:
+    """The bits of a step."""
+    x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(numbers(2, 24, 2, 64).bfloat16())
+    return [y, x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("small", [0, 1 << 25], ids=["in halves", "as one"])
+@pytest.mark.parametrize("look", [*LOOKS, "a forward of its own", "a class of its own"])
+@pytest.mark.parametrize("name", list(parts_of(layer_of())))
+def test_a_part_that_somebody_looks_at_runs_as_a_module(
+    name: str, look: str, small: int, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part, each way to look: what looks is called once, and no bit changes."""
+    monkeypatch.setattr(blocks, "SMALL", small)
+    layer = layer_of()
+    expected = [t.detach().clone() for t in found_by(layer)]
+    part, seen = parts_of(layer)[name], []
+    if look in LOOKS:
+        LOOKS[look](part, lambda: seen.append(name))
+    else:
+        usual = part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return usual(*args, **kwargs)
+
+        (replaced if look == "a forward of its own" else subclassed)(part, forward)
+    for a, b in zip(found_by(layer), expected, strict=True):
+        same_bits(a, b)
+    assert seen == [name]
+
+
+@pytest.mark.parametrize("look", GLOBAL_LOOKS)
+def test_a_global_hook_of_any_kind_sees_every_part(look: str) -> None:
+    layer, seen = layer_of(), []
+    handle = GLOBAL_LOOKS[look](lambda part, *_: seen.append(part))
+    try:
+        found_by(layer)
+    finally:
+        handle.remove()
+    assert set(parts_of(layer).values()) <= set(seen)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_long_products_accumulate_in_the_layer_as_in_its_parts(
+    dropout: float, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 128, fast and split accumulation give the same bits; these products are longer."""
+    found = []
+    for nodes in ("one", "two", "many"):
+        monkeypatch.setattr(blocks, "SMALL", 1 << 25 if nodes == "one" else 0)
+        torch.manual_seed(1)
+        layer = te.TransformerLayer(
+            144, 160, 3, hidden_dropout=dropout, attention_dropout=0.0, params_dtype=torch.bfloat16
+        )
+        if nodes == "many":
+            for part in (layer.self_attention.proj, layer.layernorm_mlp):
+                part.register_forward_hook(lambda module, inputs, out: None)
+        for _ in range(2):
+            x = numbers(1, 80, 2, 144).bfloat16().requires_grad_()
+            layer.zero_grad()
+            with te.autocast(recipe=RECIPE):
+                y = layer(x)
+            y.backward(numbers(2, *y.shape).bfloat16())
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b, c in zip(*found, strict=True):
+        same_bits(a, c)
+        same_bits(b, c)
+
+
 @pytest.mark.parametrize("small", [0, 1 << 25])
 def test_the_output_may_be_changed_in_place(small: int, same_bits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "SMALL", small)
