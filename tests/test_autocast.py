@@ -128,7 +128,7 @@ def test_several_recipes_in_one_context() -> None:
 
 
 def test_modules_on_several_devices_are_updated_apart() -> None:
-    a, b = layer(), layer()
+    b, a = layer(), layer()
     with te.autocast(recipe=RECIPE):
         a(data())
         b(data())

@@ -78,8 +78,9 @@ def worker(rank: int, processes: int, backend: str, port: int, folder: str) -> N
             "off": steps(lonely, rank, te.DelayedScaling(amax_history_len=4, reduce_amax=False)),
         }
         results["shared"], results["apart"] = in_two_groups(shared, apart, rank, (group, own))
-        steps(changing, rank, te.DelayedScaling(amax_history_len=4), own)
-        results["changed"] = steps(changing, rank, te.DelayedScaling(amax_history_len=4), group)
+        recipe = te.DelayedScaling(amax_history_len=4)
+        steps(changing, rank, recipe, own)
+        results["changed"] = steps(changing, rank, recipe, group)
         copy.deepcopy(fresh)  # a module that has seen a process group can still be copied
         torch.save(results, Path(folder) / f"rank{rank}.pt")
     finally:
@@ -106,6 +107,22 @@ def test_amax_reduction(tmp_path: Path) -> None:
             assert torch.equal(ranks[0]["off"][key], ranks[0][name][key]), (name, key)
     assert torch.equal(ranks[0]["changed"]["fwd"], ranks[1]["changed"]["fwd"]), "a layer follows its last group"
     assert ranks[0]["off"]["fwd"][0].item() == torch.tensor(448.0).div(3 * 3).item()
+
+
+def test_the_collective_runs_in_the_group_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes have no group of several that is not the default one: here is one that only notes its calls."""
+    seen: list[object] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda amaxes, op, group: seen.append((list(amaxes.shape), op, group)))
+    layers = [te.Linear(32, 16, params_dtype=torch.bfloat16) for _ in range(3)]
+    recipe = te.DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe, amax_reduction_group="all"):
+        layers[0](data(0, 0))
+        layers[1](data(0, 0))
+        with te.autocast(recipe=recipe, amax_reduction_group="some"):
+            layers[2](data(0, 0))
+    assert seen == [([6], dist.ReduceOp.MAX, "all"), ([3], dist.ReduceOp.MAX, "some")]
 
 
 @pytest.mark.gpu
