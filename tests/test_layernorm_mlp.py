@@ -128,6 +128,24 @@ def test_state_has_two_gemms() -> None:
     assert layer.state_dict()["scaling_fwd.amax_history"].shape == (4, 6)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_calibration_notes_what_fp8_would_cast(activation: str) -> None:
+    layer = mlp(torch.bfloat16, activation=activation)
+    x = numbers(13, 16, 48).bfloat16()
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPE), torch.no_grad():
+        layer(x)
+        norm = te.LayerNorm(48, params_dtype=torch.bfloat16)
+        norm.weight.copy_(layer.layer_norm_weight)
+        norm.bias.copy_(layer.layer_norm_bias)
+        normed = norm(x)
+        a = torch.ops.twin.activation(
+            torch.ops.twin.gemm(normed, layer.fc1_weight, layer.fc1_bias, x.dtype), activation
+        )
+    seen = [normed, layer.fc1_weight, None, a, layer.fc2_weight, None]
+    expected = [0.0 if t is None else t.detach().float().abs().max().item() for t in seen]
+    assert layer.fp8_meta["scaling_fwd"].amax_history[0].tolist() == expected
+
+
 def test_checkpoint_cache_and_accumulation(same_bits) -> None:
     results = []
     for run in (lambda f, x, first: f(x, first), lambda f, x, first: te.checkpoint(f, x, first)):

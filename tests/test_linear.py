@@ -129,6 +129,39 @@ def test_fp32_outside_fp8_is_pytorchs_own_product() -> None:
     assert layer.weight.grad is not None
 
 
+def biased(make: Any) -> Any:
+    """A layer whose biases are no bf16 numbers, and one whose are their bf16 numbers."""
+    torch.manual_seed(5)
+    layer = make()
+    rounded = make()
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            p.copy_(numbers(len(name), *p.shape))
+            is_bias = name.endswith("bias") and "norm" not in name
+            rounded.get_parameter(name).copy_(p.bfloat16() if is_bias else p)
+    return layer, rounded
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te.Linear(32, 32),
+        lambda: te.LayerNormLinear(32, 32),
+        lambda: te.LayerNormMLP(32, 32),
+        lambda: te.Linear(32, 32, parameters_split=("a", "b")),
+    ],
+)
+def test_in_fp8_with_fp32_activations_a_bias_is_rounded_to_bf16(make: Any, same_bits) -> None:
+    x = numbers(21, 8, 32)
+    results = []
+    for layer in biased(make):
+        with torch.no_grad(), te.autocast(recipe=RECIPES[0]):
+            results.append(layer(x))
+    same_bits(*results)
+    with torch.no_grad():
+        assert not torch.equal(*(layer(x) for layer in biased(make))), "outside of FP8 it is not"
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     tokens=st.sampled_from([0, 1, 7, 15, 16, 17, 33]),
@@ -324,6 +357,17 @@ def test_fused_wgrad_accumulation(main_dtype: torch.dtype, fp8: bool, same_bits)
         y = layer(x)
     with pytest.raises(RuntimeError, match="weight has no main_grad"):
         y.backward(g)
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_in_fp32_too_the_product_is_added_to_main_grad(main_dtype: torch.dtype, same_bits) -> None:
+    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True)
+    start = numbers(16, 16, 32).to(main_dtype)
+    layer.weight.main_grad = start.clone()
+    x, g = numbers(17, 8, 32), numbers(18, 8, 16)
+    layer(x).backward(g)
+    same_bits(layer.weight.main_grad, (start.float() + torch.nn.functional.linear(g.t(), x.t())).to(main_dtype))
+    assert layer.weight.grad is None
 
 
 def test_torch_autocast_decides_the_activation_dtype() -> None:

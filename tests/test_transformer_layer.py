@@ -1,5 +1,7 @@
 """`TransformerLayer` against torch.nn in float64, against its parts, over training steps, and its refusals."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -118,6 +120,78 @@ def test_variants_train_and_recompute(variant: str, fp8: bool, same_bits) -> Non
     assert losses[3] < losses[0]
     for a, b in zip(*results, strict=True):
         same_bits(a, b)
+
+
+def by_hand(layer: te.TransformerLayer, x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """The module's formulas over the layer's submodules, without dropout; each sum rounds once."""
+    post = layer.apply_residual_connection_post_layernorm
+
+    def add(results: Any, residual: torch.Tensor, normed: bool) -> torch.Tensor:
+        y, bias, *norm = results
+        residual = norm[0] if post and normed else residual
+        return residual + (y if bias is None else y + bias)
+
+    h = add(layer.self_attention(x), x, not layer.output_layernorm)
+    if other is not None:
+        h = add(layer.inter_attention(h, encoder_output=other), h, True)
+    y = add(layer.layernorm_mlp(h), h, True)
+    return layer.layernorm(y) if layer.output_layernorm else y
+
+
+BY_HAND: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{name: settings for name, settings in VARIANTS.items() if name != "dropout"},
+    "post-norm residual, output norm": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
+    "post-norm decoder": {"apply_residual_connection_post_layernorm": True, "layer_type": "decoder"},
+    "decoder, output norm": {"layer_type": "decoder", "output_layernorm": True, "normalization": "RMSNorm"},
+}
+
+
+@pytest.mark.parametrize("variant", BY_HAND)
+def test_the_layer_is_its_formula_over_its_submodules(variant: str, same_bits) -> None:
+    """Gradients of the residual and of what passes the submodule are added by autograd, with one rounding."""
+    layer = layer_of(**BY_HAND[variant])
+    other = numbers(20, 12, 2, 64).bfloat16() if layer.layer_type == "decoder" else None
+    found = []
+    for run in (lambda x: layer(x, encoder_output=other), lambda x: by_hand(layer, x, other)):
+        layer.zero_grad()
+        x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+        y = run(x)
+        y.backward(numbers(2, *y.shape).bfloat16())
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        same_bits(a, b)
+
+
+def test_weights_of_several_dtypes_are_cast_apart(same_bits) -> None:
+    found = []
+    for hooked in (False, True):
+        layer = layer_of()
+        layer.self_attention.proj.float()
+        layer.layernorm_mlp.float()
+        if hooked:
+            layer.self_attention.proj.register_forward_hook(lambda module, inputs, out: None)
+            layer.layernorm_mlp.register_forward_hook(lambda module, inputs, out: None)
+        x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+        with te.autocast(recipe=RECIPE):
+            y = layer(x)
+        y.backward(numbers(2, *y.shape).bfloat16())
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        same_bits(a, b)
+
+
+def test_only_self_attention_behind_a_norm_runs_as_a_block() -> None:
+    settings: dict[str, Any] = {"params_dtype": torch.bfloat16}
+    assert blocks.is_attention_block(te.MultiheadAttention(64, 4, input_layernorm=True, **settings))
+    for other in (
+        {"input_layernorm": True, "attention_type": "cross"},
+        {"input_layernorm": False},
+        {"input_layernorm": True, "return_layernorm_output": True},
+        {"input_layernorm": True, "num_gqa_groups": 2, "attention_backend": "cudnn"},
+    ):
+        assert not blocks.is_attention_block(te.MultiheadAttention(64, 4, **settings, **other)), other
+    assert not blocks.is_mlp_block(te.LayerNormMLP(64, 64, return_layernorm_output=True))
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -303,6 +377,116 @@ def test_a_global_hook_sees_every_part() -> None:
     finally:
         handle.remove()
     assert {"LayerNormLinear", "DotProductAttention", "Linear", "MultiheadAttention", "LayerNormMLP"} <= set(seen)
+
+
+def reached(layer: torch.nn.Module, name: str) -> dict[str, Any]:
+    """The value of an attribute in every submodule that has it, by the submodule's name."""
+    return {path: getattr(part, name) for path, part in layer.named_modules() if path and name in vars(part)}
+
+
+QKV, QUERY, MLP = "self_attention.layernorm_qkv", "inter_attention.layernorm_query", "layernorm_mlp"
+DECODER = {"layer_type": "decoder"}
+OUT_NORM = {"output_layernorm": True}
+LINEARS = {QKV, QUERY, MLP, "self_attention.proj", "inter_attention.proj", "inter_attention.key_value"}
+CORES = {"self_attention.core_attention", "inter_attention.core_attention"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "attribute", "value", "where"),
+    [
+        ({"layernorm_epsilon": 1e-3, **DECODER}, "eps", 1e-3, {QKV, QUERY, MLP}),
+        ({"layernorm_epsilon": 1e-3, **OUT_NORM}, "eps", 1e-3, {MLP, "layernorm"}),
+        ({"zero_centered_gamma": True, **DECODER}, "zero_centered_gamma", True, {QKV, QUERY, MLP}),
+        ({"zero_centered_gamma": True, **OUT_NORM}, "zero_centered_gamma", True, {MLP, "layernorm"}),
+        ({"normalization": "RMSNorm", **DECODER}, "kind", "rmsnorm", {QKV, QUERY, MLP}),
+        ({"attention_dropout": 0.3, **DECODER}, "attention_dropout", 0.3, CORES),
+        ({"kv_channels": 8, **DECODER}, "kv_channels", 8, CORES),
+        ({"num_gqa_groups": 2, **DECODER}, "num_gqa_groups", 2, {*CORES, "self_attention", "inter_attention"}),
+        ({"attn_input_format": "bshd", **DECODER}, "qkv_format", "bshd", {*CORES, "self_attention", "inter_attention"}),
+        (
+            {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True, **DECODER},
+            "fuse_wgrad_accumulation",
+            True,
+            LINEARS,
+        ),
+        ({"bias": False, **DECODER}, "use_bias", False, LINEARS),
+        ({"activation": "swiglu"}, "activation", "swiglu", {MLP}),
+        ({"rotary_pos_interleaved": True}, "rotary_pos_interleaved", True, {"self_attention"}),
+        ({"self_attn_mask_type": "no_mask"}, "attn_mask_type", "no_mask", {"self_attention.core_attention"}),
+    ],
+)
+def test_arguments_reach_every_part(settings: dict[str, Any], attribute: str, value: Any, where: set[str]) -> None:
+    found = reached(te.TransformerLayer(64, 128, 4, **settings), attribute)
+    assert {path for path, one in found.items() if one == value} >= where
+    assert where >= {path for path, one in found.items() if one == value}
+
+
+def test_qkv_weights_may_be_interleaved_or_not(same_bits) -> None:
+    """Heads of q, k and v in turn, or all of q before all of k: the same layer, its rows in another order."""
+    x, (one, other) = (
+        numbers(1, 24, 2, 64).bfloat16(),
+        (layer_of(fuse_qkv_params=True, qkv_weight_interleaved=interleaved) for interleaved in (True, False)),
+    )
+    other.load_state_dict(one.state_dict())
+    qkv, mixed = other.self_attention.layernorm_qkv, one.self_attention.layernorm_qkv
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            heads = mixed.get_parameter(name).unflatten(0, (4, 3, 16))
+            qkv.get_parameter(name).copy_(heads.transpose(0, 1).flatten(0, 2))
+    same_bits(one(x), other(x))
+    assert not torch.equal(qkv.weight, mixed.weight)
+
+
+def test_weights_are_drawn_by_their_methods_inside_the_tracker() -> None:
+    inside: list[bool] = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self, name: str = "") -> Iterator[None]:
+            inside.append(True)
+            yield
+            inside.pop()
+
+    def method(value: float) -> Any:
+        def fill(weight: torch.Tensor) -> None:
+            assert inside == [True]
+            torch.nn.init.constant_(weight, value)
+
+        return fill
+
+    layer = te.TransformerLayer(
+        64,
+        128,
+        4,
+        init_method=method(1.0),
+        output_layer_init_method=method(2.0),
+        get_rng_state_tracker=Tracker,
+        layer_type="decoder",
+    )
+    for name, p in layer.named_parameters():
+        if name.endswith("weight") and not name.endswith("norm_weight"):
+            assert bool((p == (2.0 if "proj" in name or "fc2" in name else 1.0)).all()), name
+
+
+def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decoder, whose parts are modules, of an encoder in halves, as one, and with a hook on its MLP."""
+    for small, kind in ((0, "decoder"), (0, "encoder"), (1 << 25, "encoder"), (0, "hooked"), (0, "post-norm")):
+        monkeypatch.setattr(blocks, "SMALL", small)
+        layer = layer_of(
+            layer_type="decoder" if kind == "decoder" else "encoder",
+            apply_residual_connection_post_layernorm=kind == "post-norm",
+        )
+        if kind == "hooked":
+            layer.layernorm_mlp.register_forward_hook(lambda module, inputs, out: None)
+        x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+        parts = [part for part in layer.modules() if isinstance(getattr(part, "_fp8_workspaces", None), dict)]
+        parts = [part for part in parts if part.fp8_weights]
+        for first in (None, True):
+            with te.autocast(recipe=RECIPE):
+                layer(x, encoder_output=x if kind == "decoder" else None, is_first_microbatch=first)
+            assert [len(part._fp8_workspaces) for part in parts] == [
+                0 if first is None else part.num_gemms for part in parts
+            ], (kind, first)
 
 
 def test_names_are_transformer_engines() -> None:
