@@ -1,5 +1,7 @@
 """`Linear` against the same steps written out with the readable model, and what a user may ask of it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -400,6 +402,20 @@ def test_initialisation_is_reproducible_and_transformer_engines() -> None:
     assert d.weight.is_meta
     d.reset_parameters()
     assert d.weight.device.type == "cpu"
+
+
+def test_a_tracker_forks_the_state_of_its_name() -> None:
+    forked: list[str] = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self, name: str = "its own") -> Iterator[None]:
+            forked.append(name)
+            yield
+
+    te.Linear(16, 16, get_rng_state_tracker=Tracker)
+    te.Linear(16, 16, get_rng_state_tracker=Tracker, rng_tracker_name="another", parameters_split=("a", "b"))
+    assert forked == ["its own", "another", "another"]
 
 
 def test_nan_and_inf_reach_the_output() -> None:
