@@ -106,6 +106,49 @@ def test_under_torch_autocast_it_is_the_layer_of_a_rounded_input(name: str, fp8:
         assert_same_bits(a, b, f"tensor {i}")
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_in_16_bits_parameters_are_taken_in_the_activation_dtype(name: str) -> None:
+    found = []
+    for dtype in (torch.float32, BF16):
+        layer, x = made(name, params_dtype=torch.float32).to(dtype), numbers(5, (8, 2, 32)).to(BF16).requires_grad_()
+        with torch.autocast("cpu", dtype=BF16):
+            outputs = step(layer, x)
+        found.append([*outputs, x.grad, *(p.grad.to(BF16) for p in layer.parameters())])
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        assert_same_bits(a, b, f"tensor {i}")
+
+
+@pytest.mark.parametrize("name", ["Linear", "Linear in parts", "LayerNormLinear", "LayerNormMLP"])
+def test_in_fp8_with_fp32_activations_biases_are_rounded_to_bf16(name: str) -> None:
+    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for rounded in (False, True):
+        layer = made(name, params_dtype=torch.float32)
+        with torch.no_grad():
+            for key, p in layer.named_parameters():
+                if rounded and key.endswith("bias") and "norm" not in key:
+                    p.copy_(p.bfloat16())
+            for fp8, outputs in found.items():
+                with te.autocast(enabled=fp8, recipe=RECIPE):
+                    outputs.append(layer(numbers(5, (8, 32))))
+    assert_same_bits(*found[True], "in FP8")
+    assert not torch.equal(*found[False]), "outside of FP8 they are not"
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_begin_with_a_gamma_of_1(zero_centered: bool) -> None:
+    """Kept as γ − 1 where it is zero-centred; after reset_parameters again."""
+    for name in ("LayerNorm", "LayerNormLinear", "LayerNormMLP"):
+        layer = LAYERS[name](zero_centered_gamma=zero_centered)
+        gamma = layer.weight if name == "LayerNorm" else layer.layer_norm_weight
+        beta = layer.bias if name == "LayerNorm" else layer.layer_norm_bias
+        for change in (lambda: None, layer.reset_parameters):
+            change()
+            assert gamma.tolist() == [0.0 if zero_centered else 1.0] * 32
+            assert not beta.any()
+            torch.nn.init.normal_(gamma)
+            torch.nn.init.normal_(beta)
+
+
 WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
 FUSING = [name for name in LAYERS if name not in ("Linear in parts", "LayerNorm", "RMSNorm", "decoder")]
 

@@ -131,39 +131,6 @@ def test_fp32_outside_fp8_is_pytorchs_own_product() -> None:
     assert layer.weight.grad is not None
 
 
-def biased(make: Any) -> Any:
-    """A layer whose biases are no bf16 numbers, and one whose are their bf16 numbers."""
-    torch.manual_seed(5)
-    layer = make()
-    rounded = make()
-    with torch.no_grad():
-        for name, p in layer.named_parameters():
-            p.copy_(numbers(len(name), *p.shape))
-            is_bias = name.endswith("bias") and "norm" not in name
-            rounded.get_parameter(name).copy_(p.bfloat16() if is_bias else p)
-    return layer, rounded
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: te.Linear(32, 32),
-        lambda: te.LayerNormLinear(32, 32),
-        lambda: te.LayerNormMLP(32, 32),
-        lambda: te.Linear(32, 32, parameters_split=("a", "b")),
-    ],
-)
-def test_in_fp8_with_fp32_activations_a_bias_is_rounded_to_bf16(make: Any, same_bits) -> None:
-    x = numbers(21, 8, 32)
-    results = []
-    for layer in biased(make):
-        with torch.no_grad(), te.autocast(recipe=RECIPES[0]):
-            results.append(layer(x))
-    same_bits(*results)
-    with torch.no_grad():
-        assert not torch.equal(*(layer(x) for layer in biased(make))), "outside of FP8 it is not"
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     tokens=st.sampled_from([0, 1, 7, 15, 16, 17, 33]),

@@ -200,6 +200,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "gqa, swiglu, rmsnorm, no bias": VARIANTS["gqa, swiglu, rmsnorm, no bias"],
     "one qkv parameter, batch first": VARIANTS["one qkv parameter, batch first"],
     "padding": {"self_attn_mask_type": "padding"},
+    "padding, batch first": {"self_attn_mask_type": "padding", "attn_input_format": "bshd"},
     "fp32 parameters": {"params_dtype": torch.float32},
     "frozen up to the mlp": {},
     "frozen up to proj": {},
@@ -223,6 +224,7 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(
 
     Microbatches, with cached weights, and a recomputed one.
     """
+    shape = (2, 24, 64) if "padding, batch" in variant else (24, 2, 64)
     mask = (torch.arange(24) >= torch.tensor([[24], [15]])).view(2, 1, 1, 24)
     three = []
     for nodes in ("one", "two", "many"):
@@ -236,7 +238,7 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(
         found = []
         for step, first in enumerate((None, True, False, None)):
             layer.zero_grad()
-            x = numbers(1, 24, 2, 64).bfloat16().requires_grad_(not variant.startswith("frozen"))
+            x = numbers(1, *shape).bfloat16().requires_grad_(not variant.startswith("frozen"))
             with te.autocast(enabled=fp8, recipe=RECIPE), torch.autocast("cpu", torch.bfloat16):
                 y = te.checkpoint(layer, x, mask) if step == 3 else layer(x, mask, is_first_microbatch=first)
             y.backward(numbers(2, *y.shape).bfloat16())
@@ -548,6 +550,38 @@ def test_transformer_engines_arguments_keep_their_places(same_bits) -> None:
         layer(x, None, "causal", (4, 0))
     with pytest.raises(NotImplementedError, match="alibi_slopes="):
         layer(x, alibi_slopes=torch.ones(4))
+
+
+@pytest.mark.parametrize("small", [0, 1 << 25])
+def test_a_mask_type_of_forward_replaces_the_layers(small: int, same_bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    x, other = numbers(4, 8, 2, 64).bfloat16(), numbers(5, 8, 2, 64).bfloat16()
+    for settings in ({}, {"output_layernorm": True}, {"layer_type": "decoder", "enc_dec_attn_mask_type": "causal"}):
+        causal, full = layer_of(**settings), layer_of(**settings, self_attn_mask_type="no_mask")
+        arguments = {"encoder_output": other} if "layer_type" in settings else {}
+        same_bits(causal(x, self_attn_mask_type="no_mask", **arguments), full(x, **arguments))
+        same_bits(full(x, self_attn_mask_type="causal", **arguments), causal(x, **arguments))
+        assert not torch.equal(full(x, **arguments), causal(x, **arguments))
+    decoder = layer_of(layer_type="decoder")
+    across = layer_of(layer_type="decoder", enc_dec_attn_mask_type="causal")
+    found = decoder(x, encoder_output=other, enc_dec_attn_mask_type="causal")
+    same_bits(found, across(x, encoder_output=other))
+    assert not torch.equal(found, decoder(x, encoder_output=other))
+    mask = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
+    mask[1, ..., 5:] = True
+    masked = decoder(
+        x, encoder_output=other, enc_dec_attn_mask=(torch.zeros_like(mask), mask), enc_dec_attn_mask_type="padding"
+    )
+    shorter = decoder(x[:, 1:], encoder_output=other[:5, 1:])
+    same_bits(masked[:, 1:], shorter)
+
+
+def test_an_input_of_another_width_is_explained() -> None:
+    for settings in ({}, {"output_layernorm": True}, {"layer_type": "decoder"}):
+        x = numbers(4, 8, 2, 48).bfloat16()
+        arguments = {"encoder_output": x} if "layer_type" in settings else {}
+        with pytest.raises(ValueError, match=r"inp has shape \[8, 2, 48\]; \[..., 64\] is accepted"):
+            layer_of(**settings)(x, **arguments)
 
 
 def test_fp32_attention_is_explained() -> None:
