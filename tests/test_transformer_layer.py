@@ -10,6 +10,7 @@ import torch
 
 import reference as te
 from reference.nn import blocks
+from reference.ops import library
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -574,6 +575,59 @@ def test_a_mask_type_of_forward_replaces_the_layers(small: int, same_bits, monke
     )
     shorter = decoder(x[:, 1:], encoder_output=other[:5, 1:])
     same_bits(masked[:, 1:], shorter)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layer_type": "decoder"}, {"output_layernorm": True}])
+@pytest.mark.parametrize("small", [0, 1 << 25])
+def test_nothing_is_dropped_in_evaluation(
+    settings: dict[str, Any], small: int, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    x = numbers(4, 8, 2, 64).bfloat16()
+    arguments = {"encoder_output": x} if "layer_type" in settings else {}
+    dropping = layer_of(**settings, hidden_dropout=0.3, attention_dropout=0.3)
+    expected = layer_of(**settings)(x, **arguments)
+    assert not torch.equal(dropping(x, **arguments), expected)
+    same_bits(dropping.eval()(x, **arguments), expected)
+    for rate in ("hidden_dropout", "attention_dropout"):
+        assert not torch.equal(layer_of(**settings, **{rate: 0.3})(x, **arguments), expected), rate
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_angles_reach_attention(layout: str, interleaved: bool, same_bits) -> None:
+    """Of queries and keys, one for both or one each; the layer is its formula over its submodules with them."""
+    layer = layer_of(rotary_pos_interleaved=interleaved, attn_input_format=layout)
+    x = numbers(4, 8, 8, 64).bfloat16()
+    one, other = numbers(5, 8, 1, 1, 16), numbers(6, 8, 1, 1, 16)
+    found = []
+    for angles in (None, one, (one, other), (other, one), (other, other)):
+        y, bias = layer.self_attention(x, rotary_pos_emb=angles)
+        h = x + (y + bias)
+        y, bias = layer.layernorm_mlp(h)
+        found.append(layer(x, rotary_pos_emb=angles))
+        same_bits(found[-1], h + (y + bias))
+    assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+    same_bits(layer(x, rotary_pos_emb=(one, one)), found[1])
+
+
+@pytest.mark.parametrize("settings", [{}, {"layer_type": "decoder"}])
+def test_attention_alone_may_be_recomputed(
+    settings: dict[str, Any], same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    attend = library.twin.attention
+    monkeypatch.setattr(library.twin, "attention", lambda *args: (runs.append(1), attend(*args))[1])
+    x, found = numbers(4, 8, 2, 64).bfloat16(), []
+    arguments = {"encoder_output": x} if settings else {}
+    for recompute in (False, True):
+        layer, y = layer_of(**settings, attention_dropout=0.2), x.clone().requires_grad_()
+        runs.clear()
+        layer(y, checkpoint_core_attention=recompute, **arguments).float().square().sum().backward()
+        assert len(runs) == (2 if settings else 1) * (2 if recompute else 1)
+        found.append([y.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        same_bits(a, b)
 
 
 def test_an_input_of_another_width_is_explained() -> None:
