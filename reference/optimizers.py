@@ -1,13 +1,18 @@
 """`FusedAdam`: Adam in one op for all parameters, with fp32 master weights for those in 16 bits or FP8."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from reference.nn.float8_tensor import Float8Tensor, write
+from reference import optimizer_state
+from reference.dtensor import like, shard
+from reference.nn.float8_tensor import FP8, Float8Tensor, write
+from reference.notice import say_once
 from reference.ops.adam import correction
-from reference.ops.library import twin
+from reference.ops.library import no_implementation, twin
+from reference.optimizer_state import MOMENTS, PLAIN, State, flag, needs_master, numbers_of
 
 __all__ = ["FusedAdam"]
 
@@ -22,6 +27,7 @@ OFF: dict[str, Any] = {
     "store_param_remainders": False,
     "set_grad_none": None,
 }
+Lists = tuple[list[torch.Tensor], ...]
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -29,12 +35,16 @@ class FusedAdam(torch.optim.Optimizer):
 
     The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`: fp32, whatever the
     parameter is. A parameter in fp32 is its own master. One that is kept in FP8 (`quantized_model_init`) needs a
-    master: it starts as what the weight was drawn as, where that was preserved, and is written to the weight by the
-    cast of `reference.nn.float8_tensor` after each step.
+    master: it starts as what the weight was drawn as, where that was preserved and the weight still is its cast, and
+    is written to the weight by the cast of `reference.nn.float8_tensor` after each step. A DTensor's state are DTensors
+    like it, and each rank changes its own shard.
+
+    A group counts its steps in `step`, an int. Everything is checked before a step changes anything: a step that is
+    refused leaves every tensor and every count as it was.
 
     Args:
         params: parameters, or dicts that define groups of them.
-        lr, betas, eps, weight_decay: Adam's.
+        lr, betas, eps, weight_decay: Adam's; Python numbers.
         bias_correction: divide the moments by 1 − beta^step.
         adam_w_mode: weight decay apart from the gradient.
         master_weights: keep an fp32 copy of each parameter that is not in fp32.
@@ -68,84 +78,191 @@ class FusedAdam(torch.optim.Optimizer):
         for name, off in OFF.items():
             if given[name] != off:
                 raise NotImplementedError(f"FusedAdam: {name}={given[name]!r} is not offered; {off!r} is accepted.")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"FusedAdam: {name}={value!r}; a number >= 0 is accepted.")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"FusedAdam: betas={betas!r}; two numbers, 0 <= beta < 1, are accepted.")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        self.adam_w_mode, self.master_weights = adam_w_mode, master_weights
-        super().__init__(params, defaults)
+        self.adam_w_mode = flag("adam_w_mode", adam_w_mode)
+        self.master_weights = flag("master_weights", master_weights)
+        names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+        defaults = numbers_of({name: given[name] for name in names})._asdict()
+        super().__init__(params, {name: defaults[name] for name in names})
 
-    def _state_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Moments and master weight, made at the first step."""
-        state: dict[str, torch.Tensor] = self.state[p]
-        if not state:
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-            if isinstance(p, Float8Tensor):
-                drawn = getattr(p, "get_high_precision_init_val", lambda: None)()
-                master = p.dequantize(dtype=torch.float32) if drawn is None else drawn
-                state["master_param"] = master.to(p.device, torch.float32, copy=True)
-            elif self.master_weights and p.dtype != torch.float32:
-                state["master_param"] = p.detach().float()
-        return state
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; numbers that a step would refuse, and a parameter that is listed twice, are refused here."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"FusedAdam: param_group={param_group!r}; a dict with 'params' is accepted.")
+        where = f" in group {len(self.param_groups)}"
+        found = numbers_of({**self.defaults, **param_group}, where)._asdict()
+        params = param_group["params"]
+        if not isinstance(params, (torch.Tensor, set)):
+            param_group["params"] = params = list(params)
+            seen = [id(one[1]) if isinstance(one, tuple) else id(one) for one in params]
+            if len(set(seen)) < len(seen):
+                twice = next(i for i, one in enumerate(seen) if one in seen[:i])
+                raise ValueError(
+                    f"FusedAdam: parameter {twice}{where} is listed a second time; each parameter once is accepted."
+                )
+        super().add_param_group(param_group)
+        param_group.update({name: value for name, value in found.items() if name in param_group})
 
-    def _check(self) -> None:
-        """Refuse what a step does not take, before it changes anything."""
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if p.grad.is_sparse:
-                raise TypeError("FusedAdam: a parameter's gradient is sparse; dense gradients are accepted.")
-            if isinstance(p, Float8Tensor) and not self.master_weights:
-                raise ValueError("FusedAdam: a parameter is kept in FP8; master_weights=True is accepted then.")
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle, with the two modes, which torch's would leave out."""
+        modes = {"adam_w_mode": self.adam_w_mode, "master_weights": self.master_weights}
+        return {**super().__getstate__(), **modes}
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def _fresh(self, p: torch.Tensor, local: torch.Tensor) -> State:
+        """Moments and master weight before the first step."""
+        made = {name: like(p, torch.zeros(local.shape, dtype=torch.float32, device=local.device)) for name in MOMENTS}
+        if needs_master(local, self.master_weights):
+            drawn = _drawn(local) if isinstance(local, Float8Tensor) else None
+            made["master_param"] = like(p, _master(local) if drawn is None else drawn)
+        return made
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Make the state of a parameter now; otherwise its first step does."""
+        if store_param_remainders:
+            raise NotImplementedError("FusedAdam: store_param_remainders=True is not offered; False is accepted.")
+        self.state[param] = self._fresh(param, shard(param))
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
+        """`exp_avg`, `exp_avg_sq` or `master_param` of a parameter, fp32; of a DTensor its local shard."""
+        state = self.state.get(param) or {}
+        _check_name(state_name, state)
+        return shard(state[state_name])
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Write fp32 numbers into a part of a parameter's state, which is made where it is missing."""
+        local = shard(param)
+        state = self.state.get(param) or self._fresh(param, local)
+        _check_name(state_name, state)
+        optimizer_state.check_part("set_scaled_state", "unscaled_state", unscaled_state, local.shape, local.device)
+        shard(state[state_name]).copy_(unscaled_state)
+        self.state[param] = state
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As torch's; None, Transformer Engine's default, is True."""
+        super().zero_grad(set_to_none is None or set_to_none)
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
+        if grad_scaler is not None:
+            raise NotImplementedError(
+                f"FusedAdam: grad_scaler={grad_scaler!r} is not offered; None is accepted (a scaler's own step() "
+                f"unscales the gradients and skips the step)."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check()
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            betas = group["betas"]
-            divisors = [correction(beta, group["step"]) if group["bias_correction"] else 1.0 for beta in betas]
-            scalars = (group["lr"], *betas, group["eps"], group["weight_decay"], *divisors, self.adam_w_mode)
-            # One call of the op takes tensors of one device and kind.
-            calls: dict[Any, tuple[list[torch.Tensor], ...]] = {}
-            cast: list[tuple[Any, torch.Tensor]] = []
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self._state_of(p)
-                master = state.get("master_param")
-                fp8 = isinstance(p, Float8Tensor)
-                rounded = master is not None and not fp8
-                lists = calls.setdefault((p.device, p.grad.dtype, p.dtype, fp8, rounded), ([], [], [], [], []))
-                changed = p.detach() if master is None else master
-                for found, x in zip(lists, (p.grad, changed, state["exp_avg"], state["exp_avg_sq"]), strict=False):
-                    found.append(x.contiguous() if x is p.grad else x)
-                if rounded:
-                    lists[4].append(p.detach())
-                if fp8:
-                    cast.append((p, changed))
+        made, work = self._checked()
+        self.state.update(made)
+        for group, numbers, calls, cast in work:
+            group["step"] = step = numbers.step + 1
+            divisors = [correction(beta, step) if numbers.bias_correction else 1.0 for beta in numbers.betas]
+            scalars = (numbers.lr, *numbers.betas, numbers.eps, numbers.weight_decay, *divisors, self.adam_w_mode)
             for lists in calls.values():
                 twin.adam(*lists, *scalars)
             write(cast)
         return loss
 
+    def _checked(self) -> tuple[dict[torch.Tensor, State], list[Any]]:
+        """State to be made, and for each group its numbers, the op's calls and the casts; it changes nothing."""
+        made: dict[torch.Tensor, State] = {}
+        work = []
+        spans: list[tuple[int, int, tuple[int, int]]] = []
+        for g, group in enumerate(self.param_groups):
+            numbers = numbers_of(group, f" in group {g}")
+            # One call of the op takes tensors of one device and kind.
+            calls: dict[Any, Lists] = {}
+            cast: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for i, p in enumerate(group["params"]):
+                local, grad = p, p.grad
+                if grad is None:
+                    continue
+                if type(p) not in PLAIN or type(grad) not in PLAIN:
+                    local, grad = optimizer_state.unwrapped((g, i), p, grad)
+                optimizer_state.check_parameter((g, i), local, grad, self.master_weights)
+                state = self.state.get(p)
+                if not state:
+                    state = made[p] = self._fresh(p, local)
+                elif "master_param" not in state and needs_master(local, self.master_weights):
+                    state = made[p] = {**state, "master_param": like(p, _master(local))}
+                first, second, master = optimizer_state.checked_state((g, i), state, local)
+                fp8 = isinstance(local, Float8Tensor)
+                rounded = master is not None and not fp8
+                key = (local.device, grad.dtype, local.dtype, fp8, rounded)
+                lists = calls.get(key)
+                if lists is None:
+                    lists = calls[key] = ([], [], [], [], [])
+                lists[0].append(grad.contiguous())
+                lists[1].append(local if master is None else master)
+                lists[2].append(first)
+                lists[3].append(second)
+                if rounded:
+                    lists[4].append(local)
+                if fp8:
+                    cast.append((local, lists[1][-1]))
+                memory = local._data if fp8 else local
+                start = memory.data_ptr()
+                spans.append((start, start + memory.nbytes, (g, i)))
+            for device in {key[0] for key in calls}:
+                _check_device(device)
+            work.append((group, numbers, calls, cast))
+        optimizer_state.check_memory(spans)
+        return made, work
+
+    # --- checkpoints -------------------------------------------------------------------------------------
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would round the state to the parameters' dtypes."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in zip(numbers, params, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
+        """Load what a FusedAdam, or torch.optim.Adam or AdamW has saved; `reference.optimizer_state.read` says how.
+
+        torch's own method would round the state to the parameters' dtypes, and checks too little.
+        """
+        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        with torch.no_grad():
+            state, groups = optimizer_state.read(state_dict, self.param_groups, self.master_weights, self.adam_w_mode)
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _check_name(name: str, state: State) -> None:
+    if name not in state:
+        accepted = f"{', '.join(state)} are" if state else "a parameter that has made a step is"
+        raise ValueError(f"FusedAdam: state_name={name!r}; {accepted} accepted.")
+
+
+def _check_device(device: torch.device) -> None:
+    """Refuse a device on which `twin::adam` does not run."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"FusedAdam: a parameter is on {device}; parameters on cpu and cuda are accepted.")
+    if device.type == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key("twin::adam", "CUDA"):
+        raise RuntimeError(no_implementation("adam", {device}))
+
+
+def _master(p: torch.Tensor) -> torch.Tensor:
+    """A parameter's numbers in fp32."""
+    return p.dequantize(dtype=torch.float32) if isinstance(p, Float8Tensor) else p.detach().float()
+
+
+def _drawn(p: Float8Tensor) -> torch.Tensor | None:
+    """What a weight in FP8 was drawn as, in fp32, where that was preserved and the weight still is its cast."""
+    drawn = getattr(p, "get_high_precision_init_val", lambda: None)()
+    if drawn is None:
+        return None
+    codes, _ = twin.cast(drawn.to(p.device), 1 / p._scale_inv, None, 0, FP8)
+    if torch.equal(codes.view(torch.uint8), p._data.view(torch.uint8)):
+        return drawn.to(p.device, torch.float32, copy=True)
+    say_once(
+        "not as drawn",
+        "FusedAdam: a weight in FP8 was written after it was drawn: its master starts as the weight reads",
+    )
+    return None

@@ -129,6 +129,55 @@ def test_several_recipes_in_one_context() -> None:
     assert a.fp8_meta["scaling_fwd"].amax_history.shape == (4, 3)
 
 
+def test_modules_on_several_devices_are_updated_apart() -> None:
+    b, a = layer(), layer()
+    with te.autocast(recipe=RECIPE):
+        a(data())
+        b(data())
+    b.to("meta")
+    with te.autocast(recipe=RECIPE):
+        a(data(4.0))
+    assert scales(a)[0] == pytest.approx(448 / 12)
+    assert staged(a) == [0, 0, 0]
+    assert b.fp8_meta["scaling_fwd"].scale.is_meta
+
+
+def test_modules_under_several_recipes_are_updated_apart_in_one_step() -> None:
+    """Each by its own margin, format, window and rule, whichever runs first."""
+    recipes = [
+        te.DelayedScaling(amax_history_len=2),
+        te.DelayedScaling(amax_history_len=2, margin=3),
+        te.DelayedScaling(amax_history_len=2, fp8_format=te.Format.E4M3),
+        te.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
+    ]
+    modules = [layer() for _ in recipes]
+    for size in (8.0, 1.0):
+        with te.autocast(recipe=RECIPE):
+            total = torch.zeros(())
+            for module, recipe in zip(modules, recipes, strict=True):
+                with te.autocast(recipe=recipe):
+                    total = total + module(data(size).requires_grad_()).float().sum() * size
+        total.backward()
+    assert [scales(m)[0] for m in modules] == pytest.approx([448 / 24, 448 / 24 / 8, 448 / 24, 448 / 3])
+    found = [m.fp8_meta["scaling_bwd"].scale[0].item() for m in modules]
+    assert found == pytest.approx([57344 / 8, 57344 / 8 / 8, 448 / 8, 57344])
+
+
+def test_a_module_follows_the_recipe_that_it_last_ran_under() -> None:
+    module = layer()
+    for recipe, expected in (
+        (RECIPE, (448 / 3, 57344)),
+        (te.DelayedScaling(amax_history_len=4, margin=1), (448 / 3 / 2, 57344 / 2)),
+        (te.DelayedScaling(amax_history_len=4, fp8_format=te.Format.E4M3), (448 / 3, 448)),
+    ):
+        with te.autocast(recipe=recipe):
+            y = module(data().requires_grad_())
+        y.sum().backward()
+        found = (scales(module)[0], module.fp8_meta["scaling_bwd"].scale[0].item())
+        assert found == pytest.approx(expected)
+        assert module.fp8_meta["recipe"] is recipe
+
+
 def test_a_new_history_length_keeps_what_fits() -> None:
     module = layer()
     for size in (1.0, 2.0, 3.0):
@@ -142,7 +191,9 @@ def test_a_new_history_length_keeps_what_fits() -> None:
     assert torch.equal(longer[1:4], full[1:])
     with torch.no_grad(), te.autocast(recipe=te.DelayedScaling(amax_history_len=2)):
         module(torch.zeros_like(data()))
-    assert torch.equal(module.fp8_meta["scaling_fwd"].amax_history[1], full[1])
+    shorter = module.fp8_meta["scaling_fwd"].amax_history
+    assert torch.equal(shorter[1], full[1])
+    assert shorter.untyped_storage().nbytes() == 2 * 3 * 4, "the rows that were let go are"
 
 
 def test_gradient_scales_follow_the_first_module_backward() -> None:

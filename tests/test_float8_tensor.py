@@ -200,6 +200,8 @@ def test_copies_have_state_of_their_own() -> None:
             other.copy_(numbers(seed=1))
         check_written(other.detach(), numbers(seed=1), 4.0, how)
         check_written(weight.detach(), numbers(), 90.0, f"after {how}")
+        assert state_of(weight).scale[COLUMN] == 90.0, how
+        assert state_of(weight).amax_history[0, COLUMN] == numbers().abs().max().float(), how
     assert_same_bits(copies["deepcopy"].grad, weight.grad)
 
 

@@ -89,6 +89,33 @@ def test_round_trip_continues_with_the_same_bits(tmp_path, same_bits) -> None:
         same_bits(a.fp8_meta[key].amax_history, b.fp8_meta[key].amax_history, key)
 
 
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_history_of_another_length_is_loaded_and_then_fitted_to_the_recipe(rows: int) -> None:
+    a, b = trained(), trained()
+    with te.autocast(recipe=te.DelayedScaling(amax_history_len=rows)):
+        a(torch.ones(8, 32, dtype=torch.bfloat16))
+    b.load_state_dict(a.state_dict())
+    assert b.fp8_meta["scaling_fwd"].amax_history.shape == (rows, 3)
+    assert torch.equal(step(a), step(b))
+    for key, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+        assert b.fp8_meta[key].amax_history.shape == (4, columns)
+        assert torch.equal(b.fp8_meta[key].amax_history, a.fp8_meta[key].amax_history)
+
+
+def test_loaded_state_is_the_modules_own() -> None:
+    """Training after a load leaves what was loaded as it was, and another module that loaded it too."""
+    state = trained().state_dict()
+    before = copy.deepcopy(state)
+    one, other = (te.Linear(32, 16, params_dtype=torch.bfloat16) for _ in range(2))
+    for layer in (one, other):
+        layer.load_state_dict(state)
+    step(one)
+    for name, value in state.items():
+        assert torch.equal(value, before[name]), name
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_safetensors_round_trip(tmp_path) -> None:
     a = trained()
     safetensors.torch.save_file(a.state_dict(), tmp_path / "model.safetensors")

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import written_out
 
 import reference as te
 
@@ -95,6 +96,59 @@ def test_return_values(fp8: bool, same_bits) -> None:
     (normed.float().sum()).backward()
     norm(b).float().sum().backward()
     same_bits(a.grad, b.grad, "the gradient through the returned norm")
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("normalization", NORMS)
+def test_both_outputs_have_gradients(normalization: str, fp8: bool, same_bits) -> None:
+    """dL/dnorm(x) is added to what comes back through the product, with one rounding, before the norm's backward."""
+    fused, norm, linear = pair(normalization, torch.bfloat16, return_layernorm_output=True)
+    x, g, more = numbers(30, 20, 64).bfloat16(), numbers(31, 20, 48).bfloat16(), numbers(32, 20, 64).bfloat16()
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with te.autocast(enabled=fp8, recipe=RECIPE):
+        torch.autograd.backward(fused(a), (g, more))
+    normed = norm(b)
+    back = normed.detach().requires_grad_()
+    if fp8:  # which the product reads in fp32
+        bias = norm.bias if normalization == "LayerNorm" else None
+        with torch.no_grad():
+            wide = torch.ops.twin.norm(x, norm.weight, bias, norm.eps, False, norm.kind, torch.float32)[0]
+        back = wide.requires_grad_()
+    with te.autocast(enabled=fp8, recipe=RECIPE), torch.autocast("cpu", dtype=torch.bfloat16):
+        linear(back).backward(g)
+    normed.backward(back.grad.bfloat16() + more)
+    same_bits(a.grad, b.grad, "dx")
+    same_bits(fused.layer_norm_weight.grad, norm.weight.grad, "dgamma")
+    if normalization == "LayerNorm":
+        same_bits(fused.layer_norm_bias.grad, norm.bias.grad, "dbeta")
+    same_bits(fused.weight.grad, linear.weight.grad, "dw")
+
+
+def test_long_products_accumulate_as_they_are_to() -> None:
+    """y in one chain; what reaches the norm and dw in chains of 128."""
+    torch.manual_seed(6)
+    layer = te.LayerNormLinear(160, 176, params_dtype=torch.bfloat16)
+    torch.nn.init.normal_(layer.bias)
+    torch.nn.init.normal_(layer.layer_norm_weight)
+    x, g = (numbers(40, 150, 160) * 3).bfloat16(), (numbers(50, 150, 176) / 100).bfloat16()
+    written_out.run(layer, x, g)
+    step = written_out.Step(layer, torch.bfloat16)
+    gamma, beta, w = (p.detach() for p in (layer.layer_norm_weight, layer.layer_norm_bias, layer.weight))
+    y, mean, rstd = written_out.twin.norm(x, gamma, beta, 1e-5, False, "layernorm", torch.float32)
+    xq, wq, gq = step.cast(y, 0), step.cast(w, 1), step.grad(g, 0)
+    dnorm = step.product(gq, wq.t(), "split")
+    dx, dgamma, dbeta = written_out.twin.norm_backward(dnorm, x, gamma, mean, rstd, False, "layernorm", None)
+    step.check(
+        written_out.run(layer, x, g),
+        {
+            "output 0": step.product(xq, wq, "fast", layer.bias.detach()),
+            "dx": dx,
+            "dlayer_norm_weight": dgamma,
+            "dlayer_norm_bias": dbeta,
+            "dweight": step.product(gq.t(), xq.t(), "split"),
+            "dbias": written_out.twin.dbias(g),
+        },
+    )
 
 
 def test_parameter_names_and_split() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import written_out
 
 import reference as te
 
@@ -42,9 +43,12 @@ class Activation(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_in_16_bits_it_is_the_four_modules(dtype: torch.dtype, activation: str, normalization: str, same_bits) -> None:
-    """Both round at the same places, so every bit is equal."""
-    fused = mlp(dtype, activation=activation, normalization=normalization)
+@pytest.mark.parametrize("both", [False, True], ids=["y", "y and norm(x)"])
+def test_in_16_bits_it_is_the_four_modules(
+    dtype: torch.dtype, activation: str, normalization: str, both: bool, same_bits
+) -> None:
+    """Both round at the same places, so every bit is equal; with a gradient of norm(x) too."""
+    fused = mlp(dtype, activation=activation, normalization=normalization, return_layernorm_output=both)
     norm = getattr(te, normalization)(48, params_dtype=dtype)
     fc1 = te.Linear(48, fused.fc1_weight.shape[0], params_dtype=dtype)
     fc2 = te.Linear(80, 48, params_dtype=dtype)
@@ -53,14 +57,16 @@ def test_in_16_bits_it_is_the_four_modules(dtype: torch.dtype, activation: str, 
     with torch.no_grad():
         for p, q in zip(unfused, fused.parameters(), strict=True):
             p.copy_(q)
-    x, g = numbers(7, 3, 7, 48).to(dtype), numbers(8, 3, 7, 48).to(dtype)
+    x, *grads = (numbers(i, 3, 7, 48).to(dtype) for i in ((7, 8, 9) if both else (7, 8)))
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y = fused(a)
-    h = fc1(norm(b)).reshape(21, -1)
+    normed = norm(b)
+    h = fc1(normed).reshape(21, -1)
     z = fc2(Activation.apply(h, activation)).view(3, 7, 48)
-    y.backward(g)
-    z.backward(g)
-    same_bits(y, z, "y")
+    found, expected = fused(a) if both else (fused(a),), (z, normed) if both else (z,)
+    torch.autograd.backward(found, grads)
+    torch.autograd.backward(expected, grads)
+    for y, one in zip(found, expected, strict=True):
+        same_bits(y, one, "an output")
     same_bits(a.grad, b.grad, "dx")
     for (name, p), q in zip(fused.named_parameters(), unfused, strict=True):
         same_bits(p.grad, q.grad, name)
@@ -122,6 +128,24 @@ def test_state_has_two_gemms() -> None:
     assert layer.state_dict()["_extra_state"].shape == (1 + 4, 6 + 4)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_calibration_notes_what_fp8_would_cast(activation: str) -> None:
+    layer = mlp(torch.bfloat16, activation=activation)
+    x = numbers(13, 16, 48).bfloat16()
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPE), torch.no_grad():
+        layer(x)
+        norm = te.LayerNorm(48, params_dtype=torch.bfloat16)
+        norm.weight.copy_(layer.layer_norm_weight)
+        norm.bias.copy_(layer.layer_norm_bias)
+        normed = norm(x)
+        a = torch.ops.twin.activation(
+            torch.ops.twin.gemm(normed, layer.fc1_weight, layer.fc1_bias, x.dtype), activation
+        )
+    seen = [normed, layer.fc1_weight, None, a, layer.fc2_weight, None]
+    expected = [0.0 if t is None else t.detach().float().abs().max().item() for t in seen]
+    assert layer.fp8_meta["scaling_fwd"].amax_history[0].tolist() == expected
+
+
 def test_checkpoint_cache_and_accumulation(same_bits) -> None:
     results = []
     for run in (lambda f, x, first: f(x, first), lambda f, x, first: te.checkpoint(f, x, first)):
@@ -148,6 +172,55 @@ def test_return_values_and_names(same_bits) -> None:
     assert [n for n, _ in layer.named_parameters()] == [
         "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["y", "y and norm(x)"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_fp8_step_written_out(activation: str, both: bool) -> None:
+    """Products longer than 128: forward in one chain, backward in chains of 128; every scale is another one.
+
+    dL/dnorm(x) is added to what comes back through fc1, with one rounding, before the norm's backward.
+    """
+    torch.manual_seed(6)
+    dtype, twin = torch.bfloat16, written_out.twin
+    layer = te.LayerNormMLP(144, 160, activation=activation, params_dtype=dtype, return_layernorm_output=both)
+    for p in (layer.fc1_bias, layer.fc2_bias, layer.layer_norm_weight):
+        torch.nn.init.normal_(p)
+    x, g, more = (
+        (numbers(40, 150, 144) * 3).bfloat16(),
+        numbers(50, 150, 144).bfloat16(),
+        numbers(51, 150, 144).bfloat16(),
+    )
+    grads = (g / 100, more / 100) if both else (g / 100,)
+    written_out.run(layer, x, *grads)
+    step = written_out.Step(layer, dtype)
+    gamma, beta, w1, b1, w2, b2 = (p.detach() for p in layer.parameters())
+    normed, mean, rstd = twin.norm(x, gamma, beta, 1e-5, False, "layernorm", torch.float32)
+    nq, w1q, w2q, gq = step.cast(normed, 0), step.cast(w1, 1), step.cast(w2, 4), step.grad(grads[0], 2)
+    h = step.product(nq, w1q, "fast", b1)
+    codes, _, inverse = twin.activation_cast_transpose(h, activation, *step.state(3))
+    aq = written_out.Cast(codes, inverse)
+    dact = step.product(gq, w2q.t(), "split")
+    state = step.state(0, "scaling_bwd")
+    codes, _, inverse, db1 = twin.activation_backward_cast_transpose_dbias(dact, h, activation, *state)
+    hq = written_out.Cast(codes, inverse)
+    dnorm = step.product(hq, w1q.t(), "split")
+    dnorm = dnorm + grads[1] if both else dnorm
+    dx, dgamma, dbeta = twin.norm_backward(dnorm, x, gamma, mean, rstd, False, "layernorm", None)
+    outputs = {"output 0": step.product(aq, w2q, "fast", b2)} | ({"output 1": normed.to(dtype)} if both else {})
+    step.check(
+        written_out.run(layer, x, *grads),
+        outputs
+        | {
+            "dx": dx,
+            "dlayer_norm_weight": dgamma,
+            "dlayer_norm_bias": dbeta,
+            "dfc1_weight": step.product(hq.t(), nq.t(), "split"),
+            "dfc1_bias": db1,
+            "dfc2_weight": step.product(gq.t(), aq.t(), "split"),
+            "dfc2_bias": twin.dbias(grads[0]),
+        },
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
 """`Linear` against the same steps written out with the readable model, and what a user may ask of it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import written_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference as te
 from reference import formats, tensor_core
 
+PARTS = ("scale", "amax_history")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RECIPES = [
     te.DelayedScaling(amax_history_len=3),
@@ -190,6 +193,42 @@ def test_weight_cache(same_bits) -> None:
     assert layer._fp8_workspaces == {}, "moving or converting the module drops the copy"
 
 
+CACHING: dict[str, Any] = {
+    "Linear": lambda: te.Linear(32, 32, params_dtype=torch.bfloat16),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, params_dtype=torch.bfloat16),
+}
+CHANGES: dict[str, Any] = {
+    "load_state_dict": lambda layer, other: layer.load_state_dict(other.state_dict()),
+    "load_state_dict, assign": lambda layer, other: layer.load_state_dict(other.state_dict(), assign=True),
+    "to another dtype and back": lambda layer, other: layer.to(torch.float8_e5m2).to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CACHING)
+def test_a_cached_weight_does_not_outlive_its_numbers(name: str, change: str, same_bits) -> None:
+    layer, other = CACHING[name](), CACHING[name]()
+    x, g = numbers(30, 8, 32).to(torch.bfloat16), numbers(31, 8, 32).to(torch.bfloat16)
+
+    def run(module: Any, first: bool | None) -> list[torch.Tensor]:
+        inp = x.clone().requires_grad_()
+        module.zero_grad()
+        with te.autocast(recipe=RECIPES[0]):
+            y = module(inp, is_first_microbatch=first)
+        y.backward(g)
+        state = [getattr(module.fp8_meta[key], part) for key in module.fp8_meta if "scal" in key for part in PARTS]
+        return [y, inp.grad, *(p.grad for p in module.parameters()), *state]
+
+    run(other, None)
+    run(layer, True)
+    CHANGES[change](layer, other)
+    fresh = CACHING[name]()
+    fresh.load_state_dict(layer.state_dict())
+    for a, b in zip(run(layer, False), run(fresh, None), strict=True):
+        same_bits(a, b)
+
+
 def test_cached_and_recast_weights_give_the_same_gradients(same_bits) -> None:
     x, g = numbers(10, 8, 32).to(torch.bfloat16), numbers(11, 8, 16).to(torch.bfloat16)
     torch.manual_seed(3)
@@ -289,6 +328,17 @@ def test_fused_wgrad_accumulation(main_dtype: torch.dtype, fp8: bool, same_bits)
         y.backward(g)
 
 
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_in_fp32_too_the_product_is_added_to_main_grad(main_dtype: torch.dtype, same_bits) -> None:
+    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True)
+    start = numbers(16, 16, 32).to(main_dtype)
+    layer.weight.main_grad = start.clone()
+    x, g = numbers(17, 8, 32), numbers(18, 8, 16)
+    layer(x).backward(g)
+    same_bits(layer.weight.main_grad, (start.float() + torch.nn.functional.linear(g.t(), x.t())).to(main_dtype))
+    assert layer.weight.grad is None
+
+
 def test_torch_autocast_decides_the_activation_dtype() -> None:
     layer = te.Linear(32, 16)
     x = numbers(19, 8, 32).requires_grad_()
@@ -319,6 +369,20 @@ def test_initialisation_is_reproducible_and_transformer_engines() -> None:
     assert d.weight.is_meta
     d.reset_parameters()
     assert d.weight.device.type == "cpu"
+
+
+def test_a_tracker_forks_the_state_of_its_name() -> None:
+    forked: list[str] = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self, name: str = "its own") -> Iterator[None]:
+            forked.append(name)
+            yield
+
+    te.Linear(16, 16, get_rng_state_tracker=Tracker)
+    te.Linear(16, 16, get_rng_state_tracker=Tracker, rng_tracker_name="another", parameters_split=("a", "b"))
+    assert forked == ["its own", "another", "another"]
 
 
 def test_nan_and_inf_reach_the_output() -> None:
@@ -407,3 +471,43 @@ def test_second_derivatives_are_refused(how: str, fp8: bool) -> None:
         SECOND[how](layer, x)
     if fp8:
         assert not layer.fp8_meta["scaling_bwd"].amax_history.any(), "no amax was taken"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_products_accumulate_as_they_are_to(dtype: torch.dtype) -> None:
+    """y in one chain; dx and dw in chains of 128, which no product of the tests above is longer than."""
+    torch.manual_seed(6)
+    layer = te.Linear(160, 176, params_dtype=dtype)
+    torch.nn.init.normal_(layer.bias)
+    for i in range(2):
+        x, g = (numbers(40 + i, 150, 160) * 3).to(dtype), (numbers(50 + i, 150, 176) / 100).to(dtype)
+        if i == 0:
+            written_out.run(layer, x, g)
+    step = written_out.Step(layer, dtype)
+    xq, wq, gq = step.cast(x, 0), step.cast(layer.weight.detach(), 1), step.grad(g, 0)
+    step.check(
+        written_out.run(layer, x, g),
+        {
+            "output 0": step.product(xq, wq, "fast", layer.bias.detach()),
+            "dx": step.product(gq, wq.t(), "split"),
+            "dweight": step.product(gq.t(), xq.t(), "split"),
+            "dbias": written_out.twin.dbias(g),
+        },
+    )
+
+
+def test_a_long_product_is_added_to_main_grad_in_chains_of_128() -> None:
+    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True, bias=False, params_dtype=torch.bfloat16)
+    x, g = numbers(60, 150, 32).to(torch.bfloat16), numbers(61, 150, 16).to(torch.bfloat16)
+    layer.weight.main_grad = numbers(62, 16, 32)
+    start = layer.weight.main_grad.clone()
+    with te.autocast(recipe=RECIPES[0]):
+        y = layer(x)
+    y.backward(g)
+    codes = (
+        formats.cast(t, formats.format_of(d), 1.0).view(torch.uint8).t().contiguous().view(d)
+        for t, d in ((g, torch.float8_e5m2), (x, torch.float8_e4m3fn))
+    )
+    a, b = codes
+    assert not torch.equal(tensor_core.gemm(a, b, "fast"), tensor_core.gemm(a, b, "split"))
+    assert torch.equal(layer.weight.main_grad, start + tensor_core.gemm(a, b, "split"))

@@ -44,13 +44,16 @@ def tree(numbers):
     return v[0]
 
 
-def columns(products):
-    """The sum of the rows of fp32 `products` in the written order, one scalar addition after the other."""
-    rows, hidden = products.shape
+def columns(products, hidden=None):
+    """The sum of the rows of fp32 `products` in the written order, one scalar addition after the other.
+
+    `products` may be some columns of a matrix of `hidden`, which decides about the order.
+    """
+    rows, hidden = products.shape[0], products.shape[1] if hidden is None else hidden
     count = max(1, (rows + 255) // 256)
     chains = 4 if hidden <= 1024 else 2 if hidden <= 2048 else 1
     sums = []
-    for c in range(hidden):
+    for c in range(products.shape[1]):
         blocks = []
         for start in range(0, rows, count):
             chain = [f32(0)] * chains
@@ -88,7 +91,7 @@ def scalar_forward(x, weight, bias, eps, zero_centered, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("hidden", [1, 3, 16, 100, 1023, 1024, 1025, 2048, 2500, 3072])
+@pytest.mark.parametrize("hidden", [1, 3, 16, 100, 1023, 1024, 1025, 2048, 2500, 3072, 4096])
 def test_forward_in_the_written_order(hidden, kind):
     x = values(3, hidden, seed=hidden)
     weight, bias = parameters(hidden, kind, seed=hidden)
@@ -125,6 +128,44 @@ def test_backward_in_the_written_order(rows, hidden, kind):
             g = g - tree(list(g)) / n
         row = [rstd.numpy()[r] * (a - b * c2) for a, b in zip(g, xhat[r], strict=True)]
         assert_same_bits(dx[r], torch.from_numpy(np.array(row, np.float32)), f"dx[{r}]")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hidden", [1023, 1024, 1025, 2047, 2048, 2049, 4096])
+def test_backward_in_the_written_order_where_it_changes(hidden, kind):
+    """Wide rows, 5 of them in a block, so that 4, 2 and 1 chains give different sums; 3 rows and 16 columns of it."""
+    rows, some = 1030, [*range(8), *range(hidden - 8, hidden)]
+    x, grad = values(rows, hidden, seed=hidden), values(rows, hidden, seed=hidden + 1)
+    weight, _ = parameters(hidden, kind, seed=hidden)
+    _, mean, rstd = twin.norm(x, weight, None, 1e-5, False, kind, FP32)
+    dx, dweight, dbias = twin.norm_backward(grad, x, weight, mean, rstd, False, kind, None)
+    xhat = x.numpy() - mean.numpy()[:, None] if kind == "layernorm" else x.numpy()
+    xhat = xhat * rstd.numpy()[:, None]
+    products = grad.numpy()[:, some] * xhat[:, some]
+    expected = columns(products, hidden)
+    assert_same_bits(dweight[some], torch.from_numpy(expected), "dweight")
+    others = [columns(products, other) for other in (1024, 2048, 4096)]
+    assert sum(bool((one != expected).any()) for one in others) == 2, "the others' orders give other bits"
+    if kind == "layernorm":
+        assert_same_bits(dbias[some], torch.from_numpy(columns(grad.numpy()[:, some], hidden)), "dbias")
+    for r in (0, 7, rows - 1):
+        g = grad.numpy()[r] * weight.numpy()
+        c2 = tree(list(g * xhat[r])) / f32(hidden)
+        if kind == "layernorm":
+            g = g - tree(list(g)) / f32(hidden)
+        row = [rstd.numpy()[r] * (a - b * c2) for a, b in zip(g, xhat[r], strict=True)]
+        assert_same_bits(dx[r], torch.from_numpy(np.array(row, np.float32)), f"dx[{r}]")
+
+
+@pytest.mark.parametrize("hidden", [1, 512, 1000, 1023, 1024, 1025, 1536, 2048, 4096])
+def test_a_row_of_negative_zeros(hidden):
+    """The padding is +0.0: a row that has any sums to +0.0, one that has none to -0.0."""
+    x = torch.full((2, hidden), -0.0)
+    _, mean, rstd = twin.norm(x, torch.ones(hidden), None, 1e-5, False, "layernorm", FP32)
+    padded = hidden < 1024 or hidden & (hidden - 1) != 0
+    assert_same_bits(mean, torch.full((2,), 0.0 if padded else -0.0), "mean")
+    assert_same_bits(mean[:1], torch.from_numpy(np.array([tree(list(x[0].numpy())) / f32(hidden)])), "the tree")
+    assert (rstd > 0).all()
 
 
 def test_another_order_would_be_noticed():

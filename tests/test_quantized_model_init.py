@@ -130,6 +130,18 @@ def test_outside_of_autocast_the_weights_are_dequantized(caplog, monkeypatch) ->
     ]
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_outside_of_autocast_a_trained_weight_is_read_with_one_rounding(dtype: torch.dtype) -> None:
+    kept, plain = trained().to(dtype), made(quantized=False).to(dtype)
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), kept.parameters(), strict=True):
+            whole = isinstance(q, Float8Tensor)
+            p.copy_((q._data.float() * q._scale_inv).to(dtype) if whole else q)
+    x = numbers(0, (8, 2, 32)).to(dtype)
+    with torch.no_grad():
+        assert_same_bits(kept(x), plain(x))
+
+
 def test_microbatches_recomputation_and_main_grad(same_bits) -> None:
     first, second, third = (made() for _ in range(3))
     expected = step(first)

@@ -1,5 +1,7 @@
 """`TransformerLayer` against torch.nn in float64, against its parts, over training steps, and its refusals."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 
 import reference as te
 from reference.nn import blocks
+from reference.ops import library
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -120,12 +123,85 @@ def test_variants_train_and_recompute(variant: str, fp8: bool, same_bits) -> Non
         same_bits(a, b)
 
 
+def by_hand(layer: te.TransformerLayer, x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """The module's formulas over the layer's submodules, without dropout; each sum rounds once."""
+    post = layer.apply_residual_connection_post_layernorm
+
+    def add(results: Any, residual: torch.Tensor, normed: bool) -> torch.Tensor:
+        y, bias, *norm = results
+        residual = norm[0] if post and normed else residual
+        return residual + (y if bias is None else y + bias)
+
+    h = add(layer.self_attention(x), x, not layer.output_layernorm)
+    if other is not None:
+        h = add(layer.inter_attention(h, encoder_output=other), h, True)
+    y = add(layer.layernorm_mlp(h), h, True)
+    return layer.layernorm(y) if layer.output_layernorm else y
+
+
+BY_HAND: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{name: settings for name, settings in VARIANTS.items() if name != "dropout"},
+    "post-norm residual, output norm": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
+    "post-norm decoder": {"apply_residual_connection_post_layernorm": True, "layer_type": "decoder"},
+    "decoder, output norm": {"layer_type": "decoder", "output_layernorm": True, "normalization": "RMSNorm"},
+}
+
+
+@pytest.mark.parametrize("variant", BY_HAND)
+def test_the_layer_is_its_formula_over_its_submodules(variant: str, same_bits) -> None:
+    """Gradients of the residual and of what passes the submodule are added by autograd, with one rounding."""
+    layer = layer_of(**BY_HAND[variant])
+    other = numbers(20, 12, 2, 64).bfloat16() if layer.layer_type == "decoder" else None
+    found = []
+    for run in (lambda x: layer(x, encoder_output=other), lambda x: by_hand(layer, x, other)):
+        layer.zero_grad()
+        x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+        y = run(x)
+        y.backward(numbers(2, *y.shape).bfloat16())
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        same_bits(a, b)
+
+
+def test_weights_of_several_dtypes_are_cast_apart(same_bits) -> None:
+    found = []
+    for hooked in (False, True):
+        layer = layer_of()
+        layer.self_attention.proj.float()
+        layer.layernorm_mlp.float()
+        if hooked:
+            layer.self_attention.proj.register_forward_hook(lambda module, inputs, out: None)
+            layer.layernorm_mlp.register_forward_hook(lambda module, inputs, out: None)
+        x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+        with te.autocast(recipe=RECIPE):
+            y = layer(x)
+        y.backward(numbers(2, *y.shape).bfloat16())
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        same_bits(a, b)
+
+
+def test_only_self_attention_behind_a_norm_runs_as_a_block() -> None:
+    settings: dict[str, Any] = {"params_dtype": torch.bfloat16}
+    assert blocks.is_attention_block(te.MultiheadAttention(64, 4, input_layernorm=True, **settings))
+    for other in (
+        {"input_layernorm": True, "attention_type": "cross"},
+        {"input_layernorm": False},
+        {"input_layernorm": True, "return_layernorm_output": True},
+        {"input_layernorm": True, "num_gqa_groups": 2, "attention_backend": "cudnn"},
+    ):
+        assert not blocks.is_attention_block(te.MultiheadAttention(64, 4, **settings, **other)), other
+    assert not blocks.is_mlp_block(te.LayerNormMLP(64, 64, return_layernorm_output=True))
+
+
 PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.2},
     "gqa, swiglu, rmsnorm, no bias": VARIANTS["gqa, swiglu, rmsnorm, no bias"],
     "one qkv parameter, batch first": VARIANTS["one qkv parameter, batch first"],
     "padding": {"self_attn_mask_type": "padding"},
+    "padding, batch first": {"self_attn_mask_type": "padding", "attn_input_format": "bshd"},
     "fp32 parameters": {"params_dtype": torch.float32},
     "frozen up to the mlp": {},
     "frozen up to proj": {},
@@ -149,6 +225,7 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(
 
     Microbatches, with cached weights, and a recomputed one.
     """
+    shape = (2, 24, 64) if "padding, batch" in variant else (24, 2, 64)
     mask = (torch.arange(24) >= torch.tensor([[24], [15]])).view(2, 1, 1, 24)
     three = []
     for nodes in ("one", "two", "many"):
@@ -162,7 +239,7 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(
         found = []
         for step, first in enumerate((None, True, False, None)):
             layer.zero_grad()
-            x = numbers(1, 24, 2, 64).bfloat16().requires_grad_(not variant.startswith("frozen"))
+            x = numbers(1, *shape).bfloat16().requires_grad_(not variant.startswith("frozen"))
             with te.autocast(enabled=fp8, recipe=RECIPE), torch.autocast("cpu", torch.bfloat16):
                 y = te.checkpoint(layer, x, mask) if step == 3 else layer(x, mask, is_first_microbatch=first)
             y.backward(numbers(2, *y.shape).bfloat16())
@@ -175,6 +252,113 @@ def test_the_layer_as_one_has_the_bits_of_its_parts(
         if a is not None:
             same_bits(a, b)
             same_bits(a, c)
+
+
+def parts_of(layer: te.TransformerLayer) -> dict[str, torch.nn.Module]:
+    attention = layer.self_attention
+    return {
+        "self_attention": attention,
+        "layernorm_qkv": attention.layernorm_qkv,
+        "core_attention": attention.core_attention,
+        "proj": attention.proj,
+        "layernorm_mlp": layer.layernorm_mlp,
+    }
+
+
+def replaced(part: torch.nn.Module, forward: Any) -> None:
+    part.forward = forward
+
+
+def subclassed(part: torch.nn.Module, forward: Any) -> None:
+    part.__class__ = type("Mine", (type(part),), {"forward": lambda self, *args, **kwargs: forward(*args, **kwargs)})
+
+
+LOOKS: dict[str, Any] = {
+    "a hook": lambda part, see: part.register_forward_hook(lambda *_: see()),
+    "a hook before": lambda part, see: part.register_forward_pre_hook(lambda *_: see()),
+    "a backward hook": lambda part, see: part.register_full_backward_hook(lambda *_: see()),
+    "a backward hook before": lambda part, see: part.register_full_backward_pre_hook(lambda *_: see()),
+}
+MODULE = torch.nn.modules.module
+GLOBAL_LOOKS = {
+    "a hook": MODULE.register_module_forward_hook,
+    "a hook before": MODULE.register_module_forward_pre_hook,
+    "a backward hook": MODULE.register_module_full_backward_hook,
+    "a backward hook before": MODULE.register_module_full_backward_pre_hook,
+}
+
+
+def found_by(layer: te.TransformerLayer) -> list[torch.Tensor]:
+    """The bits of a step."""
+    x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(numbers(2, 24, 2, 64).bfloat16())
+    return [y, x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("small", [0, 1 << 25], ids=["in halves", "as one"])
+@pytest.mark.parametrize("look", [*LOOKS, "a forward of its own", "a class of its own"])
+@pytest.mark.parametrize("name", list(parts_of(layer_of())))
+def test_a_part_that_somebody_looks_at_runs_as_a_module(
+    name: str, look: str, small: int, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part, each way to look: what looks is called once, and no bit changes."""
+    monkeypatch.setattr(blocks, "SMALL", small)
+    layer = layer_of()
+    expected = [t.detach().clone() for t in found_by(layer)]
+    part, seen = parts_of(layer)[name], []
+    if look in LOOKS:
+        LOOKS[look](part, lambda: seen.append(name))
+    else:
+        usual = part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return usual(*args, **kwargs)
+
+        (replaced if look == "a forward of its own" else subclassed)(part, forward)
+    for a, b in zip(found_by(layer), expected, strict=True):
+        same_bits(a, b)
+    assert seen == [name]
+
+
+@pytest.mark.parametrize("look", GLOBAL_LOOKS)
+def test_a_global_hook_of_any_kind_sees_every_part(look: str) -> None:
+    layer, seen = layer_of(), []
+    handle = GLOBAL_LOOKS[look](lambda part, *_: seen.append(part))
+    try:
+        found_by(layer)
+    finally:
+        handle.remove()
+    assert set(parts_of(layer).values()) <= set(seen)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_long_products_accumulate_in_the_layer_as_in_its_parts(
+    dropout: float, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 128, fast and split accumulation give the same bits; these products are longer."""
+    found = []
+    for nodes in ("one", "two", "many"):
+        monkeypatch.setattr(blocks, "SMALL", 1 << 25 if nodes == "one" else 0)
+        torch.manual_seed(1)
+        layer = te.TransformerLayer(
+            144, 160, 3, hidden_dropout=dropout, attention_dropout=0.0, params_dtype=torch.bfloat16
+        )
+        if nodes == "many":
+            for part in (layer.self_attention.proj, layer.layernorm_mlp):
+                part.register_forward_hook(lambda module, inputs, out: None)
+        for _ in range(2):
+            x = numbers(1, 80, 2, 144).bfloat16().requires_grad_()
+            layer.zero_grad()
+            with te.autocast(recipe=RECIPE):
+                y = layer(x)
+            y.backward(numbers(2, *y.shape).bfloat16())
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b, c in zip(*found, strict=True):
+        same_bits(a, c)
+        same_bits(b, c)
 
 
 @pytest.mark.parametrize("small", [0, 1 << 25])
@@ -196,6 +380,116 @@ def test_a_global_hook_sees_every_part() -> None:
     finally:
         handle.remove()
     assert {"LayerNormLinear", "DotProductAttention", "Linear", "MultiheadAttention", "LayerNormMLP"} <= set(seen)
+
+
+def reached(layer: torch.nn.Module, name: str) -> dict[str, Any]:
+    """The value of an attribute in every submodule that has it, by the submodule's name."""
+    return {path: getattr(part, name) for path, part in layer.named_modules() if path and name in vars(part)}
+
+
+QKV, QUERY, MLP = "self_attention.layernorm_qkv", "inter_attention.layernorm_query", "layernorm_mlp"
+DECODER = {"layer_type": "decoder"}
+OUT_NORM = {"output_layernorm": True}
+LINEARS = {QKV, QUERY, MLP, "self_attention.proj", "inter_attention.proj", "inter_attention.key_value"}
+CORES = {"self_attention.core_attention", "inter_attention.core_attention"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "attribute", "value", "where"),
+    [
+        ({"layernorm_epsilon": 1e-3, **DECODER}, "eps", 1e-3, {QKV, QUERY, MLP}),
+        ({"layernorm_epsilon": 1e-3, **OUT_NORM}, "eps", 1e-3, {MLP, "layernorm"}),
+        ({"zero_centered_gamma": True, **DECODER}, "zero_centered_gamma", True, {QKV, QUERY, MLP}),
+        ({"zero_centered_gamma": True, **OUT_NORM}, "zero_centered_gamma", True, {MLP, "layernorm"}),
+        ({"normalization": "RMSNorm", **DECODER}, "kind", "rmsnorm", {QKV, QUERY, MLP}),
+        ({"attention_dropout": 0.3, **DECODER}, "attention_dropout", 0.3, CORES),
+        ({"kv_channels": 8, **DECODER}, "kv_channels", 8, CORES),
+        ({"num_gqa_groups": 2, **DECODER}, "num_gqa_groups", 2, {*CORES, "self_attention", "inter_attention"}),
+        ({"attn_input_format": "bshd", **DECODER}, "qkv_format", "bshd", {*CORES, "self_attention", "inter_attention"}),
+        (
+            {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True, **DECODER},
+            "fuse_wgrad_accumulation",
+            True,
+            LINEARS,
+        ),
+        ({"bias": False, **DECODER}, "use_bias", False, LINEARS),
+        ({"activation": "swiglu"}, "activation", "swiglu", {MLP}),
+        ({"rotary_pos_interleaved": True}, "rotary_pos_interleaved", True, {"self_attention"}),
+        ({"self_attn_mask_type": "no_mask"}, "attn_mask_type", "no_mask", {"self_attention.core_attention"}),
+    ],
+)
+def test_arguments_reach_every_part(settings: dict[str, Any], attribute: str, value: Any, where: set[str]) -> None:
+    found = reached(te.TransformerLayer(64, 128, 4, **settings), attribute)
+    assert {path for path, one in found.items() if one == value} >= where
+    assert where >= {path for path, one in found.items() if one == value}
+
+
+def test_qkv_weights_may_be_interleaved_or_not(same_bits) -> None:
+    """Heads of q, k and v in turn, or all of q before all of k: the same layer, its rows in another order."""
+    x, (one, other) = (
+        numbers(1, 24, 2, 64).bfloat16(),
+        (layer_of(fuse_qkv_params=True, qkv_weight_interleaved=interleaved) for interleaved in (True, False)),
+    )
+    other.load_state_dict(one.state_dict())
+    qkv, mixed = other.self_attention.layernorm_qkv, one.self_attention.layernorm_qkv
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            heads = mixed.get_parameter(name).unflatten(0, (4, 3, 16))
+            qkv.get_parameter(name).copy_(heads.transpose(0, 1).flatten(0, 2))
+    same_bits(one(x), other(x))
+    assert not torch.equal(qkv.weight, mixed.weight)
+
+
+def test_weights_are_drawn_by_their_methods_inside_the_tracker() -> None:
+    inside: list[bool] = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self, name: str = "") -> Iterator[None]:
+            inside.append(True)
+            yield
+            inside.pop()
+
+    def method(value: float) -> Any:
+        def fill(weight: torch.Tensor) -> None:
+            assert inside == [True]
+            torch.nn.init.constant_(weight, value)
+
+        return fill
+
+    layer = te.TransformerLayer(
+        64,
+        128,
+        4,
+        init_method=method(1.0),
+        output_layer_init_method=method(2.0),
+        get_rng_state_tracker=Tracker,
+        layer_type="decoder",
+    )
+    for name, p in layer.named_parameters():
+        if name.endswith("weight") and not name.endswith("norm_weight"):
+            assert bool((p == (2.0 if "proj" in name or "fc2" in name else 1.0)).all()), name
+
+
+def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decoder, whose parts are modules, of an encoder in halves, as one, and with a hook on its MLP."""
+    for small, kind in ((0, "decoder"), (0, "encoder"), (1 << 25, "encoder"), (0, "hooked"), (0, "post-norm")):
+        monkeypatch.setattr(blocks, "SMALL", small)
+        layer = layer_of(
+            layer_type="decoder" if kind == "decoder" else "encoder",
+            apply_residual_connection_post_layernorm=kind == "post-norm",
+        )
+        if kind == "hooked":
+            layer.layernorm_mlp.register_forward_hook(lambda module, inputs, out: None)
+        x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+        parts = [part for part in layer.modules() if isinstance(getattr(part, "_fp8_workspaces", None), dict)]
+        parts = [part for part in parts if part.fp8_weights]
+        for first in (None, True):
+            with te.autocast(recipe=RECIPE):
+                layer(x, encoder_output=x if kind == "decoder" else None, is_first_microbatch=first)
+            assert [len(part._fp8_workspaces) for part in parts] == [
+                0 if first is None else part.num_gemms for part in parts
+            ], (kind, first)
 
 
 def test_names_are_transformer_engines() -> None:
@@ -266,6 +560,91 @@ def test_fp32_against_torchs_own_layer_in_float64(mask: str) -> None:
     layer, x = layer_of(self_attn_mask_type=mask, params_dtype=torch.float32), numbers(7, 40, 2, 64)
     expected = exact(layer, x.double(), mask == "causal")
     assert (layer(x).double() - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("small", [0, 1 << 25])
+def test_a_mask_type_of_forward_replaces_the_layers(small: int, same_bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    x, other = numbers(4, 8, 2, 64).bfloat16(), numbers(5, 8, 2, 64).bfloat16()
+    for settings in ({}, {"output_layernorm": True}, {"layer_type": "decoder", "enc_dec_attn_mask_type": "causal"}):
+        causal, full = layer_of(**settings), layer_of(**settings, self_attn_mask_type="no_mask")
+        arguments = {"encoder_output": other} if "layer_type" in settings else {}
+        same_bits(causal(x, self_attn_mask_type="no_mask", **arguments), full(x, **arguments))
+        same_bits(full(x, self_attn_mask_type="causal", **arguments), causal(x, **arguments))
+        assert not torch.equal(full(x, **arguments), causal(x, **arguments))
+    decoder = layer_of(layer_type="decoder")
+    across = layer_of(layer_type="decoder", enc_dec_attn_mask_type="causal")
+    found = decoder(x, encoder_output=other, enc_dec_attn_mask_type="causal")
+    same_bits(found, across(x, encoder_output=other))
+    assert not torch.equal(found, decoder(x, encoder_output=other))
+    mask = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
+    mask[1, ..., 5:] = True
+    masked = decoder(
+        x, encoder_output=other, enc_dec_attn_mask=(torch.zeros_like(mask), mask), enc_dec_attn_mask_type="padding"
+    )
+    shorter = decoder(x[:, 1:], encoder_output=other[:5, 1:])
+    same_bits(masked[:, 1:], shorter)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layer_type": "decoder"}, {"output_layernorm": True}])
+@pytest.mark.parametrize("small", [0, 1 << 25])
+def test_nothing_is_dropped_in_evaluation(
+    settings: dict[str, Any], small: int, same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    x = numbers(4, 8, 2, 64).bfloat16()
+    arguments = {"encoder_output": x} if "layer_type" in settings else {}
+    dropping = layer_of(**settings, hidden_dropout=0.3, attention_dropout=0.3)
+    expected = layer_of(**settings)(x, **arguments)
+    assert not torch.equal(dropping(x, **arguments), expected)
+    same_bits(dropping.eval()(x, **arguments), expected)
+    for rate in ("hidden_dropout", "attention_dropout"):
+        assert not torch.equal(layer_of(**settings, **{rate: 0.3})(x, **arguments), expected), rate
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_angles_reach_attention(layout: str, interleaved: bool, same_bits) -> None:
+    """Of queries and keys, one for both or one each; the layer is its formula over its submodules with them."""
+    layer = layer_of(rotary_pos_interleaved=interleaved, attn_input_format=layout)
+    x = numbers(4, 8, 8, 64).bfloat16()
+    one, other = numbers(5, 8, 1, 1, 16), numbers(6, 8, 1, 1, 16)
+    found = []
+    for angles in (None, one, (one, other), (other, one), (other, other)):
+        y, bias = layer.self_attention(x, rotary_pos_emb=angles)
+        h = x + (y + bias)
+        y, bias = layer.layernorm_mlp(h)
+        found.append(layer(x, rotary_pos_emb=angles))
+        same_bits(found[-1], h + (y + bias))
+    assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+    same_bits(layer(x, rotary_pos_emb=(one, one)), found[1])
+
+
+@pytest.mark.parametrize("settings", [{}, {"layer_type": "decoder"}])
+def test_attention_alone_may_be_recomputed(
+    settings: dict[str, Any], same_bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    attend = library.twin.attention
+    monkeypatch.setattr(library.twin, "attention", lambda *args: (runs.append(1), attend(*args))[1])
+    x, found = numbers(4, 8, 2, 64).bfloat16(), []
+    arguments = {"encoder_output": x} if settings else {}
+    for recompute in (False, True):
+        layer, y = layer_of(**settings, attention_dropout=0.2), x.clone().requires_grad_()
+        runs.clear()
+        layer(y, checkpoint_core_attention=recompute, **arguments).float().square().sum().backward()
+        assert len(runs) == (2 if settings else 1) * (2 if recompute else 1)
+        found.append([y.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        same_bits(a, b)
+
+
+def test_an_input_of_another_width_is_explained() -> None:
+    for settings in ({}, {"output_layernorm": True}, {"layer_type": "decoder"}):
+        x = numbers(4, 8, 2, 48).bfloat16()
+        arguments = {"encoder_output": x} if "layer_type" in settings else {}
+        with pytest.raises(ValueError, match=r"inp has shape \[8, 2, 48\]; \[..., 64\] is accepted"):
+            layer_of(**settings)(x, **arguments)
 
 
 def test_encoder_and_decoder_know_their_inputs() -> None:

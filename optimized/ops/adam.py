@@ -1,6 +1,7 @@
 """`twin::adam` on the GPU: kernels/adam.cu, one launch for all tensors. Semantics: `reference.ops.adam`."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,19 +54,21 @@ def adam(
         *(np.float32(lr), b1, one - b1, b2, one - b2, np.float32(eps), np.float32(weight_decay)),
         *(np.float32(correction1), np.float32(correction2), np.int32(decoupled)),
     ]
-    filled = [i for i, grad in enumerate(grads) if grad.numel()]
+    copies: Sequence[torch.Tensor | None] = rounded or [None] * len(grads)
+    filled = [one for one in zip(grads, params, exp_avgs, exp_avg_sqs, copies, strict=True) if one[0].numel()]
     for start in range(0, len(filled), CAPACITIES[-1]):
         part = filled[start : start + CAPACITIES[-1]]
         capacity = next(c for c in CAPACITIES if len(part) <= c)
-        table = np.zeros(capacity, _TENSOR)
+        rows = []
         blocks = 0
-        for entry, i in enumerate(part):
-            tensors = (grads[i], params[i], exp_avgs[i], exp_avg_sqs[i], *rounded[i : i + 1])
-            addresses = [x.data_ptr() for x in tensors]
-            aligned = all(address % 16 == 0 for address in addresses)
-            missing = [] if rounded else [0]
-            table[entry] = (*addresses, *missing, grads[i].numel(), blocks, aligned)
-            blocks += -(-grads[i].numel() // _ELEMENTS_PER_BLOCK)
+        for grad, param, first, second, copy in part:
+            count = grad.numel()
+            at = (grad.data_ptr(), param.data_ptr(), first.data_ptr(), second.data_ptr())
+            last = 0 if copy is None else copy.data_ptr()
+            rows.append((*at, last, count, blocks, (at[0] | at[1] | at[2] | at[3] | last) % 16 == 0))
+            blocks += -(-count // _ELEMENTS_PER_BLOCK)
+        table = np.zeros(capacity, _TENSOR)
+        table[: len(part)] = rows
         wide = grads[0].dtype
         kernel = _kernels[wide, params[0].dtype != wide, capacity]
         args = [launch.by_value(table), np.int32(len(part)), *scalars]

@@ -5,6 +5,9 @@ draw on the CPU with `reference.philox` for a parameter on any device, in fp32, 
 dtype and copy the result there. The seed comes from torch's default CPU generator: after the same
 `torch.manual_seed`, the same sequence of calls gives the same parameters on every machine and device.
 
+Of a DTensor (`fully_shard`, `distribute_tensor`) every rank draws the whole tensor and keeps its shard: after the same
+seed on all ranks a sharded model has the numbers of one that is not.
+
 Transformer Engine's defaults: weights of `Linear` and its relatives normal(0, 0.023), biases 0, LayerNorm
 weights 1 (0 with zero_centered_gamma).
 """
@@ -12,6 +15,7 @@ weights 1 (0 with zero_centered_gamma).
 import torch
 
 from reference import philox
+from reference.dtensor import distributed
 
 # The standard deviation of Transformer Engine's default weight initialisation.
 WEIGHT_STD = 0.023
@@ -46,4 +50,4 @@ def _check(tensor: torch.Tensor) -> None:
 def _place(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Round fp32 `values` to tensor's dtype on the CPU, where the rounding is known, and copy them over."""
     with torch.no_grad():
-        return tensor.copy_(values.to(tensor.dtype))
+        return tensor.copy_(distributed(values.to(tensor.dtype), tensor))

@@ -29,6 +29,8 @@ OP = "twin::adam"
 
 def correction(beta: float, step: int) -> float:
     """1 − beta^step, the divisor of a moment after `step` steps, in float64: squarings and products, no `pow`."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"{OP}: step={step!r}; an int >= 0 is accepted.")
     power, base = 1.0, float(beta)
     while step:
         power *= base if step & 1 else 1.0
@@ -59,13 +61,14 @@ def check(
         masters = "masters in float32" if len(rounded) else f"{wide} and float32"
         raise TypeError(f"{OP}: params[0] is {params[0].dtype}; {masters} are accepted.")
     dtypes = {"params": params[0].dtype, "exp_avgs": torch.float32, "exp_avg_sqs": torch.float32, "rounded": wide}
-    for i, grad in enumerate(grads):
-        for name, tensors in ({"grads": grads} | lists).items():
-            x, dtype = tensors[i], dtypes.get(name, wide)
-            if x.dtype != dtype or x.shape != grad.shape or x.device != grads[0].device or not x.is_contiguous():
+    shapes, device = [grad.shape for grad in grads], grads[0].device
+    for name, tensors in ({"grads": grads} | lists).items():
+        dtype = dtypes.get(name, wide)
+        for i, (x, shape) in enumerate(zip(tensors, shapes, strict=True)):
+            if x.dtype is not dtype or x.shape != shape or x.device != device or not x.is_contiguous():
                 raise ValueError(
-                    f"{OP}: {name}[{i}] must be contiguous {dtype} {list(grad.shape)} on {grads[0].device}; got "
-                    f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}."
+                    f"{OP}: {name}[{i}] must be contiguous {dtype} {list(shape)} on {device}; got {x.dtype} "
+                    f"{list(x.shape)} on {x.device}, strides {x.stride()}."
                 )
 
 

@@ -1,0 +1,322 @@
+"""What `FusedAdam` is given: hyperparameters, parameters with their gradients, and saved state.
+
+Everything here reads and refuses; nothing here changes an optimizer. Errors name the group, the parameter or the entry.
+A DTensor (FSDP2's `fully_shard`, `distribute_tensor`) stands for its local shard: Adam works element by element, so a
+shard's numbers are those of the whole tensor.
+"""
+
+import copy
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reference import formats
+from reference.dtensor import is_dtensor, like, placed, shard
+from reference.nn.float8_tensor import Float8Tensor
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FLT_MAX = float(np.finfo(np.float32).max)
+# Keys of a group that torch.optim.Adam and AdamW save and FusedAdam does not have; the first two change numbers.
+TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+State = dict[str, torch.Tensor]
+
+
+class Numbers(NamedTuple):
+    """The hyperparameters of a group, and the steps that it has made."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    step: int
+
+
+def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
+    """The numbers of a group, refused where `twin::adam` has no use for them; `where` ends the sentence's subject."""
+    for name in ("lr", "betas", "eps", "weight_decay", "bias_correction"):
+        if name not in group:
+            raise ValueError(
+                f"FusedAdam: {name!r} is missing{where}; groups of FusedAdam, torch.optim.Adam and AdamW are accepted."
+            )
+    lr, eps, decay = (_number(name, group[name], where) for name in ("lr", "eps", "weight_decay"))
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_real, betas)):
+        raise TypeError(f"FusedAdam: betas={betas!r}{where}; two numbers, 0 <= beta < 1, are accepted.")
+    if not all(beta >= 0 and np.float32(beta) < 1 for beta in betas):
+        raise ValueError(f"FusedAdam: betas={betas!r}{where}; two numbers, 0 <= beta < 1 in fp32, are accepted.")
+    correct = flag("bias_correction", group["bias_correction"], where)
+    return Numbers(lr, (float(betas[0]), float(betas[1])), eps, decay, correct, whole(group.get("step", 0), where))
+
+
+def flag(name: str, value: Any, where: str = "") -> bool:
+    """A switch; Transformer Engine writes some of its own as 0 and 1."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(f"FusedAdam: {name}={value!r}{where}; True and False are accepted.")
+    return bool(value)
+
+
+def whole(value: Any, where: str, name: str = "step") -> int:
+    """A count of steps as an int; a tensor of one element is read, never changed."""
+    read = value
+    if isinstance(read, torch.Tensor) and read.numel() == 1 and not read.is_meta and read.dtype != torch.bool:
+        read = read.item()
+    if not _is_real(read) or not 0 <= read < float("inf") or read != int(read):
+        raise ValueError(f"FusedAdam: {name}={value!r}{where}; a whole number >= 0 is accepted.")
+    return int(read)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, where: str) -> float:
+    if not _is_real(value):
+        raise TypeError(f"FusedAdam: {name}={value!r}{where}; a number >= 0 is accepted.")
+    if not 0 <= value <= FLT_MAX:
+        raise ValueError(f"FusedAdam: {name}={value!r}{where}; a number >= 0 that fp32 holds is accepted.")
+    return float(value)
+
+
+# --- a parameter and its gradient ------------------------------------------------------------------------
+
+
+Where = tuple[int, int]
+
+
+def named(where: Where | str) -> str:
+    """A parameter by the number of its group and its own in it."""
+    return where if isinstance(where, str) else f"parameter {where[1]} of group {where[0]}"
+
+
+def needs_master(local: torch.Tensor, master_weights: bool) -> bool:
+    """Whether a parameter's step works on an fp32 copy."""
+    return isinstance(local, Float8Tensor) or (master_weights and local.dtype != torch.float32)
+
+
+def unwrapped(where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local shards of a parameter and its gradient; refuse pairs and tensors of other kinds."""
+    if placed(p) != placed(grad):
+        raise TypeError(
+            f"FusedAdam: {named(where)} is {_kind(p)} and its gradient {_kind(grad)}; the same mesh and placements are "
+            f"accepted."
+        )
+    local, local_grad = shard(p), shard(grad)
+    for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
+        if type(x) not in PLAIN and not (isinstance(x, Float8Tensor) and x is local) and not _behaves_plainly(x):
+            raise TypeError(
+                f"FusedAdam: {name} is a {type(x).__name__}; plain tensors, DTensors of them, and as parameters "
+                f"weights that are kept in FP8 are accepted."
+            )
+    return local, local_grad
+
+
+def _behaves_plainly(x: torch.Tensor) -> bool:
+    return type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+
+
+def _kind(x: Any) -> str:
+    return f"a DTensor {list(x.placements)} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"
+
+
+def check_parameter(where: Where, p: torch.Tensor, grad: torch.Tensor, master_weights: bool) -> None:
+    """Refuse a parameter or a gradient (local shards) that `twin::adam` does not take."""
+    dtype, shape, device = p.dtype, p.shape, p.device
+    plain = dtype in formats.WIDE_DTYPES and not isinstance(p, Float8Tensor)
+    fits = grad.dtype is dtype and grad.shape == shape and grad.device == device and grad.layout is torch.strided
+    if plain and fits and p.is_contiguous():
+        return
+    if isinstance(p, Float8Tensor) and not master_weights:
+        raise ValueError(
+            f"FusedAdam: {named(where)}, a parameter is kept in FP8; master_weights=True is accepted then."
+        )
+    if dtype not in formats.WIDE_DTYPES:
+        raise TypeError(f"FusedAdam: {named(where)} is {dtype}; float32, bfloat16 and float16 are accepted.")
+    if p.layout is not torch.strided or not p.is_contiguous():
+        raise ValueError(f"FusedAdam: {named(where)} is not contiguous; contiguous parameters are accepted.")
+    if grad.layout is not torch.strided:
+        raise TypeError(f"FusedAdam: {named(where)}, its gradient is sparse; dense gradients are accepted.")
+    wide = dtype is torch.float32 or isinstance(p, Float8Tensor)
+    if grad.dtype is not dtype and not (wide and grad.dtype in formats.WIDE_DTYPES):
+        accepted = "float32, bfloat16 and float16 are" if wide else f"{dtype} is"
+        raise TypeError(f"FusedAdam: {named(where)}, its gradient is {grad.dtype}; {accepted} accepted.")
+    if grad.shape != shape or grad.device != device:
+        raise ValueError(
+            f"FusedAdam: {named(where)}, its gradient is {list(grad.shape)} on {grad.device}; {list(shape)} on "
+            f"{device} is accepted."
+        )
+
+
+def checked_state(
+    where: Where, state: State, p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The moments and the master that `FusedAdam` keeps for p, local shards as p is; refused if they are others."""
+    shape, device, master = p.shape, p.device, state.get("master_param")
+    first = check_part(where, "exp_avg", state.get("exp_avg"), shape, device)
+    second = check_part(where, "exp_avg_sq", state.get("exp_avg_sq"), shape, device)
+    return first, second, None if master is None else check_part(where, "master_param", master, shape, device)
+
+
+def check_part(where: Where | str, name: str, x: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """A part of the state, its local shard; refused where `twin::adam` does not take it."""
+    x = x if type(x) is torch.Tensor else shard(x)
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        raise TypeError(f"FusedAdam: {named(where)}, its {name} is {_described(x)}; a dense tensor is accepted.")
+    if x.dtype is not torch.float32 or x.shape != shape or x.device != device or not x.is_contiguous():
+        raise ValueError(
+            f"FusedAdam: {named(where)}, its {name} is {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}; "
+            f"contiguous torch.float32 {list(shape)} on {device} is accepted."
+        )
+    return x
+
+
+def check_memory(spans: list[tuple[int, int, Where]]) -> None:
+    """Refuse parameters whose bytes (first, behind the last, name) overlap: one launch changes all at once."""
+    spans.sort()
+    end, last = 0, (0, 0)
+    for start, stop, where in spans:
+        if start < end:
+            raise ValueError(
+                f"FusedAdam: {named(last)} and {named(where)} overlap in memory; memory of their own is accepted."
+            )
+        if stop > start:
+            end, last = stop, where
+
+
+def _described(x: Any) -> str:
+    return f"{x.layout}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+# --- saved state -----------------------------------------------------------------------------------------
+
+
+def read(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], master_weights: bool, adam_w_mode: bool
+) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
+    """State and groups for the parameters of `groups`, of what FusedAdam, or torch.optim.Adam or AdamW has saved.
+
+    Of torch's optimizers the steps of a group's parameters become the group's, their moments are widened to fp32, and
+    masters are made of the parameters at the next step. Nothing is shared with `state_dict`.
+    """
+    saved, entries = _parts(state_dict)
+    if [len(one["params"]) for one in saved] != [len(one["params"]) for one in groups]:
+        sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
+        raise ValueError(
+            f"FusedAdam: state_dict has groups of {sizes[0]} parameters; {sizes[1]}, the optimizer's, are accepted."
+        )
+    known = {number for one in saved for number in one["params"]}
+    extra = [number for number in entries if number not in known]
+    if extra:
+        raise ValueError(f"FusedAdam: state_dict['state'][{extra[0]!r}] belongs to no group; entries of groups are.")
+    state: dict[torch.Tensor, State] = {}
+    read_groups = []
+    for i, (one, group) in enumerate(zip(saved, groups, strict=True)):
+        where = f" in state_dict['param_groups'][{i}]"
+        of_torch = "amsgrad" in one
+        new = copy.deepcopy({name: value for name, value in one.items() if name != "params"})
+        if of_torch:
+            _translate(new, [entries.get(number) for number in one["params"]], adam_w_mode, where)
+        found = numbers_of(new, where)
+        new.update({name: value for name, value in found._asdict().items() if name in new})
+        if "param_names" in group:
+            new.setdefault("param_names", group["param_names"])
+        read_groups.append({**new, "params": group["params"]})
+        for number, p in zip(one["params"], group["params"], strict=True):
+            if entries.get(number):
+                what = f"state_dict['state'][{number!r}]"
+                state[p] = _entry(what, entries[number], p, master_weights, of_torch)
+    return state, read_groups
+
+
+def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    saved = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    entries = state_dict.get("state") if isinstance(state_dict, dict) else None
+    grouped = isinstance(saved, (list, tuple)) and all(
+        isinstance(one, dict) and isinstance(one.get("params"), (list, tuple)) for one in saved
+    )
+    if not grouped or not isinstance(entries, dict):
+        raise TypeError(
+            "FusedAdam: state_dict must be a dict with 'state', a dict, and 'param_groups', a list of dicts with "
+            f"'params'; got {type(state_dict).__name__}" + (f" of {list(state_dict)}." if state_dict else ".")
+        )
+    for number, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise TypeError(f"FusedAdam: state_dict['state'][{number!r}] is {_described(entry)}; a dict is accepted.")
+    assert isinstance(saved, (list, tuple))
+    return list(saved), entries
+
+
+def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], adam_w_mode: bool, where: str) -> None:
+    """A group of torch.optim.Adam's or AdamW's as one of FusedAdam's."""
+    for name in TORCH_KEYS[:2]:
+        if group.get(name):
+            raise NotImplementedError(f"FusedAdam: {name}={group[name]!r}{where} is not offered; False is accepted.")
+    decoupled = group.get("decoupled_weight_decay", adam_w_mode)
+    if decoupled != adam_w_mode and group.get("weight_decay"):
+        raise ValueError(
+            f"FusedAdam: decoupled_weight_decay={decoupled!r}{where}; adam_w_mode={bool(decoupled)} loads it."
+        )
+    steps = {whole(entry["step"], where) for entry in entries if entry and "step" in entry}
+    if len(steps) > 1:
+        raise ValueError(
+            f"FusedAdam: step={sorted(steps)} for the parameters{where}; one step for all of a group is accepted."
+        )
+    for name in TORCH_KEYS:
+        group.pop(name, None)
+    group["bias_correction"] = True
+    if steps:
+        group["step"] = steps.pop()
+
+
+def _entry(what: str, entry: dict[str, Any], p: torch.Tensor, master_weights: bool, of_torch: bool) -> State:
+    """The state of one parameter, copied."""
+    local = shard(p)
+    if local.is_meta:
+        raise ValueError(f"FusedAdam: the parameter of {what} is on meta; one with numbers (to_empty) is accepted.")
+    kept = (*MOMENTS, "master_param") if needs_master(local, master_weights) and not of_torch else MOMENTS
+    wanted = (*kept, "step") if of_torch else kept
+    # Transformer Engine saves a master for a parameter in fp32 too, and never moves it.
+    spare = ("master_param",) if local.dtype == torch.float32 and not of_torch else ()
+    absent = [name for name in wanted if name not in entry]
+    other = [name for name in entry if name not in (*wanted, *spare)]
+    if absent or other:
+        found = f"no {absent[0]!r}" if absent else repr(other[0])
+        raise ValueError(
+            f"FusedAdam: {what} has {found}; {', '.join(wanted)} are accepted with master_weights={master_weights}."
+        )
+    for name in (*MOMENTS, "master_param"):
+        if name in entry:
+            _check_saved(f"{what}[{name!r}]", name, entry[name], p, local)
+    if spare and "master_param" in entry and not torch.equal(shard(entry["master_param"]).to(local.device), local):
+        raise ValueError(
+            f"FusedAdam: {what}['master_param'] differs from its parameter, which is in fp32 and its own master; "
+            f"a state without it is accepted."
+        )
+    made = {}
+    for name in kept:
+        room = torch.empty(local.shape, dtype=torch.float32, device=local.device)
+        made[name] = like(p, room.copy_(shard(entry[name])))
+    return made
+
+
+def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
+        found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else _described(x)
+        raise TypeError(f"FusedAdam: {what} is {found}; a dense tensor with numbers is accepted.")
+    if placed(x) != placed(p):
+        raise TypeError(
+            f"FusedAdam: {what} is {_kind(x)} and its parameter {_kind(p)}; the same placements are accepted."
+        )
+    dtypes = (torch.float32,) if name == "master_param" else formats.WIDE_DTYPES
+    part = shard(x)
+    if x.dtype not in dtypes or x.shape != p.shape or part.shape != local.shape:
+        accepted = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"FusedAdam: {what} is {x.dtype} {list(x.shape)}; {accepted} {list(p.shape)} is accepted.")
+    if not bool(part.isfinite().all()):
+        raise ValueError(f"FusedAdam: {what} holds NaN or infinity; finite numbers are accepted.")
+    if name == "exp_avg_sq" and not bool((part >= 0).all()):
+        raise ValueError(f"FusedAdam: {what} holds negative numbers; squares are accepted.")
