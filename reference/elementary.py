@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 
 from reference import files
 from reference.denormals import check_denormals
-from reference.jit import jit
+from reference.numba_jit import jit
 
 TABLES = Path(__file__).parent / "tables" / "elementary_h200.npz"
 ACTIVATIONS = ("gelu", "dgelu", "silu", "dsilu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from reference import optimizer_state
+from reference import not_offered, optimizer_state
 from reference.dtensor import like, shard
 from reference.nn.float8_tensor import FP8, Float8Tensor, write
 from reference.notice import say_once
@@ -266,3 +266,6 @@ def _drawn(p: Float8Tensor) -> torch.Tensor | None:
         "FusedAdam: a weight in FP8 was written after it was drawn: its master starts as the weight reads",
     )
     return None
+
+
+__getattr__ = not_offered.explain(__name__)

@@ -14,7 +14,7 @@ from conftest import assert_same_bits
 from hypothesis import given, settings
 
 from reference import elementary, tensor_core
-from reference.jit import OPTIONS
+from reference.numba_jit import OPTIONS
 from reference.ops import attention, attention_backward
 from reference.ops.dropout import keep_scale, threshold
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import elementary
-from reference.jit import OPTIONS
+from reference.numba_jit import OPTIONS
 from reference.ops import softmax
 from reference.ops.attention import MASK_TYPES
 

@@ -415,7 +415,12 @@ CORES = {"self_attention.core_attention", "inter_attention.core_attention"}
         ({"bias": False, **DECODER}, "use_bias", False, LINEARS),
         ({"activation": "swiglu"}, "activation", "swiglu", {MLP}),
         ({"rotary_pos_interleaved": True}, "rotary_pos_interleaved", True, {"self_attention"}),
-        ({"self_attn_mask_type": "no_mask"}, "attn_mask_type", "no_mask", {"self_attention.core_attention"}),
+        (
+            {"self_attn_mask_type": "no_mask"},
+            "attn_mask_type",
+            "no_mask",
+            {"self_attention", "self_attention.core_attention"},
+        ),
     ],
 )
 def test_arguments_reach_every_part(settings: dict[str, Any], attribute: str, value: Any, where: set[str]) -> None:
@@ -643,7 +648,7 @@ def test_an_input_of_another_width_is_explained() -> None:
     for settings in ({}, {"output_layernorm": True}, {"layer_type": "decoder"}):
         x = numbers(4, 8, 2, 48).bfloat16()
         arguments = {"encoder_output": x} if "layer_type" in settings else {}
-        with pytest.raises(ValueError, match=r"inp has shape \[8, 2, 48\]; \[..., 64\] is accepted"):
+        with pytest.raises(ValueError, match=r"hidden_states has shape \[8, 2, 48\]; \[sequence, batch, 64\]"):
             layer_of(**settings)(x, **arguments)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from optimized import launch
 from reference import elementary
-from reference.jit import jit
+from reference.numba_jit import jit
 
 # The fp32 functions of reference.elementary, and their names in kernels/elementary.cuh.
 KERNEL_NAMES = {

@@ -57,12 +57,15 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         scaling.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the membership: a process group can be neither copied nor pickled."""
-        return {**self.__dict__, "_membership": None}
+        """Without the membership, which may be of a process group; cached weights as bytes: torch pickles no float8."""
+        cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
+        return {**self.__dict__, "_membership": None, "_fp8_workspaces": cached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy or an unpickled module is a module of its own: it registers itself."""
         super().__setstate__(state)
+        cached: dict[str, Any] = self._fp8_workspaces
+        self._fp8_workspaces = {name: Operand(*map(_of_bytes, one)) for name, one in cached.items()}
         scaling.register(self)
         self._bind_weights()
 
@@ -88,6 +91,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         """Let `init_method` fill a weight; in `quantized_model_init` what it gives is cast to FP8 and let go."""
         weight = self._parameters[name]
         assert weight is not None
+        self._fp8_workspaces.clear()
         if self.quantized_init is None:
             init_method(weight)
             return
@@ -359,6 +363,14 @@ def _scale_inv(module: TransformerEngineBaseModule, name: str) -> torch.Tensor:
         raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
     found: torch.Tensor = weight._scale_inv
     return found
+
+
+def _as_bytes(t: torch.Tensor | None) -> Any:
+    return t if t is None or t.dtype.itemsize > 1 else (t.view(torch.uint8), t.dtype)
+
+
+def _of_bytes(kept: Any) -> Any:
+    return kept[0].view(kept[1]) if isinstance(kept, tuple) else kept
 
 
 def _make_state(identity: int, length: int) -> None:

@@ -47,7 +47,7 @@ import torch
 from reference import elementary, philox, tensor_core
 from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
-from reference.jit import jit
+from reference.numba_jit import jit
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define, fake
 

@@ -28,7 +28,7 @@ import torch
 from reference import elementary, tensor_core
 from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
-from reference.jit import jit
+from reference.numba_jit import jit
 from reference.ops.attention import (
     BLOCK,
     causal_shift,

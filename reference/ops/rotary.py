@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from reference import formats
-from reference.jit import jit
+from reference.numba_jit import jit
 from reference.ops.library import define, fake
 
 TWO_OVER_PI = 0.63661977236758134308

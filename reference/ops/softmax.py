@@ -20,7 +20,7 @@ import torch
 
 from reference import elementary, formats
 from reference.elementary import ZERO, exp_scalar, fma
-from reference.jit import jit
+from reference.numba_jit import jit
 from reference.ops.attention import causal_shift, check_mask, check_scale
 from reference.ops.library import define, fake
 

@@ -26,7 +26,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from reference.jit import jit
+from reference.numba_jit import jit
 
 _intrinsic: Any = intrinsic  # numba types what it makes by the emitter, not by the call
 _HOST = binding.get_host_cpu_features()

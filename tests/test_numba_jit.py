@@ -1,4 +1,4 @@
-"""reference.jit: what is kept of compiled code, when it is stale, and that nothing is needed to import and compute."""
+"""reference.numba_jit: what is kept of compiled code, when it is stale; importing and computing need nothing."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import reference
-from reference import elementary, files, jit
+from reference import elementary, files, numba_jit
 from reference.ops import attention, attention_backward, rotary, softmax
 from reference.tensor_core import kernels
 
@@ -187,7 +187,7 @@ def test_every_module_with_compiled_code_is_in_the_stamp() -> None:
             with_code.add(entry.name)
     assert with_code == {module.__name__ for module in MODULES}
     for module in MODULES:
-        assert b"reference.jit" in Path(str(module.__file__)).read_bytes()
+        assert b"reference.numba_jit" in Path(str(module.__file__)).read_bytes()
         assert compiled(module), module
 
 
@@ -212,7 +212,7 @@ def test_compiled_code_takes_nothing_from_elsewhere(module: types.ModuleType) ->
 def test_one_module_calls_numba() -> None:
     for folder in ("reference", "optimized"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path != Path(jit.__file__):
+            if path != Path(numba_jit.__file__):
                 assert not any(word in path.read_text("utf-8") for word in ("njit", "numba.jit", "cache=True")), path
 
 
@@ -226,5 +226,5 @@ def test_code_whose_source_is_not_at_hand_is_not_kept(tmp_path: Path, monkeypatc
         return x + addend
 
     for function, result in ((space["twice"], 4), (closure, 5)):
-        assert jit.jit(function)(2) == result
+        assert numba_jit.jit(function)(2) == result
     assert not files.cache_folder("numba").exists()

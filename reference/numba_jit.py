@@ -7,8 +7,8 @@ the other's code. So what is kept here is
     ~/.cache/twin-engine/numba/<function>-<hash>.bin = digest of what follows, stamp, numba's serialised code
 
 one file for each file of source, function, signature, CPU and version of Python, numba and llvmlite (the hash). The
-stamp is a digest of every file of this package that says `reference.jit`, that is, of all that compiled code can hold:
-code with another stamp is stale, and is replaced. A call costs what numba's own does.
+stamp is a digest of every file of this package that says `reference.numba_jit`, that is, of all that compiled code can
+hold: code with another stamp is stale, and is replaced. A call costs what numba's own does.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def _sources() -> bytes:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         with contextlib.suppress(OSError):  # an editor's lock, which is a link to nowhere; a module would not import
             text = path.read_bytes()
-            if b"reference.jit" in text:
+            if b"reference.numba_jit" in text:
                 digest.update(hashlib.sha256(text).digest())
     return digest.digest()
 
