@@ -1,0 +1,234 @@
+"""A Hopper GPU that only takes notes: what `optimized` launches can be read on a machine without one.
+
+    with DryGpu() as gpu:
+        x = torch.empty(64, 128, device="cuda")    # a shape, a dtype and an address: no memory
+        torch.ops.twin.amax(x, history, 0)         # runs optimized/ops/amax.py
+    print("\\n".join(gpu.lines))
+
+A line is a launch (kernel, macros, grid, block, shared memory, arguments) or an op of PyTorch that is not a view. An
+address is written as the number of its storage, counted from the first that was looked at, and bytes from its start.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import optimized.ops
+from optimized import launch, tensor_map
+from optimized import device as device_checks
+from reference.ops.library import _IMPLEMENTATIONS
+
+PROCESSORS = 132  # of an H200
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int64: "i64"}
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+# What a tensor without numbers says when it is asked for one.
+_ANSWERS = {torch.ops.aten._local_scalar_dense.default: 1, torch.ops.aten.equal.default: True}
+_STEP = 1 << 40  # bytes between the storages' addresses
+
+
+_HERE, _META = torch.device("cuda", 0), torch.device("meta")
+_FROM = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item}
+
+
+def _is_cuda(x: Any) -> bool:
+    return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.split(":")[0] == "cuda")
+
+
+class _Pretends(TorchFunctionMode):
+    """Tensors on "cuda" are on "meta", and say that they are on "cuda:0"."""
+
+    def __init__(self, gpu: "DryGpu") -> None:
+        super().__init__()
+        self.attributes: dict[Any, Callable[[torch.Tensor], Any]] = {
+            torch.Tensor.device.__get__: lambda x: _HERE,  # type: ignore[attr-defined]
+            torch.Tensor.is_cuda.__get__: lambda x: True,  # type: ignore[attr-defined]
+            torch.Tensor.is_meta.__get__: lambda x: False,  # type: ignore[attr-defined]
+            torch.Tensor.data_ptr: gpu.address,
+            torch.Tensor.get_device: lambda x: 0,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if x is not None and x.device.type == "meta":
+            if func in self.attributes:
+                return self.attributes[func](x)
+            if func in _FROM or (func is torch.Tensor.to and any(map(_is_cpu, (*args, *kwargs.values())))):
+                ones = torch.ones(x.shape, dtype=x.dtype)
+                return ones if func in (torch.Tensor.cpu, torch.Tensor.to) else func(ones, *args[1:], **kwargs)
+        if func is torch.device:  # the name of the device; tensors on it are made elsewhere
+            return func(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (x, _META)
+        args = tuple(_META if _is_cuda(one) else one for one in args)
+        return func(*args, **{name: _META if _is_cuda(one) else one for name, one in kwargs.items()})
+
+
+def _is_cpu(x: Any) -> bool:
+    return (isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu")
+
+
+class DryGpu(contextlib.ExitStack):
+    """See the file. `lines` holds what was noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._storages: list[Any] = []  # kept alive: an address must not be given twice
+        self._numbers: dict[int, int] = {}
+        self._maps: list[str] = []
+
+    def __enter__(self) -> "DryGpu":
+        super().__enter__()
+        patches: list[tuple[Any, str, Any]] = [
+            (launch, "launch", self._launch),
+            (launch.Launches, "again", lambda launches, device: self.lines.append(f"again: {len(launches._entries)}")),
+            (launch, "processors", lambda index: PROCESSORS),
+            (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
+            (tensor_map, "_driver", lambda: self._encode),
+            (device_checks, "check", lambda index: None),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch._C, "_cuda_exchangeDevice", lambda index: index),
+        ]
+        for owner, name, value in patches:
+            self.enter_context(mock.patch.object(owner, name, value, create=True))
+        _forget_addresses()
+        self.callback(_forget_addresses)
+        pretends = _Pretends(self)
+        self.enter_context(_Notes(self, pretends))
+        self.enter_context(pretends)
+        return self
+
+    # --- addresses ---------------------------------------------------------------------------------------
+
+    def address(self, x: torch.Tensor) -> int:
+        """Of a tensor's first element; 0 where it has none."""
+        if x.numel() == 0:
+            return 0
+        storage = x.untyped_storage()
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self._storages)
+            self._storages.append(storage)
+        return (number + 1) * _STEP + int(x.storage_offset()) * x.element_size()
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, launch.ByValue):
+            return self._struct(value.storage)
+        kind = "" if isinstance(value, int) else type(value).__name__[0] + type(value).__name__.lstrip("uintfloa")
+        number = value if isinstance(value, int) else value.item()
+        if isinstance(number, int) and number >= _STEP:
+            number, offset = divmod(number, _STEP)
+            return f"&{number - 1}" + (f"+{offset}" if offset else "")
+        return f"{kind}:{number!r}" if kind else repr(number)
+
+    def _struct(self, storage: np.ndarray) -> str:
+        if storage.dtype == np.uint8 and storage.size % 128 == 0:  # tensor maps
+            return "[" + "; ".join(self._maps[int(one.view(np.uint32)[0])] for one in storage.reshape(-1, 128)) + "]"
+        return self._plain(storage)
+
+    def _plain(self, x: Any) -> str:
+        """What an array holds, field by field; zeros are left out."""
+        if isinstance(x, (np.ndarray, np.void)) and x.dtype.names is not None and x.shape == ():
+            fields = ((name, self._plain(x[name])) for name in x.dtype.names)
+            return (
+                "{" + " ".join(f"{name}={text}" for name, text in fields if text not in ("0", "0.0", "[]", "{}")) + "}"
+            )
+        if isinstance(x, np.ndarray) and x.ndim:
+            found = [self._plain(one) for one in x]
+            while found and found[-1] in ("0", "0.0", "[]", "{}"):
+                found.pop()
+            return "[" + " ".join(found) + "]"
+        number = x.item()
+        return self._value(number) if isinstance(number, int) else repr(number)
+
+    def _encode(self, words: int, kind: int, rank: int, pointer: int, *rest: Any) -> int:
+        """In place of the driver's cuTensorMapEncodeTiled: a number, which stands for what it was asked."""
+        import ctypes
+
+        shape, strides, box, steps, *modes = (tuple(one) if hasattr(one, "__len__") else one for one in rest)
+        text = f"map {self._value(pointer)} type={kind} rank={rank} {shape} {strides} {box} {steps} {modes}"
+        if text not in self._maps:
+            self._maps.append(text)
+        ctypes.memmove(words, np.uint32(self._maps.index(text)).tobytes(), 4)
+        return 0
+
+    # --- notes -------------------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        kernel: launch.Kernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        smem: int = 0,
+        *,
+        device: int,
+        early: bool = False,
+    ) -> None:
+        launch._Arguments(kernel, args).fill(args)  # refuses what no kernel takes
+        macros = " ".join(f"{name}={value}" for name, value in sorted(kernel.defines.items()))
+        line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block} smem={smem}/{kernel.max_dynamic_smem}"
+        line += f" carveout={kernel.carveout} device={device}" + " early" * early
+        self.lines.append(f"{line} ({', '.join(map(self._value, args))})")
+        if launch._thread.tape is not None:
+            launch._thread.tape.append(launch.Launch(kernel, (0, *grid, *block, smem), args, early))
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An op of PyTorch, where it computes something."""
+        name = func._schema.name.removeprefix("aten::")
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        if (
+            name in _ALLOCATIONS
+            or views
+            or all(x.device.type != "meta" for x in tensors)
+            or name in ("lift_fresh", "detach", "alias", "_unsafe_view")
+        ):
+            return
+        self.lines.append(f"{name}({self._show((*args, *kwargs.items()))}) -> {self._show(result)}")
+
+    def _show(self, x: Any) -> str:
+        if isinstance(x, torch.Tensor):
+            dtype = DTYPES.get(x.dtype, str(x.dtype).removeprefix("torch."))
+            return f"{dtype}{list(x.shape)}"
+        if isinstance(x, (list, tuple)):
+            return ", ".join(self._show(one) for one in x)
+        return str(x)
+
+
+def _forget_addresses() -> None:
+    """Empty every cache of `optimized`: some are by address."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("optimized."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+class _Notes(TorchDispatchMode):
+    """Sends ops of `twin` to their CUDA implementations and notes PyTorch's."""
+
+    def __init__(self, gpu: DryGpu, pretends: _Pretends) -> None:
+        super().__init__()
+        self.gpu, self.pretends = gpu, pretends
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        implementation = _IMPLEMENTATIONS["CUDA"].get(func._schema.name.removeprefix("twin::"))
+        if func.namespace == "twin" and implementation is not None:
+            with self, self.pretends:
+                return implementation(*args, **(kwargs or {}))
+        if func in _ANSWERS:
+            return _ANSWERS[func]
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            self.gpu.note(func, args, kwargs or {}, result)
+        return result
