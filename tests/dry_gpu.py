@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import optimized.ops
-from optimized import launch, tensor_map
 from optimized import device as device_checks
+from optimized import launch, tensor_map
 from reference.ops.library import _IMPLEMENTATIONS
 
 PROCESSORS = 132  # of an H200
