@@ -269,6 +269,7 @@ def torch_attention(
         behind = torch.ones(sq, skv, dtype=torch.bool, device=q.device).triu(shift + 1)
         mask = behind if mask is None else mask | behind
     assert mask is not None
+    mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels repeat a mask over every dimension but the last
     blind = mask.all(-1, keepdim=True)  # such a row sees everything and is then cleared: no backend makes NaN of it
     out = scaled_dot_product_attention(q, k, v, attn_mask=blind | ~mask, dropout_p=p, scale=scale)
     return out.masked_fill(blind, 0.0)
