@@ -1,20 +1,24 @@
 """How much the tests see: mutants of `reference` and `optimized`'s Python, drawn by cosmic-ray, and which survive.
 
     pip install -e ".[dev,mutation]"
-    PYTHONPATH=. python tests/mutation.py --count 300 --seed 1          # some hours on two cores
+    PYTHONPATH=. python tests/mutation.py --count 300 --seed 1          # an hour on two cores
 
 A mutant is one change of one place (a number, an operator, a condition). cosmic-ray lists all of them; `--count` are
-drawn. Each runs `pytest -x -m "not slow"` in a copy of the checkout: first the test files that execute its line, the
-quickest first, as coverage of each file by itself found them; then, where none of them failed, all others. A mutant
-survives if every test passes. One that hangs counts as killed after `TIMEOUT`.
+drawn. Each is judged by `pytest -m "not slow"` in a copy of the checkout, which stops at the first test that fails: the
+tests that execute the changed statement, as coverage found them, the quickest first; or all tests, where the statement
+is executed by an import, or compiled. A mutant survives if every one of them passes; one that hangs is killed.
 
-The outcome goes to docs/results/mutation.json, every survivor with its change and, from `--judged`, a JSON file of
-sentences by change, why it is left.
+Each outcome is added to `--log` at once, and what is there is not judged again. At the end all go to
+docs/results/mutation.json, every survivor with its change and, from `--judged`, a JSON file of sentences by change, why
+it is left.
 """
 
 import argparse
-import concurrent.futures
+import ast
+import bisect
+import contextlib
 import json
+import multiprocessing
 import os
 import queue
 import random
@@ -24,15 +28,21 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+
+import coverage
+import pytest
 
 from optimized import measure
+from reference import files
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 1200.0  # seconds
+TIMEOUT = 900.0  # seconds for a mutant
+FAST = ("-q", "-m", "not slow", "-p", "no:cacheprovider")
 # Annotations are full of `X | None`, each of which dies at its import under all eleven of these.
 SKIPPED = ("core/ReplaceBinaryOperator_BitOr_",)
 CONFIG = """[cosmic-ray]
@@ -58,105 +68,145 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def pytest(folder: Path, files: list[str], runner: tuple[str, ...] = ()) -> int:
-    """Run test files; pytest's exit status, 2 after `TIMEOUT`."""
-    command = [sys.executable, "-m", *runner, "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "CI": "1"}
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            return process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return 2
-
-
-def covered(folder: Path) -> dict[str, Any]:
-    """By test file: its seconds, and the lines of each source file that it executes."""
-    found = {}
-    for file in sorted((folder / "tests").glob("test_*.py")):
-        start = time.monotonic()
-        name = f"tests/{file.name}"
-        status = pytest(folder, [name], runner=("coverage", "run", "--source=reference,optimized", "-m"))
-        if status not in (0, 5):
-            raise SystemExit(f"{name} fails without a mutation: pytest's exit status is {status}.")
-        subprocess.run([sys.executable, "-m", "coverage", "json", "-q", "-o", "c.json"], cwd=folder, check=status == 0)
-        lines = json.loads((folder / "c.json").read_text("utf-8"))["files"] if status == 0 else {}
-        found[name] = {
-            "seconds": round(time.monotonic() - start, 1),
-            "lines": {path: entry["executed_lines"] for path, entry in lines.items()},
-        }
-        print(f"{name}: {found[name]['seconds']} s", flush=True)
-    return found
-
-
-def order(coverage: dict[str, Any], path: str, line: int) -> tuple[list[str], list[str]]:
-    """The test files that execute a line, quickest first, and the others; compiled functions' lines are not counted."""
-    near = f"test_{Path(path).stem}"
-
-    def rank(name: str) -> tuple[bool, float]:
-        return not Path(name).stem.startswith(near), coverage[name]["seconds"]
-
-    first = [name for name, one in coverage.items() if line in one["lines"].get(path, ())]
-    rest = [name for name in coverage if name not in first]
-    return sorted(first, key=rank), sorted(rest, key=rank)
-
-
-def judge(folder: Path, coverage: dict[str, Any], mutant: dict[str, Any]) -> dict[str, Any]:
-    """Apply a mutant in a copy and run the tests: with its change, and whether it was killed."""
-    command = ["cosmic-ray", "apply", mutant["module"], mutant["operator"], str(mutant["occurrence"])]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    changed = subprocess.run(["git", "diff", "-U0"], cwd=folder, capture_output=True, text=True, check=True).stdout
-    change = [line for line in changed.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    start = time.monotonic()
-    try:
-        killed = any(
-            files and pytest(folder, files) != 0 for files in order(coverage, mutant["module"], mutant["line"])
-        )
-    finally:
-        subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
-    return {**mutant, "change": change, "killed": killed, "seconds": round(time.monotonic() - start)}
+# --- what to judge, and by which tests ---------------------------------------------------------------------
 
 
 def drawn(folder: Path, count: int, seed: int) -> tuple[list[dict[str, Any]], int]:
-    """`count` of all mutants that cosmic-ray knows, and how many those are."""
+    """`count` of all mutants that cosmic-ray knows, each with its patch, and how many it knows."""
     (folder / "mutation.toml").write_text(CONFIG, "utf-8")
     subprocess.run(["cosmic-ray", "init", "mutation.toml", "mutation.sqlite"], cwd=folder, check=True)
     query = "select module_path, operator_name, occurrence, start_pos_row from mutation_specs order by 1, 2, 3"
-    with sqlite3.connect(folder / "mutation.sqlite") as database:
+    with contextlib.closing(sqlite3.connect(folder / "mutation.sqlite")) as database:
         rows = [row for row in database.execute(query) if not row[1].startswith(SKIPPED)]
-    keys = ("module", "operator", "occurrence", "line")
-    return [dict(zip(keys, row, strict=True)) for row in random.Random(seed).sample(rows, count)], len(rows)
+    found = []
+    for module, operator, occurrence, line in random.Random(seed).sample(rows, count):
+        command = ["cosmic-ray", "apply", module, operator, str(occurrence)]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        patch = subprocess.run(["git", "diff"], cwd=folder, capture_output=True, text=True, check=True).stdout
+        subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
+        change = [one for one in patch.splitlines() if one[:1] in "+-" and one[:3] not in ("+++", "---")]
+        place = {"module": module, "operator": operator, "occurrence": occurrence, "line": line}
+        found.append({**place, "change": "\n".join(change), "patch": patch})
+    return found, len(rows)
 
 
-def run(folders: list[Path], coverage: dict[str, Any], mutants: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Judge mutants, as many at once as there are copies, and say of each what became of it."""
+class Coverage:
+    """Which tests execute a statement, and how long each takes: from one run of all tests in a copy."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        options = ("-n", str(workers), "--cov=reference", "--cov=optimized", "--cov-context=test", "--cov-report=")
+        command = [sys.executable, "-m", "pytest", *FAST, *options, "--junitxml=report.xml"]
+        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        if subprocess.run(command, cwd=folder, env=environment).returncode:
+            raise SystemExit("The tests fail without a mutation.")
+        self.folder = folder
+        self.seconds: dict[str, float] = {}
+        for case in ElementTree.parse(folder / "report.xml").getroot().iter("testcase"):
+            name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+            self.seconds[name] = float(case.attrib["time"])
+        self.data = coverage.CoverageData(str(folder / ".coverage"))
+        self.data.read()
+        self._contexts: dict[str, dict[int, list[str]]] = {}
+        self._statements: dict[str, list[tuple[int, int]]] = {}
+
+    def tests(self, module: str, line: int) -> list[str]:
+        """The tests that execute the statement of a line, the quickest first; none where only an import does."""
+        path = str(self.folder / module)
+        if path not in self._contexts:
+            self._contexts[path] = self.data.contexts_by_lineno(path)
+            tree = ast.parse(Path(path).read_text("utf-8"))
+            spans = {_span(node) for node in ast.walk(tree) if isinstance(node, (ast.stmt, ast.ExceptHandler))}
+            self._statements[path] = sorted(spans)
+        spans = self._statements[path]
+        around = [span for span in spans[: bisect.bisect(spans, (line, sys.maxsize))] if span[1] >= line]
+        first, last = around[-1] if around else (line, line)
+        found = {one for row in range(first, last + 1) for one in self._contexts[path].get(row, ())}
+        names = {one.rpartition("|")[0] for one in found if one} & self.seconds.keys()
+        near = f"tests/test_{Path(module).stem}"
+        return sorted(names, key=lambda name: (not name.startswith(near), self.seconds[name], name))
+
+
+def _span(node: ast.stmt | ast.ExceptHandler) -> tuple[int, int]:
+    """The lines of a statement without the statements inside it."""
+    body = getattr(node, "body", None)
+    end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+    return node.lineno, max(node.lineno, end)
+
+
+# --- judging -----------------------------------------------------------------------------------------------
+
+
+class Only:
+    """A plugin of pytest: the named tests in their order, or all, those of files like the module's first."""
+
+    def __init__(self, names: list[str], module: str) -> None:
+        self.places = {name: place for place, name in enumerate(names)}
+        self.near = f"tests/test_{Path(module).stem}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.places:
+            items[:] = [item for item in items if item.nodeid in self.places]
+            items.sort(key=lambda item: self.places[item.nodeid])
+        else:
+            items.sort(key=lambda item: not item.nodeid.startswith(self.near))
+
+
+def _pytest(folder: str, cache: str, names: list[str], module: str) -> None:
+    """In a process of its own: run tests and leave with pytest's status."""
+    os.setsid()
+    os.chdir(folder)
+    sys.path[:0] = [folder, f"{folder}/tests"]
+    os.environ.update(PYTHONPATH=folder, XDG_CACHE_HOME=cache, OMP_NUM_THREADS="1")
+    with open(os.devnull, "w") as silence:
+        os.dup2(silence.fileno(), 1)
+        os.dup2(silence.fileno(), 2)
+    where = sorted({name.partition("::")[0] for name in names}) or ["tests"]
+    os._exit(pytest.main([*FAST, "-x", "-p", "no:xdist", *where], plugins=[Only(names, module)]))
+
+
+def judge(folder: Path, cache: Path, mutant: dict[str, Any], names: list[str]) -> bool:
+    """Whether the tests see a mutant that is applied in a copy. Compiled code is kept apart, for this mutant only."""
+    subprocess.run(["git", "apply"], cwd=folder, input=mutant["patch"], text=True, check=True)
+    context: Any = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        if cache.is_dir():
+            shutil.copytree(cache, Path(own) / cache.name, copy_function=os.link)
+        process = context.Process(target=_pytest, args=(str(folder), own, names, mutant["module"]))
+        try:
+            process.start()
+            process.join(TIMEOUT)
+            return process.exitcode != 0
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
+
+
+def run(folders: list[Path], todo: list[tuple[dict[str, Any], list[str]]], log: Path) -> None:
+    """Judge mutants, as many at once as there are copies, and note what became of each."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for folder in folders:
         free.put(folder)
+    cache = files.cache_folder("numba").parent
 
-    def one(mutant: dict[str, Any]) -> dict[str, Any]:
+    def one(mutant: dict[str, Any], names: list[str]) -> dict[str, Any]:
         folder = free.get()
         try:
-            return judge(folder, coverage, mutant)
+            return {**mutant, "tests": len(names) or "all", "killed": judge(folder, cache, mutant, names)}
         finally:
             free.put(folder)
 
-    outcomes = []
-    with concurrent.futures.ThreadPoolExecutor(len(folders)) as pool:
-        for i, outcome in enumerate(pool.map(one, mutants), 1):
-            outcomes.append(outcome)
-            where = f"{outcome['module']}:{outcome['line']}"
-            print(f"{i}/{len(mutants)} {'killed' if outcome['killed'] else 'SURVIVED'} {where}", flush=True)
+    with ThreadPoolExecutor(len(folders)) as pool, log.open("a", encoding="utf-8") as noted:
+        for done, future in enumerate(as_completed([pool.submit(one, *each) for each in todo]), 1):
+            outcome = future.result()
+            noted.write(json.dumps(outcome) + "\n")
+            noted.flush()
+            fate = "killed" if outcome["killed"] else "SURVIVED"
+            print(f"{done}/{len(todo)} {fate} {outcome['module']}:{outcome['line']}", flush=True)
             if not outcome["killed"]:
-                print("\n".join(outcome["change"]), flush=True)
-    return outcomes
+                print(outcome["change"], flush=True)
 
 
 def main() -> None:
@@ -164,24 +214,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--log", type=Path, default=Path("mutation.jsonl"), help="outcomes, one a line")
     parser.add_argument("--judged", type=Path, help="why survivors are left: sentences by change, as JSON")
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help="folder of mutation.json")
     options = parser.parse_args()
     judged = json.loads(options.judged.read_text("utf-8")) if options.judged else {}
+    multiprocessing.set_forkserver_preload(["torch", "numba", "pytest", "hypothesis"])
     with tempfile.TemporaryDirectory() as room:
         folders = [copy(Path(room) / str(i)) for i in range(options.workers)]
-        mutants, total = drawn(folders[0], options.count, options.seed)
-        outcomes = run(folders, covered(folders[0]), mutants)
+        mutants, known = drawn(folders[0], options.count, options.seed)
+        before = (
+            [json.loads(line) for line in options.log.read_text("utf-8").splitlines()] if options.log.exists() else []
+        )
+        done = {one["patch"] for one in before}
+        todo = [one for one in mutants if one["patch"] not in done]
+        if todo:
+            seen = Coverage(folders[0], options.workers)
+            run(folders, [(one, seen.tests(one["module"], one["line"])) for one in todo], options.log)
+    patches = {one["patch"] for one in mutants}
+    outcomes = [json.loads(line) for line in options.log.read_text("utf-8").splitlines()]
+    outcomes = [one for one in outcomes if one["patch"] in patches]
     survivors = [one for one in outcomes if not one["killed"]]
+    keys = ("module", "line", "operator", "change")
     payload = {
         "provenance": measure.provenance([]),
         "tool": f"cosmic-ray {metadata.version('cosmic-ray')}",
         "command": f"python tests/mutation.py --count {options.count} --seed {options.seed}",
-        "mutants": {"known": total, "drawn": len(outcomes), "killed": len(outcomes) - len(survivors)},
-        "survivors": [{**one, "judged": judged.get("\n".join(one["change"]))} for one in survivors],
+        "mutants": {"known": known, "drawn": len(outcomes), "killed": len(outcomes) - len(survivors)},
+        "survivors": [{**{k: one[k] for k in keys}, "judged": judged.get(one["change"])} for one in survivors],
     }
-    print(measure.write_result("mutation", payload, options.out))
+    print(f"{payload['mutants']}; written: {measure.write_result('mutation', payload, options.out)}")
 
 
 if __name__ == "__main__":
