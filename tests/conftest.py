@@ -26,19 +26,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="turn every skip into an error: for the run on a Hopper GPU whose summary is committed",
     )
 
-    parser.addoption(
-        "--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test with `fuzz`) goes on"
-    )
+    parser.addoption("--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test) goes on")
     parser.addoption("--fuzz-seed", type=int, help="run a fuzzer for this seed alone: the one that a failure printed")
 
 
 @pytest.fixture
-def fuzz(request: pytest.FixtureRequest) -> Iterator[int]:
+def seconds(request: pytest.FixtureRequest) -> float:
+    """How long a fuzzer goes on."""
+    return float(request.config.getoption("--fuzz-seconds"))
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest, seconds: float) -> Iterator[int]:
     """Seeds, new ones each time, until the time is over; the first is printed."""
     only = request.config.getoption("--fuzz-seed")
     if only is not None:
         return iter([only])
-    first, end = random.SystemRandom().randrange(1 << 30), time.monotonic() + request.config.getoption("--fuzz-seconds")
+    first, end = random.SystemRandom().randrange(1 << 30), time.monotonic() + seconds
     print(f"seeds from {first} on")
     return itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
 
@@ -77,9 +81,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     where, when = suite["provenance"]["gpu"]["name"], suite["provenance"]["date"][:10]
     changed = measure.changed_sources(suite["sources"])
+    some = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     terminalreporter.write_line(
         f"The GPU suite: {suite['passed']} passed and {suite['failed']} failed on an {where} on {when}; source files "
-        f"changed since: {', '.join(changed) if changed else 'none'}."
+        f"changed since: {some or 'none'}."
     )
 
 

@@ -36,6 +36,8 @@ from xml.etree import ElementTree
 
 import coverage
 import pytest
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
 
 from optimized import measure
 from reference import files
@@ -80,10 +82,12 @@ def drawn(folder: Path, count: int, seed: int) -> tuple[list[dict[str, Any]], in
         rows = [row for row in database.execute(query) if not row[1].startswith(SKIPPED)]
     found = []
     for module, operator, occurrence, line in random.Random(seed).sample(rows, count):
-        command = ["cosmic-ray", "apply", module, operator, str(occurrence)]
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        source = (folder / module).read_text("utf-8")
+        mutated = mutate_code(source, get_operator(operator)(), occurrence)
+        assert mutated is not None, (module, operator, occurrence)
+        (folder / module).write_text(mutated, "utf-8")
         patch = subprocess.run(["git", "diff"], cwd=folder, capture_output=True, text=True, check=True).stdout
-        subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
+        (folder / module).write_text(source, "utf-8")
         change = [one for one in patch.splitlines() if one[:1] in "+-" and one[:3] not in ("+++", "---")]
         place = {"module": module, "operator": operator, "occurrence": occurrence, "line": line}
         found.append({**place, "change": "\n".join(change), "patch": patch})

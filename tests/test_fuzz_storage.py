@@ -1,4 +1,4 @@
-"""What is stored, under attack for `SECONDS` each: the caches of kernels and of compiled code, results, recordings.
+"""What is stored, under attack for `--fuzz-seconds` each: caches of kernels and compiled code, results, recordings.
 
 Bytes flipped, files cut, swapped, removed or replaced by folders; up to four processes at once, some of them killed.
 What comes out must be what came out before, or one sentence. Each test prints its seed.
@@ -24,7 +24,6 @@ from optimized.commands import main, parity_recording, recordings
 from reference import files
 
 pytestmark = pytest.mark.slow
-SECONDS = 60.0
 ROOT = Path(__file__).parents[1]
 
 
@@ -203,13 +202,13 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
     found.close()
 
 
-def test_a_cache_under_attack(server: tuple[Server, Path], draw: random.Random) -> None:
+def test_a_cache_under_attack(server: tuple[Server, Path], draw: random.Random, seconds: float) -> None:
     processes, cache = server
     right: set[str] = set()
     while not right or len(right) < (2 if cache.name == "cubin" else 1):
         right |= processes.run(4)
     rounds = killed = 0
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         attack(cache, draw)
         count = draw.choice((1, 1, 4))
@@ -220,7 +219,7 @@ def test_a_cache_under_attack(server: tuple[Server, Path], draw: random.Random) 
         assert found <= right, (found, rounds)
         rounds, killed = rounds + 1, killed + len(kill)
     print(f"{rounds} rounds, {killed} processes killed")
-    assert rounds > SECONDS / 10
+    assert rounds > seconds / 10
     for path in cache.glob(".*.twin-tmp"):  # what the killed have left goes with the next write, an hour later
         os.utime(path, (0, 0))
     for path in cache.iterdir():
@@ -246,11 +245,13 @@ def work():
 """
 
 
-def test_results_whose_writers_are_killed(tmp_path: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_whose_writers_are_killed(
+    tmp_path: Path, draw: random.Random, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
     processes = Server(WRITES.format(folder=str(measure.RESULTS)), tmp_path)
     assert processes.run(1) == {"written"}
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     rounds = 0
     while time.monotonic() < end:
 
@@ -275,14 +276,18 @@ def test_results_whose_writers_are_killed(tmp_path: Path, draw: random.Random, m
 
 
 def test_damaged_results_are_tables_or_a_sentence(
-    tmp_path: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    draw: random.Random,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
     results = Path(shutil.copytree(measure.RESULTS, tmp_path / "results"))
     monkeypatch.setattr(measure, "RESULTS", results)
     good = {path: path.read_bytes() for path in results.glob("*.json")}
     counts = [0, 0, 0]
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         path = draw.choice(sorted(good))
         if draw.random() < 0.5:
@@ -314,13 +319,13 @@ def changed(value: object, draw: random.Random) -> object:
 
 @pytest.mark.parametrize("name", ["parity_h200", "linear_h200"])
 def test_damaged_recordings_are_whole_or_a_sentence(
-    name: str, tmp_path: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, draw: random.Random, seconds: float
 ) -> None:
     path = Path(shutil.copy(recordings.GOLDEN / f"{name}.npz", tmp_path))
     content = path.read_bytes()
     good = files.arrays(path)
     counts = {"whole": 0, "sentence": 0, "other names": 0}
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         path.write_bytes(content)
         draw.choice((flip, flip, cut, lengthen))(path, draw)
@@ -337,4 +342,4 @@ def test_damaged_recordings_are_whole_or_a_sentence(
             with contextlib.suppress(files.Damaged):
                 parity_recording.read(tmp_path)
     print(counts)
-    assert min(counts["sentence"], SECONDS) >= 1
+    assert min(counts["sentence"], seconds) >= 1
