@@ -36,8 +36,6 @@ from xml.etree import ElementTree
 
 import coverage
 import pytest
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.plugins import get_operator
 
 from optimized import measure
 from reference import files
@@ -75,6 +73,9 @@ def copy(folder: Path) -> Path:
 
 def drawn(folder: Path, count: int, seed: int) -> tuple[list[dict[str, Any]], int]:
     """`count` of all mutants that cosmic-ray knows, each with its patch, and how many it knows."""
+    from cosmic_ray.mutating import mutate_code  # only here: another machine may judge what was drawn on this one
+    from cosmic_ray.plugins import get_operator
+
     (folder / "mutation.toml").write_text(CONFIG, "utf-8")
     subprocess.run(["cosmic-ray", "init", "mutation.toml", "mutation.sqlite"], cwd=folder, check=True)
     query = "select module_path, operator_name, occurrence, start_pos_row from mutation_specs order by 1, 2, 3"
@@ -219,6 +220,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--drawn", type=Path, help="a file for what was drawn; where it exists, it is read instead")
     parser.add_argument("--log", type=Path, default=Path("mutation.jsonl"), help="outcomes, one a line")
     parser.add_argument("--judged", type=Path, help="why survivors are left: sentences by change, as JSON")
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help="folder of mutation.json")
@@ -227,7 +229,15 @@ def main() -> None:
     multiprocessing.set_forkserver_preload(["torch", "numba", "pytest", "hypothesis"])
     with tempfile.TemporaryDirectory() as room:
         folders = [copy(Path(room) / str(i)) for i in range(options.workers)]
-        mutants, known = drawn(folders[0], options.count, options.seed)
+        if options.drawn is None or not options.drawn.exists():
+            mutants, known = drawn(folders[0], options.count, options.seed)
+            tool = f"cosmic-ray {metadata.version('cosmic-ray')}"
+            if options.drawn is not None:
+                files.write(options.drawn, json.dumps({"tool": tool, "known": known, "mutants": mutants}))
+        else:
+            mutants, known, tool = (
+                json.loads(options.drawn.read_text("utf-8"))[k] for k in ("mutants", "known", "tool")
+            )
         before = (
             [json.loads(line) for line in options.log.read_text("utf-8").splitlines()] if options.log.exists() else []
         )
@@ -243,7 +253,7 @@ def main() -> None:
     keys = ("module", "line", "operator", "change")
     payload = {
         "provenance": measure.provenance([]),
-        "tool": f"cosmic-ray {metadata.version('cosmic-ray')}",
+        "tool": tool,
         "command": f"python tests/mutation.py --count {options.count} --seed {options.seed}",
         "mutants": {"known": known, "drawn": len(outcomes), "killed": len(outcomes) - len(survivors)},
         "survivors": [{**{k: one[k] for k in keys}, "judged": judged.get(one["change"])} for one in survivors],
