@@ -37,9 +37,6 @@ from xml.etree import ElementTree
 import coverage
 import pytest
 
-from optimized import measure
-from reference import files
-
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 900.0  # seconds for a mutant
 FAST = ("-q", "-m", "not slow", "-p", "no:cacheprovider")
@@ -172,7 +169,7 @@ def _pytest(folder: str, cache: str, names: list[str], module: str) -> None:
 
 def judge(folder: Path, cache: Path, mutant: dict[str, Any], names: list[str]) -> bool:
     """Whether the tests see a mutant that is applied in a copy. Compiled code is kept apart, for this mutant only."""
-    subprocess.run(["git", "apply"], cwd=folder, input=mutant["patch"], text=True, check=True)
+    subprocess.run(["git", "apply", "--allow-empty"], cwd=folder, input=mutant["patch"], text=True, check=True)
     context: Any = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         if cache.is_dir():
@@ -181,6 +178,8 @@ def judge(folder: Path, cache: Path, mutant: dict[str, Any], names: list[str]) -
         try:
             process.start()
             process.join(TIMEOUT)
+            if process.exitcode == pytest.ExitCode.NO_TESTS_COLLECTED:
+                raise RuntimeError(f"{mutant['module']}: none of {names} was found.")
             return process.exitcode != 0
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -189,12 +188,13 @@ def judge(folder: Path, cache: Path, mutant: dict[str, Any], names: list[str]) -
             subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
 
 
-def run(folders: list[Path], todo: list[tuple[dict[str, Any], list[str]]], log: Path) -> None:
+def run(folders: list[Path], cache: Path, todo: list[tuple[dict[str, Any], list[str]]], log: Path) -> None:
     """Judge mutants, as many at once as there are copies, and note what became of each."""
+    if judge(folders[0], cache, {"patch": "", "module": ""}, []):
+        raise SystemExit("A copy of the checkout without a mutation is killed.")
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for folder in folders:
         free.put(folder)
-    cache = files.cache_folder("numba").parent
 
     def one(mutant: dict[str, Any], names: list[str]) -> dict[str, Any]:
         folder = free.get()
@@ -223,10 +223,14 @@ def main() -> None:
     parser.add_argument("--drawn", type=Path, help="a file for what was drawn; where it exists, it is read instead")
     parser.add_argument("--log", type=Path, default=Path("mutation.jsonl"), help="outcomes, one a line")
     parser.add_argument("--judged", type=Path, help="why survivors are left: sentences by change, as JSON")
-    parser.add_argument("--out", type=Path, default=measure.RESULTS, help="folder of mutation.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder of mutation.json")
     options = parser.parse_args()
+    # Here and not above: processes that judge import this file, and the project from their copies.
+    from optimized import measure
+    from reference import files
+
     judged = json.loads(options.judged.read_text("utf-8")) if options.judged else {}
-    multiprocessing.set_forkserver_preload(["torch", "numba", "pytest", "hypothesis"])
+    multiprocessing.set_forkserver_preload(["torch", "numba"])
     with tempfile.TemporaryDirectory() as room:
         folders = [copy(Path(room) / str(i)) for i in range(options.workers)]
         if options.drawn is None or not options.drawn.exists():
@@ -245,7 +249,12 @@ def main() -> None:
         todo = [one for one in mutants if one["patch"] not in done]
         if todo:
             seen = Coverage(folders[0], options.workers)
-            run(folders, [(one, seen.tests(one["module"], one["line"])) for one in todo], options.log)
+            run(
+                folders,
+                files.cache_folder("numba").parent,
+                [(one, seen.tests(one["module"], one["line"])) for one in todo],
+                options.log,
+            )
     patches = {one["patch"] for one in mutants}
     outcomes = [json.loads(line) for line in options.log.read_text("utf-8").splitlines()]
     outcomes = [one for one in outcomes if one["patch"] in patches]
