@@ -104,10 +104,13 @@ class Coverage:
         self.folder = folder
         self.seconds: dict[str, float] = {}
         for case in ElementTree.parse(folder / "report.xml").getroot().iter("testcase"):
-            name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+            where, file, *classes = case.attrib["classname"].split(".")
+            name = "::".join([f"{where}/{file}.py", *classes, case.attrib["name"]])
             self.seconds[name] = float(case.attrib["time"])
         self.data = coverage.CoverageData(str(folder / ".coverage"))
         self.data.read()
+        if not any(Path(name).is_relative_to(folder) for name in self.data.measured_files()):
+            raise SystemExit(f"The tests ran {next(iter(self.data.measured_files()))}, not the copy in {folder}.")
         self._contexts: dict[str, dict[int, list[str]]] = {}
         self._statements: dict[str, list[tuple[int, int]]] = {}
 
