@@ -3,16 +3,21 @@
     with DryGpu() as gpu:
         x = torch.empty(64, 128, device="cuda")    # a shape, a dtype and an address: no memory
         torch.ops.twin.amax(x, history, 0)         # runs optimized/ops/amax.py
-    print("\\n".join(gpu.lines))
+    print("\\n".join(gpu.taken()))
 
 A line is a launch (kernel, macros, grid, block, shared memory, arguments) or an op of PyTorch that is not a view. An
-address is written as the number of its storage, counted from the first that was looked at, and bytes from its start.
+address is written as the number of its storage and bytes from its start: `&2+64`. `taken` numbers storages as its text
+names them. Numbers without a type are int32 and float32. What is as mostly is left out: no dynamic shared memory, as
+much of it as the kernel may have (`smem=1 of 2` otherwise), no carveout, device 0.
 """
 
 import contextlib
+import ctypes
+import hashlib
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -26,11 +31,16 @@ from optimized import launch, tensor_map
 from reference.ops.library import _IMPLEMENTATIONS
 
 PROCESSORS = 132  # of an H200
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int64: "i64"}
+DTYPES = {
+    **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int64: "i64"},
+    **{torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"},
+}
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 # What a tensor without numbers says when it is asked for one.
 _ANSWERS = {torch.ops.aten._local_scalar_dense.default: 1, torch.ops.aten.equal.default: True}
 _STEP = 1 << 40  # bytes between the storages' addresses
+_MAP = 1 << 62  # and the number of a tensor map: its first word
+_LONG = 32  # entries of an array; of a longer one the first and the last are written, and a digest of all
 
 
 _HERE, _META = torch.device("cuda", 0), torch.device("meta")
@@ -75,12 +85,29 @@ def _is_cpu(x: Any) -> bool:
     return (isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu")
 
 
+class Launched(NamedTuple):
+    """A launch as `launch.launch` was asked for it."""
+
+    kernel: launch.Kernel
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: Sequence[Any]
+    smem: int
+
+
+def renumbered(text: str) -> str:
+    """A text with the storages that it names numbered in their order in it."""
+    numbers: dict[str, int] = {}
+    return re.sub(r"&(\d+)", lambda match: f"&{numbers.setdefault(match[1], len(numbers))}", text)
+
+
 class DryGpu(contextlib.ExitStack):
-    """See the file. `lines` holds what was noted."""
+    """See the file. `lines` holds what was noted, `launches` every launch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.launches: list[Launched] = []
         self._storages: list[Any] = []  # kept alive: an address must not be given twice
         self._numbers: dict[int, int] = {}
         self._maps: list[str] = []
@@ -106,6 +133,12 @@ class DryGpu(contextlib.ExitStack):
         self.enter_context(pretends)
         return self
 
+    def taken(self, *before: str) -> list[str]:
+        """What was noted since the last time, behind lines that name the same storages; `lines` is empty then."""
+        text = renumbered("\n".join((*before, *self.lines)))
+        self.lines.clear()
+        return text.split("\n") if text else []
+
     # --- addresses ---------------------------------------------------------------------------------------
 
     def address(self, x: torch.Tensor) -> int:
@@ -122,16 +155,25 @@ class DryGpu(contextlib.ExitStack):
     def _value(self, value: Any) -> str:
         if isinstance(value, launch.ByValue):
             return self._struct(value.storage)
-        kind = "" if isinstance(value, int) else type(value).__name__[0] + type(value).__name__.lstrip("uintfloa")
-        number = value if isinstance(value, int) else value.item()
-        if isinstance(number, int) and number >= _STEP:
+        if isinstance(value, int):
+            return self._number(value) if value >= _STEP else f"i64:{value}" if value else "null"
+        kind = "" if isinstance(value, (np.int32, np.float32)) else f"{np.dtype(type(value)).name}:"
+        return f"{kind}{value.item()!r}"
+
+    def _number(self, number: int) -> str:
+        """Of 64 bits: an address, the first word of a tensor map, or a number."""
+        if number >= _MAP:
+            return self._maps[number - _MAP]
+        if number >= _STEP:
             number, offset = divmod(number, _STEP)
             return f"&{number - 1}" + (f"+{offset}" if offset else "")
-        return f"{kind}:{number!r}" if kind else repr(number)
+        return str(number)
 
     def _struct(self, storage: np.ndarray) -> str:
         if storage.dtype == np.uint8 and storage.size % 128 == 0:  # tensor maps
-            return "[" + "; ".join(self._maps[int(one.view(np.uint32)[0])] for one in storage.reshape(-1, 128)) + "]"
+            maps = [self._maps[int(words[0]) - _MAP] for words in storage.view(np.int64).reshape(-1, 16)]
+            texts = [text if i == maps.index(text) else f"map {maps.index(text)}" for i, text in enumerate(maps)]
+            return "[" + "; ".join(texts) + "]"
         return self._plain(storage)
 
     def _plain(self, x: Any) -> str:
@@ -145,19 +187,21 @@ class DryGpu(contextlib.ExitStack):
             found = [self._plain(one) for one in x]
             while found and found[-1] in ("0", "0.0", "[]", "{}"):
                 found.pop()
+            if len(found) > _LONG:
+                digest = hashlib.sha256(renumbered(" ".join(found)).encode()).hexdigest()[:16]
+                found = [*found[:4], f"... {len(found)} in all, {digest} ...", found[-1]]
             return "[" + " ".join(found) + "]"
         number = x.item()
-        return self._value(number) if isinstance(number, int) else repr(number)
+        return self._number(number) if isinstance(number, int) else repr(number)
 
     def _encode(self, words: int, kind: int, rank: int, pointer: int, *rest: Any) -> int:
         """In place of the driver's cuTensorMapEncodeTiled: a number, which stands for what it was asked."""
-        import ctypes
-
         shape, strides, box, steps, *modes = (tuple(one) if hasattr(one, "__len__") else one for one in rest)
-        text = f"map {self._value(pointer)} type={kind} rank={rank} {shape} {strides} {box} {steps} {modes}"
+        unusual = f" rank={rank}" * (rank != len(shape)) + f" steps={steps}" * (set(steps) != {1})
+        text = f"map {self._number(pointer)} type={kind} {shape} {strides} {box} {modes}{unusual}".replace(", ", ",")
         if text not in self._maps:
             self._maps.append(text)
-        ctypes.memmove(words, np.uint32(self._maps.index(text)).tobytes(), 4)
+        ctypes.memmove(words, np.int64(_MAP + self._maps.index(text)).tobytes(), 8)
         return 0
 
     # --- notes -------------------------------------------------------------------------------------------
@@ -175,8 +219,11 @@ class DryGpu(contextlib.ExitStack):
     ) -> None:
         launch._Arguments(kernel, args).fill(args)  # refuses what no kernel takes
         macros = " ".join(f"{name}={value}" for name, value in sorted(kernel.defines.items()))
-        line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block} smem={smem}/{kernel.max_dynamic_smem}"
-        line += f" carveout={kernel.carveout} device={device}" + " early" * early
+        line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block}"
+        line += f" smem={smem}" * bool(smem) + f" of {kernel.max_dynamic_smem}" * (smem != kernel.max_dynamic_smem)
+        line += f" carveout={kernel.carveout}" * (kernel.carveout != -1)
+        line += f" device={device}" * bool(device) + " early" * early
+        self.launches.append(Launched(kernel, grid, block, args, smem))
         self.lines.append(f"{line} ({', '.join(map(self._value, args))})")
         if launch._thread.tape is not None:
             launch._thread.tape.append(launch.Launch(kernel, (0, *grid, *block, smem), args, early))
@@ -193,15 +240,21 @@ class DryGpu(contextlib.ExitStack):
             or name in ("lift_fresh", "detach", "alias", "_unsafe_view")
         ):
             return
-        self.lines.append(f"{name}({self._show((*args, *kwargs.items()))}) -> {self._show(result)}")
+        self.lines.append(f"{name}({self.shown((*args, *kwargs.items()))}) -> {self.shown(result)}")
 
-    def _show(self, x: Any) -> str:
+    def shown(self, x: Any) -> str:
+        """Tensors by dtype, shape, address and, where they are not contiguous, strides."""
         if isinstance(x, torch.Tensor):
-            dtype = DTYPES.get(x.dtype, str(x.dtype).removeprefix("torch."))
-            return f"{dtype}{list(x.shape)}"
+            strides = "" if x.is_contiguous() else str(x.stride()).replace(" ", "")
+            return f"{_name(x.dtype)}{list(x.shape)}{strides}{self._value(self.address(x)) if x.numel() else ''}"
         if isinstance(x, (list, tuple)):
-            return ", ".join(self._show(one) for one in x)
-        return str(x)
+            shown = [self.shown(one) for one in x]
+            return ", ".join(shown if len(shown) <= 13 else [*shown[:2], f"... {len(shown)} in all", shown[-1]])
+        return _name(x) if isinstance(x, torch.dtype) else str(x)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _forget_addresses() -> None:
