@@ -294,7 +294,7 @@ def norms(note: Notes) -> None:
             empty(*shape, dtype=dtype, start=starts >> i & 1)
             for i, shape in enumerate([(rows, hidden), (hidden,), (hidden,), (rows, hidden), (rows, hidden)])
         )
-        y, mean, rstd = note(
+        _, mean, rstd = note(
             twin.norm, x, weight, bias if kind == "layernorm" else None, 1e-5, zero_centered, kind, dtype
         )
         note(twin.norm_backward, grad, x, weight, mean, rstd, zero_centered, kind, residual if zero_centered else None)
