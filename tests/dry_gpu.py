@@ -22,12 +22,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optimized import device as device_checks
-from optimized import launch, tensor_map
+from optimized import launch, tape, tensor_map, watch
+from optimized.ops import scale_update
 from reference.ops.library import _IMPLEMENTATIONS
 
 PROCESSORS = 132  # of an H200
@@ -95,6 +97,17 @@ class Launched(NamedTuple):
     smem: int
 
 
+class _Again(NamedTuple):
+    """A launch to be made again: noted again, behind `again`."""
+
+    lines: list[str]
+    line: str
+    capturable: bool = True
+
+    def again(self, stream: int) -> None:
+        self.lines.append(f"again {self.line}")
+
+
 def renumbered(text: str) -> str:
     """A text with the storages that it names numbered in their order in it."""
     numbers: dict[str, int] = {}
@@ -108,7 +121,8 @@ class DryGpu(contextlib.ExitStack):
         super().__init__()
         self.lines: list[str] = []
         self.launches: list[Launched] = []
-        self._storages: list[Any] = []  # kept alive: an address must not be given twice
+        self._storages: list[tuple[StorageWeakRef, int, int]] = []  # by number, with what `_numbers` knows, and bytes
+        self._reuses = False
         self._numbers: dict[int, int] = {}
         self._maps: list[str] = []
 
@@ -116,10 +130,12 @@ class DryGpu(contextlib.ExitStack):
         super().__enter__()
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
-            (launch.Launches, "again", lambda launches, device: self.lines.append(f"again: {len(launches._entries)}")),
+            (launch.Launches, "again", lambda launches, device: [one.again(0) for one in launches._entries]),
+            (launch.Copy, "again", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
             (launch, "processors", lambda index: PROCESSORS),
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
+            (scale_update, "_tapes", {}),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch._C, "_cuda_exchangeDevice", lambda index: index),
@@ -128,9 +144,9 @@ class DryGpu(contextlib.ExitStack):
             self.enter_context(mock.patch.object(owner, name, value, create=True))
         _forget_addresses()
         self.callback(_forget_addresses)
-        pretends = _Pretends(self)
-        self.enter_context(_Notes(self, pretends))
-        self.enter_context(pretends)
+        self._pretends = _Pretends(self)
+        self.enter_context(_Notes(self, self._pretends))
+        self.enter_context(self._pretends)
         return self
 
     def taken(self, *before: str) -> list[str]:
@@ -138,6 +154,34 @@ class DryGpu(contextlib.ExitStack):
         text = renumbered("\n".join((*before, *self.lines)))
         self.lines.clear()
         return text.split("\n") if text else []
+
+    def tapes(self) -> None:
+        """Let layers be replayed from tapes (optimized/tape.py), until the end; addresses are used again then."""
+        self._reuses = True
+
+        def storage_of(x: torch.Tensor) -> int:
+            return self.address(x.new_empty(0).set_(x.untyped_storage(), 0, (1,), (1,)))
+
+        def pretending(owner: type, name: str) -> None:
+            method = getattr(owner, name)  # called where PyTorch has put the mode aside
+
+            def run(*args: Any) -> Any:
+                with self._pretends:
+                    return method(*args)
+
+            self.enter_context(mock.patch.object(owner, name, run))
+
+        def called(kind: str) -> Callable[[Any, int], None]:
+            return lambda entry, stream: self.lines.append(f"again {kind} {entry.func._schema.name}")
+
+        pretending(tape.Watch, "__torch_dispatch__")
+        pretending(tape.Player, "backward")
+        for owner in (tape, watch):
+            self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
+        for kind in (watch.Foreign, watch.Into):
+            self.enter_context(mock.patch.object(kind, "again", called(kind.__name__)))
+        self.enter_context(mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0))
+        self.enter_context(mock.patch.object(tape, "_kinds", {}))
 
     # --- addresses ---------------------------------------------------------------------------------------
 
@@ -148,9 +192,22 @@ class DryGpu(contextlib.ExitStack):
         storage = x.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
-            number = self._numbers[storage._cdata] = len(self._storages)
-            self._storages.append(storage)
+            number = self._numbers[storage._cdata] = self._free(storage.nbytes())
+            # The reference keeps `_cdata` from being used again.
+            self._storages[number : number + 1] = [(StorageWeakRef(storage), storage._cdata, storage.nbytes())]
         return (number + 1) * _STEP + int(x.storage_offset()) * x.element_size()
+
+    def size(self, number: int) -> int:
+        """Bytes of a storage."""
+        return self._storages[number][2]
+
+    def _free(self, size: int) -> int:
+        """A number for a storage; as an allocator does, one that another of its size had, if they are reused."""
+        for number, (storage, key, other) in enumerate(self._storages):
+            if self._reuses and other == size and storage.expired():
+                del self._numbers[key]
+                return number
+        return len(self._storages)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, launch.ByValue):
@@ -226,7 +283,11 @@ class DryGpu(contextlib.ExitStack):
         self.launches.append(Launched(kernel, grid, block, args, smem))
         self.lines.append(f"{line} ({', '.join(map(self._value, args))})")
         if launch._thread.tape is not None:
-            launch._thread.tape.append(launch.Launch(kernel, (0, *grid, *block, smem), args, early))
+            launch._thread.tape.append(_Again(self.lines, self.lines[-1]))
+
+    def _copied(self, copy: launch.Copy) -> str:
+        to, source, size = copy._arguments
+        return f"{self._number(to)}, {self._number(source)}, {size}"
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An op of PyTorch, where it computes something."""
