@@ -14,6 +14,7 @@ from dry_gpu import PROCESSORS, DryGpu
 
 import optimized
 import reference as te
+from optimized import compiler, device, launch, tensor_map
 from optimized.ops import (
     MODULES,
     attention,
@@ -21,6 +22,7 @@ from optimized.ops import (
     gemm_fp8,
     gemm_fp8_split_k,
     gemm_fused,
+    gemm_operands,
     gemm_tile,
     norm,
     norm_backward,
@@ -579,11 +581,17 @@ def layers(note: Notes) -> None:
 
 
 def configurations(note: Notes) -> None:
-    """What CI compiles of each module: how many, and a digest."""
+    """What CI compiles of each module: how many, and a digest. And which functions keep how many results."""
     for module in MODULES:
         made = [f"{kernel} {_macros(defines)}" for kernel, defines in module.CONFIGURATIONS]
         digest = hashlib.sha256("\n".join(made).encode()).hexdigest()[:16]
         note.cases.append(f"{module.__name__.rpartition('.')[2]}: {len(made)} configurations, {digest}")
+    cached = []
+    for module in (*MODULES, compiler, device, gemm_operands, gemm_tile, launch, tensor_map):
+        for name, value in sorted(vars(module).items()):
+            if hasattr(value, "cache_parameters") and value.__module__ == module.__name__:
+                cached.append((module.__name__, name, value.cache_parameters()["maxsize"]))
+    note.table("cached functions: module, name, most results", cached)
 
 
 FILES: dict[str, Callable[[Notes], None]] = {
