@@ -185,6 +185,68 @@ def test_what_is_not_saved_lies_elsewhere_and_shares_room(copied: list[int]) -> 
     assert set(copied) == {4096}
 
 
+def test_what_is_kept_is_bounded(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "MOST_TAPES", 2)
+    monkeypatch.setattr(tape, "MOST_KINDS", 2)
+    xs = [torch.full((4,), float(i)) for i in range(5)]
+    counts = []
+    for x in (xs[0], *xs):
+        (result,), _, _ = played(cloned, x)
+        assert_same_bits(result, x)
+        (only,) = tape._kinds.values()
+        counts.append(len(only.tapes))
+    assert counts == [0, 1, 2, 1, 2, 1]
+    counts = [played(cloned, xs[0], constants) and len(tape._kinds) for constants in (1, 2, 3, 4)]
+    assert counts == [2, 1, 2, 1]
+
+
+def test_what_cudnns_attention_draws_is_read_later() -> None:
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    for p, later in ((0.0, (0, 1)), (0.1, (0, 1, 6, 7)), (1.0, (0, 1, 6, 7))):
+        args = [None] * 5 + [p]
+        assert watch._read_later(forward, args) == later
+        assert watch.Foreign(forward, args, {}, {}).capturable == (p == 0)
+        assert watch._read_later(backward, args) == (0, 1, 2)
+        assert watch.Foreign(backward, args, {}, {}).capturable
+    assert watch.Into(torch.ops.aten.cat.out, [], watch.Lying.of(torch.empty(3))).capturable
+
+
+def cloned(x: torch.Tensor) -> tape.Saved:
+    return (x.clone(),)
+
+
+def test_a_saved_tensor_that_lies_elsewhere_is_not_replayed(copied: list[int]) -> None:
+    elsewhere = torch.ones(3)
+
+    def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
+        return (x.clone(),), (elsewhere, None)
+
+    x = torch.arange(4.0)
+    for step in range(4):
+        (result,), saved, kind = tape.play(lambda: lambda: function(x), "elsewhere", (x,), [])
+        assert_same_bits(result, x)
+        assert kind is None
+        assert saved[0] is elsewhere
+        assert tape._kinds["elsewhere"].usable == (step == 0)
+
+
+def test_inputs_that_share_memory_at_times_are_not_replayed(copied: list[int]) -> None:
+    def call(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return tape.play(lambda: lambda: ((y.clone(),), (x, y)), "shared", (x, y), [])
+
+    both = torch.arange(8.0)
+    x, y = torch.arange(4.0), torch.arange(4.0, 8.0)
+    assert call(x, y)[2] is None
+    _, saved, kind = call(x, y)
+    assert kind.found(saved) == (x, y)
+    (result,), saved, kind = call(both[:4], both[4:])  # y would be sought in x's storage from now on
+    assert kind is None
+    assert_same_bits(result, both[4:])
+    assert_same_bits(saved[1], both[4:])
+    assert not tape._kinds["shared"].usable
+
+
 def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
     function = lambda x: (x.clone(),)  # noqa: E731
     for x, constants in ((torch.ones(2), 1), (torch.ones(2), 2), (torch.ones(3), 1), (torch.ones(2).double(), 1)):

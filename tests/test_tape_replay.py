@@ -17,29 +17,46 @@ BF16 = torch.bfloat16
 ADDRESS = re.compile(r"&(\d+)(?:\+(\d+))?")
 
 
+MODES = ("bf16", "fp8", "fp8 weights", "microbatches", "frozen")
+
+
 class Steps:
     """Steps of training a small layer; `lines` has what each launched, with storages by number on `gpu`."""
 
-    def __init__(self, tapes: bool, fp8: bool, count: int = 7, hooks: Any = None, **options: Any) -> None:
+    def __init__(self, tapes: bool, mode: str, count: int = 6, hooks: Any = None, **options: Any) -> None:
         self.lines: list[list[str]] = []
         self.hits: list[list[int]] = []
+        self.changed: list[list[bool]] = []  # of the FP8 state, as autograd knows it
         with DryGpu() as gpu:
             if tapes:
                 gpu.tapes()
-            layer = optimized.TransformerLayer(64, 128, 4, params_dtype=BF16, fuse_qkv_params=True, **options)
+            with te.quantized_model_init(enabled=mode == "fp8 weights"):
+                layer = optimized.TransformerLayer(64, 128, 4, params_dtype=BF16, fuse_qkv_params=True, **options)
+            if mode == "frozen":
+                layer.layernorm_mlp.fc1_weight.requires_grad_(False)
+                layer.self_attention.proj.bias.requires_grad_(False)
             x = torch.empty(40, 2, 64, dtype=BF16, device="cuda").requires_grad_()
             grad = torch.empty_like(x)
-            for _ in range(count):
+            for step in range(count):
                 gpu.lines.clear()
-                with te.autocast(enabled=fp8), hooks or contextlib.nullcontext():
-                    y = layer(x)
+                before = versions(layer)
+                first = step == 0 if mode == "microbatches" else None
+                with te.autocast(enabled=mode != "bf16"), hooks or contextlib.nullcontext():
+                    y = layer(x, is_first_microbatch=first)
                 y.backward(grad)
                 layer.zero_grad(set_to_none=True)
                 x.grad = y = None
                 self.lines.append(gpu.lines.copy())
                 self.hits.append([kind.hits for kind in tape._kinds.values()])
+                self.changed.append([now > then for now, then in zip(versions(layer), before, strict=False)])
             self.kinds = list(tape._kinds.values()) if tapes else []
             self.gpu = gpu
+
+
+def versions(layer: torch.nn.Module) -> list[int]:
+    """How often autograd was told that scales and amax histories have changed."""
+    metas = [getattr(m, "fp8_meta", {}).get(key) for m in layer.modules() for key in ("scaling_fwd", "scaling_bwd")]
+    return [x._version for meta in metas if meta is not None for x in (meta.scale, meta.amax_history)]
 
 
 def launches(lines: list[str]) -> list[str]:
@@ -49,17 +66,19 @@ def launches(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_layer_is_replayed(fp8: bool, dropout: float, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_is_replayed(mode: str, dropout: float, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "SMALL", small)
     options = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    plain, taped = Steps(False, fp8, **options), Steps(True, fp8, **options)
+    plain, taped = Steps(False, mode, **options), Steps(True, mode, **options)
     assert not plain.kinds
     assert all(kind.usable for kind in taped.kinds)
     # In the last step everything comes from a tape.
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
     assert len(taped.kinds) == (2 if small else 4)
     assert {line.split()[0] for line in taped.lines[-1] if re.match(r"(again )?\w+\.\w+ \[", line)} == {"again"}
+    assert taped.changed[1:] == plain.changed[1:]
+    assert any(taped.changed[-1]) == (mode != "bf16")
     for step, lines in enumerate(taped.lines):
         found, expected = launches(lines), launches(plain.lines[step])
         assert [ADDRESS.sub("&", line) for line in found] == [ADDRESS.sub("&", line) for line in expected], step
@@ -95,7 +114,7 @@ def test_who_takes_saved_tensors_elsewhere_gets_tensors() -> None:
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    steps = Steps(True, True, 3, hooks)
+    steps = Steps(True, "fp8", 3, hooks)
     assert steps.kinds == []
     assert {x.dtype for x in seen} >= {BF16, torch.float32}  # an arena would be bytes
 
