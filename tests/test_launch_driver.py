@@ -114,6 +114,7 @@ def test_functions_of_a_file_share_its_module_on_each_device(cuda: Cuda) -> None
     first, second = (launch.function("f", name, {"B": 1, "A": 2}) for name in ("one", "two"))
     other = launch.function("f", "one", {"B": 2})
     assert first.on(0) == first.on(0) == 1001
+    assert first._load(0) == 1001  # as a thread that waited for another one's loading
     assert second.on(0) == 1002
     cuda.current = 1
     assert first.on(1) == 1003
@@ -253,6 +254,8 @@ def test_processors_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> 
         cached.cache_clear()
     try:
         assert [launch.processors(index) for index in (0, 1)] == [132, 114]
+        properties[0] = properties[1]  # is not asked for again
+        assert launch.processors(0) == 132
         assert [gemm_tile.multiprocessors(index) for index in (0, 1)] == [132, 114]
     finally:
         for cached in (launch.processors, gemm_tile.multiprocessors):
@@ -425,10 +428,11 @@ def test_what_never_becomes_a_graph(capture: Cuda) -> None:
 
 def test_launches_on_another_device(capture: Cuda) -> None:
     launches = launch.Launches()
-    for _ in range(3):
+    for _ in range(5):
         launches.append(Entry(capture))
     for _ in range(3):
         launches.again(1)
+    assert len(capture.of("again")) == 3 * 5
     assert capture.of("device") == [("device", 1), ("device", 0)] * 3
     assert capture.of("attach") == [("attach", 1)]
     assert capture.of("current") == [("current", ("stream", 0xCA9, 1))]
