@@ -77,6 +77,37 @@ def test_every_configuration_launched_is_one_that_is_compiled(seen: tuple[str, s
             assert defines in compiled[kernel], (kernel, defines)
 
 
+# By kernel: rows of a tile, bytes of a row of it. The last two arguments are the matrix's extents.
+CASTS = {"cast_transpose": (128, 256), "cat_cast_transpose": (128, 256), "activation_cast_transpose": (64, 256)}
+BYTES = (4, 2, 2)  # of an element, by the macro WIDE
+
+
+def test_blocks_cover_matrices_and_no_more(seen: tuple[str, str, DryGpu]) -> None:
+    for kernel, grid, block, args, _ in seen[2].launches:
+        size = BYTES[int(kernel.defines.get("WIDE", 0))]
+        if kernel.kernel in CASTS:
+            tile_rows, row_bytes = CASTS[kernel.kernel]
+            rows, cols = map(int, args[-2:])
+            assert grid[0] == max(1, -(-cols * size // row_bytes)), (kernel.kernel, grid, rows, cols)
+            tiles = max(1, -(-rows // tile_rows))
+            assert tiles <= grid[1] * grid[2] < tiles + grid[1], (kernel.kernel, grid, rows, cols)
+        elif kernel.kernel in ("attention", "attention_backward") and kernel.name == kernel.kernel:
+            shape = args[3 if kernel.kernel == "attention" else 4].storage[()]
+            rows, d = int(shape["sq" if kernel.defines.get("DQ", 1) else "skv"]), int(shape["d"])
+            assert (grid[0] - 1) * 128 < rows <= grid[0] * 128
+            assert (grid[2] - 1) * int(kernel.defines["N_OUT"]) < d <= grid[2] * int(kernel.defines["N_OUT"])
+            assert d <= 64 * int(kernel.defines["D_CHUNKS"])
+        elif kernel.kernel == "cast":
+            assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
+        elif kernel.kernel == "dropout" and kernel.name != "advance":
+            assert (grid[0] - 1) * 8 * block[0] < int(args[4]) <= grid[0] * 8 * block[0]
+        elif kernel.kernel == "softmax":
+            rows = int(args[2 if kernel.name == "softmax" else 3])
+            assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
+            groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
+            assert groups == 0 or cols <= 256 * groups
+
+
 def test_every_kernel_of_the_ops_is_launched_by_some_case() -> None:
     texts = "".join((FOLDER / f"{name}.txt").read_text("utf-8") for name in FILES)
     for module in MODULES:
