@@ -301,7 +301,8 @@ class DryGpu(contextlib.ExitStack):
             or name in ("lift_fresh", "detach", "alias", "_unsafe_view")
         ):
             return
-        self.lines.append(f"{name}({self.shown((*args, *kwargs.items()))}) -> {self.shown(result)}")
+        options = [f"{key}={self.shown(value)}" for key, value in kwargs.items() if key not in ("device", "pin_memory")]
+        self.lines.append(f"{name}({', '.join([*map(self.shown, args), *options])}) -> {self.shown(result)}")
 
     def shown(self, x: Any) -> str:
         """Tensors by dtype, shape, address and, where they are not contiguous, strides."""
