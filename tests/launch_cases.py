@@ -14,7 +14,7 @@ from dry_gpu import PROCESSORS, DryGpu
 
 import optimized
 import reference as te
-from optimized import compiler, device, launch, tensor_map
+from optimized import compiler, device, launch, tape, tensor_map, watch
 from optimized.ops import (
     MODULES,
     attention,
@@ -27,6 +27,7 @@ from optimized.ops import (
     norm,
     norm_backward,
     norm_cast_transpose,
+    scale_update,
 )
 from optimized.ops.gemm_tile import FP8_TILES, TILES, Tile
 from reference.ops.activation import GATED, KINDS
@@ -592,6 +593,14 @@ def configurations(note: Notes) -> None:
             if hasattr(value, "cache_parameters") and value.__module__ == module.__name__:
                 cached.append((module.__name__, name, value.cache_parameters()["maxsize"]))
     note.table("cached functions: module, name, most results", cached)
+    limits: list[tuple[Any, tuple[str, ...]]] = [
+        (launch, ("_WORTH_A_GRAPH",)),
+        (tape, ("LARGEST", "MOST_KINDS", "MOST_TAPES", "MOST_MISSES", "_ALIGNMENT")),
+        (watch, ("MOST_MOVED",)),
+        (scale_update, ("_MOST_TAPES",)),
+    ]
+    rows = [(module.__name__, name, getattr(module, name)) for module, names in limits for name in names]
+    note.table("limits", rows)
 
 
 FILES: dict[str, Callable[[Notes], None]] = {
