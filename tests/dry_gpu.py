@@ -3,34 +3,46 @@
     with DryGpu() as gpu:
         x = torch.empty(64, 128, device="cuda")    # a shape, a dtype and an address: no memory
         torch.ops.twin.amax(x, history, 0)         # runs optimized/ops/amax.py
-    print("\\n".join(gpu.lines))
+    print("\\n".join(gpu.taken()))
 
 A line is a launch (kernel, macros, grid, block, shared memory, arguments) or an op of PyTorch that is not a view. An
-address is written as the number of its storage, counted from the first that was looked at, and bytes from its start.
+address is written as the number of its storage and bytes from its start: `&2+64`. `taken` numbers storages as its text
+names them. Numbers without a type are int32 and float32. What is as mostly is left out: no dynamic shared memory, as
+much of it as the kernel may have (`smem=1 of 2` otherwise), no carveout, device 0.
 """
 
 import contextlib
+import ctypes
+import hashlib
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optimized import device as device_checks
-from optimized import launch, tensor_map
+from optimized import launch, tape, tensor_map, watch
+from optimized.ops import scale_update
 from reference.ops.library import _IMPLEMENTATIONS
 
 PROCESSORS = 132  # of an H200
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int64: "i64"}
+DTYPES = {
+    **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int64: "i64"},
+    **{torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"},
+}
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 # What a tensor without numbers says when it is asked for one.
 _ANSWERS = {torch.ops.aten._local_scalar_dense.default: 1, torch.ops.aten.equal.default: True}
 _STEP = 1 << 40  # bytes between the storages' addresses
+_MAP = 1 << 62  # and the number of a tensor map: its first word
+_LONG = 32  # entries of an array; of a longer one the first and the last are written, and a digest of all
 
 
 _HERE, _META = torch.device("cuda", 0), torch.device("meta")
@@ -75,13 +87,42 @@ def _is_cpu(x: Any) -> bool:
     return (isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu")
 
 
+class Launched(NamedTuple):
+    """A launch as `launch.launch` was asked for it."""
+
+    kernel: launch.Kernel
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: Sequence[Any]
+    smem: int
+
+
+class _Again(NamedTuple):
+    """A launch to be made again: noted again, behind `again`."""
+
+    lines: list[str]
+    line: str
+    capturable: bool = True
+
+    def again(self, stream: int) -> None:
+        self.lines.append(f"again {self.line}")
+
+
+def renumbered(text: str) -> str:
+    """A text with the storages that it names numbered in their order in it."""
+    numbers: dict[str, int] = {}
+    return re.sub(r"&(\d+)", lambda match: f"&{numbers.setdefault(match[1], len(numbers))}", text)
+
+
 class DryGpu(contextlib.ExitStack):
-    """See the file. `lines` holds what was noted."""
+    """See the file. `lines` holds what was noted, `launches` every launch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self._storages: list[Any] = []  # kept alive: an address must not be given twice
+        self.launches: list[Launched] = []
+        self._storages: list[tuple[StorageWeakRef, int, int]] = []  # by number, with what `_numbers` knows, and bytes
+        self._reuses = False
         self._numbers: dict[int, int] = {}
         self._maps: list[str] = []
 
@@ -89,10 +130,12 @@ class DryGpu(contextlib.ExitStack):
         super().__enter__()
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
-            (launch.Launches, "again", lambda launches, device: self.lines.append(f"again: {len(launches._entries)}")),
+            (launch.Launches, "again", lambda launches, device: [one.again(0) for one in launches._entries]),
+            (launch.Copy, "again", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
             (launch, "processors", lambda index: PROCESSORS),
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
+            (scale_update, "_tapes", {}),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch._C, "_cuda_exchangeDevice", lambda index: index),
@@ -101,10 +144,44 @@ class DryGpu(contextlib.ExitStack):
             self.enter_context(mock.patch.object(owner, name, value, create=True))
         _forget_addresses()
         self.callback(_forget_addresses)
-        pretends = _Pretends(self)
-        self.enter_context(_Notes(self, pretends))
-        self.enter_context(pretends)
+        self._pretends = _Pretends(self)
+        self.enter_context(_Notes(self, self._pretends))
+        self.enter_context(self._pretends)
         return self
+
+    def taken(self, *before: str) -> list[str]:
+        """What was noted since the last time, behind lines that name the same storages; `lines` is empty then."""
+        text = renumbered("\n".join((*before, *self.lines)))
+        self.lines.clear()
+        return text.split("\n") if text else []
+
+    def tapes(self) -> None:
+        """Let layers be replayed from tapes (optimized/tape.py), until the end; addresses are used again then."""
+        self._reuses = True
+
+        def storage_of(x: torch.Tensor) -> int:
+            return self.address(x.new_empty(0).set_(x.untyped_storage(), 0, (1,), (1,)))
+
+        def pretending(owner: type, name: str) -> None:
+            method = getattr(owner, name)  # called where PyTorch has put the mode aside
+
+            def run(*args: Any) -> Any:
+                with self._pretends:
+                    return method(*args)
+
+            self.enter_context(mock.patch.object(owner, name, run))
+
+        def called(kind: str) -> Callable[[Any, int], None]:
+            return lambda entry, stream: self.lines.append(f"again {kind} {entry.func._schema.name}")
+
+        pretending(tape.Watch, "__torch_dispatch__")
+        pretending(tape.Player, "backward")
+        for owner in (tape, watch):
+            self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
+        for kind in (watch.Foreign, watch.Into):
+            self.enter_context(mock.patch.object(kind, "again", called(kind.__name__)))
+        self.enter_context(mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0))
+        self.enter_context(mock.patch.object(tape, "_kinds", {}))
 
     # --- addresses ---------------------------------------------------------------------------------------
 
@@ -115,23 +192,45 @@ class DryGpu(contextlib.ExitStack):
         storage = x.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
-            number = self._numbers[storage._cdata] = len(self._storages)
-            self._storages.append(storage)
+            number = self._numbers[storage._cdata] = self._free(storage.nbytes())
+            # The reference keeps `_cdata` from being used again.
+            self._storages[number : number + 1] = [(StorageWeakRef(storage), storage._cdata, storage.nbytes())]
         return (number + 1) * _STEP + int(x.storage_offset()) * x.element_size()
+
+    def size(self, number: int) -> int:
+        """Bytes of a storage."""
+        return self._storages[number][2]
+
+    def _free(self, size: int) -> int:
+        """A number for a storage; as an allocator does, one that another of its size had, if they are reused."""
+        for number, (storage, key, other) in enumerate(self._storages):
+            if self._reuses and other == size and storage.expired():
+                del self._numbers[key]
+                return number
+        return len(self._storages)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, launch.ByValue):
             return self._struct(value.storage)
-        kind = "" if isinstance(value, int) else type(value).__name__[0] + type(value).__name__.lstrip("uintfloa")
-        number = value if isinstance(value, int) else value.item()
-        if isinstance(number, int) and number >= _STEP:
+        if isinstance(value, int):
+            return self._number(value) if value >= _STEP else f"i64:{value}" if value else "null"
+        kind = "" if isinstance(value, (np.int32, np.float32)) else f"{np.dtype(type(value)).name}:"
+        return f"{kind}{value.item()!r}"
+
+    def _number(self, number: int) -> str:
+        """Of 64 bits: an address, the first word of a tensor map, or a number."""
+        if number >= _MAP:
+            return self._maps[number - _MAP]
+        if number >= _STEP:
             number, offset = divmod(number, _STEP)
             return f"&{number - 1}" + (f"+{offset}" if offset else "")
-        return f"{kind}:{number!r}" if kind else repr(number)
+        return str(number)
 
     def _struct(self, storage: np.ndarray) -> str:
         if storage.dtype == np.uint8 and storage.size % 128 == 0:  # tensor maps
-            return "[" + "; ".join(self._maps[int(one.view(np.uint32)[0])] for one in storage.reshape(-1, 128)) + "]"
+            maps = [self._maps[int(words[0]) - _MAP] for words in storage.view(np.int64).reshape(-1, 16)]
+            texts = [text if i == maps.index(text) else f"map {maps.index(text)}" for i, text in enumerate(maps)]
+            return "[" + "; ".join(texts) + "]"
         return self._plain(storage)
 
     def _plain(self, x: Any) -> str:
@@ -145,19 +244,21 @@ class DryGpu(contextlib.ExitStack):
             found = [self._plain(one) for one in x]
             while found and found[-1] in ("0", "0.0", "[]", "{}"):
                 found.pop()
+            if len(found) > _LONG:
+                digest = hashlib.sha256(renumbered(" ".join(found)).encode()).hexdigest()[:16]
+                found = [*found[:4], f"... {len(found)} in all, {digest} ...", found[-1]]
             return "[" + " ".join(found) + "]"
         number = x.item()
-        return self._value(number) if isinstance(number, int) else repr(number)
+        return self._number(number) if isinstance(number, int) else repr(number)
 
     def _encode(self, words: int, kind: int, rank: int, pointer: int, *rest: Any) -> int:
         """In place of the driver's cuTensorMapEncodeTiled: a number, which stands for what it was asked."""
-        import ctypes
-
         shape, strides, box, steps, *modes = (tuple(one) if hasattr(one, "__len__") else one for one in rest)
-        text = f"map {self._value(pointer)} type={kind} rank={rank} {shape} {strides} {box} {steps} {modes}"
+        unusual = f" rank={rank}" * (rank != len(shape)) + f" steps={steps}" * (set(steps) != {1})
+        text = f"map {self._number(pointer)} type={kind} {shape} {strides} {box} {modes}{unusual}".replace(", ", ",")
         if text not in self._maps:
             self._maps.append(text)
-        ctypes.memmove(words, np.uint32(self._maps.index(text)).tobytes(), 4)
+        ctypes.memmove(words, np.int64(_MAP + self._maps.index(text)).tobytes(), 8)
         return 0
 
     # --- notes -------------------------------------------------------------------------------------------
@@ -175,11 +276,18 @@ class DryGpu(contextlib.ExitStack):
     ) -> None:
         launch._Arguments(kernel, args).fill(args)  # refuses what no kernel takes
         macros = " ".join(f"{name}={value}" for name, value in sorted(kernel.defines.items()))
-        line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block} smem={smem}/{kernel.max_dynamic_smem}"
-        line += f" carveout={kernel.carveout} device={device}" + " early" * early
+        line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block}"
+        line += f" smem={smem}" * bool(smem) + f" of {kernel.max_dynamic_smem}" * (smem != kernel.max_dynamic_smem)
+        line += f" carveout={kernel.carveout}" * (kernel.carveout != -1)
+        line += f" device={device}" * bool(device) + " early" * early
+        self.launches.append(Launched(kernel, grid, block, args, smem))
         self.lines.append(f"{line} ({', '.join(map(self._value, args))})")
         if launch._thread.tape is not None:
-            launch._thread.tape.append(launch.Launch(kernel, (0, *grid, *block, smem), args, early))
+            launch._thread.tape.append(_Again(self.lines, self.lines[-1]))
+
+    def _copied(self, copy: launch.Copy) -> str:
+        to, source, size = copy._arguments
+        return f"{self._number(to)}, {self._number(source)}, {size}"
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An op of PyTorch, where it computes something."""
@@ -193,15 +301,22 @@ class DryGpu(contextlib.ExitStack):
             or name in ("lift_fresh", "detach", "alias", "_unsafe_view")
         ):
             return
-        self.lines.append(f"{name}({self._show((*args, *kwargs.items()))}) -> {self._show(result)}")
+        options = [f"{key}={self.shown(value)}" for key, value in kwargs.items() if key not in ("device", "pin_memory")]
+        self.lines.append(f"{name}({', '.join([*map(self.shown, args), *options])}) -> {self.shown(result)}")
 
-    def _show(self, x: Any) -> str:
+    def shown(self, x: Any) -> str:
+        """Tensors by dtype, shape, address and, where they are not contiguous, strides."""
         if isinstance(x, torch.Tensor):
-            dtype = DTYPES.get(x.dtype, str(x.dtype).removeprefix("torch."))
-            return f"{dtype}{list(x.shape)}"
+            strides = "" if x.is_contiguous() else str(x.stride()).replace(" ", "")
+            return f"{_name(x.dtype)}{list(x.shape)}{strides}{self._value(self.address(x)) if x.numel() else ''}"
         if isinstance(x, (list, tuple)):
-            return ", ".join(self._show(one) for one in x)
-        return str(x)
+            shown = [self.shown(one) for one in x]
+            return ", ".join(shown if len(shown) <= 13 else [*shown[:2], f"... {len(shown)} in all", shown[-1]])
+        return _name(x) if isinstance(x, torch.dtype) else str(x)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _forget_addresses() -> None:

@@ -185,6 +185,147 @@ def test_what_is_not_saved_lies_elsewhere_and_shares_room(copied: list[int]) -> 
     assert set(copied) == {4096}
 
 
+def test_what_is_kept_is_bounded(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "MOST_TAPES", 2)
+    monkeypatch.setattr(tape, "MOST_KINDS", 2)
+    xs = [torch.full((4,), float(i)) for i in range(5)]
+    counts = []
+    for x in (xs[0], *xs):
+        (result,), _, _ = played(cloned, x)
+        assert_same_bits(result, x)
+        (only,) = tape._kinds.values()
+        counts.append(len(only.tapes))
+    assert counts == [0, 1, 2, 1, 2, 1]
+    counts = [played(cloned, xs[0], constants) and len(tape._kinds) for constants in (1, 2, 3, 4)]
+    assert counts == [2, 1, 2, 1]
+
+
+def test_what_cudnns_attention_draws_is_read_later() -> None:
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    for p, later in ((0.0, (0, 1)), (0.1, (0, 1, 6, 7)), (1.0, (0, 1, 6, 7))):
+        args = [None] * 5 + [p]
+        assert watch._read_later(forward, args) == later
+        assert watch.Foreign(forward, args, {}, {}).capturable == (p == 0)
+        assert watch._read_later(backward, args) == (0, 1, 2)
+        assert watch.Foreign(backward, args, {}, {}).capturable
+    assert watch.Into(torch.ops.aten.cat.out, [], watch.Lying.of(torch.empty(3))).capturable
+
+
+def test_a_place_is_a_tensor_in_the_storage_of_another() -> None:
+    whole = torch.arange(48, dtype=torch.float32).view(6, 8)
+    sources = [None, torch.empty(3), whole[1:]]
+    for x, offset in ((whole[1:], 0), (whole[2:4, 1::3], 36), (whole[1:].t(), 0), (whole[0], -32), (whole[3:3], 64)):
+        place = watch.place_of(x, sources)
+        assert place == (2, offset, x.shape, x.stride(), x.dtype)
+        found = place.of(sources)
+        assert (found is sources[2]) == (x.shape == (5, 8))
+        assert_same_bits(found, x)
+        assert found.data_ptr() == x.data_ptr()
+        assert found.stride() == x.stride()
+    words = watch.Place(2, 4, torch.Size([3]), (2,), torch.int16).of(sources)
+    assert_same_bits(words, whole.view(torch.int16).flatten()[18:24:2])
+    elsewhere = torch.ones(2, 3).t()
+    assert watch.place_of(elsewhere, sources) == (-1, 0, elsewhere.shape, elsewhere.stride(), elsewhere.dtype)
+
+
+def test_a_tensor_by_its_address() -> None:
+    x = torch.arange(48).view(6, 8)[1:5:2, 1::3]
+    lying, same, number = watch.Lying.of([x, [x, None], 3])
+    assert lying == (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
+    assert (same, number) == ([lying, None], 3)
+    made, (again, nothing), three = watch._tensors([lying, same, number])
+    assert (nothing, three) == (None, 3)
+    for found in (made, again):
+        assert_same_bits(found, x)
+        assert found.data_ptr() == x.data_ptr()
+        assert found.untyped_storage().nbytes() == (16 + 2 * 3 + 1) * 8  # no more than from its first to its last
+
+
+def test_how_much_is_too_much(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind has an arena of 512 bytes and a scratch of 1024."""
+
+    def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
+        kept, first = x.clone(), x.clone()
+        second = first.clone()
+        return (second.clone(),), (kept,)
+
+    x = torch.arange(3.0)
+    for limit, usable in ((1535, False), (1536, True)):
+        monkeypatch.setattr(tape, "LARGEST", limit)
+        tape.play(lambda: lambda: function(x), limit, (x,), [])
+        assert tape._kinds[limit].sizes == [512, 1024]
+        assert tape._kinds[limit].usable == usable
+    # As many misses more than hits as are accepted.
+    monkeypatch.setattr(tape, "MOST_MISSES", 3)
+    monkeypatch.setattr(tape._All, "misses", 3)
+    assert tape.play(lambda: lambda: function(x), 1536, (x,), [])[2] is not None
+    assert tape._All.misses == 4
+    assert tape.play(lambda: lambda: function(x), "another", (x,), [])[2] is None
+    assert "another" not in tape._kinds
+    tape._All.hits = 1
+    tape.play(lambda: lambda: function(x), "another", (x,), [])
+    assert "another" in tape._kinds
+
+
+def test_results_share_one_allocation(copied: list[int]) -> None:
+    """All but the first, each from a multiple of 512 bytes on, if they are of one dtype."""
+
+    def function(x: torch.Tensor, second: torch.dtype) -> tuple[tape.Saved, tape.Saved]:
+        others = (x.new_empty(3, 5), None, x.new_empty(128), torch.empty(7, dtype=second))
+        return (x.clone(), *others), (x,)
+
+    x = torch.arange(6.0).view(2, 3)
+    for dtype, pooled in ((torch.float32, [15, 113, 128, 7, 121]), (torch.float64, [])):
+        key = ("shared", dtype)
+        for _ in range(3):
+            results, _, kind = tape.play(lambda dtype=dtype: lambda: function(x, dtype), key, (x,), [])
+        assert kind is not None
+        assert kind.pooled == pooled
+        assert [None if one is None else (*one.shape, one.dtype) for one in results] == [
+            *((2, 3, torch.float32), (3, 5, torch.float32), None, (128, torch.float32), (7, dtype))
+        ]
+        first = results[1].data_ptr()
+        offsets = [one.data_ptr() - first for one in results[1:] if one is not None]
+        assert (offsets == [0, 512, 1024]) == bool(pooled)
+        assert results[0].untyped_storage().nbytes() == 24
+
+
+def cloned(x: torch.Tensor) -> tape.Saved:
+    return (x.clone(),)
+
+
+def test_a_saved_tensor_that_lies_elsewhere_is_not_replayed(copied: list[int]) -> None:
+    elsewhere = torch.ones(3)
+
+    def function(x: torch.Tensor) -> tuple[tape.Saved, tape.Saved]:
+        return (x.clone(),), (elsewhere, None)
+
+    x = torch.arange(4.0)
+    for step in range(4):
+        (result,), saved, kind = tape.play(lambda: lambda: function(x), "elsewhere", (x,), [])
+        assert_same_bits(result, x)
+        assert kind is None
+        assert saved[0] is elsewhere
+        assert tape._kinds["elsewhere"].usable == (step == 0)
+
+
+def test_inputs_that_share_memory_at_times_are_not_replayed(copied: list[int]) -> None:
+    def call(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return tape.play(lambda: lambda: ((y.clone(),), (x, y)), "shared", (x, y), [])
+
+    both = torch.arange(8.0)
+    x, y = torch.arange(4.0), torch.arange(4.0, 8.0)
+    assert call(x, y)[2] is None
+    _, saved, kind = call(x, y)
+    assert kind.found(saved) == (x, y)
+    (result,), saved, kind = call(both[:4], both[4:])  # y would be sought in x's storage from now on
+    assert kind is None
+    assert_same_bits(result, both[4:])
+    assert_same_bits(saved[1], both[4:])
+    assert not tape._kinds["shared"].usable
+
+
 def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
     function = lambda x: (x.clone(),)  # noqa: E731
     for x, constants in ((torch.ones(2), 1), (torch.ones(2), 2), (torch.ones(3), 1), (torch.ones(2).double(), 1)):

@@ -1,0 +1,131 @@
+"""Layers replayed from tapes on a pretended GPU: the launches of a plain run, in memory that nothing else needs."""
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from dry_gpu import DryGpu
+
+import optimized
+import reference as te
+from optimized import tape
+from reference.nn import autograd, blocks
+
+BF16 = torch.bfloat16
+ADDRESS = re.compile(r"&(\d+)(?:\+(\d+))?")
+
+
+MODES = ("bf16", "fp8", "fp8 weights", "microbatches", "frozen")
+
+
+class Steps:
+    """Steps of training a small layer; `lines` has what each launched, with storages by number on `gpu`."""
+
+    def __init__(self, tapes: bool, mode: str, count: int = 6, hooks: Any = None, **options: Any) -> None:
+        self.lines: list[list[str]] = []
+        self.hits: list[list[int]] = []
+        self.changed: list[list[bool]] = []  # of the FP8 state, as autograd knows it
+        with DryGpu() as gpu:
+            if tapes:
+                gpu.tapes()
+            with te.quantized_model_init(enabled=mode == "fp8 weights"):
+                layer = optimized.TransformerLayer(64, 128, 4, params_dtype=BF16, fuse_qkv_params=True, **options)
+            if mode == "frozen":
+                layer.layernorm_mlp.fc1_weight.requires_grad_(False)
+                layer.self_attention.proj.bias.requires_grad_(False)
+            x = torch.empty(40, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+            grad = torch.empty_like(x)
+            for step in range(count):
+                gpu.lines.clear()
+                before = versions(layer)
+                first = step == 0 if mode == "microbatches" else None
+                with te.autocast(enabled=mode != "bf16"), hooks or contextlib.nullcontext():
+                    y = layer(x, is_first_microbatch=first)
+                y.backward(grad)
+                layer.zero_grad(set_to_none=True)
+                x.grad = y = None
+                self.lines.append(gpu.lines.copy())
+                self.hits.append([kind.hits for kind in tape._kinds.values()])
+                self.changed.append([now > then for now, then in zip(versions(layer), before, strict=False)])
+            self.kinds = list(tape._kinds.values()) if tapes else []
+            self.gpu = gpu
+
+
+def versions(layer: torch.nn.Module) -> list[int]:
+    """How often autograd was told that scales and amax histories have changed."""
+    metas = [getattr(m, "fp8_meta", {}).get(key) for m in layer.modules() for key in ("scaling_fwd", "scaling_bwd")]
+    return [x._version for meta in metas if meta is not None for x in (meta.scale, meta.amax_history)]
+
+
+def launches(lines: list[str]) -> list[str]:
+    """Those of kernels, whether made again or not."""
+    return [line.removeprefix("again ") for line in lines if re.match(r"(again )?\w+\.\w+ \[", line)]
+
+
+@pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two nodes", "one node"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_is_replayed(mode: str, dropout: float, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    options = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    plain, taped = Steps(False, mode, **options), Steps(True, mode, **options)
+    assert not plain.kinds
+    assert all(kind.usable for kind in taped.kinds)
+    # In the last step everything comes from a tape.
+    assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
+    assert len(taped.kinds) == (2 if small else 4)
+    assert {line.split()[0] for line in taped.lines[-1] if re.match(r"(again )?\w+\.\w+ \[", line)} == {"again"}
+    assert taped.changed[1:] == plain.changed[1:]
+    assert any(taped.changed[-1]) == (mode != "bf16")
+    for step, lines in enumerate(taped.lines):
+        found, expected = launches(lines), launches(plain.lines[step])
+        assert [ADDRESS.sub("&", line) for line in found] == [ADDRESS.sub("&", line) for line in expected], step
+        if step:
+            assert_apart(found, expected, taped.gpu, plain.gpu)
+
+
+def assert_apart(found: list[str], expected: list[str], gpu: DryGpu, plain: DryGpu) -> None:
+    """What is a storage of its own in a plain run lies in one place, and nothing else lies there from its first use on
+    to its last.
+    """
+    places: dict[int, tuple[int, int]] = {}  # by storage of the plain run: storage and offset
+    uses: dict[int, list[int]] = {}
+    for i, (line, other) in enumerate(zip(found, expected, strict=True)):
+        for here, there in zip(ADDRESS.finditer(line), ADDRESS.finditer(other), strict=True):
+            number, start = int(there[1]), int(here[2] or 0) - int(there[2] or 0)
+            assert places.setdefault(number, (int(here[1]), start)) == (int(here[1]), start), (line, other)
+            uses.setdefault(number, []).append(i)
+    for number, (storage, start) in places.items():
+        assert 0 <= start <= gpu.size(storage) - plain.size(number)
+        assert start % 512 == 0 or plain.size(number) == 16  # as the allocator's; but for a row of a generator's states
+        for other, (beside, at) in places.items():
+            together = uses[number][0] <= uses[other][-1] and uses[other][0] <= uses[number][-1]
+            if number < other and storage == beside and together:
+                assert start + plain.size(number) <= at or at + plain.size(other) <= start, (number, other)
+
+
+def test_who_takes_saved_tensors_elsewhere_gets_tensors() -> None:
+    seen: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    steps = Steps(True, "fp8", 3, hooks)
+    assert steps.kinds == []
+    assert {x.dtype for x in seen} >= {BF16, torch.float32}  # an arena would be bytes
+
+
+def test_another_mode_that_watches_ops_sees_them() -> None:
+    """As long as it is there, no tape is recorded."""
+    with DryGpu() as gpu:  # is such a mode
+        layer = optimized.Linear(64, 64, params_dtype=BF16)
+        before = len(tape._kinds)
+        for _ in range(3):
+            layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
+        assert len(tape._kinds) == before
+        assert len([line for line in gpu.lines if line.startswith("gemm.gemm [")]) == 3
+    assert isinstance(autograd.player, tape.Player)
