@@ -61,7 +61,7 @@ class FakeCublasLt:
         if isinstance(value, ctypes.Array):
             return str(list(value)) if value._type_ is not cublaslt._Heuristic else f"{len(value)} results"
         if isinstance(value, ctypes._SimpleCData):
-            value = value.value or 0
+            value = 0 if value.value is None else value.value
         return self.gpu._value(value) if isinstance(value, int) and value >= _STEP else str(value)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> int:

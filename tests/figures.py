@@ -9,11 +9,14 @@ from matplotlib.colors import to_hex
 LONG = 12  # points of a line that are written out
 
 
+_digits = 5
+
+
 def _numbers(values: Any) -> str:
     array = np.asarray(values, dtype=float).reshape(-1)
-    shown = [f"{value:.5g}" for value in array[:LONG]]
+    shown = [f"{value:.{_digits}g}" for value in array[:LONG]]
     if array.size > LONG:
-        shown += [f"... {array.size} in all, sum {array.sum():.5g}, last {array[-1]:.5g}"]
+        shown += [f"... {array.size} in all, sum {array.sum():.{_digits}g}, last {array[-1]:.{_digits}g}"]
     return "[" + " ".join(shown) + "]"
 
 
@@ -63,8 +66,10 @@ def _axis(name: str, axis: Any, scale: str, limits: Any) -> str:
     return f"{name} {title} {scale} {_numbers(limits)} ticks {_numbers(ticks)} {minor} minor {labels[:12]} {size:g}"
 
 
-def lines(figure: Any) -> Iterator[str]:
-    """Axis by axis."""
+def lines(figure: Any, digits: int = 5) -> Iterator[str]:
+    """Axis by axis; numbers with so many digits."""
+    global _digits
+    _digits = digits
     figure.draw_without_rendering()
     yield f"figure {_numbers(figure.get_size_inches())} {figure.get_suptitle()!r}"
     for legend in figure.legends:

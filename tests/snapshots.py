@@ -1,4 +1,4 @@
-"""Texts that tests compare with what is recorded in tests/golden/<folder>/<name>.txt, and the command that records them.
+"""Texts that tests compare with what tests/golden/<folder>/<name>.txt holds, and the command that records them.
 
     PYTHONPATH=.:tests python tests/snapshots.py [name ...]        # after a change that was meant; read the diff
 
@@ -70,7 +70,7 @@ def difference(sections: Sections, recorded: str) -> str | None:
         for i, group in enumerate(_groups(lines, shown)):
             if i >= len(known) or digest(group) != known[i]:
                 where = (
-                    f"{title}, lines {shown + i * len(group)} on, of which the digest is no longer what is recorded:"
+                    f"{title}, lines {shown + i * len(group)} on, of which the digest is no longer the recorded one:"
                 )
                 return "\n".join([where, *map(_cut, group[:24])])
         if old[title][0] != f"{title}: {len(lines)} lines":
@@ -113,9 +113,10 @@ def payload_lines(payload: Any, depth: int = 2, indent: str = "") -> list[str]:
 def main() -> None:
     """Record."""
     import test_benchmarks_dry
+    import test_commands_text
     import test_elementary_dry
 
-    for module in (test_benchmarks_dry, test_elementary_dry):
+    for module in (test_benchmarks_dry, test_elementary_dry, test_commands_text):
         runs: Mapping[str, Callable[[], Sections]] = module.RUNS
         for name, run in runs.items():
             if sys.argv[1:] in ([], [name]) or name in sys.argv[1:]:

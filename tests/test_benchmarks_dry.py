@@ -46,7 +46,7 @@ from optimized.bench import (
 from optimized.commands import tables
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 FOLDER = "benchmarks"
 payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
@@ -81,7 +81,7 @@ def run_of(module: Any) -> snapshots.Sections:
     with DryBench() as bench, contextlib.redirect_stdout(io.StringIO()) as printed:
         payload = module.run(told.append)
     payloads[module.NAME] = payload
-    with mock.patch.object(measure, "outdated", lambda payload: []):
+    with mock.patch.object(measure, "outdated", return_value=[]):
         found = {"payload": (snapshots.payload_lines(payload), 60), "tables": tabulated(module.NAME, payload)}
     found["progress"] = [f"{one:.6g}" for one in told], 6
     if printed.getvalue():
@@ -136,7 +136,7 @@ def run_of_layer() -> snapshots.Sections:
     with mock.patch.object(layer, "contestants", contestants):
         found = run_of_layers(layer)
     payload = json.loads(json.dumps(payloads["layer"]))
-    with mock.patch.object(measure, "read_result", lambda name: payload):
+    with mock.patch.object(measure, "read_result", return_value=payload):
         return {**found, "plot": drawn(layer_plot.main)}
 
 
@@ -152,7 +152,7 @@ def run_of_layers(module: Any) -> snapshots.Sections:
     recipes = types.SimpleNamespace(DelayedScaling=optimized.DelayedScaling)
     pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 0))
     with (
-        mock.patch.object(layer_models, "_engine", lambda: optimized),
+        mock.patch.object(layer_models, "_engine", return_value=optimized),
         mock.patch.dict(sys.modules, {"transformer_engine.common.recipe": recipes, "cupy": pool}),
         warnings.catch_warnings(),
     ):

@@ -6,6 +6,7 @@ about numbers are found on the CPU, from functions that are right, and from some
 
 import contextlib
 import io
+import itertools
 import json
 import sys
 import types
@@ -167,11 +168,13 @@ def test_a_complaint_of_ptxas_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_epilogue_with_other_words_ends_it() -> None:
-    with DryBench(), mock.patch.object(torch, "equal", lambda a, b: False):
-        with pytest.raises(RuntimeError, match=r"^gemm_fp8: the GEMM's bf16 words are not cuBLASLt's\.$"):
-            elementary.gemm_variants()
-    with DryBench(), mock.patch.object(torch, "equal", lambda a, b: a.dtype != torch.uint8):
-        with pytest.raises(RuntimeError, match=r"^identity: the epilogue's FP8 codes are not the function's\.$"):
+    h, codes = "gemm_fp8: the GEMM's bf16 words are not", "identity: the epilogue's FP8 codes are not"
+    for wrong, sentence in ((torch.int16, h), (torch.uint8, codes)):
+        with (
+            DryBench(),
+            mock.patch.object(torch, "equal", lambda a, b, wrong=wrong: a.dtype != wrong),
+            pytest.raises(RuntimeError, match=f"^{sentence} "),
+        ):
             elementary.gemm_variants()
 
 
@@ -245,7 +248,7 @@ def test_rsqrt_over_some_words() -> None:
         facts = elementary.rsqrt_facts()
     assert spans[0][0] == 0x00800000
     assert spans[-1][1] == 0x7F800000
-    assert all(one[1] == other[0] for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
     assert facts == {
         "rsqrt_normal_words": 8 * len(spans),
         "rsqrt_normal_words_that_differ": len(spans),
@@ -349,7 +352,7 @@ def test_errors_over_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
         found: Any = elementary_error.fp32_errors(name, partial(shifted, name), "cpu")
         assert spans[0][0] == first
         assert spans[-1][1] == last + 1
-        assert all(one[1] == other[0] for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
         assert {stop - start for start, stop in spans[:-1]} == {1 << 26}
         assert found["words"] == sum(-(-(stop - start) // (65536 * 16)) for start, stop in spans)
         assert 0.5 < found["max_ulp"] < 1.6
@@ -417,7 +420,7 @@ def run_of_pages() -> snapshots.Sections:
         table = elementary_table.markdown(made_up()).splitlines()
     payload = made_up()
     payload["gemm"]["times"]["identity"] = {"median": 1.25}
-    with mock.patch.object(measure, "read_result", lambda name: payload):
+    with mock.patch.object(measure, "read_result", return_value=payload):
         plot = drawn(elementary_plot.main)
     errors = [line for name in ("gelu", "dgelu", "silu", "dsilu") for line in error_lines(name)]
     return {"table": (table, 60), "errors": (errors, 20), "plot": plot}
