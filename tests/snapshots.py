@@ -58,7 +58,7 @@ def difference(sections: Sections, recorded: str) -> str | None:
     """The first lines that are not what is recorded; None where everything is."""
     if text(sections) == recorded:
         return None
-    old = {part.split(":")[0]: part.splitlines() for part in recorded.split("== ")[1:]}
+    old = {part.split("\n")[0].rsplit(":", 1)[0]: part.splitlines() for part in recorded.split("== ")[1:]}
     for title, (lines, shown) in sections.items():
         if title not in old:
             return f"{title!r} is not recorded."
