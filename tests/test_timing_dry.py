@@ -4,16 +4,32 @@ import ctypes
 import itertools
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from dry_bench import MS_PER_NOTE, DryBench
+from dry_bench import MS_PER_NOTE, DryBench, samples
 
 from optimized import compiler, measure
-from optimized.bench import attention, copies, cublaslt, gemm, gemm_equality, ladder, layer, layer_models
+from optimized.bench import (
+    activation,
+    adam,
+    attention,
+    cast,
+    copies,
+    cublaslt,
+    gemm,
+    gemm_equality,
+    ladder,
+    layer,
+    layer_models,
+    norm,
+    sass,
+)
 
 REAL = {"interleave": measure.interleave, "graph": measure.graph, "timed": layer.timed}
 
@@ -319,3 +335,175 @@ def test_a_contestants_steps() -> None:
     assert module.w.grad == 3 * 64
     one.forget()
     assert one.x.grad is module.w.grad is None
+
+
+def moved(op: Callable[..., Any], *given: Any) -> int:
+    """Bytes of the matrices that an op takes and gives."""
+    results = op(*given)
+    tensors = [*given, *(results if isinstance(results, (tuple, list)) else [results])]
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor) and x.dim() == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_bytes_that_activations_move(kind: str, dtype: torch.dtype) -> None:
+    """Counted at tensors on the CPU; scales, histories and the bias's gradient are too small to count."""
+    rows, m = 16, 32
+    n = m * (2 if kind == "swiglu" else 1)
+    x, g = torch.randn(rows, n).to(dtype), torch.randn(rows, m).to(dtype)
+
+    def cast(op: Any, *given: Any) -> Any:
+        return lambda *matrices: op(*matrices, kind, torch.ones(1), torch.zeros(16, 1), 0, *given)
+
+    twin = torch.ops.twin
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    found = {
+        "activation": moved(lambda x: twin.activation(x, kind), x),
+        "activation_backward": moved(lambda g, x: twin.activation_backward(g, x, kind), g, x),
+        "activation_cast_transpose": moved(cast(twin.activation_cast_transpose, e4m3), x),
+        "activation_backward_cast_transpose_dbias": moved(
+            cast(twin.activation_backward_cast_transpose_dbias, e5m2), g, x
+        ),
+    }
+    assert found == {op: activation.bytes_moved(op, rows, n, m, dtype.itemsize) for op in found}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_that_casts_move(dtype: torch.dtype) -> None:
+    x, twin, rest = torch.randn(16, 32).to(dtype), torch.ops.twin, (0, torch.float8_e4m3fn)
+
+    def state() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(3), torch.zeros(16, 3)
+
+    found = {
+        op: moved(lambda x, op=op: getattr(twin, op)(x, *state(), *rest), x)
+        for op in ("cast", "cast_transpose", "cast_transpose_dbias")
+    }
+    found["dbias"] = moved(twin.dbias, x)
+    found["amax"] = moved(lambda x: (), x)
+    assert found == {op: cast.bytes_moved(op, 16, 32, dtype.itemsize) for op in found}
+
+
+def test_bytes_that_norms_move() -> None:
+    x, weight, twin = torch.randn(16, 32).bfloat16(), torch.ones(32).bfloat16(), torch.ops.twin
+    out = twin.norm(x, weight, None, 1e-5, False, "rmsnorm", torch.bfloat16)
+
+    def backward(g: torch.Tensor, x: torch.Tensor, *residual: torch.Tensor) -> Any:
+        return twin.norm_backward(g, x, weight, *out[1:], False, "rmsnorm", residual[0] if residual else None)
+
+    def to_fp8(x: torch.Tensor) -> Any:
+        state = (torch.ones(1), torch.zeros(16, 1), 0, torch.float8_e4m3fn)
+        return twin.norm_cast_transpose(x, weight, None, 1e-5, False, "rmsnorm", *state)
+
+    found = {
+        "norm": moved(lambda x: twin.norm(x, weight, None, 1e-5, False, "rmsnorm", torch.bfloat16), x),
+        "norm_cast_transpose": moved(to_fp8, x),
+        "norm_backward": moved(backward, x, x),
+        "norm_backward + residual": moved(backward, x, x, x),
+    }
+    assert found == {op: size * 16 * 32 for op, size in norm.BYTES.items()}
+
+
+def test_bytes_a_number_of_optimizers(bench: DryBench) -> None:
+    """A gradient is read; weights, moments and masters are read and written; of FP8 weights codes are only written."""
+    grad, moments, fp32 = 4, 2 * (4 + 4), 4 + 4
+    found = {name: size for name, (_, size) in adam.contestants().items()}
+    assert found == {
+        "FusedAdam, fp32": grad + moments + fp32,
+        "torch.optim.AdamW(fused=True), fp32": grad + moments + fp32,
+        "FusedAdam, bf16": 2 + moments + 2 + 2,
+        "FusedAdam, bf16, fp32 masters": 2 + moments + fp32 + 2,  # the weight is a rounded master: only written
+        "FusedAdam, FP8 weights, fp32 masters": 2 + moments + fp32 + 4 + 1 + 1,
+    }
+
+
+def test_speeds_of_a_product(bench: DryBench) -> None:
+    """2 M N K operations over the median, and the others' times over ours."""
+    row = gemm.measure_one("fast", "fc1.fprop", 1024, 512, 256, 20, True)
+    tflops = {side: 2 * 1024 * 512 * 256 / ms["median"] / 1e9 for side, ms in row["ms"].items()}
+    assert row["tflops"] == pytest.approx(tflops, rel=1e-12)
+    assert set(row["ms"]) == {"ours", "theirs", "best"}
+    assert row["best"].endswith(" of 2: nvjet_128x256 + splitKreduce")
+    ratios = [b / a for a, b in zip(samples("1 ours", 20), samples("1 theirs", 20), strict=True)]
+    assert row["speed_over_theirs"] == measure.spread(ratios)
+    sustained = row["sustained_ms"]
+    assert row["sustained_speed_over_best"] == sustained["best"] / sustained["ours"]
+    wide = gemm.measure_one("bf16", "fc1.wgrad", 1024, 512, 256, 20, False)
+    assert set(wide["ms"]) == {"ours", "theirs"}
+    assert "best" not in wide
+    assert "sustained_ms" not in wide
+
+
+DISASSEMBLY = """
+.text.other:
+        /*0000*/                   FADD R1, R2, R3 ;
+//--------------------- .text.probe
+.text.probe:
+        /*0000*/                   FMNMX.NAN R1, R2, R3 ;
+        /*0010*/              @!P0 MUFU.EX2 R1, R2 ;
+        /*0020*/             @UP1  FFMA R1, R2, R3 ;
+        /*0030*/                   FFMA R1, R2, R3 ;
+.section more
+        /*0000*/                   FMUL R1, R2, R3 ;
+//--------------------- .text.last
+        /*0000*/                   IADD3 R1, R2, R3 ;
+"""
+
+
+def test_opcodes_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "disassembly", lambda cubin: DISASSEMBLY)
+    assert sass.opcodes(b"", "probe") == {"FMNMX.NAN": 1, "MUFU.EX2": 1, "FFMA": 2}
+    with pytest.raises(ValueError, match=r"^function='none' is not in the cubin\.$"):
+        sass.opcodes(b"", "none")
+
+
+def test_instructions_of_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve elements less four, less the same of the identity, by eight."""
+    counts = {
+        ("f", 12): {"FFMA": 40, "MUFU": 12, "LDG": 12, "NOP": 90, "IADD": 5, "CALL.REL": 1},
+        ("f", 4): {"FFMA": 8, "MUFU": 4, "LDG": 4, "NOP": 2, "IADD": 1},
+        ("identity", 12): {"LDG": 12, "FFMA": 11},
+        ("identity", 4): {"LDG": 4, "FFMA": 3},
+    }
+
+    def cubin(kernel: str, defines: dict[str, Any]) -> tuple[str, int]:
+        assert kernel == "elementary_bench"
+        return defines["FUNCTION"], defines["COUNT"]
+
+    def opcodes(which: tuple[str, int], function: str) -> Counter[str]:
+        assert function == "probe"
+        return Counter(counts[which])
+
+    monkeypatch.setattr(compiler, "cubin", cubin)
+    monkeypatch.setattr(sass, "opcodes", opcodes)
+    found = sass.per_element("f")
+    assert found == {"FFMA": 3, "MUFU": 1}
+    assert not sass.has_slow_path(found)
+    assert sass.has_slow_path(Counter({"CALL.REL.NOINC": 1}))
+
+
+def test_the_disassembler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the wheel; in a toolkit; or nowhere."""
+    tool = tmp_path / "cu13" / "bin" / "nvdisasm"
+    tool.parent.mkdir(parents=True)
+    tool.touch()
+    asked: list[Any] = []
+
+    def which(name: str, path: str | None = None) -> str | None:
+        asked.append((name, path))
+        return None if path or len(asked) > 2 else "/here/nvdisasm"
+
+    def find() -> Any:
+        return sass.nvdisasm.__wrapped__()
+
+    monkeypatch.setattr(sass.shutil, "which", which)
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: spec if name == "nvidia" else None)
+    assert find() == tool
+    for nothing in (None, types.SimpleNamespace(submodule_search_locations=None)):
+        asked.clear()
+        monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name, nothing=nothing: nothing)
+        assert find() == Path("/here/nvdisasm")
+        assert asked == [("nvdisasm", "/usr/local/cuda/bin"), ("nvdisasm", None)]
+    with pytest.raises(ImportError, match=r"^nvdisasm, CUDA's disassembler, is not installed: "):
+        find()
