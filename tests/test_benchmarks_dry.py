@@ -1,0 +1,187 @@
+"""Every benchmark on a GPU that only takes notes: what it times, and what it makes of times that are made up.
+
+tests/golden/benchmarks holds, for each, what it returned, printed and launched. A test that fails shows the first lines
+that differ; where the change was meant, `PYTHONPATH=.:tests python tests/snapshots.py` records it.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import figures
+import matplotlib
+import pytest
+import snapshots
+import torch
+from dry_bench import DryBench
+
+import optimized
+from optimized import measure
+from optimized.bench import (
+    activation,
+    adam,
+    attention,
+    cast,
+    gemm,
+    gemm_epilogue,
+    gemm_equality,
+    gemm_roofline,
+    gemm_shapes,
+    gemm_sweep,
+    ladder,
+    layer,
+    layer_models,
+    layer_plot,
+    layer_sweep,
+    norm,
+)
+from optimized.commands import tables
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+FOLDER = "benchmarks"
+payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
+
+
+PLOTS = {"ladder": ladder.plot, "gemm_shapes": gemm_shapes.plot, "layer_sweep": layer_sweep.plot}
+
+
+def drawn(plot: Callable[[], object]) -> tuple[list[str], int]:
+    """The figures that a call writes, as text."""
+    found: list[str] = []
+
+    def write(path: Path, figure: Any) -> None:
+        found.extend((str(path.relative_to(measure.ROOT)), *figures.lines(figure)))
+
+    with mock.patch.object(measure, "write_plot", write):
+        plot()
+    pyplot.close("all")
+    return found, 40
+
+
+def tabulated(name: str, payload: dict[str, Any]) -> tuple[list[str], int]:
+    """The payload's Markdown tables."""
+    details = [build for of, build in tables.DETAILS.values() if of == name]
+    found = [one for build in (tables.BUILDERS[name], *details) for one in build(payload)]
+    return "\n\n".join(one.markdown() for one in found).splitlines(), 40
+
+
+def run_of(module: Any) -> snapshots.Sections:
+    """`run` of a benchmark, its tables, and its plot where it has one."""
+    told: list[float] = []
+    with DryBench() as bench, contextlib.redirect_stdout(io.StringIO()) as printed:
+        payload = module.run(told.append)
+    payloads[module.NAME] = payload
+    with mock.patch.object(measure, "outdated", return_value=[]):
+        found = {"payload": (snapshots.payload_lines(payload), 60), "tables": tabulated(module.NAME, payload)}
+    found["progress"] = [f"{one:.6g}" for one in told], 6
+    if printed.getvalue():
+        found["printed"] = printed.getvalue().splitlines(), 40
+    if module.NAME in PLOTS:
+        found["plot"] = drawn(partial(PLOTS[module.NAME], payload))
+    return {**found, "notes": (snapshots.repeats(bench.gpu.lines), 60)}
+
+
+def run_of_gemm_equality() -> snapshots.Sections:
+    """Its answers are made up too: every third problem differs, and every second of those is found to be split."""
+    counts, noted = {"compared": 0}, list[str]()
+
+    def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+        shape = tuple(a.shape)
+        noted.append(f"differing {a.device.type} {shape} {tuple(b.shape)}")
+        if a.device.type == "cpu":
+            return 5
+        counts["compared"] += 1
+        return int(counts["compared"] % 3 == 0) * (1 + counts["compared"])
+
+    def gemm_fp8(*args: Any) -> torch.Tensor:
+        if args[0].device.type == "cuda":
+            return bench_twin.gemm_fp8(*args)  # type: ignore[no-any-return]
+        noted.append(f"on the CPU: {[tuple(x.shape) for x in args[:4]]} {args[4:]}")
+        return torch.zeros(args[0].shape[0], args[1].shape[0])
+
+    bench_twin = torch.ops.twin
+    with (
+        mock.patch.object(gemm_equality, "differing", differing),
+        mock.patch.object(gemm_equality, "twin", types.SimpleNamespace(gemm_fp8=gemm_fp8)),
+    ):
+        return {**run_of(gemm_equality), "compared": (noted, 60)}
+
+
+def run_of_roofline() -> snapshots.Sections:
+    """The plot of three benchmarks' results."""
+    for name in ("gemm", "gemm_sweep", "cast_transpose"):
+        if name not in payloads:
+            RUNS[name]()
+    return {"plot": drawn(lambda: gemm_roofline.plot(payloads))}
+
+
+def run_of_layer() -> snapshots.Sections:
+    """`layer`, of its second case a few contestants, and its plot."""
+    build = layer.contestants
+
+    def contestants(case: layer_models.Case) -> list[Any]:
+        found = list(build(case))
+        return [found[i] for i in (0, 1, 2, 3, 5, 11)] if case == layer_models.CASES[1] else found
+
+    with mock.patch.object(layer, "contestants", contestants):
+        found = run_of_layers(layer)
+    payload = json.loads(json.dumps(payloads["layer"]))
+    with mock.patch.object(measure, "read_result", return_value=payload):
+        return {**found, "plot": drawn(layer_plot.main)}
+
+
+def run_of_layer_sweep() -> snapshots.Sections:
+    """`layer_sweep`, every size of it as a case, and four measured."""
+    cases = [str(layer_sweep.case(*size)) for size in layer_sweep.SIZES]
+    with mock.patch.object(layer_sweep, "SIZES", [layer_sweep.SIZES[i] for i in (1, 3, 2, 7)]):
+        return {"cases": (cases, 8), **run_of_layers(layer_sweep)}
+
+
+def run_of_layers(module: Any) -> snapshots.Sections:
+    """`layer` or `layer_sweep`, with the project's own layers in the place of Transformer Engine's."""
+    recipes = types.SimpleNamespace(DelayedScaling=optimized.DelayedScaling)
+    pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 0))
+    with (
+        mock.patch.object(layer_models, "_engine", return_value=optimized),
+        mock.patch.dict(sys.modules, {"transformer_engine.common.recipe": recipes, "cupy": pool}),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        return run_of(module)
+
+
+RUNS: dict[str, Callable[[], snapshots.Sections]] = {
+    module.NAME: partial(run_of, module)
+    for module in (
+        activation,
+        adam,
+        attention,
+        cast,
+        gemm,
+        gemm_epilogue,
+        gemm_shapes,
+        gemm_sweep,
+        ladder,
+        norm,
+    )
+} | {
+    "gemm_equality": run_of_gemm_equality,
+    "gemm_roofline": run_of_roofline,
+    "layer": run_of_layer,
+    "layer_sweep": run_of_layer_sweep,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_measures_what_is_recorded(name: str) -> None:
+    snapshots.check(FOLDER, name, RUNS[name]())

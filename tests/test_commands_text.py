@@ -1,0 +1,257 @@
+"""What the commands show: their cases, tables and the walkthrough's report, compared with tests/golden/commands.
+
+A test that fails shows the first lines that differ; where the change was meant, record it with
+`PYTHONPATH=.:tests python tests/snapshots.py` and read the diff.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import hashlib
+import io
+import itertools
+import re
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import figures
+import numpy as np
+import pytest
+import snapshots
+import torch
+from dry_gpu import DryGpu
+from rich.console import Console
+from torch.overrides import TorchFunctionMode
+
+from optimized import device, measure
+from optimized.commands import (
+    bench,
+    corpus,
+    parity,
+    parity_cases,
+    parity_inputs,
+    parity_recording,
+    recordings,
+    tables,
+    walkthrough,
+)
+from optimized.commands.language_model import Settings
+from optimized.commands.report import Report
+from optimized.commands.sides import Tally
+from optimized.commands.steps import linear, number_line, recorded, training, tutorial
+from optimized.commands.steps.style import styled
+
+FOLDER = "commands"
+
+
+def content(x: torch.Tensor) -> str:
+    """Shape, dtype and a digest of the words."""
+    x = x.detach().contiguous()
+    words = hashlib.sha256(x.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:10]
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} {words}"
+
+
+class Uploads(TorchFunctionMode):
+    """Notes what goes from the CPU to the GPU."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to_gpu = any("cuda" in str(one) for one in (*args[1:], *kwargs.values()) if not isinstance(one, torch.Tensor))
+        if func is torch.Tensor.to and to_gpu and args[0].device.type == "cpu":
+            self.lines.append(f"to the GPU: {content(args[0])}")
+        if func is torch.tensor and to_gpu:
+            self.lines.append(f"to the GPU: {args[0]}")
+        return func(*args, **kwargs)
+
+
+def of(value: Any) -> str:
+    """An argument of a case."""
+    if isinstance(value, functools.partial):
+        keywords = [f"{key}={of(one)}" for key, one in value.keywords.items()]
+        return f"{of(value.func)}({', '.join([*map(of, value.args), *keywords])})"
+    if isinstance(value, torch.Tensor):
+        return content(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(of, value))})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{key}={of(one)}' for key, one in value.items())})"
+    return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else str(value)
+
+
+def run_of_parity_cases() -> snapshots.Sections:
+    """Every case, and what each op's first that is only compared live gets and launches."""
+    found = list(parity_cases.cases())
+    listed = [f"{case.op} | {case.name} | live={case.live} | {of(case.run)}" for case in found]
+    notes: list[str] = []
+    live = [case for case in found if case.live and not case.run.func.__module__.endswith("layers")]  # type: ignore
+    for case in {case.op: case for case in reversed(live)}.values():
+        with warnings.catch_warnings(), DryGpu() as gpu, Uploads(gpu.lines):
+            warnings.simplefilter("ignore")
+            outputs = case.run(torch.device("cuda"))
+        notes += [f"-- {case.op}, {case.name}", *gpu.lines]
+        notes += [f"{case.key(name)}: {x.dtype} {list(x.shape)}" for name, x in outputs.items()]
+    return {"cases": (listed, 100), "live": (snapshots.repeats(notes), 40)}
+
+
+def run_of_parity_inputs() -> snapshots.Sections:
+    """What Philox draws for the cases."""
+    lines = [f"every word: {content(parity_inputs.every_word(dtype))}" for dtype in parity_inputs.WIDE]
+    for dtype, shape, seed in itertools.product(parity_inputs.WIDE, ((1, 7), (40, 3)), (1, 2)):
+        lines.append(f"numbers {shape} {seed}: {content(parity_inputs.numbers(shape, dtype, seed))}")
+    for dtype, seed in itertools.product(parity_inputs.FP8, (1, 2)):
+        lines.append(f"codes {seed}: {content(parity_inputs.codes((16, 32), dtype, seed))}")
+    return {"inputs": (lines, 100)}
+
+
+class Pictures(Report):
+    """A report whose pictures are the lines of their figures."""
+
+    def picture(self, figure: Any, caption: str, alternative: str) -> None:
+        self._body += [f"<figure {alternative}>", *figures.lines(figure, digits=3), f"</figure {caption}>"]
+
+
+def lines_of(report: Report) -> list[str]:
+    """Its text, a paragraph or a row of a table per line."""
+    text = re.sub(r"(</tr>|</p>|</h2>|</figcaption>|</pre>)", "\\1\n", "\n".join(report._body))
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def made_up_text() -> corpus.Corpus:
+    """Bytes that are the same with every Python."""
+    data = b"".join(b"def f%d(x):\n    return x + %d\n\n" % (i * i, i) for i in range(400))
+    return corpus.Corpus(np.frombuffer(data, np.uint8), 3)
+
+
+def run_of_walkthrough() -> snapshots.Sections:
+    """The steps of the report, the training with a tiny model on text that is made up."""
+    settings = Settings(**{**walkthrough.QUICK, "steps": 6})
+    bars: list[str] = []
+
+    def bar(name: str, total: int) -> Callable[[], None]:
+        bars.append(f"{name}: {total}")
+        return lambda: bars.append(name)
+
+    found: dict[str, tuple[list[str], int]] = {}
+    clock = itertools.count()
+    steps: dict[str, Callable[[Report], Any]] = {
+        "number line": number_line.run,
+        "linear": linear.run,
+        "tutorial": lambda report: tutorial.run(report, bar),
+        "recorded": lambda report: recorded.run(report, bar),
+        "training": lambda report: training.run(report, made_up_text(), settings, bar),
+    }
+    nobody = mock.patch.object(device, "problems", return_value=["no Hopper GPU is wanted here"])
+    with nobody, styled(), mock.patch.object(training, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))):
+        for name, step in steps.items():
+            report = Pictures("title", "subtitle")
+            outcome = step(report)
+            found[name] = [str(outcome), *lines_of(report)], 70
+    return {**found, "bars": (snapshots.repeats(bars), 20)}
+
+
+def payload_of(name: str, at: int) -> dict[str, Any]:
+    """A result of `adam`'s form."""
+    row = {"optimizer": f"[{name}]", "bytes_a_number": at, "ms": {"median": 1.5 * at}, "of_copy": 0.125 * at}
+    versions = {"cuda": "13.0", "torch": "2.99", "cupy": "14.0", "transformer_engine": "2.9"}
+    origin = {"date": f"2026-01-0{at}T03:04:05+00:00", "gpu": None, "nvidia_smi": None, **versions, "kernels": {}}
+    return {"numbers": 10**6 * at, "rows": [row], "provenance": origin}
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """What a command takes."""
+    shown = ("option_strings", "dest", "default", "choices", "metavar", "help")
+    return [str({key: getattr(one, key) for key in shown}) for one in parser._actions]
+
+
+def run_of_bench() -> snapshots.Sections:
+    """`twin bench` where there is a Hopper GPU, as it were, and where only some results are recorded."""
+    parser, written = argparse.ArgumentParser(), list[str]()
+    bench.add_arguments(parser)
+
+    def module(name: str, at: int) -> Any:
+        def run(progress: Callable[[float], None]) -> dict[str, Any]:
+            progress(0.5)
+            written.append(f"ran {name}")
+            return payload_of(name, at)
+
+        return types.SimpleNamespace(NAME=name, run=run)
+
+    def write(name: str, payload: Any) -> str:
+        written.append(f"written {name} of {payload['provenance']['date']}")
+        return f"results/{name}.json"
+
+    def load(name: str) -> dict[str, Any] | None:
+        if name not in ("one", "elementary"):
+            return None
+        return {**payload_of(name, 1), "scheduler_cycles_per_warp": {"exp": 2.0}, "stream": {"times": {}}}
+
+    found: dict[str, tuple[list[str], int]] = {"help": (options_of(parser), 30)}
+    names = {"one": module("one", 1), "two": module("two", 2)}
+    builders = {**tables.BUILDERS, "one": tables.adam, "two": tables.adam}
+    for gpu, asked in (
+        (False, ["--list"]), (False, []), (False, ["--table"]), (True, []), (True, ["--write"]), (True, ["--recorded"]),
+    ):  # fmt: skip
+        console = Console(file=io.StringIO(), width=100, force_terminal=False)
+        with (
+            mock.patch.object(bench, "hopper", return_value=torch.device("cuda") if gpu else None),
+            mock.patch.object(bench, "BENCHMARKS", names),
+            mock.patch.object(bench, "WHAT", {**bench.WHAT, "one": "the [first]", "two": "the second"}),
+            mock.patch.object(tables, "BUILDERS", builders),
+            mock.patch.object(tables, "load", load),
+            mock.patch.object(measure, "write_result", write),
+            mock.patch.object(measure, "outdated", lambda payload: ["adam"] * (payload["numbers"] < 0)),
+            contextlib.redirect_stdout(console.file),
+        ):
+            assert bench.run(parser.parse_args(asked), console) == 0
+        text = re.sub(r"\d:\d\d:\d\d|-:--:--", "time", console.file.getvalue())  # type: ignore[attr-defined]
+        found[f"{'GPU' if gpu else 'CPU'} {' '.join(asked)}"] = text.splitlines(), 60
+    what = [f"{name}: {what}" for name, what in bench.WHAT.items()]
+    return {**found, "done": (written, 20), "what": (what, 20)}
+
+
+def run_of_parity() -> snapshots.Sections:
+    """`twin parity` of three comparisons that are made up, one of which differs; with a GPU, as it were."""
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    found: dict[str, tuple[list[str], int]] = {"help": (options_of(parser), 30)}
+    recording = types.SimpleNamespace(provenance={"date": "2026-01-02T03:04:05+00:00"})
+    tallies = {"a": [Tally(1000, 0), Tally(234, 0)], "b": [Tally(5, 2)]}
+
+    def jobs(gpu: Any, cases: Any) -> list[tuple[str, Callable[[], Tally]]]:
+        return [(op, functools.partial(copy.copy, one)) for op, several in tallies.items() for one in several]
+
+    for asked, gpu, code in (([], True, 1), (["--op", "a"], True, 0), (["--replay", "--op", "b"], True, 1)):
+        console = Console(file=io.StringIO(), width=150, force_terminal=False)
+        with (
+            mock.patch.object(parity, "hopper", return_value=torch.device("cuda") if gpu else None),
+            mock.patch.object(torch.cuda, "get_device_name", return_value="pretended H200"),
+            mock.patch.object(measure, "outdated", return_value=["adam", "norm"]),
+            mock.patch.object(parity, "_jobs", jobs),
+            mock.patch.object(parity_recording, "read", return_value=recording),
+            mock.patch.object(recordings, "exists", return_value=True),
+        ):
+            assert parity.run(parser.parse_args(asked), console) == code
+        found[" ".join(["asked", *asked])] = console.file.getvalue().splitlines(), 40  # type: ignore[attr-defined]
+    return found
+
+
+RUNS: dict[str, Callable[[], snapshots.Sections]] = {
+    "bench": run_of_bench,
+    "parity": run_of_parity,
+    "parity_cases": run_of_parity_cases,
+    "parity_inputs": run_of_parity_inputs,
+    "walkthrough": run_of_walkthrough,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_shown_is_what_is_recorded(name: str) -> None:
+    snapshots.check(FOLDER, name, RUNS[name]())

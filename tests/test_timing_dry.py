@@ -1,0 +1,509 @@
+"""How times are taken, with events and a clock that count what is noted; and calls of a made-up cuBLASLt."""
+
+import ctypes
+import itertools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from dry_bench import MS_PER_NOTE, DryBench, samples
+
+from optimized import compiler, measure
+from optimized.bench import (
+    activation,
+    adam,
+    attention,
+    cast,
+    copies,
+    cublaslt,
+    gemm,
+    gemm_equality,
+    ladder,
+    layer,
+    layer_models,
+    norm,
+    sass,
+)
+
+REAL = {"interleave": measure.interleave, "graph": measure.graph, "timed": layer.timed}
+
+
+@pytest.fixture
+def bench() -> Iterator[DryBench]:
+    with DryBench() as found:
+        yield found
+
+
+def notes(bench: DryBench, name: str, count: int = 1) -> Callable[..., None]:
+    return lambda *_: bench.gpu.lines.extend([name] * count)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_interleave(bench: DryBench, ahead: bool) -> None:
+    """Warm-ups, then rounds in which each variant is timed once, behind an untimed flush."""
+    variants = {"a": notes(bench, "a"), "b": notes(bench, "b", 3)}
+    found = REAL["interleave"](variants, repeats=4, warmup=2, flush=notes(bench, "flush"), ahead=ahead)
+    half = MS_PER_NOTE / 2  # what the event itself takes
+    assert found == {"a": [MS_PER_NOTE + half] * 4, "b": [3 * MS_PER_NOTE + half] * 4}
+    lines = bench.gpu.lines
+    assert lines[:8] == ["a", *["b"] * 3] * 2
+    assert lines[8:10] == ["synchronize", *(["sleep 4194304"] if ahead else ["flush"])]
+    timed = [line for line, _ in itertools.groupby(lines[9 + ahead : -1])]
+    assert timed[::2] == ["flush"] * 8
+    assert timed[1::2] == [name for order in measure.rounds(variants, 4) for name in order]
+    assert lines[-1] == "synchronize"
+
+
+def test_interleave_sleeps_longer_until_the_host_is_ahead(bench: DryBench) -> None:
+    with mock.patch.object(torch.cuda.Event, "query", side_effect=[True, True, False]):
+        REAL["interleave"]({"a": notes(bench, "a")}, repeats=1, warmup=0, ahead=True)
+    assert [line for line in bench.gpu.lines if "sleep" in line] == [f"sleep {1 << n}" for n in (22, 23, 24)]
+    with (
+        mock.patch.object(torch.cuda.Event, "query", return_value=True),
+        pytest.raises(RuntimeError, match=r"^repeats=1: the host is behind a GPU that sleeps for 268435456 cycles; "),
+    ):
+        REAL["interleave"]({"a": notes(bench, "a")}, repeats=1, ahead=True)
+
+
+def test_a_graph_is_captured_once_and_replayed(bench: DryBench) -> None:
+    class Graph:
+        replay = staticmethod(notes(bench, "replay"))
+
+    called: list[int] = []
+    captured = mock.MagicMock()
+    with mock.patch.object(torch.cuda, "CUDAGraph", Graph), mock.patch.object(torch.cuda, "graph", captured):
+        replay = REAL["graph"](called.append, 3)
+        assert called == [0, 0, 1, 2]  # one call loads modules
+        assert replay() == called.append
+        replay()
+    assert captured.call_count == 1
+    assert bench.gpu.lines == ["synchronize", "replay", "replay"]
+
+
+@pytest.mark.parametrize(("size", "calls", "pairs"), [(1 << 20, 4, 4), (1 << 28, 4, 2), (3 << 28, 4, 1)])
+def test_a_copy_of_as_many_bytes(bench: DryBench, size: int, calls: int, pairs: int) -> None:
+    measure.copy_of(size, calls)()
+    lines = bench.gpu.lines
+    assert sum(line.startswith("normal_") for line in lines) == pairs
+    assert lines[-calls:] == [f"copy_(bf16[{size // 4}], bf16[{size // 4}]) -> bf16[{size // 4}]"] * calls
+
+
+def test_a_flush_reads_its_buffer(bench: DryBench) -> None:
+    measure.Flush(1 << 10)()
+    assert bench.gpu.lines[-1].startswith("amax(int32[256]")
+
+
+def test_how_many_inputs_exceed_l2(bench: DryBench) -> None:
+    four = copies.Copies(4, 5)
+    assert [four.inputs(size) for size in (1, 64 << 20, (64 << 20) + 1, 128 << 20, 1 << 30)] == [4, 4, 4, 2, 1]
+    assert four.inputs(1 << 30, least=3) == 3
+
+
+def test_a_share_is_a_bandwidth_over_the_copys(bench: DryBench) -> None:
+    """4 calls in 2 ms that move 1 GB each; the large copy moves 2^30 bytes in 1 ms, a copy of as many bytes takes 3."""
+    times = {"op": 2.0, "large copy": 1.0, f"copy {10**9}": 3.0}
+    with mock.patch.object(measure, "interleave", lambda timed, **_: {name: [times[name]] * 3 for name in timed}):
+        found = copies.Copies(4, 3).beside({"op": lambda i: None}, {"op": 10**9})
+    (one,) = found.values()
+    assert one["ms"]["median"] == 0.5
+    assert one["terabytes_per_second"] == pytest.approx(2.0)
+    assert one["copy_terabytes_per_second"] == pytest.approx(2**30 / 1e9)
+    assert one["of_copy"] == pytest.approx(2e12 / (2**30 / 1e-3))
+    assert one["of_copy_of_as_many_bytes"] == 1.5
+
+
+def test_blocks_in_turn(bench: DryBench) -> None:
+    """One round is not counted, and of each block the first steps."""
+    asked: list[tuple[str, int]] = []
+
+    def block(name: str, each: int) -> Callable[[int], None]:
+        def steps(count: int) -> None:
+            asked.append((name, count))
+            bench.gpu.lines.extend([name] * (count * each if len(asked) > 4 else 1000))
+
+        return steps
+
+    found = REAL["timed"]({"a": block("a", 1), "b": block("b", 2)}, repeats=3, inner=8, before=4)
+    assert asked == [(name, n) for order in measure.rounds("ab", 4) for name in order for n in (4, 8)]
+    step = {"a": 8 * MS_PER_NOTE, "b": 16 * MS_PER_NOTE}
+    for name, times in found.items():  # the synchronisation behind is noted too
+        assert times == pytest.approx([(step[name] + MS_PER_NOTE) / 8] * 3)
+
+
+def test_sustained_blocks(bench: DryBench) -> None:
+    """0.15 s a block, ten calls at least; five calls before are not counted. Three blocks each, in turn."""
+    calls = {"short": notes(bench, "short"), "long": notes(bench, "long")}
+    found = gemm.sustained(calls, {"short": 1.0, "long": 50.0})
+    runs = [(line, len(list(same))) for line, same in itertools.groupby(bench.gpu.lines)]
+    assert runs == [("short", 155), ("synchronize", 1), ("long", 15), ("synchronize", 1)] * 3
+    assert found["short"] == pytest.approx(MS_PER_NOTE * (150 + 0.5) / 150)
+    assert found["long"] == pytest.approx(MS_PER_NOTE * (10 + 0.5) / 10)
+
+
+def test_the_geometric_mean_of_products() -> None:
+    rows = [
+        {"kind": kind, "speed_over_theirs": {"median": speed}} for kind, speed in (("b", 2.0), ("a", 3.0), ("b", 8.0))
+    ]
+    assert gemm.geometric_means(rows) == {"a": pytest.approx(3.0), "b": pytest.approx(4.0)}
+    assert gemm.geometric_means(rows, "best") == {}
+
+
+def test_words_that_differ() -> None:
+    a = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+    assert gemm_equality.differing(a, a.clone()) == 0
+    assert gemm_equality.differing(a, torch.tensor([[-0.0, 1.0], [2.0, 4.0]])) == 2
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 64])
+def test_a_split_of_k_is_found(bench: DryBench, pieces: int) -> None:
+    """Theirs, as it were: what ours gives for `pieces` pieces."""
+    seen: list[list[int]] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen[-1].append(a.shape[1])
+        assert a.shape[1] == b.shape[1]
+        return torch.zeros(1, device="meta")
+
+    def differing(total: torch.Tensor, theirs: torch.Tensor) -> int:
+        found = len(seen[-1])
+        seen.append([])
+        return int(found != pieces)
+
+    seen.append([])
+    with (
+        mock.patch.object(gemm_equality, "twin", types.SimpleNamespace(gemm_fp8=product)),
+        mock.patch.object(gemm_equality, "differing", differing),
+    ):
+        a, b = (torch.empty(rows, 8192 + 64, dtype=torch.uint8, device="cuda") for rows in (3, 4))
+        found = gemm_equality.split_k(a, b, "split", torch.empty(1, device="cuda"))
+    step = 128 * -(-65 // pieces)
+    if pieces in (1, 64):  # one piece is no split; 64 of 65 blocks of 128 are 33 pieces of two
+        assert found is None
+        assert len(seen) == 64  # 2 to 64 pieces
+        return
+    assert found == f"cuBLASLt splits K into {pieces} pieces of {step} and adds them in fp32, in order"
+    assert seen[pieces - 2] == [step] * (pieces - 1) + [8256 - step * (pieces - 1)]
+
+
+def test_results_of_cublaslt_are_laid_out_as_in_its_header() -> None:
+    fields = {name: getattr(cublaslt._Heuristic, name).offset for name, _ in cublaslt._Heuristic._fields_}
+    assert fields == {"algorithm": 0, "workspace_bytes": 64, "state": 72, "waves": 76, "reserved": 80}
+    assert ctypes.sizeof(cublaslt._Heuristic) == 96
+
+
+def problem(accumulate: str = "fast") -> cublaslt.Product:
+    a, b = (torch.empty(rows, 64, dtype=torch.float8_e4m3fn, device="cuda") for rows in (32, 48))
+    scales = [torch.ones(1, device="cuda") for _ in range(2)]
+    return cublaslt.Product(a, b, scales[0], scales[1], torch.bfloat16, accumulate)
+
+
+def test_the_fastest_algorithm(bench: DryBench) -> None:
+    """Of those whose state is 0: the first and the third."""
+    for best in ("0", "1"):
+        times = {"0": [2.0, 1.0, 3.0], "1": [2.0, 2.0, 2.0], best: [0.5, 0.5, 9.0]}
+        with mock.patch.object(measure, "interleave", return_value=times) as timed:
+            call = cublaslt.fastest(problem(), repeats=3)
+        assert timed.call_args.kwargs == {"repeats": 3, "warmup": 2}
+        assert list(timed.call_args.args[0]) == ["0", "1"]
+        bench.gpu.lines.clear()
+        assert call().shape == (32, 48)
+        (line,) = bench.gpu.lines
+        assert f"[{100 + 2 * int(best)}, 0, 0, 0, 0, 0, 0, 0]" in line
+
+
+def test_calls_of_cublaslt(bench: DryBench) -> None:
+    """Theirs is column-major: our b is its A, so that scales and layouts change places."""
+    p = problem("split")
+    (call, _) = cublaslt.algorithms(p)
+    addresses = [bench.gpu._value(x.data_ptr()) for x in (p.a, p.b, p.a_scale, p.b_scale, call())]
+    a, b, a_scale, b_scale, out = addresses
+    workspace = bench.gpu._value(cublaslt._workspace().data_ptr())
+    text = "\n".join(bench.gpu.lines)
+    handles = {line.split("(")[0]: 0 for line in bench.gpu.lines}
+    assert f"SetAttribute(4097, 17, &{b_scale}, 8)" in text
+    assert f"SetAttribute(4097, 18, &{a_scale}, 8)" in text
+    assert "SetAttribute(4097, 25, &0, 1)" in text
+    assert "MatrixLayoutCreate(&0, 28, 64, 32, 64)" in text
+    assert "MatrixLayoutCreate(&0, 28, 64, 48, 64)" in text
+    assert "MatrixLayoutCreate(&0, 14, 48, 32, 48)" in text
+    assert "cublasLtMatmulPreferenceSetAttribute(4101, 1, &67108864, 8)" in text
+    assert "GetHeuristic(4102, 4097, 4099, 4098, 4100, 4100, 4101, 8, 8 results, &0)" in text
+    product = f"cublasLtMatmul(4102, 4097, &1.0, {b}, 4099, {a}, 4098, &0.0, {out}, 4100, {out}, 4100, "
+    assert f"{product}&[100, 0, 0, 0, 0, 0, 0, 0], {workspace}, 67108864, 7)" in text
+    assert "cublasLtCreate" in handles
+
+
+def test_cublaslt_that_refuses(bench: DryBench) -> None:
+    bench.lt.offered = 0
+    with pytest.raises(RuntimeError, match=r"^cuBLASLt offers no algorithm for torch\.float8_e4m3fn \(32, 64\) and "):
+        cublaslt.algorithms(problem())
+    bench.lt.status = 15
+    with pytest.raises(RuntimeError, match=r"^cublasLtMatmulDescCreate returned cublasStatus_t 15\.$"):
+        cublaslt.algorithms(problem())
+
+
+def test_the_library_that_torch_has_loaded() -> None:
+    cublaslt._library.cache_clear()
+    with mock.patch.object(torch.cuda, "init") as init, mock.patch.object(ctypes, "CDLL", return_value=3) as load:
+        assert cublaslt._library() == cublaslt._library() == 3  # type: ignore[comparison-overlap]
+    cublaslt._library.cache_clear()
+    init.assert_called_once_with()
+    load.assert_called_once_with("libcublasLt.so.13")
+
+
+def test_the_kernels_of_a_call(bench: DryBench) -> None:
+    assert cublaslt.kernel_name(notes(bench, "call")) == "nvjet_128x256 + splitKreduce"
+    assert bench.gpu.lines == ["call", "synchronize", "profile ['CUDA'] True", "call", "synchronize"]
+
+
+def test_attention_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, written = [], []
+    monkeypatch.setattr(attention, "run", lambda **options: asked.append(options) or {"ms": {}})
+    monkeypatch.setattr(measure, "write_result", lambda *given: written.append(given))
+    for options in ([], ["--repeats", "3", "--write"]):
+        monkeypatch.setattr(sys, "argv", ["attention", *options])
+        attention.main()
+    assert asked == [{"repeats": 20}, {"repeats": 3}]
+    assert written == [("attention", {"ms": {}})]
+
+
+def test_rungs_of_the_ladder() -> None:
+    """Their shared memory: the stages of A and B, 128 bytes of K each, and two barriers of 8 bytes a stage."""
+    assert [str(rung) for rung in ladder.RUNGS] == [rung.name for rung in ladder.RUNGS]
+    assert [rung.shared_bytes for rung in ladder.RUNGS] == [
+        *[(64 + 128) * 128 + 16] * 2,
+        4 * ((64 + 128) * 128 + 16),
+        *[4 * ((128 + 256) * 128 + 16)] * 5,
+    ]
+    assert all((compiler.KERNELS / f"{rung.kernel}.cu").is_file() for rung in ladder.RUNGS)
+    tiny = ladder.RUNGS[0]
+    ladder.check(tiny, 64, 128, 128)
+    for sizes, sentence in (((-64, 128, 128), "M = -64; ladder kernel 1_naive_wgmma takes positive multiples of 64."),
+                            ((64, 0, 128), "N = 0; .*128.$"), ((64, 128, 64), "K = 64; .*128.$")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{sentence}"):
+            ladder.check(tiny, *sizes)
+
+
+def test_transformer_engine_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_models.importlib.util, "find_spec", lambda name: None)
+    assert layer_models._engine() is None
+    names = []
+    monkeypatch.setattr(layer_models.importlib.util, "find_spec", lambda name: names.append(name) or 1)
+    monkeypatch.setattr(layer_models.importlib, "import_module", lambda name: name)
+    assert layer_models._engine() == "transformer_engine.pytorch"
+    assert names == ["transformer_engine"]
+
+
+def test_the_plain_layer_drops_its_weights_and_its_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.25)
+    seen: list[tuple[list[int], float]] = []
+    monkeypatch.setattr(layer_models, "dropout", lambda x, p: seen.append((list(x.shape), p)) or x)
+    layer_models.Plain(case, "own")(torch.randn(16, 2, 64))
+    assert seen == [([2, 4, 16, 16], 0.25), ([16, 2, 64], 0.25)]
+
+
+def test_a_contestants_steps() -> None:
+    """Gradients are those of the last step alone."""
+    case = layer_models.Case("tiny", 8, 16, 2, 4, 2, torch.float32, True, 0.0)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.calls = torch.nn.Parameter(torch.ones(())), 0
+
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            self.calls += 1
+            return x * self.w * factor
+
+    module = Scaled()
+    with mock.patch.object(torch, "randn", lambda shape, device, **rest: torch.ones(shape, **rest)):
+        one = layer_models.Contestant("us", "exact", module, case, factor=2.0)
+    assert one.title == "us / exact"
+    one.block(3)
+    assert module.calls == 3
+    assert one.x.grad is not None
+    assert one.x.grad.tolist() == torch.full((4, 2, 8), 2.0).tolist()
+    assert module.w.grad is not None
+    assert module.w.grad == 2 * 64
+    one.step(factor=3.0)
+    assert module.w.grad == 3 * 64
+    one.forget()
+    assert one.x.grad is module.w.grad is None
+
+
+def moved(op: Callable[..., Any], *given: Any) -> int:
+    """Bytes of the matrices that an op takes and gives."""
+    results = op(*given)
+    tensors = [*given, *(results if isinstance(results, (tuple, list)) else [results])]
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor) and x.dim() == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_bytes_that_activations_move(kind: str, dtype: torch.dtype) -> None:
+    """Counted at tensors on the CPU; scales, histories and the bias's gradient are too small to count."""
+    rows, m = 16, 32
+    n = m * (2 if kind == "swiglu" else 1)
+    x, g = torch.randn(rows, n).to(dtype), torch.randn(rows, m).to(dtype)
+
+    def cast(op: Any, *given: Any) -> Any:
+        return lambda *matrices: op(*matrices, kind, torch.ones(1), torch.zeros(16, 1), 0, *given)
+
+    twin = torch.ops.twin
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    found = {
+        "activation": moved(lambda x: twin.activation(x, kind), x),
+        "activation_backward": moved(lambda g, x: twin.activation_backward(g, x, kind), g, x),
+        "activation_cast_transpose": moved(cast(twin.activation_cast_transpose, e4m3), x),
+        "activation_backward_cast_transpose_dbias": moved(
+            cast(twin.activation_backward_cast_transpose_dbias, e5m2), g, x
+        ),
+    }
+    assert found == {op: activation.bytes_moved(op, rows, n, m, dtype.itemsize) for op in found}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_that_casts_move(dtype: torch.dtype) -> None:
+    x, twin, rest = torch.randn(16, 32).to(dtype), torch.ops.twin, (0, torch.float8_e4m3fn)
+
+    def state() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(3), torch.zeros(16, 3)
+
+    found = {
+        op: moved(lambda x, op=op: getattr(twin, op)(x, *state(), *rest), x)
+        for op in ("cast", "cast_transpose", "cast_transpose_dbias")
+    }
+    found["dbias"] = moved(twin.dbias, x)
+    found["amax"] = moved(lambda x: (), x)
+    assert found == {op: cast.bytes_moved(op, 16, 32, dtype.itemsize) for op in found}
+
+
+def test_bytes_that_norms_move() -> None:
+    x, weight, twin = torch.randn(16, 32).bfloat16(), torch.ones(32).bfloat16(), torch.ops.twin
+    out = twin.norm(x, weight, None, 1e-5, False, "rmsnorm", torch.bfloat16)
+
+    def backward(g: torch.Tensor, x: torch.Tensor, *residual: torch.Tensor) -> Any:
+        return twin.norm_backward(g, x, weight, *out[1:], False, "rmsnorm", residual[0] if residual else None)
+
+    def to_fp8(x: torch.Tensor) -> Any:
+        state = (torch.ones(1), torch.zeros(16, 1), 0, torch.float8_e4m3fn)
+        return twin.norm_cast_transpose(x, weight, None, 1e-5, False, "rmsnorm", *state)
+
+    found = {
+        "norm": moved(lambda x: twin.norm(x, weight, None, 1e-5, False, "rmsnorm", torch.bfloat16), x),
+        "norm_cast_transpose": moved(to_fp8, x),
+        "norm_backward": moved(backward, x, x),
+        "norm_backward + residual": moved(backward, x, x, x),
+    }
+    assert found == {op: size * 16 * 32 for op, size in norm.BYTES.items()}
+
+
+def test_bytes_a_number_of_optimizers(bench: DryBench) -> None:
+    """A gradient is read; weights, moments and masters are read and written; of FP8 weights codes are only written."""
+    grad, moments, fp32 = 4, 2 * (4 + 4), 4 + 4
+    found = {name: size for name, (_, size) in adam.contestants().items()}
+    assert found == {
+        "FusedAdam, fp32": grad + moments + fp32,
+        "torch.optim.AdamW(fused=True), fp32": grad + moments + fp32,
+        "FusedAdam, bf16": 2 + moments + 2 + 2,
+        "FusedAdam, bf16, fp32 masters": 2 + moments + fp32 + 2,  # the weight is a rounded master: only written
+        "FusedAdam, FP8 weights, fp32 masters": 2 + moments + fp32 + 4 + 1 + 1,
+    }
+
+
+def test_speeds_of_a_product(bench: DryBench) -> None:
+    """2 M N K operations over the median, and the others' times over ours."""
+    row = gemm.measure_one("fast", "fc1.fprop", 1024, 512, 256, 20, True)
+    tflops = {side: 2 * 1024 * 512 * 256 / ms["median"] / 1e9 for side, ms in row["ms"].items()}
+    assert row["tflops"] == pytest.approx(tflops, rel=1e-12)
+    assert set(row["ms"]) == {"ours", "theirs", "best"}
+    assert row["best"].endswith(" of 2: nvjet_128x256 + splitKreduce")
+    ratios = [b / a for a, b in zip(samples("1 ours", 20), samples("1 theirs", 20), strict=True)]
+    assert row["speed_over_theirs"] == measure.spread(ratios)
+    sustained = row["sustained_ms"]
+    assert row["sustained_speed_over_best"] == sustained["best"] / sustained["ours"]
+    wide = gemm.measure_one("bf16", "fc1.wgrad", 1024, 512, 256, 20, False)
+    assert set(wide["ms"]) == {"ours", "theirs"}
+    assert "best" not in wide
+    assert "sustained_ms" not in wide
+
+
+DISASSEMBLY = """
+.text.other:
+        /*0000*/                   FADD R1, R2, R3 ;
+//--------------------- .text.probe
+.text.probe:
+        /*0000*/                   FMNMX.NAN R1, R2, R3 ;
+        /*0010*/              @!P0 MUFU.EX2 R1, R2 ;
+        /*0020*/             @UP1  FFMA R1, R2, R3 ;
+        /*0030*/                   FFMA R1, R2, R3 ;
+.section more
+        /*0000*/                   FMUL R1, R2, R3 ;
+//--------------------- .text.last
+        /*0000*/                   IADD3 R1, R2, R3 ;
+"""
+
+
+def test_opcodes_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "disassembly", lambda cubin: DISASSEMBLY)
+    assert sass.opcodes(b"", "probe") == {"FMNMX.NAN": 1, "MUFU.EX2": 1, "FFMA": 2}
+    with pytest.raises(ValueError, match=r"^function='none' is not in the cubin\.$"):
+        sass.opcodes(b"", "none")
+
+
+def test_instructions_of_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve elements less four, less the same of the identity, by eight."""
+    counts = {
+        ("f", 12): {"FFMA": 40, "MUFU": 12, "LDG": 12, "NOP": 90, "IADD": 5, "CALL.REL": 1},
+        ("f", 4): {"FFMA": 8, "MUFU": 4, "LDG": 4, "NOP": 2, "IADD": 1},
+        ("identity", 12): {"LDG": 12, "FFMA": 11},
+        ("identity", 4): {"LDG": 4, "FFMA": 3},
+    }
+
+    def cubin(kernel: str, defines: dict[str, Any]) -> tuple[str, int]:
+        assert kernel == "elementary_bench"
+        return defines["FUNCTION"], defines["COUNT"]
+
+    def opcodes(which: tuple[str, int], function: str) -> Counter[str]:
+        assert function == "probe"
+        return Counter(counts[which])
+
+    monkeypatch.setattr(compiler, "cubin", cubin)
+    monkeypatch.setattr(sass, "opcodes", opcodes)
+    found = sass.per_element("f")
+    assert found == {"FFMA": 3, "MUFU": 1}
+    assert not sass.has_slow_path(found)
+    assert sass.has_slow_path(Counter({"CALL.REL.NOINC": 1}))
+
+
+def test_the_disassembler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the wheel; in a toolkit; or nowhere."""
+    tool = tmp_path / "cu13" / "bin" / "nvdisasm"
+    tool.parent.mkdir(parents=True)
+    tool.touch()
+    asked: list[Any] = []
+
+    def which(name: str, path: str | None = None) -> str | None:
+        asked.append((name, path))
+        return None if path or len(asked) > 2 else "/here/nvdisasm"
+
+    def find() -> Any:
+        return sass.nvdisasm.__wrapped__()
+
+    monkeypatch.setattr(sass.shutil, "which", which)
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: spec if name == "nvidia" else None)
+    assert find() == tool
+    for nothing in (None, types.SimpleNamespace(submodule_search_locations=None)):
+        asked.clear()
+        monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name, nothing=nothing: nothing)
+        assert find() == Path("/here/nvdisasm")
+        assert asked == [("nvdisasm", "/usr/local/cuda/bin"), ("nvdisasm", None)]
+    with pytest.raises(ImportError, match=r"^nvdisasm, CUDA's disassembler, is not installed: "):
+        find()
