@@ -7,8 +7,8 @@
 
 A line is a launch (kernel, macros, grid, block, shared memory, arguments) or an op of PyTorch that is not a view. An
 address is written as the number of its storage and bytes from its start: `&2+64`. `taken` numbers storages as its text
-names them. Numbers without a type are int32 and float32. What is as mostly is left out: no dynamic shared memory, as
-much of it as the kernel may have (`smem=1 of 2` otherwise), no carveout, device 0.
+names them. Numbers without a type are int32 and float32. `smem=1 of 2` are bytes of dynamic shared memory, and the most
+that the kernel may have where that is more. Left out are 0 bytes of it, a carveout that is not set, and device 0.
 """
 
 import contextlib
@@ -182,6 +182,7 @@ class DryGpu(contextlib.ExitStack):
             self.enter_context(mock.patch.object(kind, "again", called(kind.__name__)))
         self.enter_context(mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0))
         self.enter_context(mock.patch.object(tape, "_kinds", {}))
+        self.enter_context(mock.patch.multiple(tape._All, misses=0, hits=0))
 
     # --- addresses ---------------------------------------------------------------------------------------
 
