@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden"
-WIDTH = 320  # characters of a line
-GROUPS = 480  # digests of a section, at most
+WIDTH = 240  # characters of a line
+GROUPS = 256  # digests of a section, at most
 PER_LINE = 16  # digests
 Sections = Mapping[str, tuple[Sequence[str], int]]  # lines, and how many of them stand in the file
 

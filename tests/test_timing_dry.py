@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import re
 import sys
 import types
 from collections import Counter
@@ -91,7 +92,8 @@ def test_a_copy_of_as_many_bytes(bench: DryBench, size: int, calls: int, pairs: 
     measure.copy_of(size, calls)()
     lines = bench.gpu.lines
     assert sum(line.startswith("normal_") for line in lines) == pairs
-    assert lines[-calls:] == [f"copy_(bf16[{size // 4}], bf16[{size // 4}]) -> bf16[{size // 4}]"] * calls
+    copies_made = [re.sub(r"&\d+(\+\d+)?", "", line) for line in lines[-calls:]]  # without addresses
+    assert copies_made == [f"copy_(bf16[{size // 4}], bf16[{size // 4}]) -> bf16[{size // 4}]"] * calls
 
 
 def test_a_flush_reads_its_buffer(bench: DryBench) -> None:
