@@ -170,13 +170,21 @@ def _pytest(folder: str, cache: str, names: list[str], module: str) -> None:
     os._exit(pytest.main([*FAST, "-x", "-p", "no:xdist", *where], plugins=[Only(names, module)]))
 
 
+def _link(source: str, target: str) -> None:
+    """What is kept is replaced and never changed, so a link will do, on one file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def judge(folder: Path, cache: Path, mutant: dict[str, Any], names: list[str]) -> bool:
     """Whether the tests see a mutant that is applied in a copy. Compiled code is kept apart, for this mutant only."""
     subprocess.run(["git", "apply", "--allow-empty"], cwd=folder, input=mutant["patch"], text=True, check=True)
     context: Any = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         if cache.is_dir():
-            shutil.copytree(cache, Path(own) / cache.name, copy_function=os.link)
+            shutil.copytree(cache, Path(own) / cache.name, copy_function=_link)
         process = context.Process(target=_pytest, args=(str(folder), own, names, mutant["module"]))
         try:
             process.start()
