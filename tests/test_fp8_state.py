@@ -274,3 +274,19 @@ def test_a_broken_layer_keeps_the_whole_model_from_changing(state: dict[str, tor
     whole = {k: v for k, v in whole.items() if not k.startswith("2.scaling")}
     model.load_state_dict(whole)
     assert not torch.equal(model[0].weight, before["0.weight"]), "and a right one loads afterwards"
+
+
+def test_assigned_weights_are_of_a_dtype_that_layers_compute_with() -> None:
+    model = torch.nn.Sequential(te.LayerNorm(16), te.Linear(16, 16, params_dtype=torch.bfloat16))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    for name in ("0.weight", "1.bias"):
+        wide = {**state, name: state[name].double() + 1}
+        sentence = (
+            f"^checkpoint: {name} is torch.float64; float32, bfloat16 and float16 are accepted with assign=True.$"
+        )
+        with pytest.raises(ValueError, match=sentence):
+            model.load_state_dict(wide, assign=True)
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        model.load_state_dict(wide)  # copied, which rounds
+        assert model.state_dict()[name].dtype == state[name].dtype
+        model.load_state_dict(state)

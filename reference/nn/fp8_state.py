@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reference.formats import WIDE_DTYPES
 from reference.nn.float8_tensor import FP8, dequantized
 from reference.scaling import KEYS, FP8TensorMeta
 
@@ -123,7 +124,7 @@ def check_parts(parts: Mapping[str, Any], columns: Mapping[str, int]) -> None:
         raise ValueError(f"checkpoint: {', '.join(parts)} have histories of {lengths} rows; one length is accepted.")
 
 
-def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor) -> None:
+def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor, assign: bool) -> None:
     """Refuse what parameter `name` cannot be loaded from: other shapes and dtypes, NaN, infinities."""
     _check_numbers(name, value)
     if value.shape != parameter.shape:
@@ -146,6 +147,10 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor)
         numbers = dequantized(numbers, scale_inv, torch.float32)
     elif not value.is_floating_point():
         raise ValueError(f"checkpoint: {name} is {value.dtype}; a floating-point tensor is accepted.")
+    elif assign and value.dtype not in WIDE_DTYPES:
+        raise ValueError(
+            f"checkpoint: {name} is {value.dtype}; float32, bfloat16 and float16 are accepted with assign=True."
+        )
     if not bool(numbers.isfinite().all()):
         nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
         raise ValueError(f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted.")
@@ -197,22 +202,22 @@ def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
     return None
 
 
-def check_all(layer: "TransformerEngineBaseModule", state_dict: Mapping[str, Any], prefix: str) -> None:
+def check_all(layer: "TransformerEngineBaseModule", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
     """Check what is about to be loaded, for each layer of the model when the first is reached."""
     found = _under_way()
     if found is None:
-        layer.check_checkpoint(state_dict, prefix)
+        layer.check_checkpoint(state_dict, prefix, assign)
         return
     root, whole = found
     if _load.state_dict is None or _load.state_dict() is not whole:
         _load.layers, _load.state_dict = frozenset(), weakref.ref(whole)
         checked = set()
         for name, one in _layers(root):
-            one.check_checkpoint(whole, f"{name}." if name else "")
+            one.check_checkpoint(whole, f"{name}." if name else "", assign)
             checked.add(id(one))
         _load.layers = frozenset(checked)
     if id(layer) not in _load.layers:
-        layer.check_checkpoint(state_dict, prefix)
+        layer.check_checkpoint(state_dict, prefix, assign)
 
 
 def _layers(root: torch.nn.Module) -> "Iterator[tuple[str, TransformerEngineBaseModule]]":

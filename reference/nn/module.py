@@ -226,12 +226,12 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
             if not keep_vars:
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
-    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Refuse broken entries of this module in a checkpoint."""
+    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+        """Refuse broken entries of this module in a checkpoint, which are copied, or put in its place."""
         for name, parameter in self._parameters.items():
             if parameter is not None and prefix + name in state_dict:
                 scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
-                fp8_state.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter)
+                fp8_state.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
         if self.fp8_weights:
             fp8_state.check_present(state_dict, prefix, self.state_columns())
 
@@ -250,9 +250,9 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
         Weights may be FP8 codes with a scale_inv, as a module that keeps them in FP8 saves them, or plain numbers,
         whichever of both this module keeps; plain ones are cast with the scales that are loaded.
         """
-        fp8_state.check_all(self, state_dict, prefix)
-        self._fp8_workspaces.clear()
         assign = local_metadata.get("assign_to_params_buffers", False)
+        fp8_state.check_all(self, state_dict, prefix, assign)
+        self._fp8_workspaces.clear()
         state_dict = dict(state_dict)
         own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
         if self.fp8_weights:

@@ -300,7 +300,8 @@ class FP8Call(Call):
         """The weights that an earlier microbatch has cast, if this one reads them."""
         if self.is_first_microbatch is not False:
             return []
-        return [one for one in self.layer._fp8_workspaces.values() if self._serves(one, transpose=True)]
+        found = (self._reused(name, transpose=True) for name in list(self.layer._fp8_workspaces))
+        return [one for one in found if one is not None]
 
     def taken(self, x: Any, trains: bool) -> Any:
         """A weight that is kept in FP8 as an operand."""
@@ -312,8 +313,8 @@ class FP8Call(Call):
     def weight(self, name: str, w: torch.Tensor | Operand, column: int, transpose: bool) -> Operand:
         """The weight cast now, or before, or the copy that an earlier microbatch made."""
         if self.is_first_microbatch is False:
-            cached = self.layer._fp8_workspaces.get(name)
-            if cached is not None and self._serves(cached, transpose):
+            cached = self._reused(name, transpose)
+            if cached is not None:
                 return cached
         operand = w if isinstance(w, Operand) else self.input(w.contiguous(), column, transpose)
         if self.is_first_microbatch is not None:
@@ -325,10 +326,14 @@ class FP8Call(Call):
         cast = prepare([(self, one) for one in weights])
         return super().weights(*(one._replace(w=w) for one, w in zip(weights, cast, strict=True)))
 
-    def _serves(self, cached: Operand, transpose: bool) -> bool:
-        if cached.rows.is_inference() and not torch.is_inference_mode_enabled():
-            return False  # autograd takes no tensor of inference mode
-        return cached.rows.dtype == self.forward_dtype and (cached.columns is not None or not transpose)
+    def _reused(self, name: str, transpose: bool) -> Operand | None:
+        """What an earlier microbatch has cast of a weight, if it is what this one reads."""
+        found = self.layer._fp8_workspaces.get(name)
+        if found is None or found.rows.dtype != self.forward_dtype or (found.columns is None and transpose):
+            return None
+        if found.rows.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
+            found = self.layer._fp8_workspaces[name] = Operand(*(t if t is None else t.clone() for t in found))  # type: ignore[arg-type]
+        return found
 
     def bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """In the activation dtype, bf16 where that is fp32 (cuBLAS takes no fp32 bias, and we follow it)."""
