@@ -53,15 +53,16 @@ name = "local"
 
 
 def copy(folder: Path) -> Path:
-    """What git tracks, as it is now, without its history: a mutant must be seen by `git diff`."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    """The working tree without what git ignores, and without its history: a mutant must be seen by `git diff`."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in filter(None, names.split("\0")):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_file():
             shutil.copy2(ROOT / name, target)
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=m", "-c", "user.email=m", "commit", "-qm", "m"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
+    for step in (["init", "-q"], ["add", "-A"], ["-c", "user.name=m", "-c", "user.email=m", "commit", "-qm", "m"]):
+        subprocess.run(["git", *step], cwd=folder, check=True)
     return folder
 
 
