@@ -108,7 +108,8 @@ class autocast(Context):
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        check_arguments("autocast", locals())
+        # Not locals(): a compiler of PyTorch 2.11 does not trace it.
+        check_arguments("autocast", {"enabled": enabled, "calibrating": calibrating, "_graph": _graph})
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"autocast: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
         if amax_reduction_group is not None and not _is_group(amax_reduction_group):

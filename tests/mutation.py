@@ -261,12 +261,9 @@ def main() -> None:
         todo = [one for one in mutants if one["patch"] not in done]
         if todo:
             seen = Coverage(folders[0], options.workers)
-            run(
-                folders,
-                files.cache_folder("numba").parent,
-                [(one, seen.tests(one["module"], one["line"])) for one in todo],
-                options.log,
-            )
+            judging = [(one, seen.tests(one["module"], one["line"])) for one in todo]
+            judging.sort(key=lambda one: bool(one[1]))  # those that may need all tests take longest: first
+            run(folders, files.cache_folder("numba").parent, judging, options.log)
     patches = {one["patch"] for one in mutants}
     outcomes = [json.loads(line) for line in options.log.read_text("utf-8").splitlines()]
     outcomes = [one for one in outcomes if one["patch"] in patches]
