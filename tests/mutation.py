@@ -202,7 +202,8 @@ def judge(folder: Path, cache: Path, mutant: dict[str, Any], names: list[str]) -
 
 def run(folders: list[Path], cache: Path, todo: list[tuple[dict[str, Any], list[str]]], log: Path) -> None:
     """Judge mutants, as many at once as there are copies, and note what became of each."""
-    if judge(folders[0], cache, {"patch": "", "module": ""}, []):
+    some = next((names for _, names in todo if names), [])
+    if judge(folders[0], cache, {"patch": "", "module": ""}, some):
         raise SystemExit("A copy of the checkout without a mutation is killed.")
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for folder in folders:
