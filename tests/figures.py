@@ -75,7 +75,9 @@ def lines(figure: Any, digits: int = 5) -> Iterator[str]:
     for legend in figure.legends:
         yield f"legend {[text.get_text() for text in legend.get_texts()]}"
     for axes in figure.axes:
-        yield f"-- {axes.get_title()!r} {axes.get_title('left')!r}"
+        spec = axes.get_subplotspec()
+        place = "" if spec is None else f" at {tuple(map(int, spec.get_geometry()))}"
+        yield f"-- {axes.get_title()!r} {axes.get_title('left')!r}{place}"
         yield _axis("x", axes.xaxis, axes.get_xscale(), axes.get_xlim())
         yield _axis("y", axes.yaxis, axes.get_yscale(), axes.get_ylim())
         yield "spines " + " ".join(name for name, spine in axes.spines.items() if spine.get_visible())

@@ -5,8 +5,8 @@
 
 A mutant is one change of one place (a number, an operator, a condition). cosmic-ray lists all of them; `--count` are
 drawn. Each is judged by `pytest -m "not slow"` in a copy of the checkout, which stops at the first test that fails: the
-tests that execute the changed statement, as coverage found them, the quickest first; or all tests, where the statement
-is executed by an import, or compiled. A mutant survives if every one of them passes; one that hangs is killed.
+tests that execute the changed statement, as coverage found them, the quickest first, and then all. A mutant survives
+if every test passes; one that hangs is killed.
 
 Each outcome is added to `--log` at once, and what is there is not judged again. At the end all go to
 docs/results/mutation.json, every survivor with its change and, from `--judged`, a JSON file of sentences by change, why
@@ -212,7 +212,8 @@ def run(folders: list[Path], cache: Path, todo: list[tuple[dict[str, Any], list[
     def one(mutant: dict[str, Any], names: list[str]) -> dict[str, Any]:
         folder = free.get()
         try:
-            return {**mutant, "tests": len(names) or "all", "killed": judge(folder, cache, mutant, names)}
+            killed = judge(folder, cache, mutant, names) or (bool(names) and judge(folder, cache, mutant, []))
+            return {**mutant, "killed": killed}
         finally:
             free.put(folder)
 
