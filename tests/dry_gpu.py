@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from optimized import device as device_checks
 from optimized import launch, tape, tensor_map, watch
 from optimized.ops import scale_update
+from reference import compiled
 from reference.ops.library import _IMPLEMENTATIONS
 
 PROCESSORS = 132  # of an H200
@@ -136,6 +137,7 @@ class DryGpu(contextlib.ExitStack):
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
             (scale_update, "_tapes", {}),
+            (compiled, "_orders", {}),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch._C, "_cuda_exchangeDevice", lambda index: index),
