@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -377,3 +378,14 @@ def test_report_escapes_what_it_is_given() -> None:
     assert "<title>a &lt; b</title>" in page
     for text in ("x &amp; y", "<th>&lt;th&gt;</th>", '<td class="n">1.5</td>', "if a &lt; b"):
         assert text in page
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_quick_walkthrough_reads_fewer_files_and_measures_nothing(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(walkthrough, "_steps", lambda *arguments: seen.append(arguments) or [])
+    assert main(["walkthrough", *["--quick"] * quick, "--output", str(tmp_path / "report.html")]) == 0
+    ((_, _, count, _, without_speed),) = seen
+    assert (count, without_speed) == (walkthrough.QUICK_FILES if quick else None, quick)
