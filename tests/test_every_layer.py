@@ -176,3 +176,17 @@ def test_main_grads_are_what_gradients_would_be(name: str, fp8: bool) -> None:
         else:
             assert not q.main_grad.any(), key
             assert_same_bits(q.grad, p.grad, key)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_reset_parameters_writes_to_the_memory_that_is_there(name: str) -> None:
+    """What optimizers and graphs hold; from the meta device there is none, and it is made."""
+    sizes = (32,) if name.endswith("Norm") else (32, 32)
+    layer = getattr(te, name)(*sizes, device="cpu")
+    before = [p.data_ptr() for p in layer.parameters()]
+    layer.reset_parameters()
+    assert [p.data_ptr() for p in layer.parameters()] == before
+    layer = getattr(te, name)(*sizes, device="meta")
+    assert all(p.is_meta for p in layer.parameters())
+    layer.reset_parameters()
+    assert all(p.device.type == "cpu" and bool(p.isfinite().all()) for p in layer.parameters())
