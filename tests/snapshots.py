@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reference import files
+
 GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 240  # characters of a line
 GROUPS = 256  # digests of a section, at most
@@ -119,10 +121,10 @@ def main() -> None:
     for module in (test_benchmarks_dry, test_elementary_dry, test_commands_text):
         runs: Mapping[str, Callable[[], Sections]] = module.RUNS
         for name, run in runs.items():
-            if sys.argv[1:] in ([], [name]) or name in sys.argv[1:]:
+            if not sys.argv[1:] or name in sys.argv[1:]:
                 path = GOLDEN / module.FOLDER / f"{name}.txt"
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(text(run()), "utf-8")
+                files.write(path, text(run()))
                 print(path, path.stat().st_size)
 
 

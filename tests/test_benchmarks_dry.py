@@ -26,24 +26,17 @@ from dry_bench import DryBench
 import optimized
 from optimized import measure
 from optimized.bench import (
-    activation,
-    adam,
-    attention,
-    cast,
-    gemm,
-    gemm_epilogue,
     gemm_equality,
     gemm_roofline,
     gemm_shapes,
-    gemm_sweep,
     ladder,
     layer,
     layer_models,
     layer_plot,
     layer_sweep,
-    norm,
 )
 from optimized.commands import tables
+from optimized.commands.bench import MODULES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -160,21 +153,7 @@ def run_of_layers(module: Any) -> snapshots.Sections:
         return run_of(module)
 
 
-RUNS: dict[str, Callable[[], snapshots.Sections]] = {
-    module.NAME: partial(run_of, module)
-    for module in (
-        activation,
-        adam,
-        attention,
-        cast,
-        gemm,
-        gemm_epilogue,
-        gemm_shapes,
-        gemm_sweep,
-        ladder,
-        norm,
-    )
-} | {
+RUNS: dict[str, Callable[[], snapshots.Sections]] = {module.NAME: partial(run_of, module) for module in MODULES} | {
     "gemm_equality": run_of_gemm_equality,
     "gemm_roofline": run_of_roofline,
     "layer": run_of_layer,
