@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
 from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.norm import MAX_HIDDEN
 
-PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Transformer Engine's names → the op's causal rule, and whether an explicit mask is read.
 MASK_TYPES = {
     "no_mask": ("none", False),
@@ -108,6 +108,14 @@ OFF: dict[str, tuple[Any, ...]] = {
     "TransformerLayer.ub_overlap_rs_dgrad": _EITHER,
     "TransformerLayer.ub_bulk_dgrad": _EITHER,
     "TransformerLayer.ub_bulk_wgrad": _EITHER,
+    "amsgrad": _FALSE,
+    "capturable": _FALSE,
+    "master_weight_dtype": (torch.float32,),
+    "exp_avg_dtype": (torch.float32,),
+    "exp_avg_sq_dtype": (torch.float32,),
+    "use_decoupled_grad": _FALSE,
+    "store_param_remainders": _FALSE,
+    "set_grad_none": _NONE,
 }
 
 
@@ -124,7 +132,8 @@ def is_int(x: Any) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
-def _is_real(x: Any) -> bool:
+def is_real(x: Any) -> bool:
+    """Whether x is a number of Python's or NumPy's; complex ones, True and False are not."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
@@ -158,15 +167,15 @@ _HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
 _HEAD = Rule(
     is_int, lambda x: x % 8 == 0 and 8 <= x <= MAX_HEAD_DIM, f"a multiple of 8 from 8 to {MAX_HEAD_DIM} is accepted"
 )
-_SCALE = Rule(_is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
-_EPSILON = Rule(_is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
-_PROBABILITY = Rule(_is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
+_SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
+_EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
+_PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
 _NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
 _FUNCTION = Rule(lambda x: x is None or callable(x), _any, "None or a function is accepted")
 _DTYPE = Rule(
-    lambda x: x is None or (isinstance(x, torch.dtype) and x in PARAMETER_DTYPES),
+    lambda x: x is None or (isinstance(x, torch.dtype) and x in WIDE_DTYPES),
     _any,
     "float32, bfloat16 and float16 are accepted",
 )

@@ -6,7 +6,6 @@ shard's numbers are those of the whole tensor.
 """
 
 import copy
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from reference import formats
+from reference.arguments import is_real
 from reference.dtensor import is_dtensor, like, placed, shard
 from reference.nn.float8_tensor import Float8Tensor
 
@@ -45,7 +45,7 @@ def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
             )
     lr, eps, decay = (_number(name, group[name], where) for name in ("lr", "eps", "weight_decay"))
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(_is_real, betas)):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(is_real, betas)):
         raise TypeError(f"FusedAdam: betas={betas!r}{where}; two numbers, 0 <= beta < 1, are accepted.")
     if not all(beta >= 0 and np.float32(beta) < 1 for beta in betas):
         raise ValueError(f"FusedAdam: betas={betas!r}{where}; two numbers, 0 <= beta < 1 in fp32, are accepted.")
@@ -65,17 +65,13 @@ def whole(value: Any, where: str, name: str = "step") -> int:
     read = value
     if isinstance(read, torch.Tensor) and read.numel() == 1 and not read.is_meta and read.dtype != torch.bool:
         read = read.item()
-    if not _is_real(read) or not 0 <= read < float("inf") or read != int(read):
+    if not is_real(read) or not 0 <= read < float("inf") or read != int(read):
         raise ValueError(f"FusedAdam: {name}={value!r}{where}; a whole number >= 0 is accepted.")
     return int(read)
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _number(name: str, value: Any, where: str) -> float:
-    if not _is_real(value):
+    if not is_real(value):
         raise TypeError(f"FusedAdam: {name}={value!r}{where}; a number >= 0 is accepted.")
     if not 0 <= value <= FLT_MAX:
         raise ValueError(f"FusedAdam: {name}={value!r}{where}; a number >= 0 that fp32 holds is accepted.")

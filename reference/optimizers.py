@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from reference import not_offered, optimizer_state
+from reference.arguments import check_arguments
 from reference.dtensor import like, shard
 from reference.nn.float8_tensor import FP8, Float8Tensor, write
 from reference.notice import say_once
@@ -16,17 +17,6 @@ from reference.optimizer_state import MOMENTS, PLAIN, State, flag, needs_master,
 
 __all__ = ["FusedAdam"]
 
-# Transformer Engine's arguments that are not offered, at the value that means "off".
-OFF: dict[str, Any] = {
-    "amsgrad": False,
-    "capturable": False,
-    "master_weight_dtype": torch.float32,
-    "exp_avg_dtype": torch.float32,
-    "exp_avg_sq_dtype": torch.float32,
-    "use_decoupled_grad": False,
-    "store_param_remainders": False,
-    "set_grad_none": None,
-}
 Lists = tuple[list[torch.Tensor], ...]
 
 
@@ -75,12 +65,10 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         given = locals()
-        for name, off in OFF.items():
-            if given[name] != off:
-                raise NotImplementedError(f"FusedAdam: {name}={given[name]!r} is not offered; {off!r} is accepted.")
+        names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+        check_arguments("FusedAdam", {name: value for name, value in given.items() if name not in names})
         self.adam_w_mode = flag("adam_w_mode", adam_w_mode)
         self.master_weights = flag("master_weights", master_weights)
-        names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
         defaults = numbers_of({name: given[name] for name in names})._asdict()
         super().__init__(params, {name: defaults[name] for name in names})
 

@@ -148,11 +148,14 @@ _CHOICES = [
     *itertools.product(TILES, (16, 32), [_LONG], [DROPOUT], [None], [_BF16], [None], (False, True)),
     *itertools.product(TILES[1:2], [32], [_LONG], [DROPOUT], [None], [torch.float16], [None], (False, True)),
     *itertools.product(TILES[:2], [32], [128, 1024, 2048], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
+    *itertools.product(TILES[2:], [32], [272], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
 ]
-# What the CPU suite compiles: every tile with each epilogue, every kind and type in one tile, fewer steps.
+# What the CPU suite compiles: every tile with each epilogue, every kind and type in one tile, fewer steps. BACKWARD's
+# a is a gradient, in the format that it casts to.
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("gemm_fp8_fused", defines(epilogue, (_E4M3, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop))
+    ("gemm_fp8_fused", defines(epilogue, (a, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop))
     for tile, columns, k, epilogue, kind, dtype, q, drop in _CHOICES
+    for a in [q if q is not None and epilogue == BACKWARD else _E4M3]
 ]
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.masked import MaskedTensor
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.nn.module import ACTIVATION_DTYPES, TransformerEngineBaseModule
+from reference.formats import WIDE_DTYPES
+from reference.nn.module import TransformerEngineBaseModule
 
 MAX_ATTENTIONS = 65535  # batch times heads on a GPU: rows of a grid
 CUDNN_MASK_TYPES = ("no_mask", "causal")
@@ -26,7 +27,7 @@ def check_tensor(layer: str, name: str, x: Any) -> None:
     if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
         kind = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
         raise TypeError(f"{layer}: {name} is a tensor that is {kind}; a dense one is accepted.")
-    if x.dtype not in ACTIVATION_DTYPES:
+    if x.dtype not in WIDE_DTYPES:
         raise TypeError(f"{layer}: {name} has dtype {x.dtype}; float32, bfloat16 and float16 are accepted.")
 
 
@@ -38,7 +39,7 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
     """
     if (
         type(x) in _PLAIN
-        and x.dtype in ACTIVATION_DTYPES
+        and x.dtype in WIDE_DTYPES
         and x.layout is torch.strided
         and not x.is_nested
         and (x.dim() == 3 if layer else x.dim() > 0)
@@ -193,7 +194,7 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
     ):
         sizes, kv_sizes = q.shape, k.shape
         if (
-            q.dtype in ACTIVATION_DTYPES
+            q.dtype in WIDE_DTYPES
             and k.dtype == q.dtype
             and v.dtype == q.dtype
             and q.device == k.device

@@ -8,6 +8,7 @@ import torch
 
 from reference import model_init, recompute, scaling
 from reference.autocast import AutocastState, current
+from reference.formats import WIDE_DTYPES
 from reference.nn import fp8_state
 from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.parameters import DeviceDefault, InitMethod
@@ -15,8 +16,6 @@ from reference.nn.precision import CalibratingCall, Call, FP8Call, Operand
 from reference.notice import say_once
 from reference.recipe import DelayedScaling
 from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
-
-ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
@@ -334,7 +333,7 @@ class TransformerEngineBaseModule(DeviceDefault, torch.nn.Module):
                 f"a float32 or bfloat16 tensor of the weight's shape is accepted."
             )
         fits = main_grad.shape == weight.shape and main_grad.device == weight.device
-        if main_grad.dtype not in ACTIVATION_DTYPES or not fits:
+        if main_grad.dtype not in WIDE_DTYPES or not fits:
             raise RuntimeError(
                 f"{type(self).__name__}: {name}.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
                 f"{main_grad.device}; a float32, bfloat16 or float16 tensor {list(weight.shape)} on {weight.device} is "
