@@ -30,6 +30,7 @@ class AutocastState:
 
 
 _OFF = AutocastState()
+_DEFAULT = DelayedScaling()  # it is frozen; checking another one would cost each context microseconds
 
 
 def _is_group(group: Any) -> bool:
@@ -108,15 +109,16 @@ class autocast(Context):
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        # Not locals(): a compiler of PyTorch 2.11 does not trace it.
-        check_arguments("autocast", {"enabled": enabled, "calibrating": calibrating, "_graph": _graph})
+        if not (type(enabled) is type(calibrating) is bool and _graph is False):
+            # Not locals(): a compiler of PyTorch 2.11 does not trace it.
+            check_arguments("autocast", {"enabled": enabled, "calibrating": calibrating, "_graph": _graph})
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"autocast: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
         if amax_reduction_group is not None and not _is_group(amax_reduction_group):
             raise TypeError(
                 f"autocast: amax_reduction_group={amax_reduction_group!r}; a process group or None is accepted."
             )
-        recipe = DelayedScaling() if recipe is None else recipe
+        recipe = _DEFAULT if recipe is None else recipe
         self.settings = AutocastState(enabled, calibrating, recipe, amax_reduction_group)
         super().__init__()
 

@@ -36,7 +36,7 @@ def test_sine_and_cosine(reach: float) -> None:
 
 
 def test_special_angles() -> None:
-    zero, huge = torch.tensor([0.0, -0.0]), torch.tensor([math.inf, -math.inf, math.nan, 2.0**31])
+    zero, huge = torch.tensor([0.0, -0.0]), torch.tensor([math.inf, -math.inf, math.nan, 2.0**31, -3e9, 1e30])
     sine, cosine = sine_cosine_tables(zero)
     assert torch.equal(sine, zero)
     assert torch.equal(cosine, torch.ones(2))
