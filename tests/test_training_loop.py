@@ -1,5 +1,7 @@
 """The loop a user would write first: Adam, `loss.backward()`, then inference under autocast, on either side."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -56,3 +58,29 @@ def test_adam_learns_and_inference_agrees(device: str, fp8: bool) -> None:
     after = [m.fp8_meta["scaling_fwd"].scale for m in model.modules() if getattr(m, "fp8_meta", {})]
     assert len(after) == (4 if fp8 else 0)
     assert all(torch.equal(a, b) for a, b in zip(scales, after, strict=True)), "inference moves no scale"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_step_never_waits_for_the_gpu(fp8: bool) -> None:
+    """Dropout's seeds, FP8 scales and Adam's numbers go to the GPU with the launches, not by copies that wait."""
+    sizes = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "params_dtype": torch.bfloat16, "device": "cuda"}
+    layer = optimized.TransformerLayer(64, 128, 4, **sizes)
+    optimizer = optimized.optimizers.FusedAdam(layer.parameters(), master_weights=True)
+    x = torch.randn(32, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        with optimized.autocast(enabled=fp8):
+            out = layer(x)
+        out.backward(torch.ones_like(out))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # makes state, compiles, records
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the mode, that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

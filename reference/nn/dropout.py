@@ -35,8 +35,13 @@ class Generator(torch.nn.Module):
     def __init__(self, device: torch.device, get_rng_state_tracker: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._get_rng = get_rng_state_tracker
-        self.state = philox.new_state(device)
-        order(self.state.device)  # there before a compiler looks for it
+        self._put(philox.new_state(device))
+
+    def _put(self, state: torch.Tensor) -> None:
+        self.state = state
+        with torch.inference_mode(False):
+            self._one = torch.tensor([1, 0], dtype=torch.int64, device=state.device)
+        order(state.device)  # there before a compiler looks for it
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; a state from the meta device has no seed yet and draws one."""
@@ -44,8 +49,8 @@ class Generator(torch.nn.Module):
         device = fn(torch.empty(1, dtype=torch.uint8, device=self.state.device)).device
         if device != self.state.device:
             with torch.inference_mode(False):
-                self.state = philox.new_state(device) if self.state.is_meta else self.state.to(device)
-            order(self.state.device)
+                state = philox.new_state(device) if self.state.is_meta else self.state.to(device)
+            self._put(state)
         return self
 
     def draw(self, device: torch.device) -> None:
@@ -59,14 +64,15 @@ class Generator(torch.nn.Module):
                 philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":
-            self.state = philox.new_state(device)
+            self._put(philox.new_state(device))
         elif thread.undrawn is not None:
             thread.undrawn.append(self)
         elif torch.compiler.is_compiling():
             torch.ops.twin.draw_seed(order(self.state.device), self.state)
         elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
             with forked(self._get_rng):
-                philox.reseed(self.state)
+                # (seed, 0) by one launch that carries the seed: a copy would wait for all that the GPU has to do.
+                torch.mul(self._one, philox.draw_seed(), out=self.state)
 
     def take(self) -> torch.Tensor:
         """The state for an op that advances it; in a recomputation a copy of what the first run took."""
