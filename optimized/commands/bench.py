@@ -53,6 +53,7 @@ BENCHMARKS = {module.NAME: module for module in MODULES}
 APART = {
     "elementary": "python -m optimized.bench.elementary",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
+    "mutation": "PYTHONPATH=. python tests/mutation.py --count 300 --seed 1",
 }
 
 
@@ -72,6 +73,7 @@ WHAT = {
     "layer_sweep": "an FP8 layer against PyTorch's over widths and numbers of tokens",
     "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
     "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
+    "mutation": "changes of the Python source that the fast tests see",
 }
 
 
