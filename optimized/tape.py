@@ -26,7 +26,7 @@ import torch
 from optimized import launch
 from optimized.watch import Allocation, Place, Record, Watch, place_of, storage_of
 from reference.nn import autograd
-from reference.nn.precision import Operand
+from reference.quantized import Quantized
 
 LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 512, 256  # of all, and of a kind
@@ -222,51 +222,45 @@ def _specifications(tensors: Saved) -> list[Any]:
 class Player(autograd.Plain):
     """Runs pairs of functions from tapes, where their call says what it depends on."""
 
-    def forward(self, pair: Any, call: Any, needs: tuple[bool, ...], tensors: Saved) -> tuple[Any, Saved, Any]:
+    def forward(self, pair: Any, plan: Any, context: Any, tensors: Saved) -> tuple[Any, Saved, Any]:
         # Whoever takes what is saved elsewhere (offloading) or compares it (checkpoint) gets tensors, not arenas.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
-        constants = None if plain else call.constants()
-        # A weight that is kept in FP8 comes as an operand, the tensors of which are where they were the step before.
+        # A weight that is kept in FP8 comes quantized; its tensors are where they were the step before.
         inputs = tensors
-        if Operand in map(type, tensors):
-            inputs = tuple(part for x in tensors for part in (x if isinstance(x, Operand) else (x,)))
-        if constants is None or not _PLAIN.issuperset(map(type, inputs)):
-            return super().forward(pair, call, needs, tensors)
-        state: list[torch.Tensor] = []
-        changed: list[torch.Tensor] = []
-        call.collect(state, changed, [])
+        if Quantized in map(type, tensors):
+            inputs = tuple(part for x in tensors for part in (x[:3] if isinstance(x, Quantized) else (x,)))
+        if plain or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
+            return super().forward(pair, plan, context, tensors)
+        state, changed = context.state(backward=False)
 
         def run() -> tuple[Saved, Saved]:
-            out, saved = pair(call, needs, *tensors)
+            out, saved = pair(plan, context, *tensors)
             return (out,), saved
 
-        key = (pair, constants, needs, tensors[0].device.index, *_specifications(inputs))  # type: ignore[union-attr]
+        key = (pair, plan, tensors[0].device.index, *_specifications(inputs), *_specifications(state))  # type: ignore[union-attr]
         (out,), saved, kind = play(lambda: run, key, inputs, state)
         if kind is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return out, saved, kind
 
-    def backward(
-        self, pair: Any, call: Any, needs: tuple[bool, ...], saved: Saved, grads: Saved, kind: Kind | None
-    ) -> Saved:
+    def backward(self, pair: Any, plan: Any, context: Any, saved: Saved, grads: Saved, kind: Kind | None) -> Saved:
         if kind is None:
-            return super().backward(pair, call, needs, saved, grads, None)
+            return super().backward(pair, plan, context, saved, grads, None)
 
         def prepare() -> Function:
             kept = kind.found(saved)
-            return lambda: (pair(call, needs, kept, *grads), ())
+            return lambda: (pair(plan, context, kept, *grads), ())
 
         if torch._C._len_torch_dispatch_stack():
             return prepare()()[0]
-        state: list[torch.Tensor] = []
-        changed: list[torch.Tensor] = []
-        call.collect(state, [], changed)
-        # The kind stands for the call's constants, and for shapes and dtypes of what it saved.
-        results, _, replayed = play(prepare, (pair, kind, *_specifications(grads)), (*grads, *saved), state)
+        state, changed = context.state(backward=True)
+        # The kind stands for the plan, and for shapes and dtypes of what it saved.
+        key = (pair, kind, *_specifications(grads), *_specifications(state))
+        results, _, replayed = play(prepare, key, (*grads, *saved), state)
         if replayed is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return results
 
 
-autograd.player = Player()
+autograd.register(Player())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from reference import scaling
 from reference.arguments import check_arguments
-from reference.recipe import DelayedScaling
+from reference.recipe import DelayedScaling, Recipe
 from reference.threads import Context, Thread, close, here
 
 __all__ = ["autocast", "fp8_autocast"]
@@ -25,7 +25,7 @@ class AutocastState:
 
     enabled: bool = False
     calibrating: bool = False
-    recipe: DelayedScaling = field(default_factory=DelayedScaling)
+    recipe: Recipe = field(default_factory=DelayedScaling)
     group: Any = None
 
 
@@ -91,7 +91,7 @@ class autocast(Context):
     Args:
         enabled: FP8 on; off inside an enabled context runs those modules in their 16-bit form.
         calibrating: with FP8 off, still collect amaxes.
-        recipe: a `DelayedScaling`; None is `DelayedScaling()`.
+        recipe: one of `te.recipe`; None is `DelayedScaling()`.
         amax_reduction_group: process group over which amaxes are maximised; None is the default group.
         _graph: only False is offered.
 
@@ -105,15 +105,15 @@ class autocast(Context):
         self,
         enabled: bool = True,
         calibrating: bool = False,
-        recipe: DelayedScaling | None = None,
+        recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
         if not (type(enabled) is type(calibrating) is bool and _graph is False):
             # Not locals(): a compiler of PyTorch 2.11 does not trace it.
             check_arguments("autocast", {"enabled": enabled, "calibrating": calibrating, "_graph": _graph})
-        if recipe is not None and not isinstance(recipe, DelayedScaling):
-            raise TypeError(f"autocast: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"autocast: recipe={recipe!r}; a recipe of te.recipe or None is accepted.")
         if amax_reduction_group is not None and not _is_group(amax_reduction_group):
             raise TypeError(
                 f"autocast: amax_reduction_group={amax_reduction_group!r}; a process group or None is accepted."
@@ -134,7 +134,7 @@ class autocast(Context):
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
-    fp8_recipe: DelayedScaling | None = None,
+    fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> autocast:

@@ -13,7 +13,7 @@ from reference.ops.library import LIBRARY
 
 
 def update_gradient_scales(layer: Any) -> None:
-    """`scaling.update(forward=False)` after the backward of `layer`, the first FP8 module of a step.
+    """`scaling.update(forward=False)` after the backward of `layer`, the first module with scales of a step.
 
     A compiled backward can only ask for it, and autograd's engine runs it when the whole pass is over: inside the graph
     the histories are not written yet, and of the modules outside nothing is known.

@@ -1,7 +1,7 @@
 """FP8 state apart from the weights: for loaders that do not bring it, and for distributed checkpoints.
 
 `load_state_dict`, torch.distributed.checkpoint and Hugging Face's `from_pretrained` load a layer's state with its
-weights (`reference.nn.fp8_state`). Two things are left to do by hand:
+weights (`reference.nn.checkpoint_format`). Two things are left to do by hand:
 
     te.load_fp8_state(model, "folder")      where the weights came another way, or a loader has left the state out
     te.init_fp8_state(model, recipe)        before torch.distributed.checkpoint loads a history of another length than
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reference.nn import fp8_state
+from reference.nn import checkpoint_format
 from reference.nn.module import TransformerEngineBaseModule
 from reference.recipe import DelayedScaling
 
@@ -53,25 +53,25 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
         model: a layer, or a module with layers inside.
         source: a state dict; a file of `torch.save` or safetensors; or a folder of torch.distributed.checkpoint or of
             Hugging Face's `save_pretrained`. Keys as `model.state_dict()` has them; either form of
-            `reference.nn.fp8_state` is read.
+            `reference.nn.checkpoint_format` is read.
 
     Raises:
         ValueError: the source has no state for some layer, or broken state.
     """
     layers = _layers(model, "load_fp8_state")
-    wanted = [name for prefix in layers for name in fp8_state.names(prefix)]
+    wanted = [name for prefix in layers for name in checkpoint_format.names(prefix)]
     found = source if isinstance(source, Mapping) else _read(Path(source), wanted.__contains__)
     missing = []
     for prefix, layer in layers.items():
-        fp8_state.check_present(found, prefix, layer.state_columns())
-        if not any(name in found for name in fp8_state.names(prefix)):
+        checkpoint_format.check_present(found, prefix, layer.state_columns())
+        if not any(name in found for name in checkpoint_format.names(prefix)):
             missing.append(prefix.rstrip(".") or "the module")
     if missing:
         raise ValueError(
             f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; state for all is accepted."
         )
     for prefix, layer in layers.items():
-        layer.load_state({name: found[name] for name in fp8_state.names(prefix) if name in found}, prefix)
+        layer.load_state({name: found[name] for name in checkpoint_format.names(prefix) if name in found}, prefix)
 
 
 def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:

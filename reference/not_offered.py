@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 _OPS = "layers are whole (te.Linear, te.LayerNormMLP, ...), and there is no operation fuser"
-_RECIPES = "te.DelayedScaling is the only recipe"
+_RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
 _QUANTIZED = "an FP8 tensor is codes and a scale; weights kept in FP8 are made by te.quantized_model_init"
 _EXPERTS = "there are no layers for a mixture of experts"
 _PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
@@ -52,8 +52,7 @@ NAMES: dict[str, dict[str, str]] = {
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
     "recipe": {
-        _RECIPES: "CustomRecipe Float8BlockScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Recipe "
-        "MMParams QParams",
+        _RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams",
     },
     "optimizers": {
         "te.optimizers.FusedAdam is the only optimizer": "FusedSGD MultiTensorApply multi_tensor_adam "

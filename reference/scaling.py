@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from reference.ops.library import twin
-from reference.recipe import DelayedScaling
+from reference.recipes.base import Recipe
 from reference.threads import Thread, here
 
 FORWARD_TENSORS = ("input", "weight", "output")
@@ -32,7 +30,7 @@ class FP8TensorMeta:
     output and grad_input are never cast to FP8 by `Linear` and keep scale 1 and amax 0.
     """
 
-    def __init__(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+    def __init__(self, scale: torch.Tensor, amax_history: Any) -> None:
         self.scale = scale
         self.amax_history = amax_history
 
@@ -75,14 +73,14 @@ class FP8TensorMeta:
             self.amax_history.share_memory_()
 
     @torch.no_grad()
-    def copy_(self, other: "FP8TensorMeta") -> bool:
-        """Take another's values, if it has this one's shapes and device; whether it has."""
+    def take(self, other: "FP8TensorMeta") -> None:
+        """Take another's values, in this one's memory (CUDA graphs read it there), or its tensors if they differ."""
         pairs = ((self.scale, other.scale), (self.amax_history, other.amax_history))
         if any(to.shape != x.shape or to.device != x.device for to, x in pairs):
-            return False
+            self.scale, self.amax_history = other.scale, other.amax_history
+            return
         for to, x in pairs:
             to.copy_(x)
-        return True
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -97,7 +95,7 @@ class FP8TensorMeta:
 class Membership(NamedTuple):
     """The recipe, the process group and the thread that a module last ran under; None before its first FP8 forward."""
 
-    recipe: DelayedScaling
+    recipe: Recipe
     group: Any
     thread: Thread
 
@@ -122,7 +120,7 @@ def registered(identity: int) -> Any:
     return next(module for reference in list(_MODULES) if id(module := reference()) == identity)
 
 
-def join(module: Any, recipe: DelayedScaling, group: Any) -> None:
+def join(module: Any, recipe: Recipe, group: Any) -> None:
     """Note what `module` runs under; its next update follows that recipe, at the end of this thread's autocast."""
     thread = here()
     # `Module.__setattr__` takes its time; a compiler would guard what is read.
@@ -143,25 +141,19 @@ def _members(thread: int) -> Iterator[tuple[Any, Membership]]:
             yield module, module._membership
 
 
-def _reduce(histories: list[torch.Tensor], group: Any) -> None:
-    """Maximum of every row 0 over the process group, in one collective."""
-    amaxes = torch.cat([history[0] for history in histories])
-    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
-    for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
-        history[0].copy_(amax)
-
-
 @torch.no_grad()
 def update(forward: bool, thread: int) -> None:
     """Turn the amaxes collected in one direction into the next scales, for every module that last ran in a thread.
 
     `thread` is a `Thread`'s number.
 
-    One op call (one kernel launch on a GPU) per recipe, process group and device.
+    One `Recipe.update` per recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
-    buckets: list[tuple[DelayedScaling, Any, torch.device, list[FP8TensorMeta]]] = []
+    buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
     for module, (recipe, group, _) in _members(thread):
+        if recipe.history_rows is None:
+            continue
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
         for one, its_group, its_device, metas in reversed(buckets):
@@ -171,13 +163,4 @@ def update(forward: bool, thread: int) -> None:
         else:
             buckets.append((recipe, group, device, [meta]))
     for recipe, group, _, metas in buckets:
-        histories = [meta.amax_history for meta in metas]
-        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            _reduce(histories, group)
-        twin.scale_update(
-            [meta.scale for meta in metas],
-            histories,
-            recipe.fp8_format.fp8_max(forward),
-            recipe.margin,
-            recipe.amax_compute_algo,
-        )
+        recipe.update(forward, metas, group)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import reference as te
-from reference.nn import precision
+from reference.recipes import delayed_scaling
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -236,7 +236,7 @@ def test_no_transposed_copies_are_made_without_gradients(monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise AssertionError("a transposed copy nobody reads")
 
-    monkeypatch.setattr(precision.twin, "cast_transpose", refuse)
+    monkeypatch.setattr(delayed_scaling.twin, "cast_transpose", refuse)
     with torch.no_grad(), te.autocast(recipe=RECIPE):
         module(data())
 
@@ -289,5 +289,5 @@ def test_is_first_microbatch_is_true_false_or_none() -> None:
 
 
 def test_recipe_must_be_a_recipe() -> None:
-    with pytest.raises(TypeError, match=r"recipe='hybrid'; a recipe.DelayedScaling or None"):
+    with pytest.raises(TypeError, match=r"recipe='hybrid'; a recipe of te.recipe or None"):
         te.autocast(recipe="hybrid")  # type: ignore[arg-type]

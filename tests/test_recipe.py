@@ -9,6 +9,7 @@ import torch
 
 import reference as te
 from reference import recipe
+from reference.recipes import delayed_scaling
 
 
 def test_defaults_are_transformer_engines() -> None:
@@ -82,7 +83,7 @@ def test_the_largest_margin_is_the_last_that_leaves_a_number(margin: int) -> Non
     torch.ops.twin.scale_update([scale], [history], 448.0, margin, "max")
     code = torch.ops.twin.cast(x, scale, None, 0, torch.float8_e4m3fn)[0].float()[0, 0]
     assert code == {0: 448.0, 18: 2.0**-9, 19: 0.0}[margin]
-    if margin == recipe.MAX_MARGIN:
+    if margin == delayed_scaling.MAX_MARGIN:
         te.DelayedScaling(margin=margin)
 
 
@@ -112,7 +113,7 @@ def test_recipes_are_values() -> None:
 
 
 def test_other_recipes_are_named_when_asked_for() -> None:
-    with pytest.raises(AttributeError, match=r"recipe.Float8CurrentScaling is not offered"):
-        _ = recipe.Float8CurrentScaling
+    with pytest.raises(AttributeError, match=r"recipe.Float8BlockScaling is not offered"):
+        _ = recipe.Float8BlockScaling
     with pytest.raises(AttributeError, match="no attribute"):
         _ = recipe.NoSuchThing

@@ -190,7 +190,7 @@ def state(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
             if key in metas:
                 found |= {f"{name}.{key}.scale": metas[key].scale, f"{name}.{key}.history": metas[key].amax_history}
         for weight, operand in getattr(part, "_fp8_workspaces", {}).items():
-            found |= {f"{name}.{weight}.{i}": t for i, t in enumerate(operand) if t is not None}
+            found |= {f"{name}.{weight}.{i}": t for i, t in enumerate(operand[:3]) if t is not None}
         if isinstance(getattr(part, "state", None), torch.Tensor):
             found[f"{name}.random"] = part.state
     return {name: tensor.clone() for name, tensor in found.items()}

@@ -333,33 +333,33 @@ def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:
     assert len(tape._kinds) == 4
 
 
-def test_what_a_layer_depends_on_is_a_constant_or_none() -> None:
-    """Weights that are yet to be cached, gradients added elsewhere and masks always run."""
+def test_what_is_replayed() -> None:
+    """Not where a weight is cast for later microbatches, nor where its gradient is added elsewhere."""
     layer = te.LayerNormMLP(32, 64, params_dtype=BF16)
     x = torch.ones(4, 32, dtype=BF16)
-    from reference.nn.blocks import BlockCall
-    from reference.nn.dropout import Generator
 
-    generator = Generator(torch.device("cpu"))
+    def context(first: bool | None = None) -> Any:
+        return layer.context(BF16, first)
 
-    def constants(p: float = 0.0, first: bool | None = None) -> Any:
-        return BlockCall(layer.call(x, first), (p, generator), x.shape).constants()
-
-    plain = constants()
-    layer.eps = 1e-3
-    assert plain is not None
-    assert constants() != plain
+    plain = context()
+    assert plain.replayable
     with te.autocast(recipe=RECIPE):
-        assert constants() not in (None, plain)
-        assert constants(0.5) != constants()
-        assert constants(first=True) is None
-        assert constants(first=False) is None
+        assert context().replayable
+        assert context().kind != plain.kind
+        assert not context(True).replayable
+        assert not context(False).replayable
         layer(x, is_first_microbatch=True)
-        assert constants(first=False) not in (None, constants())
+        assert context(False).replayable
+        assert context(False).kind != context().kind
+        cached = layer._fp8_workspaces["fc1_weight"].codes
+        assert any(t is cached for t in context(False).state(backward=False)[0])
+        assert all(t is not cached for t in context(False).state(backward=True)[0])
     with te.autocast(enabled=False, calibrating=True):
-        assert constants() is None
+        assert context().kind != plain.kind
+        (history,) = context().state(backward=False)[1]
+        assert history is layer.fp8_meta["scaling_fwd"].amax_history
     layer.fuse_wgrad_accumulation = True
-    assert constants() is None
+    assert not context().replayable
 
 
 def train(

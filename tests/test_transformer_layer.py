@@ -182,17 +182,22 @@ def test_weights_of_several_dtypes_are_cast_apart(same_bits) -> None:
         same_bits(a, b)
 
 
-def test_only_self_attention_behind_a_norm_runs_as_a_block() -> None:
-    settings: dict[str, Any] = {"params_dtype": torch.bfloat16}
-    assert blocks.is_attention_block(te.MultiheadAttention(64, 4, input_layernorm=True, **settings))
-    for other in (
-        {"input_layernorm": True, "attention_type": "cross"},
-        {"input_layernorm": False},
-        {"input_layernorm": True, "return_layernorm_output": True},
-        {"input_layernorm": True, "num_gqa_groups": 2, "attention_backend": "cudnn"},
-    ):
-        assert not blocks.is_attention_block(te.MultiheadAttention(64, 4, **settings, **other)), other
-    assert not blocks.is_mlp_block(te.LayerNormMLP(64, 64, return_layernorm_output=True))
+def test_what_runs_as_a_block() -> None:
+    def is_block(residual_is_norm: bool = False, recomputes: bool = False, **arguments: Any) -> bool:
+        attention = te.MultiheadAttention(64, 4, params_dtype=torch.bfloat16, **arguments)
+        return blocks.is_attention_block(attention, residual_is_norm, recomputes)
+
+    assert is_block(input_layernorm=True)
+    assert is_block(input_layernorm=True, recomputes=True)
+    assert is_block(input_layernorm=True, attention_type="cross")
+    assert is_block(input_layernorm=True, return_layernorm_output=True, residual_is_norm=True)
+    assert not is_block(input_layernorm=False)
+    assert not is_block(input_layernorm=True, return_layernorm_output=True)
+    assert is_block(input_layernorm=True, attention_backend="cudnn")
+    assert not is_block(input_layernorm=True, attention_backend="cudnn", recomputes=True)
+    assert not is_block(input_layernorm=True, num_gqa_groups=2, attention_backend="cudnn")
+    mlp = te.LayerNormMLP(64, 64, return_layernorm_output=True)
+    assert [blocks.is_mlp_block(mlp, residual_is_norm) for residual_is_norm in (False, True)] == [False, True]
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -208,43 +213,81 @@ PARTS: dict[str, dict[str, Any]] = {
     "only the biases": {},
     "main_grad": {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True},
     "frozen input": {},
+    "rotary": {"num_gqa_groups": 2, "attention_dropout": 0.2},
+    "rotary, batch first, neighbours": {"attn_input_format": "bshd", "rotary_pos_interleaved": True},
+    "recomputed attention": {"attention_dropout": 0.2, "hidden_dropout": 0.2},
+    "recomputed attention, rotary": {"fuse_qkv_params": True},
+    "post norm": {"apply_residual_connection_post_layernorm": True, "hidden_dropout": 0.2},
+    "decoder": {"layer_type": "decoder", "attention_dropout": 0.2, "num_gqa_groups": 2},
+    "decoder, post norm, recomputed attention": {
+        "layer_type": "decoder",
+        "apply_residual_connection_post_layernorm": True,
+        "fuse_qkv_params": True,
+    },
+    "decoder, frozen but for keys and values": {"layer_type": "decoder"},
+    "decoder, frozen keys and values": {"layer_type": "decoder", "attn_input_format": "bshd"},
 }
 FROZEN = {
     "frozen up to the mlp": lambda name: not name.startswith("layernorm_mlp.fc"),
     "frozen up to proj": lambda name: name.startswith("self_attention.layernorm_qkv"),
     "only the biases": lambda name: name.endswith("weight"),
+    "decoder, frozen but for keys and values": lambda name: "key_value" not in name,
+    "decoder, frozen keys and values": lambda name: "key_value" in name,
 }
 
 
+def call_of(variant: str, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """What a variant's forward takes beside x and its mask."""
+    found: dict[str, Any] = {}
+    if "rotary" in variant:
+        found["rotary_pos_emb"] = (numbers(3, 24, 1, 1, 16).float(), numbers(4, 24, 1, 1, 8).float())
+    if "recomputed" in variant:
+        found["checkpoint_core_attention"] = True
+    if "decoder" in variant:
+        source = (2, 17, 64) if "batch first" in variant or "frozen keys" in variant else (17, 2, 64)
+        found["encoder_output"] = numbers(5, *source).bfloat16()
+    return found
+
+
 @pytest.mark.parametrize("variant", PARTS)
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("recipe", [None, RECIPE, te.recipe.Float8CurrentScaling()], ids=["16", "delayed", "current"])
 def test_the_layer_as_one_has_the_bits_of_its_parts(
-    variant: str, fp8: bool, same_bits, monkeypatch: pytest.MonkeyPatch
+    variant: str, recipe: te.recipe.Recipe | None, same_bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer that is not small runs as two halves, one with a hook on a part part by part.
 
     Microbatches, with cached weights, and a recomputed one.
     """
-    shape = (2, 24, 64) if "padding, batch" in variant else (24, 2, 64)
+    shape = (2, 24, 64) if PARTS[variant].get("attn_input_format") == "bshd" else (24, 2, 64)
     mask = (torch.arange(24) >= torch.tensor([[24], [15]])).view(2, 1, 1, 24)
-    three = []
+    fp8, three = recipe is not None, []
     for nodes in ("one", "two", "many"):
         monkeypatch.setattr(blocks, "SMALL", 1 << 25 if nodes == "one" else 0)
         layer = layer_of(**PARTS[variant])
         if nodes == "many":
-            layer.self_attention.proj.register_forward_hook(lambda module, inputs, out: None)
+            for name, part in layer.named_modules():
+                if name.endswith(("proj", "mlp")):
+                    part.register_forward_hook(lambda module, inputs, out: None)
         for name, p in layer.named_parameters():
             p.requires_grad_(not FROZEN.get(variant, lambda name: False)(name))
             p.main_grad = torch.zeros(p.shape)
         found = []
         for step, first in enumerate((None, True, False, None)):
             layer.zero_grad()
-            x = numbers(1, *shape).bfloat16().requires_grad_(not variant.startswith("frozen"))
-            with te.autocast(enabled=fp8, recipe=RECIPE), torch.autocast("cpu", torch.bfloat16):
-                y = te.checkpoint(layer, x, mask) if step == 3 else layer(x, mask, is_first_microbatch=first)
+            x = numbers(1, *shape).bfloat16().requires_grad_("frozen" not in variant or "frozen keys" in variant)
+            call = call_of(variant, shape)
+            source = call.get("encoder_output", x)
+            if source is not x:
+                source.requires_grad_("frozen keys" not in variant)
+            with te.autocast(enabled=fp8, recipe=recipe), torch.autocast("cpu", torch.bfloat16):
+                if step == 3:
+                    y = te.checkpoint(layer, x, mask, **call)
+                else:
+                    y = layer(x, mask, is_first_microbatch=first, **call)
             y.backward(numbers(2, *y.shape).bfloat16())
-            found += [y, x.grad, *(p.grad for p in layer.parameters()), *(p.main_grad for p in layer.parameters())]
-            found += [t for n, t in layer.state_dict().items() if "scaling" in n]
+            found += [y, x.grad, source.grad]
+            found += [*(p.grad for p in layer.parameters()), *(p.main_grad for p in layer.parameters())]
+            found += [t for n, t in layer.state_dict().items() if "_extra_state" in n]
             found = [None if t is None else t.clone() for t in found]
         three.append(found)
     for a, b, c in zip(*three, strict=True):

@@ -7,7 +7,7 @@ cuDNN's, which is faster; both are outside the bit contract. Source: Transformer
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,14 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
-from reference.nn.autograd import differentiable
+from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_cudnn, check_grid, check_mask, check_mask_type, check_qkv
+from reference.nn.context import BlockContext
 from reference.nn.dropout import Generator
 from reference.nn.parameters import DeviceDefault
-from reference.nn.precision import Call, as_dtype
 from reference.notice import say_once
 from reference.ops.attention import causal_shift
 from reference.ops.library import twin
+from reference.quantized import as_dtype
 from reference.recompute import checkpoint
 
 Saved = tuple[torch.Tensor | None, ...]
@@ -30,32 +31,56 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 MASK_NAMES = ("attention_mask", "attn_mask_type")
 
 
-class AttentionCall(Call):
-    """One attention: its scale, masks and dropout."""
+class CorePlan(NamedTuple):
+    """Of softmax(q·kᵀ·scale, masked)·v: Transformer Engine's mask type, the probability of dropping a weight, whose."""
 
-    def __init__(
-        self, dtype: torch.dtype, scale: float, masks: tuple[str, torch.Tensor | None], p: float, state: Any
-    ) -> None:
-        super().__init__(None, dtype)  # type: ignore[arg-type]
-        self.arguments = (scale, *masks, p)
-        self.state = state
+    scale: float
+    mask_type: str
+    p: float
+    backend: str
+
+    def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, torch.Tensor | None, float]:
+        """Of `twin::attention`, after q, k and v."""
+        return self.scale, MASK_TYPES[self.mask_type][0], mask, self.p
 
 
-def forward(
-    call: AttentionCall, needs: tuple[bool, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+class Plan(NamedTuple):
+    """Which gradients are wanted (q, k, v), and how to attend."""
+
+    needs: tuple[bool, ...]
+    core: CorePlan
+
+
+def attend(
+    core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`."""
-    state_before = before(call.state)
-    out, m, inv = twin.attention(q, k, v, *call.arguments, call.state)
-    return out, (q, k, v, out, m, inv, state_before)
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads beside."""
+    state_before = before(state)
+    out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state)
+    return out, (out, m, inv, state_before)
 
 
-def backward(call: AttentionCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+def attend_backward(
+    core: CorePlan, mask: torch.Tensor | None, qkv: Saved, saved: Saved, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv."""
     *tensors, state_before = saved
     if grad.stride(-1) != 1:  # an expanded gradient, as of a plain sum
         grad = grad.contiguous()
-    return twin.attention_backward(grad, *tensors, *call.arguments, state_before)
+    return twin.attention_backward(grad, *qkv, *tensors, *core.arguments(mask), state_before)
+
+
+def forward(
+    plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, Saved]:
+    """out of q, k, v as in `attend`."""
+    out, saved = attend(plan.core, context.reads[0], context.random[0], q, k, v)
+    return out, (q, k, v, *saved)
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """dq, dk, dv."""
+    return attend_backward(plan.core, context.reads[0], saved[:3], saved[3:], grad)
 
 
 class DotProductAttention(DeviceDefault, torch.nn.Module):
@@ -221,23 +246,23 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         if q.dtype == torch.float32:
             p = self.attention_dropout if self.training else 0.0
             return torch_attention(q, k, v, self.softmax_scale, kind, mask, p)
-        call = self.attention_call(q, q.dtype, kind, mask)
-        if isinstance(call, CudnnCall):
-            return cudnn_attention(q, k, v, call)
-        return differentiable(forward, backward, call, q, k, v)
+        core = self.core_plan(kind)
+        if core.backend == "cudnn":
+            return cudnn_attention(q, k, v, core)
+        context = BlockContext(random=(self.random_state(q, core),), reads=(mask,))
+        return differentiable(forward, backward, Plan(wanted(q, k, v), core), context, q, k, v)
 
-    def attention_call(
-        self, inp: torch.Tensor, dtype: torch.dtype, kind: str, mask: torch.Tensor | None
-    ) -> "AttentionCall | CudnnCall":
-        """How this forward of an input attends in 16 bits, `dtype`; its dropout's random state is taken here."""
+    def core_plan(self, mask_type: str) -> CorePlan:
+        """How it attends now."""
         p = self.attention_dropout if self.training else 0.0
-        if self.attention_backend == "cudnn":
-            return CudnnCall(dtype, self.softmax_scale, kind, p)
-        state = None
-        if p > 0:
-            self.generator.draw(inp.device)
-            state = self.generator.take()
-        return AttentionCall(dtype, self.softmax_scale, (MASK_TYPES[kind][0], mask), p, state)
+        return CorePlan(self.softmax_scale, mask_type, p, self.attention_backend)
+
+    def random_state(self, inp: torch.Tensor, core: CorePlan) -> torch.Tensor | None:
+        """What the forward of an input draws its dropout from, if it drops anything."""
+        if core.p == 0 or core.backend == "cudnn":
+            return None
+        self.generator.draw(inp.device)
+        return self.generator.take()
 
 
 def _say_fp32() -> None:
@@ -275,39 +300,32 @@ def torch_attention(
     return out.masked_fill(blind, 0.0)
 
 
-class CudnnCall(Call):
-    """One attention of cuDNN's."""
-
-    def __init__(self, dtype: torch.dtype, scale: float, kind: str, p: float) -> None:
-        super().__init__(None, dtype)  # type: ignore[arg-type]
-        self.kind, self.p, self.scale = kind, p, scale
-
-
-def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CudnnCall) -> torch.Tensor:
+def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
     """`forward`'s out by cuDNN, differentiable, outside the bit contract."""
-    shared: dict[str, Any] = {"dropout_p": call.p, "is_causal": call.kind == "causal", "scale": call.scale}
+    shared: dict[str, Any] = {"dropout_p": core.p, "is_causal": core.mask_type == "causal", "scale": core.scale}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def cudnn_forward(
-    call: CudnnCall, needs: tuple[bool, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+def cudnn_attend(
+    core: CorePlan, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
     """The same without autograd, for as many heads of keys as of queries: what SDPA calls on its cuDNN backend."""
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, any(needs), call.p, call.kind == "causal", False, scale=call.scale
+        q, k, v, None, trains, core.p, core.mask_type == "causal", False, scale=core.scale
     )
-    drawn = (seed, offset) if call.p > 0 else (None, None)
-    return out, (q, k, v, out, sums, *drawn, *lengths)
+    drawn = (seed, offset) if core.p > 0 else (None, None)
+    return out, (out, sums, *drawn, *lengths)
 
 
-def cudnn_backward(call: CudnnCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+def cudnn_attend_backward(core: CorePlan, qkv: Saved, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
-    q, k, *_ = saved
+    q, k, _ = qkv
     assert q is not None
     assert k is not None
+    lengths, causal = (q.shape[2], k.shape[2]), core.mask_type == "causal"
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *saved[:7], None, *saved[7:], q.shape[2], k.shape[2], call.p, call.kind == "causal", scale=call.scale
+        grad, *qkv, *saved[:4], None, *saved[4:], *lengths, core.p, causal, scale=core.scale
     )
 
 

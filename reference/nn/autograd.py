@@ -1,11 +1,11 @@
 """A layer's pair of pure functions under autograd.
 
-    forward(call, needs, *tensors) -> (out, saved)
-    backward(call, needs, saved, *grads) -> gradients of the tensors
+    forward(plan, context, *tensors) -> (out, saved)
+    backward(plan, context, saved, *grads) -> gradients of the tensors
 
-`call` (`reference.nn.precision`) says how to compute and knows the layer, `needs` which of the tensors want a
-gradient. What a backward reads goes through `save_for_backward`, so that checkpointing and offloading see it; FP8
-state stays on the layer.
+`plan` is frozen and hashable: all that the functions depend on besides tensors, which gradients are wanted (`needs`)
+included. `context` (`reference.nn.context`) holds the module's tensors. What a backward reads goes through
+`save_for_backward`, so that checkpointing and offloading see it; FP8 state stays on the module.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,35 @@ import torch
 
 from reference import compiled, recompute
 from reference.autocast import first_module_pending, take_first_module
-from reference.nn.precision import Call
+from reference.nn.context import BlockContext, ModuleContext
 
 Saved = tuple[torch.Tensor | None, ...]
+Context = ModuleContext | BlockContext
 Forward = Callable[..., tuple[Any, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 class Plain:
-    """Runs a pair's functions; `optimized` puts in its place what launches their kernels without running them."""
+    """Runs a pair's functions; `optimized` registers in its place what launches their kernels without running them."""
 
-    def forward(self, function: Forward, call: Call, needs: tuple[bool, ...], tensors: Saved) -> tuple[Any, Saved, Any]:
+    def forward(self, function: Forward, plan: Any, context: Context, tensors: Saved) -> tuple[Any, Saved, Any]:
         """Out, what is saved, and a note for `backward`."""
-        return *function(call, needs, *tensors), None
+        return *function(plan, context, *tensors), None
 
-    def backward(
-        self, function: Backward, call: Call, needs: tuple[bool, ...], saved: Saved, grads: Saved, note: Any
-    ) -> Saved:
+    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
         """The gradients."""
-        return function(call, needs, saved, *grads)
+        return function(plan, context, saved, *grads)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
 _plain = Plain()
 player = _plain
+
+
+def register(other: Plain) -> None:
+    """Let `other` run pairs from now on."""
+    global player
+    player = other
 
 
 def _player() -> Plain:
@@ -51,16 +56,16 @@ class _Pair(torch.autograd.Function):
         ctx: Any,
         forward: Forward,
         backward: Backward,
-        call: Call,
-        needs: tuple[bool, ...],
+        plan: Any,
+        context: Context,
         updates: bool,
         *tensors: torch.Tensor | None,
     ) -> Any:
-        trains = any(needs)
-        taken = tuple([x if type(x) in _PLAIN else call.taken(x, trains) for x in tensors])
-        out, saved, ctx.note = _player().forward(forward, call, needs, taken)
+        trains = any(plan.needs)
+        unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
+        out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped)
         ctx.save_for_backward(*saved)
-        ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates
+        ctx.backward_function, ctx.plan, ctx.context, ctx.updates = backward, plan, context, updates
         return out
 
     @staticmethod
@@ -70,18 +75,27 @@ class _Pair(torch.autograd.Function):
             raise RuntimeError(
                 "backward with create_graph=True: the layers have no second derivative; create_graph=False is accepted."
             )
-        results = _player().backward(ctx.backward_function, ctx.call, ctx.needs, ctx.saved_tensors, grads, ctx.note)
+        saved = ctx.saved_tensors
+        results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:
-            compiled.update_gradient_scales(ctx.call.layer)
+            compiled.update_gradient_scales(ctx.context.stateful)
         return None, None, None, None, None, *results
 
 
-def differentiable(forward: Forward, backward: Backward, call: Call, *tensors: torch.Tensor | None) -> Any:
-    """`forward`'s output, with `backward` as its derivative with respect to `tensors`."""
-    needs = call.needs(tensors)
-    # The first FP8 module of an outermost autocast runs backward last, and then updates the gradients' scales.
-    updates = call.fp8 and any(needs) and not recompute.replaying() and first_module_pending()
-    out = _Pair.apply(forward, backward, call, needs, updates, *tensors)
+def wanted(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    """Which gradients a backward will be asked for: none under torch.no_grad()."""
+    enabled = torch.is_grad_enabled()
+    return tuple([x is not None and x.requires_grad and enabled for x in tensors])
+
+
+def differentiable(
+    forward: Forward, backward: Backward, plan: Any, context: Context, *tensors: torch.Tensor | None
+) -> Any:
+    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; `plan.needs` says which."""
+    # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
+    stateful = context.stateful is not None and any(plan.needs)
+    updates = stateful and not recompute.replaying() and first_module_pending()
+    out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
     if updates:
         take_first_module()
     return out

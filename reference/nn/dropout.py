@@ -4,15 +4,15 @@ y = T( residual + T( dropout( T( x + bias ) ) ) )       T: one rounding to x's d
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from reference import philox, recompute
 from reference.compiled import before, order
-from reference.nn.autograd import differentiable
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.context import BlockContext
 from reference.nn.parameters import forked
-from reference.nn.precision import Call
 from reference.ops.library import twin
 from reference.threads import here
 
@@ -79,28 +79,27 @@ class Generator(torch.nn.Module):
         return recompute.state_for(self, self.state)
 
 
+class Plan(NamedTuple):
+    """Which gradients are wanted (x, bias, residual), and the probability of dropping an element."""
+
+    needs: tuple[bool, ...]
+    p: float
+
+
 def drop_forward(
-    call: "DropCall", needs: tuple[bool, ...], x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    plan: Plan, context: BlockContext, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, hidden]`."""
-    state_before = before(call.state)
-    return twin.bias_dropout_add(x, bias, residual, call.p, call.state), (state_before,)
+    (state,) = context.random
+    state_before = before(state)
+    return twin.bias_dropout_add(x, bias, residual, plan.p, state), (state_before,)
 
 
-def drop_backward(call: "DropCall", needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dx, db, dresidual."""
-    grad = grad.contiguous()
-    dx = grad if call.p == 0 else twin.dropout_backward(grad, call.p, saved[0]) if any(needs[:2]) else None
+    needs, grad = plan.needs, grad.contiguous()
+    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved[0]) if any(needs[:2]) else None
     return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
-
-
-class DropCall(Call):
-    """One dropout: its probability, and the state it draws from."""
-
-    def __init__(self, dtype: torch.dtype, p: float, state: torch.Tensor | None) -> None:
-        super().__init__(None, dtype)  # type: ignore[arg-type]
-        self.p = p
-        self.state = state
 
 
 def bias_dropout_add(
@@ -108,7 +107,7 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """`residual + dropout(x + bias)` of `[..., hidden]`; without a generator, or with p = 0, nothing is dropped."""
     state = generator.take() if generator is not None and p > 0 else None
-    call = DropCall(x.dtype, p if state is not None else 0.0, state)
     flat = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return differentiable(drop_forward, drop_backward, call, rows, bias, flat).view(x.shape)
+    tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
+    plan = Plan(wanted(*tensors), p if state is not None else 0.0)
+    return differentiable(drop_forward, drop_backward, plan, BlockContext(random=(state,)), *tensors).view(x.shape)

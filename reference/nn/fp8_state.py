@@ -1,226 +1,157 @@
-"""FP8 state in checkpoints: one plain tensor a layer, under the key `_extra_state`.
+"""A layer's FP8 state: the scales and amax histories that recipes with state keep, and when they are made and moved."""
 
-`_extra_state` is fp32 `[1 + amax_history_len, columns]`: the scales, and below them the rows of the amax history, row 0
-first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. It exists from a
-layer's construction on, so that loaders which fill what a model already has (torch.distributed.checkpoint, Hugging
-Face's `from_pretrained`) know it; before the first run in FP8 it holds scales of 1 and no amax. Checkpoints that hold
-the four tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history`
-load, too.
-
-A load checks every layer's entries before it changes the first one.
-"""
-
-import sys
-import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
-from reference.formats import WIDE_DTYPES
-from reference.nn.float8_tensor import FP8, dequantized
-from reference.scaling import KEYS, FP8TensorMeta
-
-if TYPE_CHECKING:
-    from reference.nn.module import TransformerEngineBaseModule
-
-STATE = "_extra_state"
-PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
-State = dict[str, FP8TensorMeta]  # by key
+from reference import model_init, recompute, scaling
+from reference.autocast import AutocastState, current
+from reference.nn.float8_tensor import Float8Tensor
+from reference.quantized import Quantized
+from reference.recipe import DelayedScaling, Recipe
+from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
 
 
-def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
-    """The state as one tensor."""
-    halves = [torch.cat([state[key].scale[None], state[key].amax_history]) for key in KEYS]
-    return torch.cat(halves, dim=1).detach()
+class WithFP8State(torch.nn.Module):
+    """The state of one layer.
 
-
-def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.device) -> State:
-    """The inverse of `pack`, in memory of its own; state stays where it is while parameters are on the meta device."""
-    device = packed.device if device.type == "meta" else device
-    halves = packed.detach().to(device).split([columns[key] for key in KEYS], dim=1)
-    return {
-        key: FP8TensorMeta(half[0].clone(), half[1:].clone(memory_format=torch.contiguous_format))
-        for key, half in zip(KEYS, halves, strict=True)
-    }
-
-
-def is_fresh(state: Mapping[str, FP8TensorMeta]) -> bool:
-    """Whether it is that of a layer that never ran in FP8."""
-    return all(bool((meta.scale == 1).all()) and not bool(meta.amax_history.any()) for meta in state.values())
-
-
-def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:
-    """Take a layer's state, checked before, out of `state_dict`; None where it has none."""
-    packed = state_dict.pop(prefix + STATE, None)
-    parts = [state_dict.pop(name, None) for name in _part_names(prefix)]
-    if packed is not None and packed.numel():
-        return unpack(packed, columns, device)
-    if parts[0] is None:
-        return None
-    device = parts[0].device if device.type == "meta" else device
-    parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
-    return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
-
-
-def names(prefix: str) -> list[str]:
-    """Every key that a layer's state may have in a checkpoint."""
-    return [prefix + STATE, *_part_names(prefix)]
-
-
-def _part_names(prefix: str) -> list[str]:
-    return [f"{prefix}{key}.{part}" for key, part in PARTS]
-
-
-# --- the checks ------------------------------------------------------------------------------------------
-
-
-def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[str, int]) -> None:
-    """Refuse a layer's broken state, in either form; no state, or an empty tensor, is none."""
-    packed, names = state_dict.get(prefix + STATE), _part_names(prefix)
-    if packed is not None and not (isinstance(packed, torch.Tensor) and not packed.numel()):
-        check_state(prefix + STATE, packed, columns)
-    present = {name: state_dict[name] for name in names if name in state_dict}
-    if present and len(present) < len(names):
-        absent = [name for name in names if name not in state_dict]
-        raise ValueError(
-            f"checkpoint: partial FP8 state, {', '.join(absent)} missing beside {next(iter(present))}; all of "
-            f"{', '.join(names)} or none of them is accepted."
-        )
-    if present:
-        check_parts(present, columns)
-
-
-def check_state(name: str, packed: Any, columns: Mapping[str, int]) -> None:
-    """Refuse a `_extra_state` that is none of ours."""
-    total = sum(columns.values())
-    _check_numbers(name, packed)
-    if packed.dtype != torch.float32 or packed.dim() != 2 or packed.shape[0] < 2 or packed.shape[1] != total:
-        raise ValueError(
-            f"checkpoint: {name} is {packed.dtype} {list(packed.shape)}; float32 [1 + amax_history_len, {total}] is "
-            f"accepted (FP8 state that Transformer Engine has pickled is not read)."
-        )
-    _check_scale(f"{name}[0]", packed[0])
-    _check_history(f"{name}[1:]", packed[1:])
-
-
-def check_parts(parts: Mapping[str, Any], columns: Mapping[str, int]) -> None:
-    """Refuse broken state in its older form of four tensors; `parts` is by full name, in the order of `PARTS`."""
-    for (key, part), (name, value) in zip(PARTS, parts.items(), strict=True):
-        _check_numbers(name, value)
-        if part == "scale":
-            fits, accepted = value.shape == (columns[key],), f"[{columns[key]}]"
-        else:
-            fits = value.dim() == 2 and value.shape[0] >= 1 and value.shape[1] == columns[key]
-            accepted = f"[amax_history_len >= 1, {columns[key]}]"
-        if value.dtype != torch.float32 or not fits:
-            raise ValueError(
-                f"checkpoint: {name} is {value.dtype} {list(value.shape)}; float32 {accepted} is accepted."
-            )
-        (_check_scale if part == "scale" else _check_history)(name, value)
-    lengths = [value.shape[0] for (_, part), value in zip(PARTS, parts.values(), strict=True) if part != "scale"]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"checkpoint: {', '.join(parts)} have histories of {lengths} rows; one length is accepted.")
-
-
-def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor, assign: bool) -> None:
-    """Refuse what parameter `name` cannot be loaded from: other shapes and dtypes, NaN, infinities."""
-    _check_numbers(name, value)
-    if value.shape != parameter.shape:
-        raise ValueError(
-            f"checkpoint: {name} has shape {list(value.shape)}; {list(parameter.shape)} is accepted (size mismatch)."
-        )
-    numbers = value.to_local() if hasattr(value, "to_local") else value
-    if value.dtype.itemsize == 1:
-        beside = f"{name}_scale_inv"
-        if value.dtype != FP8 or scale_inv is None:
-            how = f"and no {beside}" if scale_inv is None else f"beside {beside}"
-            raise ValueError(f"checkpoint: {name} is {value.dtype} {how}; {FP8} with a scale_inv is accepted.")
-        _check_numbers(beside, scale_inv)
-        if scale_inv.dtype != torch.float32 or scale_inv.shape != (1,):
-            raise ValueError(
-                f"checkpoint: {beside} is {scale_inv.dtype} {list(scale_inv.shape)}; float32 [1] is accepted."
-            )
-        if not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
-            raise ValueError(f"checkpoint: {beside}={scale_inv.item()}; a finite number > 0 is accepted.")
-        numbers = dequantized(numbers, scale_inv, torch.float32)
-    elif not value.is_floating_point():
-        raise ValueError(f"checkpoint: {name} is {value.dtype}; a floating-point tensor is accepted.")
-    elif assign and value.dtype not in WIDE_DTYPES:
-        raise ValueError(
-            f"checkpoint: {name} is {value.dtype}; float32, bfloat16 and float16 are accepted with assign=True."
-        )
-    if not bool(numbers.isfinite().all()):
-        nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
-        raise ValueError(f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted.")
-
-
-def _check_numbers(name: str, value: Any) -> None:
-    """Refuse what is no dense tensor with numbers in it."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"checkpoint: {name} is a {type(value).__name__}; a tensor is accepted.")
-    if value.is_meta or value.layout != torch.strided or value.is_nested:
-        what = "on the meta device, without numbers" if value.is_meta else "sparse or nested"
-        raise ValueError(f"checkpoint: {name} is {what}; a dense tensor is accepted.")
-
-
-def _check_scale(name: str, scale: torch.Tensor) -> None:
-    inverse = scale.reciprocal()  # what GEMMs multiply by
-    if not bool((scale.isfinite() & (scale > 0) & inverse.isfinite()).all()):
-        raise ValueError(f"checkpoint: {name}={scale.tolist()}; finite scales > 0 with finite inverses are accepted.")
-
-
-def _check_history(name: str, history: torch.Tensor) -> None:
-    if not bool((history >= 0).all()):
-        raise ValueError(f"checkpoint: {name} holds negative numbers or NaN; amaxes >= 0 are accepted.")
-
-
-# --- all before one --------------------------------------------------------------------------------------
-
-
-class _Load(threading.local):
-    """The `load_state_dict` whose layers have been checked: its dictionary, and the layers by id."""
-
-    state_dict: "weakref.ref[Any] | None" = None
-    layers: frozenset[int] = frozenset()
-
-
-_load = _Load()
-
-
-def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
-    """The root and the dictionary of the `Module.load_state_dict` that is under way, if it is one.
-
-    torch hands a module its own part of the dictionary alone, and has changed the modules before it by then.
+    Attributes:
+        fp8_meta: `"scaling_fwd"` and `"scaling_bwd"` (`FP8TensorMeta`), once the layer has run under a recipe with
+            state, has calibrated, or has loaded state; and `"recipe"`, that of its last run in FP8.
+        fp8: whether the last forward ran in FP8.
+        fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
+        fp8_weights: names of the weights, and their columns of `scaling_fwd`.
+        quantized_init: the settings of the `quantized_model_init` that it was made in; None outside of one.
+        own_recipe, in_high_precision: what it runs in whatever autocast says (`reference.recipes.by_layer`).
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.nn.Module.load_state_dict.__code__:
-            return frame.f_locals["self"], frame.f_locals["state_dict"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+
+    num_gemms = 1
+    fp8_sizes: tuple[str, ...] = ()
+    fp8_weights: ClassVar[dict[str, int]] = {}
+    fp8: bool
+    fp8_meta: dict[str, Any]
+    quantized_init: model_init.QuantizedInit | None
+    own_recipe: Recipe | None = None
+    in_high_precision = False
+    _history_rows: int | None  # what the state is known to have: no need to look
+    _fp8_workspaces: dict[str, Quantized]
+
+    def _columns(self, key: str) -> int:
+        names = FORWARD_TENSORS if key == "scaling_fwd" else BACKWARD_TENSORS
+        return self.num_gemms * len(names)
+
+    def _parameter_device(self) -> torch.device:
+        return next(parameter for parameter in self._parameters.values() if parameter is not None).device
+
+    def _fresh_state(self, device: torch.device) -> None:
+        """Scales of 1 and empty histories; where weights are kept in FP8 state exists from the beginning."""
+        for key in scaling.KEYS:
+            if key in self.fp8_meta:
+                self.fp8_meta[key].to(device)
+                self.fp8_meta[key].reset()
+            elif self.quantized_init is not None and self.fp8_weights:
+                rows = self.quantized_init.recipe.amax_history_len
+                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), rows, device)
+                self.fp8_meta["recipe"] = self.quantized_init.recipe
+
+    def _bind_weights(self) -> None:
+        """Let weights in FP8 take their scales from this module's state; not one that it shares of another's."""
+        for name, weight in self._fp8_parameters().items():
+            if "scaling_fwd" in self.fp8_meta and self.fp8_weights.get(name) == weight._column:
+                weight.bind(self.fp8_meta["scaling_fwd"])
+
+    def _fp8_parameters(self) -> dict[str, Float8Tensor]:
+        """The weights that are kept in FP8."""
+        parameters: dict[str, Any] = self._parameters
+        return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
+
+    def init_fp8_metadata(self) -> AutocastState:
+        """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
+        state = current()
+        if self.own_recipe is not None or self.in_high_precision:
+            state = self._own_settings(state)
+        recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
+        # `Module.__setattr__` takes its time; a compiler would guard what is read.
+        if torch.compiler.is_compiling() or self.fp8 != state.enabled:
+            if state.enabled:
+                self._check_fp8_sizes("under FP8 autocast")
+            self.fp8 = state.enabled
+        if state.enabled or state.calibrating:
+            rows = state.recipe.history_rows
+            if self._history_rows != rows and rows is not None:
+                _make_state(id(self), rows)
+                self._history_rows = None if torch.compiler.is_compiling() else rows
+            self.fp8_meta["recipe"] = state.recipe
+            if not recompute.replaying():  # autograd's thread is not the one whose autocast updates
+                scaling.join(self, state.recipe, state.group)
+        return state
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move FP8 state with the module, by device only, and forget cached weights."""
+        fp8: dict[str, Any] = self._fp8_parameters()
+        self._parameters.update(dict.fromkeys(fp8))
+        super()._apply(fn, recurse)
+        self._parameters.update(fp8)
+        for weight in self._fp8_parameters().values():
+            weight.follow(fn)
+        for key in scaling.KEYS:
+            if key in self.fp8_meta:
+                self.fp8_meta[key].apply(fn)
+        self._fp8_workspaces.clear()
+        return self
+
+    def state_columns(self) -> dict[str, int]:
+        """How many columns `scaling_fwd` and `scaling_bwd` have."""
+        return {key: self._columns(key) for key in scaling.KEYS}
+
+    def make_state(self, recipe: DelayedScaling) -> None:
+        """Make or resize the FP8 state as a run under `recipe` would."""
+        _make_state(id(self), recipe.history_rows)
+        self._history_rows = None
+        self._bind_weights()
+
+    def _take_state(self, state: dict[str, FP8TensorMeta]) -> None:
+        """Replace the FP8 state, in its memory where that has the same shape: CUDA graphs read it there."""
+        for key, new in state.items():
+            if key in self.fp8_meta:
+                self.fp8_meta[key].take(new)
+            else:
+                self.fp8_meta[key] = new
+        self._history_rows = None
+
+    def _own_settings(self, state: AutocastState) -> AutocastState:
+        """Autocast's, with what this layer was given instead."""
+        if self.in_high_precision or self.own_recipe is None:
+            return replace(state, enabled=False, calibrating=False)
+        return replace(state, recipe=self.own_recipe)
+
+    def _check_fp8_sizes(self, where: str) -> None:
+        for name in self.fp8_sizes:
+            if getattr(self, name) % 16:
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={getattr(self, name)} {where}; a multiple of 16 is "
+                    f"accepted (rows of FP8 operands start at multiples of 16 bytes)."
+                )
 
 
-def check_all(layer: "TransformerEngineBaseModule", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
-    """Check what is about to be loaded, for each layer of the model when the first is reached."""
-    found = _under_way()
-    if found is None:
-        layer.check_checkpoint(state_dict, prefix, assign)
-        return
-    root, whole = found
-    if _load.state_dict is None or _load.state_dict() is not whole:
-        _load.layers, _load.state_dict = frozenset(), weakref.ref(whole)
-        checked = set()
-        for name, one in _layers(root):
-            one.check_checkpoint(whole, f"{name}." if name else "", assign)
-            checked.add(id(one))
-        _load.layers = frozenset(checked)
-    if id(layer) not in _load.layers:
-        layer.check_checkpoint(state_dict, prefix, assign)
+def _make_state(identity: int, length: int) -> None:
+    """Make, move or resize the FP8 state of the module with that `id` where its device or rows are not the module's."""
+    module = scaling.registered(identity)
+    device = module._parameter_device()
+    for key in scaling.KEYS:
+        if key not in module.fp8_meta:
+            module.fp8_meta[key] = FP8TensorMeta.fresh(module._columns(key), length, device)
+            continue
+        meta: FP8TensorMeta = module.fp8_meta[key]
+        meta.to(device)  # a loader may have replaced the parameters one by one
+        if meta.amax_history.shape[0] != length:
+            meta.resize(length)
+    module.fp8_meta.setdefault("recipe", None)  # set by the caller; there already, so that guards see no new key
 
 
-def _layers(root: torch.nn.Module) -> "Iterator[tuple[str, TransformerEngineBaseModule]]":
-    for name, module in root.named_modules(remove_duplicate=False):
-        if hasattr(module, "check_checkpoint"):
-            yield name, module  # type: ignore[misc]
+# `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while it traces and not
+# in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
+# eager mode has made the state serves every module like it. torch 2.11 lets only constants in: hence the `id`.
+_make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]

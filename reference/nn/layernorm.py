@@ -7,35 +7,42 @@ Rows are the last dimension; γ is `weight`, or `weight + 1` with `zero_centered
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
-from reference.nn.autograd import differentiable
-from reference.nn.checks import check_input
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import activation_dtype, check_input
+from reference.nn.context import BlockContext
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import parameter_dtype
-from reference.nn.precision import Call, NormArguments, as_dtype, rows_of
 from reference.ops.library import twin
+from reference.quantized import as_dtype, rows_of
+from reference.quantizer import NormPlan
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """The ops' names of a `normalization` argument."""
 Saved = tuple[torch.Tensor | None, ...]
 
 
-def arguments(call: Call, weight: torch.Tensor, bias: torch.Tensor | None) -> NormArguments:
-    """γ and β in the activation dtype, as Transformer Engine takes them, and the layer's constants."""
-    layer: Any = call.layer
-    beta = None if bias is None else as_dtype(bias, call.dtype)
-    return NormArguments(as_dtype(weight, call.dtype), beta, layer.eps, layer.zero_centered_gamma, layer.kind)
+class Plan(NamedTuple):
+    """T, which gradients are wanted (x, γ, β), and the norm."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    norm: NormPlan
 
 
-def norm_backward(call: Call, grad: torch.Tensor, saved: Saved, residual_grad: torch.Tensor | None = None) -> Saved:
+def norm_plan(layer: Any) -> NormPlan:
+    """A layer's norm, as it is now."""
+    return NormPlan(layer.eps, layer.zero_centered_gamma, layer.kind)
+
+
+def norm_backward(norm: NormPlan, grad: torch.Tensor, saved: Saved, residual_grad: torch.Tensor | None = None) -> Saved:
     """dx (+ residual_grad), dγ, dβ (None for RMSNorm); `saved` is x, γ, mean, rstd."""
-    layer: Any = call.layer
-    dx, dweight, dbias = twin.norm_backward(grad, *saved, layer.zero_centered_gamma, layer.kind, residual_grad)
-    return dx, dweight, dbias if layer.kind == "layernorm" else None
+    dx, dweight, dbias = twin.norm_backward(grad, *saved, norm.zero_centered, norm.kind, residual_grad)
+    return dx, dweight, dbias if norm.kind == "layernorm" else None
 
 
 def register_norm(layer: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,18 +72,23 @@ def with_extras(
     return out[0] if len(out) == 1 else tuple(out)
 
 
+def parameters(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    """γ and β in the activation dtype, as Transformer Engine takes them."""
+    return as_dtype(weight, dtype), None if bias is None else as_dtype(bias, dtype)
+
+
 def forward(
-    call: Call, needs: tuple[bool, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    plan: Plan, context: BlockContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[rows, hidden]` of x `[rows, hidden]`."""
-    x, norm = as_dtype(x, call.dtype), arguments(call, weight, bias)
-    y, mean, rstd = twin.norm(x, *norm, call.dtype)
-    return y, (x, norm.weight, mean, rstd)
+    x, (gamma, beta) = as_dtype(x, plan.dtype), parameters(weight, bias, plan.dtype)
+    y, mean, rstd = twin.norm(x, gamma, beta, *plan.norm, plan.dtype)
+    return y, (x, gamma, mean, rstd)
 
 
-def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dx, dγ, dβ of dL/dy."""
-    return norm_backward(call, grad.contiguous(), saved)
+    return norm_backward(plan.norm, grad.contiguous(), saved)
 
 
 def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> int:
@@ -157,8 +169,9 @@ class _Norm(TransformerEngineBaseModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""
         check_input(self, input, self.hidden_size, "input")
-        call = Call(self, self.activation_dtype(input))
-        return differentiable(forward, backward, call, rows_of(input), self.weight, self.bias).view(input.shape)
+        tensors = (rows_of(input), self.weight, self.bias)
+        plan = Plan(activation_dtype(input), wanted(*tensors), norm_plan(self))
+        return differentiable(forward, backward, plan, BlockContext(), *tensors).view(input.shape)
 
     def extra_repr(self) -> str:
         """Size, eps and the form of γ."""

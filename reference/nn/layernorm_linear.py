@@ -5,67 +5,87 @@ Otherwise each rounding point is that of `LayerNorm` followed by `Linear`: dL/dn
 before the norm's backward reads it.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
-from reference.nn.autograd import differentiable
-from reference.nn.checks import check_input
-from reference.nn.layernorm import KINDS, arguments, norm_backward, register_norm, reset_norm, with_extras
-from reference.nn.linear import GRAD_OUTPUT, INPUT, WEIGHT, LinearBase, Saved
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import activation_dtype, check_input
+from reference.nn.context import ModuleContext
+from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
+from reference.nn.linear import LinearBase, Saved
 from reference.nn.parameters import InitMethod, Split
-from reference.nn.precision import Call, Kept, Operand, as_dtype, dgrad, fprop, keep, rows_of, wgrad
+from reference.ops.library import twin
+from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
+from reference.quantizer import NormPlan
 
 __all__ = ["LayerNormLinear"]
 
 
+class Plan(NamedTuple):
+    """T, which gradients are wanted (x, γ, β, w, b), the kind of the GEMM's quantizers, the norm, and its return."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    gemms: Hashable
+    norm: NormPlan
+    returns_norm: bool = False
+
+
 def forward(
-    call: Call,
-    needs: tuple[bool, ...],
+    plan: Plan,
+    context: ModuleContext,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    weight: torch.Tensor | Operand,
+    weight: torch.Tensor | Quantized,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
-    """y `[tokens, out]` of x `[tokens, in]`; with `return_layernorm_output`, and norm(x) in the activation dtype."""
-    needs_dx = any(needs[:3])
-    x, norm = as_dtype(x, call.dtype), arguments(call, norm_weight, norm_bias)
-    normed, mean, rstd = call.norm(x, norm, INPUT, transpose=needs[3])
-    w = call.weight("weight", weight, WEIGHT, transpose=needs_dx)
-    y = fprop(normed, w, call.bias(bias), call.dtype)
-    saved = (*keep(normed), *keep(w), x, norm.weight, mean, rstd)
-    if not call.layer.return_layernorm_output:
+    """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm`, and norm(x) in the activation dtype."""
+    gemm, dtype = context.gemms[0], plan.dtype
+    x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
+    normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=plan.needs[3])
+    w = context.weight(0, "weight", weight, transpose=any(plan.needs[:3]))
+    y = fprop(normed, w, bias, dtype, gemm.how)
+    saved = (*normed.saved, *w.saved, x, gamma, mean, rstd)
+    if not plan.returns_norm:
         return y, saved
-    out = torch.ops.twin.norm(x, *norm, call.dtype)[0] if call.fp8 else normed.rows
-    return (y, out), saved
+    return (y, norm_output(normed, x, gamma, beta, plan)), saved
 
 
-def backward(call: Call, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
-    """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `return_layernorm_output`, dL/dnorm."""
-    g, db = call.grad(grads[0].contiguous(), GRAD_OUTPUT, transpose=needs[3], dbias=needs[4])
-    return (*operand_backward(call, needs, saved, g, *grads[1:]), db)
+def norm_output(
+    normed: Quantized, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, plan: Any
+) -> torch.Tensor:
+    """norm(x) in the activation dtype, for whoever asks for it beside the quantized one."""
+    return normed.codes if normed.layout is None else twin.norm(x, gamma, beta, *plan.norm, plan.dtype)[0]
 
 
-def operand_backward(
-    call: Call,
-    needs: tuple[bool, ...],
+def backward(plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor) -> Saved:
+    """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `returns_norm`, dL/dnorm."""
+    quantizer = context.gemms[0].grad
+    g, db = quantizer.grad(grads[0].contiguous(), transpose=plan.needs[3], dbias=plan.needs[4])
+    return (*quantized_backward(plan, context, saved, g, *grads[1:]), db)
+
+
+def quantized_backward(
+    plan: Plan,
+    context: ModuleContext,
     saved: Saved,
-    g: Operand,
+    g: Quantized,
     *norm_grad: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
 ) -> Saved:
-    """Gradients of x, γ, β, w of dL/dy as an operand; `residual_grad` reaches x past the norm."""
-    normed, w = Kept(*saved[:2]), Kept(*saved[2:4])
+    """Gradients of x, γ, β, w of a quantized dL/dy; `residual_grad` reaches x past the norm."""
+    gemm, normed, w = context.gemms[0], Transposed(*saved[:2]), Transposed(*saved[2:4])
     dx = dgamma = dbeta = None
-    if any(needs[:3]):
-        dnorm = dgrad(g, w, call.dtype)
+    if any(plan.needs[:3]):
+        dnorm = dgrad(g, w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
-        dx, dgamma, dbeta = norm_backward(call, dnorm, saved[4:], residual_grad)
-    dw = wgrad(g, normed, call.dtype, call.layer.main_grad("weight")) if needs[3] else None
+        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[4:], residual_grad)
+    dw = wgrad(g, normed, plan.dtype, gemm.how, context.main_grad("weight")) if plan.needs[3] else None
     return dx, dgamma, dbeta, dw
 
 
@@ -167,8 +187,11 @@ class LayerNormLinear(LinearBase):
         if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
             check_arguments("LayerNormLinear.forward", locals())
         check_input(self, inp, self.in_features)
-        call = self.call(inp, is_first_microbatch)
+        dtype = activation_dtype(inp)
+        context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
-        tensors = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
-        results = differentiable(forward, backward, call, rows_of(inp), *tensors, None if self.return_bias else bias)
-        return with_extras(self, inp, results, self.out_features, bias, call.dtype)
+        parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
+        tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
+        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output)
+        results = differentiable(forward, backward, plan, context, *tensors)
+        return with_extras(self, inp, results, self.out_features, bias, dtype)

@@ -8,53 +8,71 @@
 T is the activation dtype. Source: Transformer Engine's `pytorch/module/layernorm_mlp.py`.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
 from reference.nn import init
-from reference.nn.autograd import differentiable
-from reference.nn.checks import check_input
-from reference.nn.layernorm import KINDS, arguments, norm_backward, register_norm, reset_norm, with_extras
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import activation_dtype, check_input
+from reference.nn.context import ModuleContext, WeightRequest, quantize_weights
+from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
+from reference.nn.layernorm_linear import norm_output
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, forked, parameter_dtype
-from reference.nn.precision import Call, Kept, Operand, Weight, as_dtype, dgrad, fprop, keep, rows_of, wgrad
 from reference.ops.activation import GATED
+from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
+from reference.quantizer import ActivationPlan, NormPlan
 
-FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT = 0, 1, 3, 4  # columns of scaling_fwd
-FC1_GRAD, FC2_GRAD = 0, 2  # columns of scaling_bwd
 Saved = tuple[torch.Tensor | None, ...]
 
 
+class Plan(NamedTuple):
+    """T, which gradients are wanted (x, γ, β, fc1's w and b, fc2's), the kinds of the quantizers, and the rest."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    gemms: Hashable
+    norm: NormPlan
+    activation: str
+    returns_norm: bool = False
+
+
+def mlp_plan(layer: "LayerNormMLP", context: ModuleContext, dtype: torch.dtype, needs: tuple[bool, ...]) -> Plan:
+    """The plan of a layer as it is now."""
+    return Plan(dtype, needs, context.kind, norm_plan(layer), layer.activation, layer.return_layernorm_output)
+
+
 def hidden_forward(
-    call: Call,
-    needs: tuple[bool, ...],
+    plan: Plan,
+    context: ModuleContext,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    fc1_weight: torch.Tensor | Operand,
+    fc1_weight: torch.Tensor | Quantized,
     fc1_bias: torch.Tensor | None,
-    fc2_weight: torch.Tensor | Operand,
-) -> tuple[Operand, Operand, Operand, Saved]:
-    """All but fc2's product, of x `[tokens, hidden]`: act(h), fc2's weight and norm(x) as operands, what is saved."""
-    layer = call.layer
+    fc2_weight: torch.Tensor | Quantized,
+) -> tuple[Quantized, Quantized, Any, Saved]:
+    """All but fc2's GEMM, of x `[tokens, hidden]`: act(h), fc2's weight, norm(x) if it is returned, what is saved."""
+    (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
     needs_dh = any(needs[:5])
-    x, norm = as_dtype(x, call.dtype), arguments(call, norm_weight, norm_bias)
-    normed, mean, rstd = call.norm(x, norm, FC1_INPUT, transpose=needs[3])
-    w1, w2 = call.weights(
-        Weight("fc1_weight", fc1_weight, FC1_WEIGHT, transpose=any(needs[:3])),
-        Weight("fc2_weight", fc2_weight, FC2_WEIGHT, transpose=needs_dh),
+    x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
+    normed, mean, rstd = fc1.input.norm(x, gamma, beta, plan.norm, dtype, transpose=needs[3])
+    w1, w2 = quantize_weights(
+        WeightRequest(context, 0, "fc1_weight", fc1_weight, transpose=any(needs[:3])),
+        WeightRequest(context, 1, "fc2_weight", fc2_weight, transpose=needs_dh),
     )
-    h, a = call.activated(normed, w1, call.bias(fc1_bias), layer.activation, FC2_INPUT, transpose=needs[5])
-    saved = (*keep(normed), *keep(w1), *keep(a), *keep(w2), h if needs_dh else None, x, norm.weight, mean, rstd)
-    return a, w2, normed, saved
+    activation = ActivationPlan(plan.activation, dtype, fc1.how)
+    h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=needs[5])
+    saved = (*normed.saved, *w1.saved, *a.saved, *w2.saved, h if needs_dh else None, x, gamma, mean, rstd)
+    return a, w2, norm_output(normed, x, gamma, beta, plan) if plan.returns_norm else None, saved
 
 
 def forward(
-    call: Call,
-    needs: tuple[bool, ...],
+    plan: Plan,
+    context: ModuleContext,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
@@ -63,39 +81,36 @@ def forward(
     fc2_weight: torch.Tensor,
     fc2_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
-    """y `[tokens, hidden]` of x `[tokens, hidden]`; with `return_layernorm_output`, and norm(x)."""
+    """y `[tokens, hidden]` of x `[tokens, hidden]`; with `returns_norm`, and norm(x)."""
     tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
-    a, w2, normed, saved = hidden_forward(call, needs, *tensors)
-    y = fprop(a, w2, call.bias(fc2_bias), call.dtype)
-    if not call.layer.return_layernorm_output:
-        return y, saved
-    x, norm = as_dtype(x, call.dtype), arguments(call, norm_weight, norm_bias)
-    out = torch.ops.twin.norm(x, *norm, call.dtype)[0] if call.fp8 else normed.rows
-    return (y, out), saved
+    a, w2, normed, saved = hidden_forward(plan, context, *tensors)
+    y = fprop(a, w2, fc2_bias, plan.dtype, context.gemms[1].how)
+    return ((y, normed) if plan.returns_norm else y), saved
 
 
 def backward(
-    call: Call,
-    needs: tuple[bool, ...],
+    plan: Plan,
+    context: ModuleContext,
     saved: Saved,
     *grads: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
 ) -> Saved:
     """Gradients of x, γ, β, fc1's w and b, fc2's w and b; the grads as in `LayerNormLinear`'s."""
-    layer = call.layer
-    normed, w1, a, w2 = (Kept(*saved[i : i + 2]) for i in (0, 2, 4, 6))
+    (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
+    normed, w1, a, w2 = (Transposed(*saved[i : i + 2]) for i in (0, 2, 4, 6))
     h = saved[8]
-    g, db2 = call.grad(grads[0].contiguous(), FC2_GRAD, transpose=needs[5], dbias=needs[6])
-    dw2 = wgrad(g, a, call.dtype, layer.main_grad("fc2_weight")) if needs[5] else None
+    g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=needs[5], dbias=needs[6])
+    dw2 = wgrad(g, a, dtype, fc2.how, context.main_grad("fc2_weight")) if needs[5] else None
     dx = dgamma = dbeta = dw1 = db1 = None
     if h is not None:
-        dh, db1 = call.activated_grad(g, w2, h, layer.activation, FC1_GRAD, transpose=needs[3], dbias=needs[4])
-        dw1 = wgrad(dh, normed, call.dtype, layer.main_grad("fc1_weight")) if needs[3] else None
+        activation = ActivationPlan(plan.activation, dtype, fc2.how)
+        dh, db1 = fc1.grad.activation_grad(g, w2, h, activation, transpose=needs[3], dbias=needs[4])
+        dw1 = wgrad(dh, normed, dtype, fc1.how, context.main_grad("fc1_weight")) if needs[3] else None
         if any(needs[:3]):
-            dnorm = dgrad(dh, w1, call.dtype)
+            dnorm = dgrad(dh, w1, dtype, fc1.how)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
-            dx, dgamma, dbeta = norm_backward(call, dnorm, saved[9:], residual_grad)
+            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[9:], residual_grad)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 
@@ -122,7 +137,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     num_gemms = 2
     fp8_sizes = ("hidden_size", "ffn_hidden_size")
-    fp8_weights: ClassVar = {"fc1_weight": FC1_WEIGHT, "fc2_weight": FC2_WEIGHT}
+    fp8_weights: ClassVar = {"fc1_weight": 1, "fc2_weight": 4}
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter
@@ -226,12 +241,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if not (is_first_microbatch is None or type(is_first_microbatch) is bool):
             check_arguments("LayerNormMLP.forward", locals())
         check_input(self, inp, self.hidden_size)
-        call = self.call(inp, is_first_microbatch)
-        fc2_bias = self.fc2_bias
-        results = differentiable(
-            forward,
-            backward,
-            call,
+        dtype, fc2_bias = activation_dtype(inp), self.fc2_bias
+        context = self.context(dtype, is_first_microbatch)
+        tensors = (
             rows_of(inp),
             self.layer_norm_weight,
             self.layer_norm_bias,
@@ -240,7 +252,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.fc2_weight,
             None if self.return_bias else fc2_bias,
         )
-        return with_extras(self, inp, results, self.hidden_size, fc2_bias, call.dtype)
+        results = differentiable(forward, backward, mlp_plan(self, context, dtype, wanted(*tensors)), context, *tensors)
+        return with_extras(self, inp, results, self.hidden_size, fc2_bias, dtype)
 
     def extra_repr(self) -> str:
         """Sizes, activation, bias and the recipe last run under."""

@@ -15,50 +15,61 @@ fp32 outside FP8 is PyTorch's own product and outside the bit contract. In FP8 w
 to bf16 first. Each of these rounding points is Transformer Engine's `module/linear.py`.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
 from reference.nn import init
-from reference.nn.autograd import differentiable
-from reference.nn.checks import check_input
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import activation_dtype, check_input
+from reference.nn.context import ModuleContext
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
-from reference.nn.precision import Call, Kept, dgrad, fprop, keep, rows_of, wgrad
+from reference.quantized import Quantized, Transposed, dgrad, fprop, rows_of, wgrad
 
-INPUT, WEIGHT = 0, 1  # columns of scaling_fwd
-GRAD_OUTPUT = 0  # column of scaling_bwd
 Saved = tuple[torch.Tensor | None, ...]
 
 
+class Plan(NamedTuple):
+    """T, which gradients are wanted (x, w, b), and the kind of the GEMM's quantizers."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    gemms: Hashable
+
+
 def forward(
-    call: Call, needs: tuple[bool, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    plan: Plan, context: ModuleContext, x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, out]` of x `[tokens, in]`."""
-    needs_dx, needs_dw, _ = needs
-    x_operand = call.input(x, INPUT, transpose=needs_dw)
-    w_operand = call.weight("weight", weight, WEIGHT, transpose=needs_dx)
-    y = fprop(x_operand, w_operand, call.bias(bias), call.dtype)
-    return y, (*keep(x_operand), *keep(w_operand))
+    needs_dx, needs_dw, _ = plan.needs
+    gemm = context.gemms[0]
+    qx = gemm.input.quantize(x, transpose=needs_dw)
+    qw = context.weight(0, "weight", weight, transpose=needs_dx)
+    return fprop(qx, qw, bias, plan.dtype, gemm.how), (*qx.saved, *qw.saved)
 
 
-def backward(call: Call, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dx, dw, db of g `[tokens, out]`."""
-    needs_dx, needs_dw, needs_db = needs
-    x, w = Kept(*saved[:2]), Kept(*saved[2:])
-    g, db = call.grad(grad.contiguous(), GRAD_OUTPUT, transpose=needs_dw, dbias=needs_db)
-    dx = dgrad(g, w, call.dtype) if needs_dx else None
-    dw = wgrad(g, x, call.dtype, call.layer.main_grad("weight")) if needs_dw else None
-    return dx, dw, db
+    g, db = context.gemms[0].grad.grad(grad.contiguous(), transpose=plan.needs[1], dbias=plan.needs[2])
+    return (*quantized_backward(plan, context, saved, g), db)
+
+
+def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Saved:
+    """dx, dw of a quantized dL/dy."""
+    gemm, x, w = context.gemms[0], Transposed(*saved[:2]), Transposed(*saved[2:])
+    dx = dgrad(g, w, plan.dtype, gemm.how) if plan.needs[0] else None
+    dw = wgrad(g, x, plan.dtype, gemm.how, context.main_grad("weight")) if plan.needs[1] else None
+    return dx, dw
 
 
 class LinearBase(TransformerEngineBaseModule):
     """A layer with one linear map: its sizes, its weight and bias (maybe in parts), their names and first values."""
 
     fp8_sizes = ("in_features", "out_features")
-    fp8_weights: ClassVar = {"weight": WEIGHT}
+    fp8_weights: ClassVar = {"weight": 1}
 
     def _set_up(
         self,
@@ -216,11 +227,13 @@ class Linear(LinearBase):
         if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
             check_arguments("Linear.forward", locals())
         check_input(self, inp, self.in_features)
-        call = self.call(inp, is_first_microbatch)
+        dtype = activation_dtype(inp)
+        context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
-        added = None if self.return_bias else bias
-        out = differentiable(forward, backward, call, rows_of(inp), self.joined_weight(), added)
+        tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
+        plan = Plan(dtype, wanted(*tensors), context.kind)
+        out = differentiable(forward, backward, plan, context, *tensors)
         out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:
-            return out, None if bias is None else bias.to(call.dtype)
+            return out, None if bias is None else bias.to(dtype)
         return out

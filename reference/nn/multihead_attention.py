@@ -4,7 +4,7 @@ Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,12 +12,12 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, Saved, check_groups
-from reference.nn.autograd import differentiable
+from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
+from reference.nn.context import BlockContext
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
-from reference.nn.precision import Call
 from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
@@ -293,12 +293,13 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """`[.., ..]` to q (if `queries` per group > 0), k, v as `[.., .., heads, channels]`."""
-        return differentiable(split_forward, split_backward, self.split_call(mixed.dtype, queries), mixed)
+        plan = SplitPlan(wanted(mixed), self.heads(queries))
+        return differentiable(split_forward, split_backward, plan, BlockContext(), mixed)
 
-    def split_call(self, dtype: torch.dtype, queries: int) -> "SplitCall":
+    def heads(self, queries: int) -> "Heads":
         """How q (if `queries` per group > 0), k and v lie in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
-        return SplitCall(dtype, parts, self.num_gqa_groups, self.channels, self.interleaved)
+        return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
 
     def _rotate(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
         return rotated(x, freqs, self.rotary_pos_interleaved, self.qkv_format)
@@ -315,21 +316,33 @@ def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | 
     return channels
 
 
-class SplitCall(Call):
+class Heads(NamedTuple):
     """How q, k and v lie in the projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
 
-    def __init__(
-        self, dtype: torch.dtype, parts: tuple[int, ...], groups: int, channels: int, interleaved: bool
-    ) -> None:
-        super().__init__(None, dtype)  # type: ignore[arg-type]
-        self.parts, self.groups, self.channels = parts, groups, channels
-        self.dim = -2 if interleaved else -3
-        self.rows = groups if interleaved else 1  # of heads that alternate: `side_by_side`'s groups
+    parts: tuple[int, ...]
+    groups: int
+    channels: int
+    interleaved: bool
 
-        def rows(part: int) -> tuple[int, int, int]:
-            return (groups, part, channels) if interleaved else (part, groups, channels)
+    @property
+    def rows(self) -> int:
+        """Groups of heads that alternate: `side_by_side`'s groups."""
+        return self.groups if self.interleaved else 1
 
-        self.whole, self.pieces = rows(sum(parts)), [rows(part) for part in parts]
+    def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k, v as `[.., .., heads, channels]` of the projection."""
+        rows, lead = sum(self.parts), mixed.shape[:-1]
+        whole = (self.groups, rows) if self.interleaved else (rows, self.groups)
+        pieces = mixed.unflatten(-1, (*whole, self.channels)).split(self.parts, dim=-2 if self.interleaved else -3)
+        sizes = [(*lead, self.groups * part, self.channels) for part in self.parts]
+        return tuple([piece.reshape(size) for piece, size in zip(pieces, sizes, strict=True)])
+
+
+class SplitPlan(NamedTuple):
+    """Whether the gradient is wanted, and where the heads lie."""
+
+    needs: tuple[bool, ...]
+    heads: Heads
 
 
 def _rows_whole(grad: torch.Tensor) -> torch.Tensor:
@@ -337,40 +350,44 @@ def _rows_whole(grad: torch.Tensor) -> torch.Tensor:
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
-def split_forward(call: SplitCall, needs: tuple[bool, ...], mixed: torch.Tensor) -> tuple[Any, Saved]:
+def split_forward(plan: SplitPlan, context: BlockContext, mixed: torch.Tensor) -> tuple[Any, Saved]:
     """q, k, v as `[.., .., heads, channels]`."""
-    pieces = mixed.unflatten(-1, call.whole).split(call.parts, dim=call.dim)
-    lead, channels = mixed.shape[:-1], call.channels
-    heads = [call.groups * part for part in call.parts]
-    return tuple(piece.reshape(*lead, n, channels) for piece, n in zip(pieces, heads, strict=True)), ()
+    return plan.heads.split(mixed), ()
 
 
-def split_backward(call: SplitCall, needs: tuple[bool, ...], saved: Saved, *grads: torch.Tensor) -> Saved:
+def split_backward(plan: SplitPlan, context: BlockContext, saved: Saved, *grads: torch.Tensor) -> Saved:
     """The gradients side by side again."""
-    lead = grads[0].shape[:-2]
+    heads, lead = plan.heads, grads[0].shape[:-2]
     grads = tuple(_rows_whole(grad) for grad in grads)
     rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
-    return (side_by_side(rows, call.rows).view(*lead, sum(call.parts) * call.groups * call.channels),)
+    return (side_by_side(rows, heads.rows).view(*lead, sum(heads.parts) * heads.groups * heads.channels),)
 
 
-class _RotaryCall(Call):
-    def __init__(self, dtype: torch.dtype, freqs: torch.Tensor, interleaved: bool) -> None:
-        super().__init__(None, dtype)  # type: ignore[arg-type]
-        self.freqs, self.interleaved = freqs, interleaved
+class RotaryPlan(NamedTuple):
+    """Whether the gradient is wanted, and the layout of the pairs that are turned."""
+
+    needs: tuple[bool, ...]
+    interleaved: bool
 
 
-def _rotary_forward(call: _RotaryCall, needs: tuple[bool, ...], x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    return twin.rotary(x, call.freqs, call.interleaved, False), ()
+def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """x `[s, b, h, d]` turned by the context's angles `[s, d]`."""
+    return twin.rotary(x, context.reads[0], plan.interleaved, False), ()
 
 
-def _rotary_backward(call: _RotaryCall, needs: tuple[bool, ...], saved: Saved, grad: torch.Tensor) -> Saved:
-    return (twin.rotary(_rows_whole(grad), call.freqs, call.interleaved, True),)
+def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """Turned back."""
+    return (twin.rotary(_rows_whole(grad), context.reads[0], plan.interleaved, True),)
+
+
+def angles_of(freqs: torch.Tensor) -> torch.Tensor:
+    """`[s, 1, 1, d]` as the op takes it, `[s, d]`."""
+    return freqs.reshape(freqs.shape[0], -1).contiguous()
 
 
 def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:
     """x `[s, b, h, d]` or `[b, s, h, d]` turned by the angles `freqs [s, 1, 1, d]`."""
-    x = x if qkv_format == "sbhd" else x.transpose(0, 1)
-    freqs = freqs.reshape(freqs.shape[0], -1).contiguous()
-    call = _RotaryCall(x.dtype, freqs, interleaved)
-    out = differentiable(_rotary_forward, _rotary_backward, call, x.contiguous())
+    x = (x if qkv_format == "sbhd" else x.transpose(0, 1)).contiguous()
+    context = BlockContext(reads=(angles_of(freqs),))
+    out = differentiable(rotary_forward, rotary_backward, RotaryPlan(wanted(x), interleaved), context, x)
     return out if qkv_format == "sbhd" else out.transpose(0, 1)

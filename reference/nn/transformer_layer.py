@@ -22,7 +22,7 @@ from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.multihead_attention import MultiheadAttention, check_channels
 from reference.nn.parameters import DeviceDefault, InitMethod
-from reference.nn.precision import as_dtype
+from reference.quantized import as_dtype
 
 
 def _checks(attention: Any) -> bool:
@@ -254,41 +254,51 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
-        shared: dict[str, Any] = {
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-        }
-        mlp, whole = self.layernorm_mlp, hidden_states.dtype != torch.float32
-        plain = whole and rotary_pos_emb is None and not checkpoint_core_attention
-        halved = whole and blocks.is_mlp_block(mlp)
-        first = (hidden_states, attention_mask, mask_type, dropout, is_first_microbatch)
-        if plain and blocks.is_attention_block(self.self_attention):
-            if halved and self.layer_type == "encoder" and blocks.is_small(self.elements, hidden_states):
-                return blocks.layer_block(self.self_attention, mlp, *first)
-            hidden = blocks.attention_block(self.self_attention, *first)
-        else:
-            attended = self.self_attention(
-                hidden_states,
-                attention_mask,
-                attn_mask_type=mask_type,
-                rotary_pos_emb=rotary_pos_emb,
-                **shared,
-            )
-            hidden = self._add(attended, hidden_states, dropout, normed=not self.output_layernorm)
+        attention, mlp = self.self_attention, self.layernorm_mlp
+        first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
+        fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
+        if (
+            fused
+            and self.layer_type == "encoder"
+            and blocks.is_small(self.elements, hidden_states)
+            and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
+        ):
+            return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention)
+        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention)
         if self.layer_type == "decoder":
-            crossed = self.inter_attention(
-                hidden,
-                enc_dec_attn_mask,
-                encoder_output,
-                attn_mask_type=cross_type,
-                **shared,
-            )
-            hidden = self._add(crossed, hidden, dropout, normed=True)
-        if halved:
+            second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
+            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention)
+        if fused:
             out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
             out = self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
         return self.layernorm(out) if self.output_layernorm else out
+
+    def _fuses(self, part: Any, x: torch.Tensor, question: Callable[..., bool], *more: Any) -> bool:
+        """Whether a half runs as one pair of functions, not module by module."""
+        return x.dtype != torch.float32 and question(part, self.apply_residual_connection_post_layernorm, *more)
+
+    def _attend(
+        self,
+        attention: Any,
+        x: torch.Tensor,
+        mask: Mask,
+        mask_type: str,
+        dropout: blocks.Dropout,
+        is_first_microbatch: bool | None,
+        source: torch.Tensor | None,
+        angles: Any,
+        recomputes: bool,
+    ) -> torch.Tensor:
+        """x + dropout(attention(norm(x)) + b)."""
+        if self._fuses(attention, x, blocks.is_attention_block, recomputes):
+            more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes)
+            return blocks.run_attention(attention, x, *more)
+        shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
+        if source is None:
+            shared["rotary_pos_emb"] = angles
+        results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
+        return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
     def _check(self, hidden_states: Any, mask: Any, mask_type: Any, angles: Any, cross: tuple[Any, Any, Any]) -> None:
         """Refuse what a part of the layer would refuse later."""

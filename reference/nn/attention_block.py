@@ -1,0 +1,274 @@
+"""The attention half of a transformer layer, with its norm and its residual, as one pair of functions.
+
+    h = r + dropout(attention(q, k, v)·wᵀ + b)      q, k, v = norm(x)·w_qkvᵀ + b_qkv, q and k turned by angles, if any;
+                                                    r = x, or norm(x)
+
+Cross-attention projects q of norm(x), and k and v of an encoder's output. The functions are those of the parts one
+after the other, with the same roundings and therefore the same bits, and do at once what the parts do apart:
+
+    all weights are cast in one launch                            FP8, unless they are cached
+    bias, dropout and residual are fused into the last GEMM       FP8
+    the residual's gradient is added by the norm's backward       two roundings, as of two modules
+    db of proj by the cast of its gradient                        where `dbias` would read it once more
+    the gradients of q, k, v are cast from where they are         FP8 with a bias; else side by side first
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.compiled import before
+from reference.nn import attention, layernorm_linear, linear
+from reference.nn.attention import CorePlan, Mask, full_mask
+from reference.nn.autograd import wanted
+from reference.nn.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
+from reference.nn.dropout import Generator
+from reference.nn.layernorm import norm_plan
+from reference.nn.multihead_attention import Heads, angles_of
+from reference.ops.library import twin
+from reference.quantized import Quantized, fprop_residual, rows_of
+
+Saved = tuple[torch.Tensor | None, ...]
+Dropout = tuple[float, Generator]
+Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Plan(NamedTuple):
+    """Everything but tensors that the attention half's launches depend on.
+
+    Attributes:
+        needs: which gradients are wanted, in the order of `forward`'s tensors.
+        first: of the norm and the projection of q, k and v; for cross-attention of q.
+        key_value: of the projection of k and v for cross-attention, or None.
+        core, proj: of attention, and of the projection after it.
+        heads: where q, k and v (or k and v) lie in their projection.
+        shape, source_shape, sequence_first: of x, of the encoder's output (None for self-attention), of both.
+        p: probability of dropping an element behind proj.
+        rotary: None without angles, else whether the pairs that are turned are neighbours.
+        recomputes: whether backward runs attention again instead of keeping what it saved.
+    """
+
+    needs: tuple[bool, ...]
+    first: layernorm_linear.Plan
+    key_value: linear.Plan | None
+    core: CorePlan
+    proj: linear.Plan
+    heads: Heads
+    shape: torch.Size
+    source_shape: torch.Size | None
+    sequence_first: bool
+    p: float
+    rotary: bool | None
+    recomputes: bool
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """`[b, heads, s, channels]` of a tensor in x's order."""
+        return x.permute(1, 2, 0, 3) if self.sequence_first else x.permute(0, 2, 1, 3)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `heads_first`."""
+        return x.permute(2, 0, 1, 3) if self.sequence_first else x.permute(0, 2, 1, 3)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """`[tokens, heads·channels]` of `[b, heads, s, channels]`."""
+        return self.in_order(x).reshape(-1, x.shape[1] * x.shape[3])
+
+    def turned(self, x: torch.Tensor, angles: torch.Tensor | None, backward: bool) -> torch.Tensor:
+        """q or k `[b, heads, s, channels]` (or its gradient) turned by the angles `[s, channels]`."""
+        if self.rotary is None or angles is None:
+            return x
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        return twin.rotary(x.permute(2, 0, 1, 3), angles, self.rotary, backward).permute(1, 2, 0, 3)
+
+
+def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`[tokens, hidden]` in the input's shape; no view, which a function's result must not be."""
+    return torch.ops.aten._unsafe_view(rows, shape)
+
+
+def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> torch.Tensor:
+    """The gradient on the other side of the dropout that drew from `state`."""
+    return twin.dropout_backward(grad, p, state) if p > 0 else grad
+
+
+def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, Saved]:
+    if plan.core.backend == "cudnn":
+        return attention.cudnn_attend(plan.core, plan.proj.needs[0], *qkv)
+    return attention.attend(plan.core, mask, state, *qkv)
+
+
+def forward(
+    plan: Plan,
+    context: BlockContext,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    weight: torch.Tensor | Quantized,
+    bias: torch.Tensor | None,
+    proj_weight: torch.Tensor | Quantized,
+    proj_bias: torch.Tensor | None,
+    source: torch.Tensor | None = None,
+    *key_value: Any,
+) -> tuple[torch.Tensor, Saved]:
+    """h `[..., hidden]` of x `[..., hidden]`; `source` is what cross-attention looks at."""
+    (first, proj, *others), (state, core_state), (mask, *angles) = context
+    rows, proj_gemm = rows_of(x), proj.gemms[0]
+    requests = [
+        WeightRequest(first, 0, "weight", weight, any(plan.first.needs[:3])),
+        WeightRequest(proj, 0, "weight", proj_weight, plan.proj.needs[0]),
+    ]
+    if plan.key_value is not None:
+        requests.append(WeightRequest(others[0], 0, "weight", key_value[0], plan.key_value.needs[0]))
+    w, proj_w, *more = quantize_weights(*requests)
+    mixed: Any
+    mixed, saved_first = layernorm_linear.forward(plan.first, first, rows, norm_weight, norm_bias, w, bias)
+    mixed, residual = mixed if plan.first.returns_norm else (mixed, rows)
+    joined: Any = None
+    saved_kv: Saved = ()
+    if plan.key_value is not None:
+        assert source is not None
+        joined, saved_kv = linear.forward(plan.key_value, others[0], rows_of(source), more[0], key_value[1])
+    q, k, v = split(plan, mixed, joined)
+    q, k = (plan.turned(t, one, False) for t, one in zip((q, k), angles, strict=True))
+    drawn = before(core_state) if plan.recomputes else None
+    out, saved_core = _attend(plan, mask, core_state, (q, k, v))
+    dropped = before(state)
+    operand = proj_gemm.input.quantize(plan.tokens(out), transpose=plan.proj.needs[1])
+    h = fprop_residual(operand, proj_w, proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
+    kept = (q, k) if plan.rotary is not None else (None, None)
+    saved = (*saved_first, *operand.saved, *proj_w.saved, dropped, mixed, joined, *kept, *saved_kv)
+    return whole(h, plan.shape), (*saved, *((drawn,) if plan.recomputes else saved_core))
+
+
+def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
+    """q, k, v `[b, heads, s, channels]` of the projections; a backward makes the views anew."""
+    mixed = mixed.view(*plan.shape[:-1], mixed.shape[-1])
+    if joined is None:
+        return tuple([plan.heads_first(piece) for piece in plan.heads.split(mixed)])
+    assert plan.source_shape is not None
+    queries = mixed.unflatten(-1, (-1, plan.heads.channels))
+    pieces = (queries, *plan.heads.split(joined.view(*plan.source_shape[:-1], joined.shape[-1])))
+    return tuple([plan.heads_first(piece) for piece in pieces])
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """The gradients of forward's tensors."""
+    (_, proj, *others), _, (mask, *angles) = context
+    saved_first, saved_proj, (dropped, mixed, joined, q, k, *rest) = saved[:8], saved[8:12], saved[12:]
+    saved_kv, saved_core = rest[: 4 if joined is not None else 0], rest[4 if joined is not None else 0 :]
+    grad = rows_of(grad)
+    inner = before_dropout(grad, plan.p, dropped)
+    context_grad, *proj_grads = linear.backward(plan.proj, proj, saved_proj, inner)
+    crosses = plan.key_value is not None
+    if context_grad is None or mixed is None:
+        return (*[None] * 5, *proj_grads, *[None] * (3 if crosses else 0))
+    qkv: Any = split(plan, mixed, joined)
+    qkv = (qkv[0] if q is None else q, qkv[1] if k is None else k, qkv[2])
+    if plan.recomputes:
+        state = saved_core[0]
+        _, saved_core = _attend(plan, mask, None if state is None else state.clone(), qkv)  # type: ignore[assignment]
+    channels = plan.heads.channels
+    by_head = plan.heads_first(context_grad.view(*plan.shape[:-1], context_grad.shape[-1] // channels, channels))
+    if plan.core.backend == "cudnn":
+        found: Any = attention.cudnn_attend_backward(plan.core, qkv, tuple(saved_core), by_head)
+    else:
+        found = attention.attend_backward(plan.core, mask, qkv, tuple(saved_core), by_head)
+    dq, dk, dv = found
+    turned = (plan.turned(t, one, True) for t, one in zip((dq, dk), angles, strict=True))
+    pieces = [plan.tokens(t) for t in (*turned, dv)]
+    if plan.key_value is None:
+        return _joined_grads(plan, context, saved_first, pieces, grad, tuple(proj_grads))
+    kv_grads = _key_value_grads(plan.key_value, plan, others[0], tuple(saved_kv), pieces[1:])
+    return (*_joined_grads(plan, context, saved_first, pieces[:1], grad, tuple(proj_grads)), *kv_grads)
+
+
+def _joined_grads(
+    plan: Plan, context: BlockContext, saved: Saved, pieces: list[torch.Tensor], grad: torch.Tensor, proj_grads: Saved
+) -> Saved:
+    """The gradients of x, γ, β, w and b, from those of q, k and v (or of q alone), and proj's behind them."""
+    first, needs = context.modules[0], plan.first.needs
+    if not any(needs):
+        return (*[None] * 5, *proj_grads)
+    quantizer, (transpose, dbias) = first.gemms[0].grad, needs[3:5]
+    if len(pieces) > 1:
+        g, db = quantizer.joined_grad(pieces, plan.heads.rows, transpose, dbias)
+    else:
+        g, db = quantizer.grad(pieces[0].contiguous(), transpose, dbias)
+    # With the norm's output as the residual, the residual's gradient joins that of the norm's output.
+    returned = plan.first.returns_norm
+    residual_grad = grad if needs[0] and not returned else None
+    norm_grad = (grad,) if returned else ()
+    dx, *grads = layernorm_linear.quantized_backward(
+        plan.first, first, saved, g, *norm_grad, residual_grad=residual_grad
+    )
+    return (None if dx is None else whole(dx, plan.shape), *grads, db, *proj_grads)
+
+
+def _key_value_grads(
+    wanted_of: linear.Plan, plan: Plan, context: ModuleContext, saved: Saved, pieces: list[torch.Tensor]
+) -> Saved:
+    """The gradients of the encoder's output, and of w and b of its projection, from those of k and v."""
+    needs = wanted_of.needs
+    if not any(needs):
+        return None, None, None
+    g, db = context.gemms[0].grad.joined_grad(pieces, plan.heads.rows, transpose=needs[1], dbias=needs[2])
+    dsource, dw = linear.quantized_backward(wanted_of, context, saved, g)
+    assert plan.source_shape is not None
+    return None if dsource is None else whole(dsource, plan.source_shape), dw, db
+
+
+def prepared(
+    module: Any,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout,
+    is_first_microbatch: bool | None,
+    source: torch.Tensor | None = None,
+    angles: Angles = None,
+    recomputes: bool = False,
+) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
+    """The plan, the context and the tensors of one forward of a `MultiheadAttention` behind a norm of its own.
+
+    `TransformerLayer` has checked the arguments.
+    """
+    modules, dtype = module._modules, x.dtype
+    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
+    crosses = source is not None
+    tensors = [x, *parameters(first, ("layer_norm_weight", "layer_norm_bias")), first.joined_weight()]
+    tensors += [first.joined_bias(), proj.weight, proj.joined_bias()]
+    contexts = [first.context(dtype, is_first_microbatch)]
+    if crosses:
+        tensors += [source, modules["key_value"].joined_weight(), modules["key_value"].joined_bias()]
+        key_value = modules["key_value"].context(dtype, is_first_microbatch)
+    core_plan: CorePlan = core.core_plan(mask_type)
+    core_state = core.random_state(x, core_plan)
+    contexts.append(proj.context(dtype, is_first_microbatch))
+    contexts += [key_value] if crosses else []
+    needs = wanted(*tensors)
+    trains = any(needs[:5]) or any(needs[7:])
+    p, generator = dropout
+    turns = (angles if isinstance(angles, tuple) else (angles, angles)) if angles is not None else None
+    plan = Plan(
+        needs,
+        layernorm_linear.Plan(dtype, needs[:5], contexts[0].kind, norm_plan(first), first.return_layernorm_output),
+        linear.Plan(dtype, needs[7:], key_value.kind) if crosses else None,
+        core_plan,
+        linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
+        module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),
+        x.shape,
+        None if source is None else source.shape,
+        module.qkv_format == "sbhd",
+        p,
+        None if turns is None else module.rotary_pos_interleaved,
+        recomputes and not torch.compiler.is_compiling(),
+    )
+    state = generator.take() if p > 0 else None  # here: no compiler follows it out of a pair
+    reads = (full_mask(mask_type, mask), *((None, None) if turns is None else map(angles_of, turns)))
+    return plan, BlockContext(tuple(contexts), (state, core_state), reads), tuple(tensors)
+
+
+def parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
+    """Parameters by name, at a fraction of the time of `Module.__getattr__`, which finds what is not plainly one."""
+    plain = module._parameters
+    return [plain[name] if name in plain else getattr(module, name) for name in names]

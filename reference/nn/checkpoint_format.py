@@ -1,0 +1,226 @@
+"""FP8 state in checkpoints: one plain tensor a layer, under the key `_extra_state`.
+
+`_extra_state` is fp32 `[1 + amax_history_len, columns]`: the scales, and below them the rows of the amax history, row 0
+first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. It exists from a
+layer's construction on, so that loaders which fill what a model already has (torch.distributed.checkpoint, Hugging
+Face's `from_pretrained`) know it; before the first run in FP8 it holds scales of 1 and no amax. Checkpoints that hold
+the four tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history`
+load, too.
+
+A load checks every layer's entries before it changes the first one.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reference.formats import WIDE_DTYPES
+from reference.nn.float8_tensor import FP8, dequantized
+from reference.scaling import KEYS, FP8TensorMeta
+
+if TYPE_CHECKING:
+    from reference.nn.checkpoints import Checkpointed
+
+STATE = "_extra_state"
+PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
+State = dict[str, FP8TensorMeta]  # by key
+
+
+def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
+    """The state as one tensor."""
+    halves = [torch.cat([state[key].scale[None], state[key].amax_history]) for key in KEYS]
+    return torch.cat(halves, dim=1).detach()
+
+
+def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.device) -> State:
+    """The inverse of `pack`, in memory of its own; state stays where it is while parameters are on the meta device."""
+    device = packed.device if device.type == "meta" else device
+    halves = packed.detach().to(device).split([columns[key] for key in KEYS], dim=1)
+    return {
+        key: FP8TensorMeta(half[0].clone(), half[1:].clone(memory_format=torch.contiguous_format))
+        for key, half in zip(KEYS, halves, strict=True)
+    }
+
+
+def is_fresh(state: Mapping[str, FP8TensorMeta]) -> bool:
+    """Whether it is that of a layer that never ran in FP8."""
+    return all(bool((meta.scale == 1).all()) and not bool(meta.amax_history.any()) for meta in state.values())
+
+
+def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:
+    """Take a layer's state, checked before, out of `state_dict`; None where it has none."""
+    packed = state_dict.pop(prefix + STATE, None)
+    parts = [state_dict.pop(name, None) for name in _part_names(prefix)]
+    if packed is not None and packed.numel():
+        return unpack(packed, columns, device)
+    if parts[0] is None:
+        return None
+    device = parts[0].device if device.type == "meta" else device
+    parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
+    return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
+
+
+def names(prefix: str) -> list[str]:
+    """Every key that a layer's state may have in a checkpoint."""
+    return [prefix + STATE, *_part_names(prefix)]
+
+
+def _part_names(prefix: str) -> list[str]:
+    return [f"{prefix}{key}.{part}" for key, part in PARTS]
+
+
+# --- the checks ------------------------------------------------------------------------------------------
+
+
+def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[str, int]) -> None:
+    """Refuse a layer's broken state, in either form; no state, or an empty tensor, is none."""
+    packed, names = state_dict.get(prefix + STATE), _part_names(prefix)
+    if packed is not None and not (isinstance(packed, torch.Tensor) and not packed.numel()):
+        check_state(prefix + STATE, packed, columns)
+    present = {name: state_dict[name] for name in names if name in state_dict}
+    if present and len(present) < len(names):
+        absent = [name for name in names if name not in state_dict]
+        raise ValueError(
+            f"checkpoint: partial FP8 state, {', '.join(absent)} missing beside {next(iter(present))}; all of "
+            f"{', '.join(names)} or none of them is accepted."
+        )
+    if present:
+        check_parts(present, columns)
+
+
+def check_state(name: str, packed: Any, columns: Mapping[str, int]) -> None:
+    """Refuse a `_extra_state` that is none of ours."""
+    total = sum(columns.values())
+    _check_numbers(name, packed)
+    if packed.dtype != torch.float32 or packed.dim() != 2 or packed.shape[0] < 2 or packed.shape[1] != total:
+        raise ValueError(
+            f"checkpoint: {name} is {packed.dtype} {list(packed.shape)}; float32 [1 + amax_history_len, {total}] is "
+            f"accepted (FP8 state that Transformer Engine has pickled is not read)."
+        )
+    _check_scale(f"{name}[0]", packed[0])
+    _check_history(f"{name}[1:]", packed[1:])
+
+
+def check_parts(parts: Mapping[str, Any], columns: Mapping[str, int]) -> None:
+    """Refuse broken state in its older form of four tensors; `parts` is by full name, in the order of `PARTS`."""
+    for (key, part), (name, value) in zip(PARTS, parts.items(), strict=True):
+        _check_numbers(name, value)
+        if part == "scale":
+            fits, accepted = value.shape == (columns[key],), f"[{columns[key]}]"
+        else:
+            fits = value.dim() == 2 and value.shape[0] >= 1 and value.shape[1] == columns[key]
+            accepted = f"[amax_history_len >= 1, {columns[key]}]"
+        if value.dtype != torch.float32 or not fits:
+            raise ValueError(
+                f"checkpoint: {name} is {value.dtype} {list(value.shape)}; float32 {accepted} is accepted."
+            )
+        (_check_scale if part == "scale" else _check_history)(name, value)
+    lengths = [value.shape[0] for (_, part), value in zip(PARTS, parts.values(), strict=True) if part != "scale"]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"checkpoint: {', '.join(parts)} have histories of {lengths} rows; one length is accepted.")
+
+
+def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor, assign: bool) -> None:
+    """Refuse what parameter `name` cannot be loaded from: other shapes and dtypes, NaN, infinities."""
+    _check_numbers(name, value)
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"checkpoint: {name} has shape {list(value.shape)}; {list(parameter.shape)} is accepted (size mismatch)."
+        )
+    numbers = value.to_local() if hasattr(value, "to_local") else value
+    if value.dtype.itemsize == 1:
+        beside = f"{name}_scale_inv"
+        if value.dtype != FP8 or scale_inv is None:
+            how = f"and no {beside}" if scale_inv is None else f"beside {beside}"
+            raise ValueError(f"checkpoint: {name} is {value.dtype} {how}; {FP8} with a scale_inv is accepted.")
+        _check_numbers(beside, scale_inv)
+        if scale_inv.dtype != torch.float32 or scale_inv.shape != (1,):
+            raise ValueError(
+                f"checkpoint: {beside} is {scale_inv.dtype} {list(scale_inv.shape)}; float32 [1] is accepted."
+            )
+        if not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
+            raise ValueError(f"checkpoint: {beside}={scale_inv.item()}; a finite number > 0 is accepted.")
+        numbers = dequantized(numbers, scale_inv, torch.float32)
+    elif not value.is_floating_point():
+        raise ValueError(f"checkpoint: {name} is {value.dtype}; a floating-point tensor is accepted.")
+    elif assign and value.dtype not in WIDE_DTYPES:
+        raise ValueError(
+            f"checkpoint: {name} is {value.dtype}; float32, bfloat16 and float16 are accepted with assign=True."
+        )
+    if not bool(numbers.isfinite().all()):
+        nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
+        raise ValueError(f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted.")
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Refuse what is no dense tensor with numbers in it."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"checkpoint: {name} is a {type(value).__name__}; a tensor is accepted.")
+    if value.is_meta or value.layout != torch.strided or value.is_nested:
+        what = "on the meta device, without numbers" if value.is_meta else "sparse or nested"
+        raise ValueError(f"checkpoint: {name} is {what}; a dense tensor is accepted.")
+
+
+def _check_scale(name: str, scale: torch.Tensor) -> None:
+    inverse = scale.reciprocal()  # what GEMMs multiply by
+    if not bool((scale.isfinite() & (scale > 0) & inverse.isfinite()).all()):
+        raise ValueError(f"checkpoint: {name}={scale.tolist()}; finite scales > 0 with finite inverses are accepted.")
+
+
+def _check_history(name: str, history: torch.Tensor) -> None:
+    if not bool((history >= 0).all()):
+        raise ValueError(f"checkpoint: {name} holds negative numbers or NaN; amaxes >= 0 are accepted.")
+
+
+# --- all before one --------------------------------------------------------------------------------------
+
+
+class _Load(threading.local):
+    """The `load_state_dict` whose layers have been checked: its dictionary, and the layers by id."""
+
+    state_dict: "weakref.ref[Any] | None" = None
+    layers: frozenset[int] = frozenset()
+
+
+_load = _Load()
+
+
+def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
+    """The root and the dictionary of the `Module.load_state_dict` that is under way, if it is one.
+
+    torch hands a module its own part of the dictionary alone, and has changed the modules before it by then.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module.load_state_dict.__code__:
+            return frame.f_locals["self"], frame.f_locals["state_dict"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def check_all(layer: "Checkpointed", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+    """Check what is about to be loaded, for each layer of the model when the first is reached."""
+    found = _under_way()
+    if found is None:
+        layer.check_checkpoint(state_dict, prefix, assign)
+        return
+    root, whole = found
+    if _load.state_dict is None or _load.state_dict() is not whole:
+        _load.layers, _load.state_dict = frozenset(), weakref.ref(whole)
+        checked = set()
+        for name, one in _layers(root):
+            one.check_checkpoint(whole, f"{name}." if name else "", assign)
+            checked.add(id(one))
+        _load.layers = frozenset(checked)
+    if id(layer) not in _load.layers:
+        layer.check_checkpoint(state_dict, prefix, assign)
+
+
+def _layers(root: torch.nn.Module) -> "Iterator[tuple[str, Checkpointed]]":
+    for name, module in root.named_modules(remove_duplicate=False):
+        if hasattr(module, "check_checkpoint"):
+            yield name, module  # type: ignore[misc]

@@ -1,0 +1,110 @@
+"""A layer's way into checkpoints and out of them: its FP8 state, and its weights that are kept in FP8."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from reference.nn import checkpoint_format
+from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
+from reference.nn.fp8_state import WithFP8State
+from reference.notice import say_once
+from reference.recipe import DelayedScaling
+from reference.scaling import FP8TensorMeta
+
+
+class Checkpointed(WithFP8State):
+    """`state_dict` and `load_state_dict` of one layer; what they hold is `reference.nn.checkpoint_format`'s."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The FP8 state as `reference.nn.checkpoint_format` packs it; before the first run in FP8 a fresh one."""
+        state = self.fp8_meta
+        if "scaling_fwd" not in state:
+            rows, device = DelayedScaling().amax_history_len, self._parameter_device()
+            state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self.state_columns().items()}
+        return checkpoint_format.pack(state)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the FP8 state that `get_extra_state` gave."""
+        checkpoint_format.check_state(f"{type(self).__name__}.{checkpoint_format.STATE}", state, self.state_columns())
+        self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._parameter_device()))
+        self._bind_weights()
+
+    def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take the FP8 state, checked before, that `state_dict` has under `prefix`."""
+        state = checkpoint_format.take(state_dict, prefix, self.state_columns(), self._parameter_device())
+        if state is not None:
+            self._take_state(state)
+            self._bind_weights()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, weight in self._fp8_parameters().items():
+            if not keep_vars:
+                destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
+
+    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+        """Refuse broken entries of this module in a checkpoint, which are copied, or put in its place."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None and prefix + name in state_dict:
+                scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
+                checkpoint_format.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
+        if self.fp8_weights:
+            checkpoint_format.check_present(state_dict, prefix, self.state_columns())
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load FP8 state and parameters; refuse what is broken before anything of the whole model changes.
+
+        Weights may be FP8 codes with a scale_inv, as a module that keeps them in FP8 saves them, or plain numbers,
+        whichever of both this module keeps; plain ones are cast with the scales that are loaded.
+        """
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        checkpoint_format.check_all(self, state_dict, prefix, assign)
+        self._fp8_workspaces.clear()
+        state_dict = dict(state_dict)
+        own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
+        if self.fp8_weights:
+            device = own[0].device if own and assign else self._parameter_device()
+            state = checkpoint_format.take(state_dict, prefix, self.state_columns(), device)
+            if state is None or checkpoint_format.is_fresh(state):
+                of = prefix.rstrip(".") or "the module"
+                say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
+            if state is not None:
+                self._take_state(state)
+            elif own:
+                self._fresh_state(device)
+            self._bind_weights()
+            self._join_weights(state_dict, prefix, assign)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # Plain checkpoints load.
+        missing_keys[:] = [name for name in missing_keys if name != prefix + checkpoint_format.STATE]
+        self._bind_weights()
+
+    def _join_weights(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
+        """Make each weight of `state_dict` what this module keeps: a Float8Tensor, or numbers of its dtype."""
+        for name, column in self.fp8_weights.items():
+            weight, value = self._parameters.get(name), state_dict.get(prefix + name)
+            if weight is None or value is None:
+                continue
+            state: Any = self.fp8_meta.get("scaling_fwd")
+            if value.dtype == FP8:
+                scale_inv = state_dict.pop(f"{prefix}{name}_scale_inv")
+                if self.quantized_init is None:
+                    value = dequantized(value, scale_inv, weight.dtype)
+                else:
+                    value = Float8Tensor.of_codes(value, scale_inv, weight.dtype, state, column)
+            elif self.quantized_init is not None and assign:  # copied otherwise, which casts
+                value = value.dequantize() if isinstance(value, Float8Tensor) else value.detach()
+                value = Float8Tensor.of(value, state, column)
+            state_dict[prefix + name] = value

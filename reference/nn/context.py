@@ -1,0 +1,202 @@
+"""What a forward hands to its pair's functions, and to its backward, besides the plan and the pair's tensors.
+
+A plan says everything that launches depend on but tensors; a context holds the tensors that come from the module:
+quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A pair's
+functions see a plan, a context and tensors, and no module: whatever they do can be launched again for the same plan
+with the same addresses (`optimized.tape`).
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
+from reference.notice import say_once
+from reference.quantized import Quantized
+from reference.quantizer import Gemm, Quantizer
+
+if TYPE_CHECKING:
+    from reference.nn.module import TransformerEngineBaseModule
+
+State = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is read besides the pair's tensors, what of it is changed
+
+
+class Precision:
+    """The quantizers of a module's GEMMs, kept from forward to forward.
+
+    Attributes:
+        kind: hashable; all that their launches depend on besides tensors.
+        fp8: whether weights are cast to FP8.
+        stateful: whether there are scales to be updated after a step.
+    """
+
+    def __init__(self, gemms: tuple[Gemm, ...], stateful: bool = False) -> None:
+        self.gemms, self.stateful = gemms, stateful
+        self.kind: Hashable = tuple(gemm.kind for gemm in gemms)
+        self.fp8 = gemms[0].weight.fp8
+        self._distinct: list[list[Quantizer]] | None = None  # not yet: a compiler would guard the identity of tensors
+
+    def state(self, backward: bool) -> State:
+        """The tensors of its quantizers in one direction."""
+        if self._distinct is None:
+            forward = _distinct([one for gemm in self.gemms for one in (gemm.input, gemm.weight)])
+            self._distinct = [forward, _distinct([gemm.grad for gemm in self.gemms])]
+        read: list[torch.Tensor] = []
+        changed: list[torch.Tensor] = []
+        for one in self._distinct[backward]:
+            read += one.tensors()
+            changed += one.changes()
+        return read, changed
+
+
+def _distinct(quantizers: list[Quantizer]) -> list[Quantizer]:
+    """One for each set of tensors: the columns of one state are tensors of one."""
+    found = {tuple(map(id, one.tensors())): one for one in quantizers}
+    return [one for tensors, one in found.items() if tensors]
+
+
+class ModuleContext:
+    """One forward of one module.
+
+    Attributes:
+        gemms: the quantizers of its GEMMs.
+        kind: for plans: all that its launches depend on besides tensors.
+        replayable: not where a weight is cast for later microbatches, or its gradient is added elsewhere.
+    """
+
+    __slots__ = ("_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
+
+    def __init__(
+        self, module: "TransformerEngineBaseModule", precision: Precision, is_first_microbatch: bool | None = None
+    ) -> None:
+        self.module, self._precision = module, precision
+        self.gemms, self.fp8 = precision.gemms, precision.fp8
+        self.is_first_microbatch = is_first_microbatch if precision.fp8 else None
+        self.kind: Hashable = (precision.kind, self.is_first_microbatch)
+
+    @property
+    def replayable(self) -> bool:
+        """See the attributes of the class."""
+        reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
+        return reads_all and not self.module.fuse_wgrad_accumulation
+
+    @property
+    def stateful(self) -> "TransformerEngineBaseModule | None":
+        """The module, where its scales are updated after a step."""
+        return self.module if self._precision.stateful else None
+
+    def state(self, backward: bool) -> State:
+        """The tensors that the pair's functions read besides their arguments, and those that they change."""
+        read, changed = self._precision.state(backward)
+        if not backward and self.is_first_microbatch is not None:
+            read += [t for one in self._cached() for t in one[:3] if t is not None]
+        return read, changed
+
+    def unwrap_weight(self, x: Any, trains: bool) -> Any:
+        """A weight that is kept in FP8 as the pair's functions take it: quantized, or outside of FP8 as numbers."""
+        if not isinstance(x, Float8Tensor):
+            return x
+        codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8)
+        if self.fp8:
+            return Quantized(codes, transposed, scale_inv)
+        say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
+        return dequantized(codes, scale_inv, x.dtype)
+
+    def weight(self, gemm: int, name: str, w: torch.Tensor | Quantized, transpose: bool) -> Quantized:
+        """A weight quantized now, or before, or the copy that an earlier microbatch made under its name."""
+        cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
+        if cached is not None:
+            return cached
+        found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
+        if self.is_first_microbatch is not None:
+            self.module._fp8_workspaces[name] = found
+        return found
+
+    def main_grad(self, name: str) -> torch.Tensor | None:
+        """Where the gradient of a weight is added, with `fuse_wgrad_accumulation`."""
+        return self.module.main_grad(name)
+
+    def _cached(self) -> list[Quantized]:
+        """The weights that an earlier microbatch has cast, if this one reads them."""
+        if self.is_first_microbatch is not False:
+            return []
+        found = (self._reused(name, transpose=True) for name in list(self.module._fp8_workspaces))
+        return [one for one in found if one is not None]
+
+    def _reused(self, name: str, transpose: bool) -> Quantized | None:
+        """What an earlier microbatch has cast of a weight, if it is what this one reads."""
+        found = self.module._fp8_workspaces.get(name)
+        wanted = self.gemms[0].weight
+        if found is None or found.codes.dtype != wanted.dtype or (found.codes_t is None and transpose):  # type: ignore[attr-defined]
+            return None
+        if found.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
+            copies: Any = [t if t is None else t.clone() for t in found[:3]]
+            found = self.module._fp8_workspaces[name] = found._replace(
+                codes=copies[0], codes_t=copies[1], scales=copies[2]
+            )
+        return found
+
+
+class WeightRequest(NamedTuple):
+    """Arguments of `ModuleContext.weight`, and whose it is."""
+
+    context: ModuleContext
+    gemm: int
+    name: str
+    w: Any
+    transpose: bool
+
+
+def quantize_weights(*wanted: WeightRequest) -> list[Quantized]:
+    """Several modules' weights; in one launch where all of them are cast now, with their transposes."""
+    casts = [one for one in wanted if one.context.fp8 and one.context.is_first_microbatch is not False]
+    xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, Quantized)]
+    ws: Sequence[Any] = [one.w for one in wanted]
+    if len(casts) == len(xs) == len(wanted) and len({x.dtype for x in xs}) == 1:
+        first, *others = [one.context.gemms[one.gemm].weight for one in wanted]
+        ws = first.quantize_together(others, xs)
+    return [one.context.weight(one.gemm, one.name, w, one.transpose) for one, w in zip(wanted, ws, strict=True)]
+
+
+class BlockContext(NamedTuple):
+    """One forward of several modules' GEMMs and of what lies between them.
+
+    Attributes:
+        modules: their contexts.
+        random: states that forward draws from and advances; None where nothing is dropped.
+        reads: other tensors that are no arguments, such as a mask, or angles.
+    """
+
+    modules: tuple[ModuleContext, ...] = ()
+    random: tuple[torch.Tensor | None, ...] = ()
+    reads: tuple[torch.Tensor | None, ...] = ()
+
+    @property
+    def replayable(self) -> bool:
+        """Whether each module's part is."""
+        return all(one.replayable for one in self.modules)
+
+    @property
+    def stateful(self) -> "TransformerEngineBaseModule | None":
+        """The first module whose scales are updated after a step."""
+        return next((one.module for one in self.modules if one.stateful is not None), None)
+
+    def state(self, backward: bool) -> State:
+        """As `ModuleContext.state`, of all."""
+        read: list[torch.Tensor] = []
+        changed: list[torch.Tensor] = []
+        for one in self.modules:
+            some, of_them = one.state(backward)
+            read += some
+            changed += of_them
+        if not backward:
+            drawn = [t for t in self.random if t is not None]
+            read += drawn
+            changed += drawn
+        read += [t for t in self.reads if t is not None]
+        return read, changed
+
+    def unwrap_weight(self, x: Any, trains: bool) -> Any:
+        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or all not."""
+        return self.modules[0].unwrap_weight(x, trains) if self.modules else x

@@ -1,0 +1,131 @@
+"""Matrices as GEMMs read them, and the three GEMMs of a linear layer.
+
+Shapes: x `[tokens, in]`, w `[out, in]`, g = dL/dy `[tokens, out]`; y = x·wᵀ + b, dx = g·w, dw = gᵀ·x. A GEMM reads both
+operands along K, so a backward wants transposed copies: FP8 has them as tensors of their own, 16 bits as views.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from reference.ops.library import twin
+
+PER_TENSOR = "per-tensor"
+"""The layout of FP8 codes with one scale a tensor."""
+
+
+class Quantized(NamedTuple):
+    """A matrix as GEMMs read it.
+
+    Attributes:
+        codes: `[rows, cols]`, FP8, or plain numbers (then layout is None).
+        codes_t: the transpose (in FP8 padded with zeros to a multiple of 16 columns); None where no backward reads it.
+        scales: fp32 `[1]`, what a code is multiplied by; None for plain numbers.
+        layout: how scales belong to codes: `PER_TENSOR`, or None for plain numbers.
+    """
+
+    codes: torch.Tensor
+    codes_t: torch.Tensor | None
+    scales: torch.Tensor | None
+    layout: str | None = PER_TENSOR
+
+    @property
+    def saved(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a backward reads of it, for `save_for_backward`; nothing where there is no transpose."""
+        return (None, None) if self.codes_t is None else (self.codes_t, self.scales)
+
+
+class Transposed(NamedTuple):
+    """What a backward reads of a `Quantized`: `Transposed(*quantized.saved)`."""
+
+    codes_t: torch.Tensor | None
+    scales: torch.Tensor | None
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`[..., features]` as contiguous `[tokens, features]`."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`; x itself where it has it, which a compiler does not take for another tensor."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+class Accumulation(NamedTuple):
+    """How each GEMM of a linear layer accumulates in FP8: "fast" or "split" (`reference.ops.gemm_fp8`)."""
+
+    fprop: str = "fast"
+    dgrad: str = "split"
+    wgrad: str = "split"
+
+
+def gemm(
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """a·bᵀ + bias: `twin::gemm_fp8` where there are scales, else `twin::gemm`; in fp32 PyTorch's own."""
+    assert a is not None
+    assert b is not None
+    if a.dtype == torch.float32:
+        return torch.nn.functional.linear(a, b, bias)
+    if scales[0] is None or scales[1] is None:
+        return twin.gemm(a, b, bias, out_dtype)
+    return twin.gemm_fp8(a, b, *scales, bias, out_dtype, accumulate)
+
+
+def gemm_bias(x: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
+    """A bias as the GEMM of x takes it: in FP8 never fp32 but bf16 (cuBLAS takes no fp32 bias, and we follow it)."""
+    if bias is None:
+        return None
+    return as_dtype(bias, torch.bfloat16 if x.layout is not None and out_dtype == torch.float32 else out_dtype)
+
+
+def fprop(
+    x: Quantized, w: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype, how: Accumulation
+) -> torch.Tensor:
+    """y `[tokens, out]`."""
+    return gemm(x.codes, w.codes, (x.scales, w.scales), gemm_bias(x, bias, out_dtype), out_dtype, how.fprop)
+
+
+def fprop_residual(
+    x: Quantized,
+    w: Quantized,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    dropout: tuple[float, torch.Tensor | None],
+    out_dtype: torch.dtype,
+    how: Accumulation,
+) -> torch.Tensor:
+    """residual + dropout(x·wᵀ + bias) `[tokens, out]`, as `twin::bias_dropout_add` rounds it; (p, its random state)."""
+    bias = gemm_bias(x, bias, out_dtype)
+    if x.layout == PER_TENSOR and how.fprop == "fast":
+        operands = (x.codes, w.codes, x.scales, w.scales)
+        return twin.gemm_fp8_bias_dropout_add(*operands, bias, residual, out_dtype, *dropout)
+    return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *dropout)
+
+
+def dgrad(g: Quantized, w: Transposed, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
+    """dx `[tokens, in]`."""
+    return gemm(g.codes, w.codes_t, (g.scales, w.scales), None, out_dtype, how.dgrad)
+
+
+def wgrad(
+    g: Quantized, x: Transposed, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """dw `[out, in]`; or None after main_grad = round(fp32(main_grad) + fp32 dw)."""
+    if main_grad is None:
+        return gemm(g.codes_t, x.codes_t, (g.scales, x.scales), None, out_dtype, how.wgrad)
+    assert g.codes_t is not None
+    assert x.codes_t is not None
+    if g.codes_t.dtype == torch.float32:
+        main_grad.copy_(main_grad.float() + torch.nn.functional.linear(g.codes_t, x.codes_t))
+    elif g.scales is None:
+        twin.gemm_accumulate(g.codes_t, x.codes_t, main_grad)
+    else:
+        twin.gemm_fp8_accumulate(g.codes_t, x.codes_t, g.scales, x.scales, main_grad)
+    return None

@@ -1,0 +1,1 @@
+"""One file a recipe: its arguments, its quantizers, and what is updated when."""

@@ -1,0 +1,105 @@
+"""What every recipe has: formats, the questions that Transformer Engine lets one ask, and the quantizers it gives."""
+
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from reference.quantizer import Gemm
+
+
+class FormatLimits(NamedTuple):
+    """Largest finite magnitude of the forward and of the backward format."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Which FP8 format the tensors of a GEMM have.
+
+    `E4M3`: every tensor; `HYBRID`: E4M3 in the forward pass, E5M2 for gradients.
+    `E5M2` names the format alone: as a recipe it would leave the forward pass two bits of mantissa,
+    which no recipe accepts (Transformer Engine refuses it too).
+    """
+
+    E4M3 = FormatLimits(max_fwd=448.0, max_bwd=448.0)
+    E5M2 = FormatLimits(max_fwd=57344.0, max_bwd=57344.0)
+    HYBRID = FormatLimits(max_fwd=448.0, max_bwd=57344.0)
+
+    def dtype(self, forward: bool) -> torch.dtype:
+        """The float8 dtype of the tensors cast in that direction."""
+        if self is Format.E5M2 or (self is Format.HYBRID and not forward):
+            return torch.float8_e5m2
+        return torch.float8_e4m3fn
+
+    def fp8_max(self, forward: bool) -> float:
+        """The largest finite value of `dtype(forward)`."""
+        return self.value.max_fwd if forward else self.value.max_bwd
+
+
+class Recipe:
+    """Which quantizer each tensor role of a layer's GEMMs has, and what is updated when.
+
+    A recipe is a frozen dataclass in a file of its own that gives `gemms`. One with state between steps sets
+    `history_rows`, and its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`); `update` makes
+    the next step's scales of them.
+    """
+
+    fp8_format: Format
+    history_rows: ClassVar[int | None] = None
+
+    def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
+        """The quantizers of a layer's GEMMs; `forward` and `backward` are its state, None without `history_rows`."""
+        raise NotImplementedError
+
+    def update(self, forward: bool, metas: list[Any], group: Any) -> None:
+        """The scales of the next step, for several layers' states of one direction and device."""
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Transformer Engine's way to ask a recipe what it is, as the next ones."""
+        return cls.__name__ == "DelayedScaling"
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether it is current scaling."""
+        return cls.__name__ == "Float8CurrentScaling"
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether each tensor has one scale."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """False: not offered, as the next ones."""
+        return False
+
+    nvfp4 = float8_block_scaling = custom = mxfp8
+
+
+def check_format(recipe: str, fp8_format: Any) -> None:
+    """Refuse a format that no recipe trains with."""
+    if not isinstance(fp8_format, Format) or fp8_format is Format.E5M2:
+        raise ValueError(
+            f"{recipe}: fp8_format={fp8_format!s}; Format.HYBRID and Format.E4M3 are accepted "
+            f"(E5M2 in the forward pass has too few mantissa bits to train with)."
+        )
+
+
+def check_attention(recipe: str, fp8_dpa: Any, fp8_mha: Any) -> None:
+    """Refuse attention in FP8."""
+    if fp8_dpa is not False or fp8_mha is not False:
+        raise ValueError(
+            f"{recipe}: fp8_dpa={fp8_dpa!r}, fp8_mha={fp8_mha!r}; only False is accepted: "
+            f"attention in FP8 is not offered."
+        )
+
+
+def check_backward(recipe: str, backward_override: Any) -> None:
+    """Refuse another precision in backward."""
+    if backward_override is not None:
+        raise NotImplementedError(
+            f"{recipe}: backward_override={backward_override!r} is not offered; None is accepted."
+        )

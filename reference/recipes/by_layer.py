@@ -1,0 +1,84 @@
+"""Precision by layer: which layers of a model take another recipe than autocast's, or none.
+
+    te.recipe.by_layer(model, {
+        "layers.0.*": None,                                     16 bits
+        "*.layernorm_mlp": te.recipe.Float8CurrentScaling(),
+        model.head: te.recipe.AUTOCAST,                         what autocast says, as at the beginning
+    })
+
+The choice is an attribute of the layers: it holds in every autocast until another is made, and copies and pickles of
+the model have it. Outside of FP8 autocast every layer runs as ever. It is no part of a state dict.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from reference.recipes.base import Recipe
+
+AUTOCAST = "autocast's"
+"""The choice that every layer starts with: the recipe of the autocast that it runs in."""
+
+
+def by_layer(
+    model: torch.nn.Module, choices: Mapping[str | torch.nn.Module, Recipe | str | None]
+) -> dict[str, Recipe | str | None]:
+    """Let layers of `model` run in a recipe of their own inside FP8 autocast.
+
+    Args:
+        model: a layer, or a module with layers inside.
+        choices: by a module of the model, its name, or a pattern of names (`*`, `?`, `[...]`): a recipe, None for 16
+            bits, or `AUTOCAST`. It holds for the module and all layers inside; a later entry wins.
+
+    Returns:
+        name → choice of every layer that casts to FP8, as they are now.
+
+    Raises:
+        ValueError: an entry names no layer.
+        TypeError: a key or a choice is none of these. Nothing has changed then.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"by_layer: model={model!r}; a torch.nn.Module is accepted.")
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "fp8_weights", None)}
+    decided: dict[str, Recipe | str | None] = {}
+    for key, choice in choices.items():
+        if choice is not None and choice != AUTOCAST and not isinstance(choice, Recipe):
+            raise TypeError(
+                f"by_layer: the choice for {_shown(key)} is {choice!r}; a recipe, None and te.recipe.AUTOCAST are "
+                f"accepted."
+            )
+        found = [name for name in _matching(model, key) if name in layers]
+        if not found:
+            raise ValueError(
+                f"by_layer: choices has {_shown(key)}, which is or holds no layer of the model that casts to FP8; its "
+                f"layers are {', '.join(layers) or 'none'}."
+            )
+        decided |= dict.fromkeys(found, choice)
+    for name, choice in decided.items():
+        layers[name].own_recipe = choice if isinstance(choice, Recipe) else None  # type: ignore[assignment]
+        layers[name].in_high_precision = choice is None  # type: ignore[assignment]
+    return {name: _choice(layer) for name, layer in layers.items()}
+
+
+def _shown(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
+
+
+def _matching(model: torch.nn.Module, key: Any) -> list[str]:
+    """Names of the modules that `key` means, and of all inside."""
+    modules = dict(model.named_modules())
+    if isinstance(key, str):
+        roots = [name for name in modules if fnmatchcase(name, key)]
+    elif isinstance(key, torch.nn.Module):
+        roots = [name for name, module in modules.items() if module is key]
+    else:
+        raise TypeError(f"by_layer: choices has the key {key!r}; names, patterns and modules are accepted.")
+    return [name for name in modules if any(not root or name == root or name.startswith(f"{root}.") for root in roots)]
+
+
+def _choice(layer: Any) -> Recipe | str | None:
+    if layer.in_high_precision:
+        return None
+    return AUTOCAST if layer.own_recipe is None else layer.own_recipe

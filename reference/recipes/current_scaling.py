@@ -1,0 +1,81 @@
+"""Current scaling: each tensor is scaled by its own amax.
+
+    amax  = max |x| over the x that are not NaN, of the tensor in the activation dtype
+    scale = fp8_max / amax          one fp32 division; 1 where amax is 0 or infinite; at most the largest fp32 number
+    q = cast(x · scale),  scale_inv = 1 / scale          as in `twin::cast`
+
+There is no state between steps. What a norm or an activation gives passes through the activation dtype before it is
+cast, for the scale needs all of it first; delayed scaling casts it from fp32. GEMMs are those of delayed scaling.
+
+Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose
+y, dx and dw of a `Linear` agree in every bit, as recorded on an H200.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reference.ops.library import twin
+from reference.quantized import Quantized
+from reference.quantizer import Gemm, Quantizer
+from reference.recipes.base import Format, Recipe, check_attention, check_backward, check_format
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Scale each tensor by its own amax.
+
+    Args:
+        use_power_2_scales: scales that are powers of two; only False is offered.
+        fp8_format: `Format.HYBRID` or `Format.E4M3`.
+        fp8_dpa, fp8_mha: FP8 attention; only False is offered.
+        backward_override: another precision in backward; only None is offered.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.use_power_2_scales is not False:
+            raise NotImplementedError(
+                f"Float8CurrentScaling: use_power_2_scales={self.use_power_2_scales!r} is not offered; False is "
+                f"accepted."
+            )
+        check_format("Float8CurrentScaling", self.fp8_format)
+        check_attention("Float8CurrentScaling", self.fp8_dpa, self.fp8_mha)
+        check_backward("Float8CurrentScaling", self.backward_override)
+
+    def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
+        """The same for each GEMM."""
+        codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))
+        grads = Current(self.fp8_format.dtype(False), self.fp8_format.fp8_max(False))
+        return (Gemm(codes, codes, grads),) * count
+
+
+class Current(Quantizer):
+    """Casts a tensor with the scale of its own amax.
+
+    Args:
+        dtype: float8_e4m3fn or float8_e5m2.
+        fp8_max: what the amax is scaled to.
+    """
+
+    fp8 = True
+
+    def __init__(self, dtype: torch.dtype, fp8_max: float) -> None:
+        self.dtype, self.fp8_max = dtype, fp8_max
+        self.kind = ("current", dtype, fp8_max)
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        scale = torch.ones(1, dtype=torch.float32, device=x.device)
+        amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+        twin.amax(x, amax, 0)
+        twin.scale_update([scale], [amax], self.fp8_max, 0, "most_recent")
+        if transpose:
+            return Quantized(*twin.cast_transpose(x, scale, None, 0, self.dtype))
+        q, scale_inv = twin.cast(x, scale, None, 0, self.dtype)
+        return Quantized(q, None, scale_inv)

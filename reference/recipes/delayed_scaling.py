@@ -1,0 +1,209 @@
+"""Delayed scaling: step t's tensors are scaled by the amaxes of the steps before it.
+
+Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.DelayedScaling`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reference.ops.cast_transpose import cast_outputs
+from reference.ops.library import twin
+from reference.quantized import PER_TENSOR, Quantized, Transposed, gemm_bias
+from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
+from reference.recipes.base import Format, Recipe, check_attention, check_backward, check_format
+
+MAX_MARGIN = 18
+"""448 · 2^-18 is E4M3's smallest number when it is rounded; 448 · 2^-19 is 0, and with it all that is cast."""
+MAX_HISTORY = 1 << 20
+"""Rows of an amax history: a million steps, 12 MiB a linear layer and direction."""
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Scale step t's tensors by the amaxes of the steps before it.
+
+    `scale = 2^-margin · fp8_max / amax`, where amax is the largest (`"max"`) or the last
+    (`"most_recent"`) of the `amax_history_len` newest amaxes; `reference.ops.scale_update` writes the
+    arithmetic out.
+
+    Args:
+        margin: powers of two kept free above the amax, an int from 0 to 18.
+        fp8_format: `Format.HYBRID` or `Format.E4M3`.
+        amax_history_len: rows of the amax history, an int from 1 to 2^20.
+        amax_compute_algo: `"max"` or `"most_recent"`.
+        scaling_factor_compute_algo: Transformer Engine's hook for an own formula; only None is offered.
+        reduce_amax: take the maximum of each amax over autocast's `amax_reduction_group`.
+        fp8_dpa, fp8_mha: FP8 attention; only False is offered.
+        backward_override: another precision in backward; only None is offered.
+        override_linear_precision: an older Transformer Engine's switch for products in 16 bits, forward, dgrad and
+            wgrad; only three times False is offered.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] = field(default=(False, False, False), kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        too_far = " (from 19 on, E4M3 rounds a tensor's largest number to 0)"
+        for name, least, most, why in (("margin", 0, MAX_MARGIN, too_far), ("amax_history_len", 1, MAX_HISTORY, "")):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"DelayedScaling: {name}={value!r}; an int from {least} to {most} is accepted{why}.")
+        check_format("DelayedScaling", self.fp8_format)
+        if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f"DelayedScaling: amax_compute_algo={self.amax_compute_algo!r}; "
+                f"'max' and 'most_recent' are accepted (no function: both sides must compute its bits)."
+            )
+        if self.scaling_factor_compute_algo is not None:
+            raise ValueError(
+                f"DelayedScaling: scaling_factor_compute_algo={self.scaling_factor_compute_algo!r}; "
+                f"only None is accepted (both sides must compute its bits)."
+            )
+        if not isinstance(self.reduce_amax, bool):
+            raise TypeError(f"DelayedScaling: reduce_amax={self.reduce_amax!r}; True and False are accepted.")
+        check_attention("DelayedScaling", self.fp8_dpa, self.fp8_mha)
+        check_backward("DelayedScaling", self.backward_override)
+        linear = self.override_linear_precision
+        if not isinstance(linear, tuple) or len(linear) != 3 or any(one is not False for one in linear):
+            raise NotImplementedError(
+                f"DelayedScaling: override_linear_precision={linear!r} is not offered; (False, False, False) is "
+                f"accepted."
+            )
+
+    @property
+    def history_rows(self) -> int:  # type: ignore[override]
+        """Rows of the amax history that each layer keeps."""
+        return self.amax_history_len
+
+    def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
+        """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
+        codes, grads = self.fp8_format.dtype(True), self.fp8_format.dtype(False)
+        return tuple(
+            Gemm(
+                Delayed(forward, 3 * i, codes),
+                Delayed(forward, 3 * i + 1, codes),
+                Delayed(backward, 2 * i, grads),
+            )
+            for i in range(count)
+        )
+
+    def update(self, forward: bool, metas: list[Any], group: Any) -> None:
+        """One op call (one kernel launch on a GPU) for all of them; amaxes are reduced over the process group."""
+        histories = [meta.amax_history for meta in metas]
+        if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            _reduce(histories, group)
+        fp8_max = self.fp8_format.fp8_max(forward)
+        twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
+
+
+def _reduce(histories: list[torch.Tensor], group: Any) -> None:
+    """Maximum of every row 0 over the process group, in one collective."""
+    amaxes = torch.cat([history[0] for history in histories])
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
+        history[0].copy_(amax)
+
+
+class Delayed(Quantizer):
+    """Casts with the scale of a column of a layer's state, and notes the amax there, in one kernel with its producer.
+
+    Args:
+        meta: `scale` and `amax_history`; the latter None where no amax may be taken a second time.
+        column: of both.
+        dtype: float8_e4m3fn or float8_e5m2.
+    """
+
+    fp8 = True
+
+    def __init__(self, meta: Any, column: int, dtype: torch.dtype) -> None:
+        self.meta, self.column, self.dtype = meta, column, dtype
+        self.kind = ("delayed", column, dtype, meta.amax_history is None)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        history = self.meta.amax_history
+        return (self.meta.scale,) if history is None else (self.meta.scale, history)
+
+    def changes(self) -> tuple[torch.Tensor, ...]:
+        history = self.meta.amax_history
+        return () if history is None else (history,)
+
+    def _state(self) -> tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]:
+        return self.meta.scale, self.meta.amax_history, self.column, self.dtype
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        if transpose:
+            return Quantized(*twin.cast_transpose(x, *self._state()))
+        q, scale_inv = twin.cast(x, *self._state())
+        return Quantized(q, None, scale_inv)
+
+    def quantize_together(self, others: Sequence[Quantizer], xs: list[torch.Tensor]) -> list[Quantized]:
+        every: Any = (self, *others)
+        if not all(type(one) is Delayed and one.dtype is self.dtype for one in others):
+            return super().quantize_together(others, xs)
+        found = [Quantized(*cast_outputs(x, x.shape[1], self.dtype)) for x in xs]
+        histories = [one.meta.amax_history for one in every if one.meta.amax_history is not None]
+        room = [list(part) for part in zip(*(one[:3] for one in found), strict=True)]
+        columns = [one.column for one in every]
+        twin.multi_cast_transpose(xs, [one.meta.scale for one in every], histories, columns, *room)
+        return found
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        *cast, mean, rstd = twin.norm_cast_transpose(x, gamma, beta, *plan, *self._state())
+        return _without_transpose(cast, transpose), mean, rstd
+
+    def activation(
+        self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
+    ) -> tuple[torch.Tensor, Quantized]:
+        if x.layout != PER_TENSOR:
+            return super().activation(x, w, bias, plan, transpose)
+        operands = (x.codes, w.codes, x.scales, w.scales, gemm_bias(x, bias, plan.dtype))
+        h, *cast = twin.gemm_fp8_activation(*operands, plan.dtype, plan.kind, *self._state())
+        return h, _without_transpose(cast, transpose)
+
+    def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
+        if not dbias:
+            return self.quantize(g, transpose), None
+        *cast, db = twin.cast_transpose_dbias(g, *self._state())
+        return Quantized(*cast), db
+
+    def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
+        if not dbias:
+            return super().joined_grad(parts, groups, transpose, dbias)
+        parts = [part.contiguous() for part in parts]
+        *cast, db = twin.cat_cast_transpose_dbias(parts, groups, *self._state())
+        return Quantized(*cast), db
+
+    def activation_grad(
+        self, g: Quantized, w: Transposed, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+    ) -> Produced:
+        if g.layout != PER_TENSOR:
+            return super().activation_grad(g, w, h, plan, transpose, dbias)
+        operands = (g.codes, w.codes_t, g.scales, w.scales)
+        *cast, db = twin.gemm_fp8_activation_backward(*operands, h, plan.kind, *self._state())
+        return _without_transpose(cast, transpose), db if dbias else None
+
+
+def _without_transpose(cast: Sequence[torch.Tensor], transpose: bool) -> Quantized:
+    """What a cast with transpose gave; the transpose is let go where no backward will read it."""
+    q, q_t, scale_inv = cast
+    return Quantized(q, q_t if transpose else None, scale_inv)

@@ -1,0 +1,159 @@
+"""A plan is all that a pair's launches depend on besides tensors: whatever public attribute changes between two calls.
+
+Every forward and backward of a layer passes by a player that remembers what came out of which plan, inputs and state,
+and fails where the same come with other results. That is what a tape (optimized/tape.py) would have replayed.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import reference as te
+from reference.nn import autograd
+
+BF16 = torch.bfloat16
+RECIPES = [te.DelayedScaling(amax_history_len=2), te.recipe.Float8CurrentScaling()]
+LAYERS: dict[str, Any] = {
+    "Linear": lambda: te.Linear(32, 48, params_dtype=BF16),
+    "LayerNorm": lambda: te.LayerNorm(32, params_dtype=BF16),
+    "RMSNorm": lambda: te.RMSNorm(32, params_dtype=BF16),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 48, params_dtype=BF16, return_layernorm_output=True),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, params_dtype=BF16),
+    "MultiheadAttention": lambda: te.MultiheadAttention(32, 2, params_dtype=BF16, input_layernorm=True),
+    "TransformerLayer": lambda: te.TransformerLayer(32, 64, 2, params_dtype=BF16),
+    "decoder": lambda: te.TransformerLayer(32, 64, 2, params_dtype=BF16, layer_type="decoder"),
+}
+# Other values of an attribute, by its name, or by the type of what it is.
+BY_NAME: dict[str, list[Any]] = {
+    "kind": ["layernorm", "rmsnorm"],
+    "activation": ["gelu", "relu", "silu"],
+    "attn_mask_type": ["no_mask", "causal", "causal_bottom_right"],
+    "self_attn_mask_type": ["no_mask", "causal", "causal_bottom_right"],
+    "enc_dec_attn_mask_type": ["no_mask", "causal", "causal_bottom_right"],
+    "qkv_format": ["sbhd", "bshd"],
+    "own_recipe": [None, *RECIPES],
+    "eps": [1e-5, 1e-2, 1.0],
+    "softmax_scale": [0.1, 0.25, 2.0],
+}
+BY_TYPE: dict[type, list[Any]] = {bool: [False, True], float: [0.0, 0.3, 1e-3], int: [1, 2, 16, 32]}
+
+
+class Remembering(autograd.Plain):
+    """Runs pairs, and compares what comes out with what came out of the same before."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, list[bytes]] = {}
+        self.repeated = 0
+
+    def _check(self, function: Any, plan: Any, context: Any, inputs: Any, backward: bool, run: Any) -> Any:
+        state, _ = context.state(backward)
+        key = (function, plan, *(_words(t) for t in (*inputs, *state)))
+        found = run()
+        words = [_words(t) for t in torch.utils._pytree.tree_leaves(found) if t is None or isinstance(t, torch.Tensor)]
+        if context.replayable:
+            self.repeated += key in self.seen
+            assert self.seen.setdefault(key, words) == words, (
+                f"{function.__module__}: the same plan, other results: {plan}"
+            )
+        return found
+
+    def forward(self, function: Any, plan: Any, context: Any, tensors: Any) -> Any:
+        usual = super().forward
+        flat = [t for x in tensors for t in (x if isinstance(x, tuple) else (x,))]
+        return self._check(function, plan, context, flat, False, lambda: usual(function, plan, context, tensors))
+
+    def backward(self, function: Any, plan: Any, context: Any, saved: Any, grads: Any, note: Any) -> Any:
+        usual = super().backward
+        run = lambda: usual(function, plan, context, saved, grads, note)  # noqa: E731
+        return self._check(function, plan, context, (*saved, *grads), True, run)
+
+
+def _words(t: Any) -> Any:
+    if not isinstance(t, torch.Tensor):
+        return t
+    return t.dtype, t.shape, t.detach().contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
+@pytest.fixture
+def player() -> Iterator[Remembering]:
+    before = autograd.player
+    made = Remembering()
+    autograd.register(made)
+    yield made
+    autograd.register(before)
+
+
+def attributes(layer: torch.nn.Module) -> list[tuple[str, str, list[Any]]]:
+    """Module, attribute and values of every public attribute that is no tensor, no module and no function."""
+    found = []
+    for name, part in layer.named_modules():
+        own = {key for key in vars(part) if not key.startswith("_")}
+        own |= {"own_recipe", "in_high_precision"} if isinstance(part, te.Linear | te.LayerNormMLP) else set()
+        for key in sorted(own):
+            values = BY_NAME.get(key) or BY_TYPE.get(type(getattr(part, key)))
+            if values:
+                found.append((name, key, values))
+    return found
+
+
+def step(layer: Any, recipe: Any, seed: int) -> None:
+    """A training step that changes no state, so that equal steps are equal."""
+    torch.manual_seed(seed)
+    x = torch.randn(16, 2, 32).to(BF16).requires_grad_()
+    more = {"encoder_output": x.detach()} if getattr(layer, "layer_type", "") == "decoder" else {}
+    scales = [t.clone() for m in layer.modules() for t in _state(m)]
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        out = layer(x, **more)
+    y = out[0] if isinstance(out, tuple) else out
+    y.backward(torch.randn(*y.shape).to(y.dtype))
+    for t, before in zip((t for m in layer.modules() for t in _state(m)), scales, strict=False):
+        t.copy_(before)
+
+
+def _state(module: Any) -> list[torch.Tensor]:
+    metas = [meta for key, meta in getattr(module, "fp8_meta", {}).items() if key != "recipe"]
+    return [t for meta in metas for t in (meta.scale, meta.amax_history)]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", LAYERS)
+@given(data=st.data())
+def test_equal_plans_have_equal_results(name: str, player: Remembering, data: st.DataObject) -> None:
+    player.seen.clear()
+    torch.manual_seed(1)
+    layer = LAYERS[name]()
+    recipe = data.draw(st.sampled_from([None, *RECIPES]))
+    step(layer, recipe, 3)
+    for where, key, values in data.draw(st.lists(st.sampled_from(attributes(layer)), min_size=1, max_size=4)):
+        part = layer.get_submodule(where)
+        before = getattr(part, key)
+        setattr(part, key, data.draw(st.sampled_from(values)))
+        for one in (recipe, data.draw(st.sampled_from([None, *RECIPES]))):
+            try:
+                step(layer, one, 3)
+            except AssertionError:
+                raise
+            except Exception:  # a value that the layer refuses, or that does not fit its tensors
+                setattr(part, key, before)
+    player.repeated = 0
+    step(layer, recipe, 3)
+    step(layer, recipe, 3)
+    assert player.repeated > 0, "equal steps are the same to it"
+
+
+def test_it_would_notice_an_attribute_that_no_plan_has(player: Remembering, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm whose plan always says the same eps."""
+    from reference.nn import layernorm
+
+    layer = LAYERS["LayerNorm"]()
+    step(layer, None, 3)
+    usual = layernorm.twin.norm
+    monkeypatch.setattr(layernorm.twin, "norm", lambda x, w, b, eps, *rest: usual(x, w, b, layer.eps, *rest))
+    monkeypatch.setattr(layernorm, "norm_plan", lambda layer: layernorm.NormPlan(1e-5, False, "layernorm"))
+    layer.eps = 1.0
+    with pytest.raises(AssertionError, match="the same plan, other results"):
+        step(layer, None, 3)
