@@ -292,6 +292,13 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
         raise ValueError(f"x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
     factor = torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(())
     out = torch.empty(x.shape, dtype=fmt.dtype, device="cpu")
+    cast_into(out, x, factor)
+    return out
+
+
+def cast_into(out: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
+    """`cast`, arguments already checked, into `out`, row-major; `factor` is one fp32 number."""
+    fmt = format_of(out.dtype)
     exact = torch_conversion_is_exact(fmt)
     scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float32, device="cpu")
     for piece, target in zip(_pieces(x), _pieces(out), strict=True):
@@ -300,7 +307,6 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
             _encode_by_torch(values, fmt, target)
         else:
             target.view(torch.uint8).copy_(encode_by_integers(values, fmt))
-    return out
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,18 @@ from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.cast_transpose import tile_grid
 from optimized.ops.dbias import add_blocks, new_partial
-from reference.ops.activation import GATED, KINDS, Four, check_activation, check_forward_cast, check_grad, width
-from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import cast_outputs
-from reference.ops.library import LIBRARY
+from reference.ops.activation import (
+    GATED,
+    KINDS,
+    activation_backward_outputs,
+    activation_outputs,
+    backward_cast_outputs,
+    forward_cast_outputs,
+    width,
+)
+from reference.ops.cast import Scaling
+from reference.ops.cast_transpose import Four, Three
+from reference.ops.library import on_cuda
 
 # The macro KIND of kernels/activation.cuh.
 KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
@@ -91,49 +99,40 @@ def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, col
     launch.launch(_plain(name, kind, out.dtype, vector), grid, (_THREADS,), args, device=out.device.index)
 
 
+@on_cuda
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16)."""
-    check_activation("twin::activation", x, kind)
-    rows, cols = x.shape[0], width(kind, x.shape[1])
-    y = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
-    _run("forward_kernel", kind, (x, y), rows, cols)
+    y = activation_outputs(x, kind)
+    _run("forward_kernel", kind, (x, y), *y.shape)
     return y
 
 
+@on_cuda
 def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """`grad` `[rows, m]`, `x` `[rows, n]` of one dtype -> dx `[rows, n]` of that dtype."""
-    check_activation("twin::activation_backward", x, kind)
-    check_grad("twin::activation_backward", grad, x, kind)
-    dx = torch.empty_like(x)
+    dx = activation_backward_outputs(grad, x, kind)
     _run("backward_kernel", kind, (grad, x, dx), *grad.shape)
     return dx
 
 
-def _cast(
-    kind: str,
-    grad: torch.Tensor | None,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-    partial: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch one configuration of activation_cast_transpose.cu, backward with a grad: (q, q_t, scale_inv)."""
+def run_cast(
+    out: Three, kind: str, grad: torch.Tensor | None, x: torch.Tensor, partial: torch.Tensor | None, *scaling: *Scaling
+) -> None:
+    """Launch activation_cast_transpose.cu on checked arguments, backward with a grad: q, q_t and scale_inv into `out`,
+    sums over rows into `partial`.
+    """
     x = aligned(x)
     grad = None if grad is None else aligned(grad)
-    rows, n = x.shape
-    m = width(kind, n)
-    out = m if grad is None else n
-    q, q_t, scale_inv = cast_outputs(x, out, dtype)
+    rows, m = x.shape[0], width(kind, x.shape[1])
+    scale, amax_history, column, dtype = scaling
     args = [
         0 if grad is None else grad.data_ptr(),
         x.data_ptr(),
         scale_pointer(scale, column),
         amax_pointer(amax_history, column),
-        q.data_ptr(),
-        q_t.data_ptr(),
-        scale_inv.data_ptr(),
+        out[0].data_ptr(),
+        out[1].data_ptr(),
+        out[2].data_ptr(),
         0 if partial is None else partial.data_ptr(),
         np.int32(rows),
         np.int32(m),
@@ -142,48 +141,31 @@ def _cast(
     tile_cols = _ROW_BYTES // x.element_size()
     grid = tile_grid(-(-m // tile_cols), -(-rows // _TILE_ROWS))
     launch.launch(kernel, grid, (tile_cols,), args, shared, device=x.device.index)
-    return q, q_t, scale_inv
 
 
-def activation_cast_transpose(
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@on_cuda
+def activation_cast_transpose(x: torch.Tensor, kind: str, *scaling: *Scaling) -> Three:
     """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
-    check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
-    return _cast(kind, None, x, scale, amax_history, column, dtype, None)
+    out = forward_cast_outputs(x, kind, *scaling)
+    run_cast(out, kind, None, x, None, *scaling)
+    return out
 
 
+@on_cuda
 def activation_backward_cast_transpose_dbias(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
+    grad: torch.Tensor, x: torch.Tensor, kind: str, *scaling: *Scaling
 ) -> Four:
     """`grad` `[rows, m]`, `x` `[rows, n]` -> (q `[rows, n]`, q_t `[n, ceil16(rows)]`, scale_inv, dbias `[n]`).
 
     q and q_t are of `dtype`, scale_inv fp32 `[1]`, dbias of x's dtype.
     """
-    op = "twin::activation_backward_cast_transpose_dbias"
-    check_activation(op, x, kind)
-    check_grad(op, grad, x, kind)
-    check_cast(op, x, scale, amax_history, column, dtype)
+    out = backward_cast_outputs(grad, x, kind, *scaling)
+    run_backward_cast(out, kind, grad, x, *scaling)
+    return out
+
+
+def run_backward_cast(out: Four, kind: str, grad: torch.Tensor, x: torch.Tensor, *scaling: *Scaling) -> None:
+    """`activation_backward_cast_transpose_dbias` on checked arguments, into `out`."""
     partial = new_partial(x)
-    out = _cast(kind, grad, x, scale, amax_history, column, dtype, partial)
-    return (*out, add_blocks(partial, x.dtype))
-
-
-for _op in (
-    activation,
-    activation_backward,
-    activation_cast_transpose,
-    activation_backward_cast_transpose_dbias,
-):
-    LIBRARY.impl(_op.__name__, _op, "CUDA")
+    run_cast(out[:3], kind, grad, x, partial, *scaling)
+    add_blocks(partial, out[3])

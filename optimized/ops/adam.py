@@ -8,8 +8,8 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE
-from reference.ops.adam import check
-from reference.ops.library import LIBRARY
+from reference.ops.adam import outputs
+from reference.ops.library import on_cuda
 
 # Tensors whose addresses fit in the kernel's argument (56 bytes each, of 32764); a longer list takes more launches.
 CAPACITIES = (32, 512)
@@ -32,6 +32,7 @@ _TENSOR = np.dtype(
 _kernels = {key: launch.function("adam", "adam", macros) for key, macros in _MACROS.items()}
 
 
+@on_cuda
 def adam(
     grads: list[torch.Tensor],
     params: list[torch.Tensor],
@@ -48,7 +49,7 @@ def adam(
     decoupled: bool,
 ) -> None:
     """Change `params`, `exp_avgs`, `exp_avg_sqs` and `rounded` in place."""
-    check(grads, params, exp_avgs, exp_avg_sqs, rounded)
+    outputs(grads, params, exp_avgs, exp_avg_sqs, rounded)
     b1, b2, one = np.float32(beta1), np.float32(beta2), np.float32(1)
     scalars = [
         *(np.float32(lr), b1, one - b1, b2, one - b2, np.float32(eps), np.float32(weight_decay)),
@@ -73,6 +74,3 @@ def adam(
         kernel = _kernels[wide, params[0].dtype != wide, capacity]
         args = [launch.by_value(table), np.int32(len(part)), *scalars]
         launch.launch(kernel, (blocks,), (_THREADS,), args, device=grads[0].device.index)
-
-
-LIBRARY.impl("adam", adam, "CUDA")

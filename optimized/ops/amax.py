@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from optimized import launch
-from reference.ops.amax import check_history, check_input
-from reference.ops.library import LIBRARY
+from reference.ops.amax import outputs
+from reference.ops.library import on_cuda
 
 # The macro WIDE of kernels/wide.cuh.
 WIDE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,15 +31,12 @@ def amax_pointer(amax_history: torch.Tensor | None, column: int) -> int:
     return amax_history.data_ptr() + 4 * column * amax_history.stride(1)
 
 
+@on_cuda
 def amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
     """`x` `[rows, cols]`; `amax_history` fp32 `[length, columns]`, `[0, column]` of it updated in place."""
-    check_input("twin::amax", "x", x)
-    check_history("twin::amax", x, amax_history, column)
+    outputs(x, amax_history, column)
     x = aligned(x)
     args: list[Any] = [x.data_ptr(), amax_pointer(amax_history, column), np.int64(x.numel())]
     blocks = -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)
     grid = (max(1, min(blocks, _BLOCKS_PER_PROCESSOR * launch.processors(x.device.index))),)
     launch.launch(_kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
-
-
-LIBRARY.impl("amax", amax, "CUDA")

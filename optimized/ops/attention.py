@@ -9,9 +9,9 @@ import torch
 from optimized import launch
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
-from reference.ops.attention import BLOCK, LOWEST, causal_shift, check_attention, factor
+from reference.ops.attention import BLOCK, LOWEST, Options, causal_shift, factor, outputs
 from reference.ops.dropout import keep_scale, threshold
-from reference.ops.library import LIBRARY
+from reference.ops.library import on_cuda
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 THREADS = 384
@@ -102,26 +102,18 @@ def check_grid(op: str, q: torch.Tensor) -> None:
         raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {q.shape[0] * q.shape[1]}.")
 
 
+@on_cuda
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
-    check_attention("twin::attention", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    out, m, inv = outputs(q, k, v, *options)
+    dropout, rng_state = options[3:]
     check_grid("twin::attention", q)
     b, h, sq, d = q.shape
-    out = torch.empty_like(q)
-    m = torch.empty((b, h, sq), dtype=torch.float32, device=q.device)
-    inv = torch.empty_like(m)
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
-        a = arguments(q, k, out, scale, mask_type, mask, dropout, rng_state)
+        a = arguments(q, k, out, *options)
         args = [tensor_map(x, BLOCK).argument for x in inputs]
         args += [launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         kernel = _kernel(q.dtype, _capacity(d), threshold(dropout) > 0)
@@ -139,6 +131,3 @@ def attention(
 def _capacity(d: int) -> int:
     """The head dimension that the kernel for `d` is compiled for."""
     return 64 if d <= 64 else 128 if d <= 128 else 256
-
-
-LIBRARY.impl("attention", attention, "CUDA")

@@ -18,10 +18,10 @@ from optimized.ops.attention import (
     shape_defines,
     tensor_map,
 )
-from reference.ops.attention import BLOCK, check_attention
-from reference.ops.attention_backward import check_backward
+from reference.ops.attention import BLOCK, Options
+from reference.ops.attention_backward import outputs
 from reference.ops.dropout import threshold
-from reference.ops.library import LIBRARY
+from reference.ops.library import on_cuda
 
 _STREAM_ROWS = 64  # kStreamRows of the kernel
 _DOT_ROWS = 8  # queries of a block of `dots`
@@ -51,6 +51,7 @@ def _dots(dtype: torch.dtype) -> launch.Kernel:
     return launch.function("attention_backward", "dots", defines(dtype, 64, False, True))
 
 
+@on_cuda
 def attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -59,17 +60,11 @@ def attention_backward(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
+    *options: *Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v); arguments as in `reference.ops.attention_backward`."""
-    check_attention("twin::attention_backward", q, k, v, scale, mask_type, mask, dropout, rng_state)
-    check_backward("twin::attention_backward", grad, q, out, m, inv)
+    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
     check_grid("twin::attention_backward", q)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     b, h, sq, d = q.shape
@@ -81,7 +76,7 @@ def attention_backward(
     device = q.device.index
 
     def of(written: torch.Tensor) -> object:
-        return launch.by_value(arguments(q, k, written, scale, mask_type, mask, dropout, rng_state))
+        return launch.by_value(arguments(q, k, written, *options))
 
     args = [
         of(out),
@@ -107,7 +102,7 @@ def attention_backward(
         (False, "kv", ("q", "grad"), (dv_written, dk), skv, heads),
         (True, ("q", "grad"), "kv", (dq, dq), sq, h),
     ):
-        kernel = _kernel(q.dtype, capacity, threshold(dropout) > 0, is_dq)
+        kernel = _kernel(q.dtype, capacity, threshold(options[3]) > 0, is_dq)
         args = [fixed[x[0]], fixed[x[1]], streamed[y[0]], streamed[y[1]], of(written[1])]
         args += [tensor.data_ptr() for tensor in (softmax, dots, *written)]
         grid = (-(-rows // BLOCK), b * count, columns)
@@ -115,6 +110,3 @@ def attention_backward(
     if dv_written is not dv:
         dv.copy_(dv_written)
     return dq, dk, dv
-
-
-LIBRARY.impl("attention_backward", attention_backward, "CUDA")

@@ -7,8 +7,8 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE, aligned, amax_pointer
-from reference.ops.cast import check_cast
-from reference.ops.library import LIBRARY
+from reference.ops.cast import outputs
+from reference.ops.library import on_cuda
 
 # The macro FP8 of kernels/quantize.cuh.
 FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
@@ -28,14 +28,13 @@ def scale_pointer(scale: torch.Tensor, column: int) -> int:
     return scale.data_ptr() + 4 * column * scale.stride(0)
 
 
+@on_cuda
 def cast(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
-    check_cast("twin::cast", x, scale, amax_history, column, dtype)
+    q, scale_inv = outputs(x, scale, amax_history, column, dtype)
     x = aligned(x)
-    q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     args = [
         x.data_ptr(),
         scale_pointer(scale, column),
@@ -48,6 +47,3 @@ def cast(
     grid = (max(1, -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)),)
     launch.launch(_kernels[x.dtype, dtype], grid, (_THREADS,), args, device=x.device.index)
     return q, scale_inv
-
-
-LIBRARY.impl("cast", cast, "CUDA")

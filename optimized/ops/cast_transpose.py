@@ -11,9 +11,9 @@ from optimized import launch
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.dbias import add_blocks, new_partial
-from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import cast_outputs
-from reference.ops.library import LIBRARY
+from reference.ops.cast import Scaling
+from reference.ops.cast_transpose import Four, Three, cast_transpose_dbias_outputs, cast_transpose_outputs
+from reference.ops.library import on_cuda
 
 THREADS = 128
 _TILE_ROWS = 128
@@ -45,51 +45,39 @@ def tile_grid(across: int, down: int) -> tuple[int, int, int]:
     return max(1, across), min(max(1, down), _DOWN), max(1, -(-down // _DOWN))
 
 
-def _run(
-    kernel: launch.Kernel,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-    partial: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch one configuration on checked arguments: (q, q_t, scale_inv)."""
+def run(out: Three, x: torch.Tensor, partial: torch.Tensor | None, *scaling: *Scaling) -> None:
+    """Launch one configuration on checked arguments: q, q_t and scale_inv into `out`, sums over rows into `partial`."""
     x = aligned(x)
     rows, cols = x.shape
-    q, q_t, scale_inv = cast_outputs(x, cols, dtype)
+    scale, amax_history, column, dtype = scaling
     args = [
         x.data_ptr(),
         scale_pointer(scale, column),
         amax_pointer(amax_history, column),
-        q.data_ptr(),
-        q_t.data_ptr(),
-        scale_inv.data_ptr(),
+        out[0].data_ptr(),
+        out[1].data_ptr(),
+        out[2].data_ptr(),
         0 if partial is None else partial.data_ptr(),
         np.int32(rows),
         np.int32(cols),
     ]
+    kernel = _kernels[x.dtype, dtype, partial is not None]
     launch.launch(kernel, tile_grid(*tiles(x, cols)), (THREADS,), args, device=x.device.index)
-    return q, q_t, scale_inv
 
 
-def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@on_cuda
+def cast_transpose(x: torch.Tensor, *scaling: *Scaling) -> Three:
     """`x` `[rows, cols]` -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`)."""
-    check_cast("twin::cast_transpose", x, scale, amax_history, column, dtype)
-    return _run(_kernels[x.dtype, dtype, False], x, scale, amax_history, column, dtype, None)
+    out = cast_transpose_outputs(x, *scaling)
+    run(out, x, None, *scaling)
+    return out
 
 
-def cast_transpose_dbias(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@on_cuda
+def cast_transpose_dbias(x: torch.Tensor, *scaling: *Scaling) -> Four:
     """`x` `[rows, cols]` -> (q, q_t, scale_inv as in `cast_transpose`, dbias `[cols]` of x's dtype)."""
-    check_cast("twin::cast_transpose_dbias", x, scale, amax_history, column, dtype)
+    q, q_t, scale_inv, dbias = out = cast_transpose_dbias_outputs(x, *scaling)
     partial = new_partial(x)
-    out = _run(_kernels[x.dtype, dtype, True], x, scale, amax_history, column, dtype, partial)
-    return (*out, add_blocks(partial, x.dtype))
-
-
-LIBRARY.impl("cast_transpose", cast_transpose, "CUDA")
-LIBRARY.impl("cast_transpose_dbias", cast_transpose_dbias, "CUDA")
+    run((q, q_t, scale_inv), x, partial, *scaling)
+    add_blocks(partial, dbias)
+    return out

@@ -12,9 +12,9 @@ from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.cast_transpose import THREADS, tile_grid, tiles
 from optimized.ops.dbias import add_blocks, new_partial
-from reference.ops.cast_transpose import cast_outputs
-from reference.ops.cat_cast_transpose import PARTS, Four, check_parts
-from reference.ops.library import LIBRARY
+from reference.ops.cast_transpose import Four
+from reference.ops.cat_cast_transpose import PARTS, outputs
+from reference.ops.library import on_cuda
 
 _BEYOND = np.iinfo(np.int32).max
 _PARTS = np.dtype([("part", [("x", "u8"), ("first", "i4"), ("width", "i4")], PARTS), ("groups", "i4"), ("width", "i4")])
@@ -27,6 +27,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
 ]
 
 
+@on_cuda
 def cat_cast_transpose_dbias(
     xs: list[torch.Tensor],
     groups: int,
@@ -36,7 +37,8 @@ def cat_cast_transpose_dbias(
     dtype: torch.dtype,
 ) -> Four:
     """xs -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`, dbias `[cols]` of xs's dtype)."""
-    cols = check_parts(xs, groups, scale, amax_history, column, dtype)
+    q, q_t, scale_inv, dbias = outputs(xs, groups, scale, amax_history, column, dtype)
+    cols = dbias.shape[0]
     read = [aligned(x) for x in xs]  # kept until the launch
     widths = [x.shape[1] // groups for x in read]
     parts = np.zeros((), _PARTS)
@@ -45,7 +47,6 @@ def cat_cast_transpose_dbias(
         parts["part"][i] = (x.data_ptr(), sum(widths[:i]), widths[i])
     parts["groups"], parts["width"] = groups, sum(widths)
     x = read[0]
-    q, q_t, scale_inv = cast_outputs(x, cols, dtype)
     partial = new_partial(q)
     args = [
         launch.by_value(parts),
@@ -59,7 +60,5 @@ def cat_cast_transpose_dbias(
         np.int32(cols),
     ]
     launch.launch(_kernels[x.dtype, dtype], tile_grid(*tiles(x, cols)), (THREADS,), args, device=x.device.index)
-    return q, q_t, scale_inv, add_blocks(partial, x.dtype)
-
-
-LIBRARY.impl("cat_cast_transpose_dbias", cat_cast_transpose_dbias, "CUDA")
+    add_blocks(partial, dbias)
+    return q, q_t, scale_inv, dbias

@@ -7,8 +7,8 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE
-from reference.ops.amax import check_input
-from reference.ops.library import LIBRARY
+from reference.ops.dbias import outputs
+from reference.ops.library import on_cuda
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
     ("dbias", {"WIDE": wide, "VECTOR": vector}) for wide, vector in itertools.product(WIDE.values(), (0, 1))
@@ -34,10 +34,9 @@ def new_partial(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((-(-rows // BLOCK_ROWS), cols), dtype=torch.float32, device=x.device)
 
 
-def add_blocks(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add the sums over blocks in order, and round: `[cols]` of `dtype`."""
+def add_blocks(partial: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the sums over blocks in order, and round, into `out` `[cols]`."""
     blocks, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
     args = [partial.data_ptr(), out.data_ptr(), np.int32(blocks), np.int32(cols)]
     grid = (max(1, -(-cols // _TOTAL_COLS)),)
     index = partial.device.index
@@ -45,15 +44,14 @@ def add_blocks(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # much as lets no more of them on one than are its share.
     share = -(-grid[0] // launch.processors(index))
     unused = max(0, _SHARED // share - _RESERVED)
-    launch.launch(_total[dtype], grid, (_TOTAL_THREADS,), args, unused, device=index, early=True)
-    return out
+    launch.launch(_total[out.dtype], grid, (_TOTAL_THREADS,), args, unused, device=index, early=True)
 
 
+@on_cuda
 def dbias(grad: torch.Tensor) -> torch.Tensor:
     """`grad` `[rows, cols]` -> `[cols]`, both of the same dtype: fp32, bf16 or fp16."""
-    check_input("twin::dbias", "grad", grad)
+    out = outputs(grad)
     rows, cols = grad.shape
-    out = torch.empty(cols, dtype=grad.dtype, device=grad.device)
     vector = int(grad.data_ptr() % 16 == 0 and cols * grad.element_size() % 16 == 0)
     strip = 8 * (16 // grad.element_size() if vector else 1)
     if cols:
@@ -61,6 +59,3 @@ def dbias(grad: torch.Tensor) -> torch.Tensor:
         grid = (-(-cols // strip) * _CLUSTER,)
         launch.launch(_kernels[grad.dtype, vector], grid, (_THREADS,), args, device=grad.device.index)
     return out
-
-
-LIBRARY.impl("dbias", dbias, "CUDA")

@@ -8,8 +8,8 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE
-from reference.ops.dropout import check_dropout, check_rows, keep_scale, threshold
-from reference.ops.library import LIBRARY
+from reference.ops.dropout import bias_dropout_add_outputs, dropout_backward_outputs, keep_scale, threshold
+from reference.ops.library import on_cuda
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("dropout", {"WIDE": wide}) for wide in WIDE.values()]
 
@@ -24,14 +24,15 @@ def advance(rng_state: torch.Tensor) -> None:
     launch.launch(_advance, (1,), (1,), [rng_state.data_ptr()], device=rng_state.device.index)
 
 
-def _run(
+def run(
+    out: torch.Tensor,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     p: float,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
-    out = torch.empty_like(x)
+    """Launch the kernel on checked arguments, which writes `out`; the state is not advanced."""
     if not x.numel():
         return out
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (x, bias, residual, out)]
@@ -50,29 +51,19 @@ def _run(
     return out
 
 
+@on_cuda
 def bias_dropout_add(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    p: float,
-    rng_state: torch.Tensor | None,
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
 ) -> torch.Tensor:
     """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`; advances `rng_state` where p > 0."""
-    check_rows("twin::bias_dropout_add", x, bias, residual)
-    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
-    out = _run(x, bias, residual, p, rng_state)
+    out = run(bias_dropout_add_outputs(x, bias, residual, p, rng_state), x, bias, residual, p, rng_state)
     if threshold(p):
         assert rng_state is not None
         advance(rng_state)
     return out
 
 
+@on_cuda
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
     """The gradient before the dropout; `rng_state` is the state from before the forward."""
-    check_rows("twin::dropout_backward", grad, None, None)
-    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
-    return _run(grad, None, None, p, rng_state)
-
-
-LIBRARY.impl("bias_dropout_add", bias_dropout_add, "CUDA")
-LIBRARY.impl("dropout_backward", dropout_backward, "CUDA")
+    return run(dropout_backward_outputs(grad, p, rng_state), grad, None, None, p, rng_state)

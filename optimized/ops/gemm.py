@@ -14,9 +14,8 @@ from optimized.ops.gemm_fp8 import UNWRITABLE, tell_once, writable
 from optimized.ops.gemm_operands import OUTPUTS, bias_arguments, loadable
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
-from reference.ops.gemm import check
-from reference.ops.gemm_fp8 import check_accumulate
-from reference.ops.library import LIBRARY
+from reference.ops.gemm import accumulate_outputs, outputs
+from reference.ops.library import on_cuda
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
@@ -92,14 +91,15 @@ def _map(x: torch.Tensor, stride: int, transposed: bool, box_rows: int) -> Tenso
     return encode(x.data_ptr(), x.dtype, (depth, rows), (2 * stride,), (64, box_rows), 128, 256)
 
 
+@on_cuda
 def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """a `[M, K]` and b `[N, K]`, both bf16 or both fp16, bias `[N]` or None -> `[M, N]` of out_dtype.
 
     Each of a and b may be row-major or a transposed view; neither is copied unless its rows are not aligned.
     """
-    check(a, b, bias, out_dtype)
+    out = outputs(a, b, bias, out_dtype)
     _check_devices(a, b=b, bias=bias)
-    return gemm_tiled(a, b, bias, out_dtype, _tile(a, b))
+    return gemm_tiled(a, b, bias, out_dtype, _tile(a, b), out)
 
 
 def _check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -112,10 +112,10 @@ def _tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
     return select_tile(a.shape[0], b.shape[0], 2 * a.shape[1], False, multiprocessors(a.device.index))
 
 
+@on_cuda
 def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """a `[M, K]` and b `[N, K]`, both bf16 or both fp16; out `[M, N]` fp32, bf16 or fp16 is added to."""
-    check(a, b, None, torch.float32)
-    check_accumulate(a, b, out)
+    accumulate_outputs(a, b, out)
     _check_devices(a, b=b, out=out)
     if writable(out):
         gemm_tiled(a, b, None, out.dtype, _tile(a, b), out, add=True)
@@ -134,7 +134,7 @@ def gemm_tiled(
     add: bool = False,
     cut: int | None = None,
 ) -> torch.Tensor:
-    """`gemm` with a given tile, for tests and tuning; arguments are those that `check` accepts.
+    """`gemm` with a given tile, for tests and tuning; arguments are those that `gemm` accepts.
 
     Args:
         tile: one of `gemm_tile.TILES`, or any that fits.
@@ -170,7 +170,3 @@ def gemm_tiled(
     blocks = tile.blocks(cut, multiprocessors(index))
     launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
     return out
-
-
-LIBRARY.impl("gemm", gemm, "CUDA")
-LIBRARY.impl("gemm_accumulate", gemm_accumulate, "CUDA")

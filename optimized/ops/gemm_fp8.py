@@ -14,8 +14,8 @@ from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k, is_faster
 from optimized.ops.gemm_operands import FORMATS, OUTPUTS, bias_arguments, loadable, operands, run
 from optimized.ops.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile
 from reference.notice import say_once
-from reference.ops.gemm_fp8 import check, check_accumulate
-from reference.ops.library import LIBRARY
+from reference.ops.gemm_fp8 import accumulate_outputs, outputs
+from reference.ops.library import on_cuda
 
 
 def defines(
@@ -65,6 +65,7 @@ def _kernel(
     return launch.function("gemm_fp8", "gemm_fp8", macros, tile.shared_bytes)
 
 
+@on_cuda
 def gemm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -75,14 +76,27 @@ def gemm_fp8(
     accumulate: str,
 ) -> torch.Tensor:
     """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`, bias `[N]` or None -> `[M, N]` of out_dtype."""
-    check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
+    out = outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
+    return product(out, a, b, a_scale_inv, b_scale_inv, bias, accumulate)
+
+
+def product(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulate: str,
+) -> torch.Tensor:
+    """`gemm_fp8` on checked arguments, into `out`, which it returns."""
     (m, k), n = a.shape, b.shape[0]
-    accumulate = chains(accumulate, k)
-    if accumulate == "split" and m * n * k > 0 and is_faster(m, n, k, multiprocessors(a.device.index)):
-        return gemm_fp8_split_k(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
-    tile = _tile(a, b, accumulate, FP8_TILES)
-    return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate, tile)
+    accumulate, sms = chains(accumulate, k), multiprocessors(a.device.index)
+    if accumulate == "split" and m * n * k > 0 and is_faster(m, n, k, sms):
+        return gemm_fp8_split_k(a, b, a_scale_inv, b_scale_inv, bias, out.dtype, out)
+    tile = select_tile(m, n, k, accumulate == "split", sms, FP8_TILES)
+    return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out.dtype, accumulate, tile, out)
 
 
 def chains(accumulate: str, k: int) -> str:
@@ -100,11 +114,6 @@ def check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm_fp8 runs on one device.")
 
 
-def _tile(a: torch.Tensor, b: torch.Tensor, accumulate: str, tiles: tuple[Tile, ...]) -> Tile:
-    (m, k), n = a.shape, b.shape[0]
-    return select_tile(m, n, k, accumulate == "split", multiprocessors(a.device.index), tiles)
-
-
 def gemm_fp8_tiled(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -118,7 +127,7 @@ def gemm_fp8_tiled(
     add: bool = False,
     cut: int | None = None,
 ) -> torch.Tensor:
-    """`gemm_fp8` with a given tile, for tests and tuning; arguments are those that `check` accepts.
+    """`gemm_fp8` with a given tile, for tests and tuning; arguments are those that `gemm_fp8` accepts.
 
     Args:
         tile: one of `gemm_tile.FP8_TILES`, or any that fits.
@@ -160,16 +169,18 @@ def tell_once(op: str, what: str) -> None:
     say_once(f"{op} {what}", f"twin::{op} {what}: a fallback")
 
 
+@on_cuda
 def gemm_fp8_accumulate(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
 ) -> None:
     """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`; out `[M, N]` fp32, bf16 or fp16 is added to."""
-    check(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split")
-    check_accumulate(a, b, out)
+    accumulate_outputs(a, b, a_scale_inv, b_scale_inv, out)
     check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
     rest = (a, b, a_scale_inv, b_scale_inv, None)
     if writable(out):
-        gemm_fp8_tiled(*rest, out.dtype, "split", _tile(a, b, "split", ADDING_TILES), out, add=True)
+        (m, k), n = a.shape, b.shape[0]
+        tile = select_tile(m, n, k, True, multiprocessors(a.device.index), ADDING_TILES)
+        gemm_fp8_tiled(*rest, out.dtype, "split", tile, out, add=True)
     else:
         tell_once("gemm_fp8_accumulate", UNWRITABLE)
         out.copy_(out.float() + gemm_fp8(*rest, torch.float32, "split"))
@@ -189,7 +200,3 @@ def _epilogue_of_zero(
     """K = 0: the accumulators are +0 and only the epilogue remains."""
     out = torch.zeros((m, n), dtype=torch.float32, device=a_scale_inv.device) * (a_scale_inv * b_scale_inv)
     return out if bias is None else out + bias.to(torch.float32)
-
-
-LIBRARY.impl("gemm_fp8", gemm_fp8, "CUDA")
-LIBRARY.impl("gemm_fp8_accumulate", gemm_fp8_accumulate, "CUDA")

@@ -57,14 +57,19 @@ def gemm_fp8_split_k(
     b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gemm_fp8` with split accumulation; arguments as there, checked, none of M, N and K zero."""
+    """`gemm_fp8` with split accumulation; arguments as there, checked, none of M, N and K zero.
+
+    `out` is where to write, allocated if None.
+    """
     (m, k), n, index = a.shape, b.shape[0], a.device.index
     tiles, parts, count = partition(m, n, k, multiprocessors(index))
     k_blocks = -(-k // K_BLOCK_BYTES)
     slabs = k_blocks - count + 1
     workspace = torch.empty(slabs * m * n, dtype=torch.float32, device=a.device)
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     bias = loadable(bias)
     macros = defines(a.dtype, b.dtype, out_dtype)
     launch.launch(

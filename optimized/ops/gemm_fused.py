@@ -14,21 +14,18 @@ import torch
 
 from optimized import launch
 from optimized.ops import activation as activations
+from optimized.ops import dropout, gemm_fp8
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.dbias import add_blocks, new_partial
-from optimized.ops.dropout import advance
-from optimized.ops.dropout import bias_dropout_add as dropout
-from optimized.ops.gemm_fp8 import check_devices, gemm_fp8
-from optimized.ops.gemm_fp8 import defines as product_defines
 from optimized.ops.gemm_operands import bias_arguments, loadable, operands, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from optimized.tensor_map import tensor_map_2d
-from reference.ops.activation import GATED, KINDS, Four, check_forward_cast, width
-from reference.ops.cast_transpose import cast_outputs
+from reference.ops.activation import GATED, KINDS
+from reference.ops.cast_transpose import Four
 from reference.ops.dropout import keep_scale, threshold
-from reference.ops.gemm_fused import check_backward, check_residual, empty_product
-from reference.ops.library import LIBRARY
+from reference.ops.gemm_fused import activation_backward_outputs, activation_outputs, bias_dropout_add_outputs
+from reference.ops.library import on_cuda
 
 ACTIVATION, BACKWARD, DROPOUT = 1, 2, 3  # the macro EPILOGUE
 SHARED_BYTES = 232448  # of a block, at most
@@ -125,7 +122,7 @@ def defines(
         drop: whether DROPOUT drops anything.
     """
     accumulate = "split" if epilogue == BACKWARD else "fast"
-    macros = product_defines(*formats, dtype, accumulate, tile, columns)
+    macros = gemm_fp8.defines(*formats, dtype, accumulate, tile, columns)
     del macros["ACCUMULATE"], macros["NARROW"]
     macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
     macros["STEPS"] = 1 if epilogue == BACKWARD else select_steps(epilogue, tile, k, kind)
@@ -222,6 +219,7 @@ def _short(a: torch.Tensor, tile: Tile | None) -> bool:
     return tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
 
 
+@on_cuda
 def gemm_fp8_activation(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -237,15 +235,15 @@ def gemm_fp8_activation(
     tile: Tile | None = None,
 ) -> Four:
     """a `[M, K]`, b `[n, K]` float8 -> (h `[M, n]` of out_dtype, q `[M, m]`, q_t `[m, ceil16(M)]`, scale_inv `[1]`)."""
-    h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
-    check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
-    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
+    scaling = (scale, amax_history, column, dtype)
+    h, q, q_t, scale_inv = activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, *scaling)
+    gemm_fp8.check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
     if _short(a, tile) or not _fusible(a, b, out_dtype):
-        h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
-        return h, *activations.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
+        gemm_fp8.product(h, a, b, a_scale_inv, b_scale_inv, bias, "fast")
+        activations.run_cast((q, q_t, scale_inv), kind, None, h, None, *scaling)
+        return h, q, q_t, scale_inv
     bias = loadable(bias)
     bias_pointer, bias_type = bias_arguments(bias)
-    q, q_t, scale_inv = cast_outputs(h, width(kind, h.shape[1]), dtype)
     arguments = [
         h.data_ptr(),
         bias_pointer,
@@ -261,6 +259,7 @@ def gemm_fp8_activation(
     return h, q, q_t, scale_inv
 
 
+@on_cuda
 def gemm_fp8_activation_backward(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -275,16 +274,19 @@ def gemm_fp8_activation_backward(
     tile: Tile | None = None,
 ) -> Four:
     """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`)."""
-    check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
-    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
+    scaling = (scale, amax_history, column, dtype)
+    out = activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, *scaling)
+    gemm_fp8.check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
     # The two kernels take as long or less at every size measured (docs/gemm.md); gated, with an odd multiple of 16
     # columns, the fused one lacks a register.
     apart = tile is None or (kind in GATED and b.shape[0] % 32 != 0)
     if apart or not _fusible(a, b, x.dtype):
-        dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
-        return activations.activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
+        dact = x.new_empty((a.shape[0], b.shape[0]))
+        gemm_fp8.product(dact, a, b, a_scale_inv, b_scale_inv, None, "split")
+        activations.run_backward_cast(out, kind, dact, x, *scaling)
+        return out
     x = aligned(x)
-    q, q_t, scale_inv = cast_outputs(x, x.shape[1], dtype)
+    q, q_t, scale_inv, dbias = out
     partial = new_partial(x)
     arguments = [
         x.data_ptr(),
@@ -298,9 +300,11 @@ def gemm_fp8_activation_backward(
         0,
     ]
     _launch(BACKWARD, a, b, (a_scale_inv, b_scale_inv), x.dtype, arguments, tile, kind, dtype)
-    return q, q_t, scale_inv, add_blocks(partial, x.dtype)
+    add_blocks(partial, dbias)
+    return out
 
 
+@on_cuda
 def gemm_fp8_bias_dropout_add(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -314,31 +318,27 @@ def gemm_fp8_bias_dropout_add(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]`; advances `rng_state`."""
-    out = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
-    check_residual(out, bias, residual, p, rng_state)
-    check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
+    out = bias_dropout_add_outputs(a, b, a_scale_inv, b_scale_inv, bias, residual, out_dtype, p, rng_state)
+    gemm_fp8.check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
     # Beside few k-blocks the mask is not drawn in time; and the kernel has 32 bits for a counter of eight elements.
     apart = threshold(p) > 0 and (_short(a, tile) or out.numel() >= 2**35)
     if apart or not _fusible(a, b, out_dtype):
-        x = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
-        return dropout(x, bias, residual, p, rng_state)
-    bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
-    arguments = [
-        *residual_map(residual),
-        out.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if rng_state is None else rng_state.data_ptr(),
-        threshold(p),
-        int(np.float32(keep_scale(p)).view(np.uint32)),
-        *(0, 0),  # the struct ends at a multiple of the map's 64 bytes
-    ]
-    _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, drop=threshold(p) > 0)
+        x = gemm_fp8.product(torch.empty_like(out), a, b, a_scale_inv, b_scale_inv, None, "fast")
+        dropout.run(out, x, bias, residual, p, rng_state)
+    else:
+        bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
+        arguments = [
+            *residual_map(residual),
+            out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            0 if rng_state is None else rng_state.data_ptr(),
+            threshold(p),
+            int(np.float32(keep_scale(p)).view(np.uint32)),
+            *(0, 0),  # the struct ends at a multiple of the map's 64 bytes
+        ]
+        _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, drop=threshold(p) > 0)
     if threshold(p):
         assert rng_state is not None
-        advance(rng_state)
+        dropout.advance(rng_state)
     return out
-
-
-for _op in (gemm_fp8_activation, gemm_fp8_activation_backward, gemm_fp8_bias_dropout_add):
-    LIBRARY.impl(_op.__name__, _op, "CUDA")

@@ -12,8 +12,8 @@ from optimized import launch
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
 from optimized.ops.cast_transpose import THREADS, tiles
-from reference.ops.library import LIBRARY
-from reference.ops.multi_cast_transpose import OP, check
+from reference.ops.library import on_cuda
+from reference.ops.multi_cast_transpose import OP, outputs
 
 # Matrices whose addresses fit in the kernel's argument (64 bytes each, of 32764): a module's, or a model's; a longer
 # list takes more launches.
@@ -37,6 +37,7 @@ _kernels = {
 }
 
 
+@on_cuda
 def multi_cast_transpose(
     xs: list[torch.Tensor],
     scales: list[torch.Tensor],
@@ -47,7 +48,7 @@ def multi_cast_transpose(
     scale_inv: list[torch.Tensor],
 ) -> None:
     """Cast every matrix `[rows, cols]` of `xs` into q, q_t and scale_inv."""
-    check(xs, scales, amax_histories, columns, q, q_t, scale_inv)
+    outputs(xs, scales, amax_histories, columns, q, q_t, scale_inv)
     for start in range(0, len(xs), CAPACITIES[-1]):
         part = range(start, min(start + CAPACITIES[-1], len(xs)))
         capacity = next(c for c in CAPACITIES if len(part) <= c)
@@ -74,6 +75,3 @@ def multi_cast_transpose(
         kernel = _kernels[xs[0].dtype, q[0].dtype, capacity]
         args = [launch.by_value(table), np.int32(len(part))]
         launch.launch(kernel, (first_tile,), (THREADS,), args, device=xs[0].device.index)
-
-
-LIBRARY.impl("multi_cast_transpose", multi_cast_transpose, "CUDA")

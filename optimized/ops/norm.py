@@ -11,8 +11,9 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE, aligned
-from reference.ops.library import LIBRARY
-from reference.ops.norm import KINDS, check_norm, check_out_dtype
+from reference.ops.cast_transpose import Three
+from reference.ops.library import on_cuda
+from reference.ops.norm import KINDS, norm_outputs
 
 Defines = dict[str, int | str]
 
@@ -77,13 +78,6 @@ def _any_kernel(x: torch.dtype, kind: str, vector: int) -> launch.Kernel:
     return launch.function("norm_any", "norm_any", _any_defines(x, kind, vector))
 
 
-def statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for (mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
-    rows = x.shape[0]
-    mean = torch.empty(rows if kind == "layernorm" else 0, dtype=torch.float32, device=x.device)
-    return mean, torch.empty(rows, dtype=torch.float32, device=x.device)
-
-
 def parameters(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Both as the kernels take them: aligned to 16 bytes."""
     return aligned(weight), None if bias is None else aligned(bias)
@@ -95,35 +89,33 @@ def pointer(tensor: torch.Tensor | None) -> int:
 
 
 def normalize(
+    out: Three,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
     zero_centered: bool,
     kind: str,
-    out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`norm`, on checked arguments."""
+) -> None:
+    """`norm` on checked arguments, into (y, mean, rstd)."""
     x = aligned(x)
     weight, bias = parameters(weight, bias)
     rows, hidden = x.shape
-    y = torch.empty((rows, hidden), dtype=out_dtype, device=x.device)
-    mean, rstd = statistics(x, kind)
     if rows == 0:
-        return y, mean, rstd
+        return
     args = [
         x.data_ptr(),
         weight.data_ptr(),
         pointer(bias),
-        y.data_ptr(),
-        mean.data_ptr(),
-        rstd.data_ptr(),
+        out[0].data_ptr(),
+        out[1].data_ptr(),
+        out[2].data_ptr(),
         np.int32(rows),
         np.int32(hidden),
         np.float32(eps),
         np.int32(zero_centered),
         np.int32(WIDE[weight.dtype]),
-        np.int32(WIDE[out_dtype]),
+        np.int32(WIDE[out[0].dtype]),
     ]
     warps = row_warps(hidden)
     if warps is not None:
@@ -140,9 +132,9 @@ def normalize(
     else:
         kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
         launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)
-    return y, mean, rstd
 
 
+@on_cuda
 def norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -151,11 +143,8 @@ def norm(
     zero_centered: bool,
     kind: str,
     out_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Three:
     """`x` `[rows, hidden]` -> (y of `out_dtype`, mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
-    check_norm("twin::norm", x, weight, bias, eps, kind)
-    check_out_dtype("twin::norm", out_dtype)
-    return normalize(x, weight, bias, eps, zero_centered, kind, out_dtype)
-
-
-LIBRARY.impl("norm", norm, "CUDA")
+    out = norm_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype)
+    normalize(out, x, weight, bias, eps, zero_centered, kind)
+    return out

@@ -13,8 +13,8 @@ import torch
 from optimized import launch
 from optimized.ops.amax import WIDE, aligned
 from optimized.ops.norm import KIND, Defines, pointer, whole
-from reference.ops.library import LIBRARY
-from reference.ops.norm import KINDS, block_rows, chains, check_backward
+from reference.ops.library import on_cuda
+from reference.ops.norm import KINDS, block_rows, chains, norm_backward_outputs
 
 _SHARED = {"norm_backward": 200 * 1024, "norm_backward_long": 224 * 1024}  # bytes, at most
 _ANY_THREADS = 256
@@ -172,6 +172,7 @@ def _backward_any(
     launch.launch(by_column, grid, (_ANY_THREADS,), args, device=x.device.index)
 
 
+@on_cuda
 def norm_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -183,11 +184,10 @@ def norm_backward(
     residual_grad: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grad`, `x` `[rows, hidden]` of one dtype -> (dx of it, dweight, dbias `[hidden]` (rmsnorm: `[0]`))."""
-    check_backward("twin::norm_backward", grad, x, weight, mean, rstd, kind, residual_grad)
+    dx, dweight, dbias = norm_backward_outputs(grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
     grad, x, weight = aligned(grad), aligned(x), aligned(weight)
     residual_grad = None if residual_grad is None else aligned(residual_grad)
     rows, hidden = x.shape
-    dx = torch.empty_like(x)
     sums = 2 if kind == "layernorm" else 1
     blocks = -(-rows // block_rows(rows))
     partial = torch.empty((sums, blocks, hidden), dtype=torch.float32, device=x.device)
@@ -206,12 +206,7 @@ def norm_backward(
         )
     elif rows:
         _backward_any(kind, grad, x, weight, (mean, rstd), zero_centered, residual_grad, dx, partial)
-    dweight = torch.empty_like(weight)
-    dbias = torch.empty(hidden if kind == "layernorm" else 0, dtype=weight.dtype, device=x.device)
     args = [partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), np.int32(blocks), np.int32(hidden)]
     grid = (-(-hidden // _TOTAL_COLUMNS), sums)
     launch.launch(_total[weight.dtype], grid, (_TOTAL_THREADS,), args, device=x.device.index, early=True)
     return dx, dweight, dbias
-
-
-LIBRARY.impl("norm_backward", norm_backward, "CUDA")

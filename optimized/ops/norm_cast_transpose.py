@@ -15,11 +15,10 @@ from optimized import launch
 from optimized.ops import cast_transpose
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
-from optimized.ops.norm import KIND, Defines, normalize, parameters, pointer, statistics, whole
-from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import cast_outputs
-from reference.ops.library import LIBRARY
-from reference.ops.norm import KINDS, check_norm
+from optimized.ops.norm import KIND, Defines, normalize, parameters, pointer, whole
+from reference.ops.cast import Scaling
+from reference.ops.library import on_cuda
+from reference.ops.norm import KINDS, Five, norm_cast_transpose_outputs
 
 _SHARED = 232448 - 7 * 1024  # bytes, at most, beside what the kernels declare themselves
 
@@ -115,6 +114,7 @@ def configured(
 
 
 def run(
+    out: Five,
     shape: Shape,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -122,28 +122,20 @@ def run(
     eps: float,
     zero_centered: bool,
     kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *scaling: *Scaling,
+) -> None:
     """Launch one configuration on checked arguments."""
     x = aligned(x)
     weight, bias = parameters(weight, bias)
     rows, hidden = x.shape
-    q, q_t, scale_inv = cast_outputs(x, hidden, dtype)
-    mean, rstd = statistics(x, kind)
+    scale, amax_history, column, dtype = scaling
     args = [
         x.data_ptr(),
         weight.data_ptr(),
         pointer(bias),
         scale_pointer(scale, column),
         amax_pointer(amax_history, column),
-        q.data_ptr(),
-        q_t.data_ptr(),
-        scale_inv.data_ptr(),
-        mean.data_ptr(),
-        rstd.data_ptr(),
+        *(tensor.data_ptr() for tensor in out),
         np.int32(rows),
         np.int32(hidden),
         np.float32(eps),
@@ -155,9 +147,9 @@ def run(
     # Persistent blocks, as many as run at once. At least a cluster: it writes scale_inv.
     clusters = max(1, min(-(-rows // shape.share), at_once))
     launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
-    return q, q_t, scale_inv, mean, rstd
 
 
+@on_cuda
 def norm_cast_transpose(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -165,21 +157,16 @@ def norm_cast_transpose(
     eps: float,
     zero_centered: bool,
     kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *scaling: *Scaling,
+) -> Five:
     """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd)."""
-    check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
-    check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
+    out = norm_cast_transpose_outputs(x, weight, bias, eps, zero_centered, kind, *scaling)
     shape = tile_shape(x.dtype, kind, x.shape[1])
     if shape is not None:
-        return run(shape, x, weight, bias, eps, zero_centered, kind, scale, amax_history, column, dtype)
-    # Rows too long for registers: fp32 y goes through memory. The same bits, three times the traffic.
-    y, mean, rstd = normalize(x, weight, bias, eps, zero_centered, kind, torch.float32)
-    cast = cast_transpose.cast_transpose(y, scale, amax_history, column, dtype)
-    return (*cast, mean, rstd)
-
-
-LIBRARY.impl("norm_cast_transpose", norm_cast_transpose, "CUDA")
+        run(out, shape, x, weight, bias, eps, zero_centered, kind, *scaling)
+    else:
+        # Rows too long for registers: fp32 y goes through memory. The same bits, three times the traffic.
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        normalize((y, *out[3:]), x, weight, bias, eps, zero_centered, kind)
+        cast_transpose.run(out[:3], y, None, *scaling)
+    return out

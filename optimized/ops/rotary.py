@@ -8,8 +8,8 @@ import torch
 
 from optimized import launch
 from optimized.ops.amax import WIDE
-from reference.ops.library import LIBRARY
-from reference.ops.rotary import check_rotary
+from reference.ops.library import on_cuda
+from reference.ops.rotary import outputs
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
     ("rotary", {"WIDE": wide, "VECTOR": vector, "INTERLEAVED": interleaved})
@@ -39,13 +39,13 @@ def _vector(x: torch.Tensor, out: torch.Tensor, d2: int, interleaved: bool) -> b
     return aligned and all(value % lanes == 0 for value in (*pieces, *steps))
 
 
+@on_cuda
 def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
     """`x` `[s, b, h, d]`, freqs fp32 `[positions, d2]` -> like x."""
-    check_rotary("twin::rotary", x, freqs)
+    out = outputs(x, freqs, interleaved, backward)
     d2 = freqs.shape[1]
     if d2 > _MAX_DIMENSIONS:
         raise ValueError(f"twin::rotary: freqs must have at most {_MAX_DIMENSIONS} dimensions on a GPU; got {d2}.")
-    out = torch.empty_like(x)
     if not x.numel():
         return out
     s, b, h, d = x.shape
@@ -54,6 +54,3 @@ def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bo
     kernel = _kernel(x.dtype, _vector(x, out, d2, interleaved), interleaved)
     launch.launch(kernel, (s,), (_THREADS,), args, 8 * d2, device=x.device.index)
     return out
-
-
-LIBRARY.impl("rotary", rotary, "CUDA")

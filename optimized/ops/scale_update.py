@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from optimized import launch
-from reference.ops.library import LIBRARY
-from reference.ops.scale_update import ALGORITHMS, check
+from reference.ops.library import on_cuda
+from reference.ops.scale_update import ALGORITHMS, outputs
 
 # Modules whose addresses fit in the kernel's argument (24 bytes each, of 32764). A model with more takes more
 # launches; a small one need not pay for a large argument.
@@ -45,15 +45,12 @@ _tapes: dict[Any, list[tuple[int, launch.Launches]]] = {}
 _MOST_TAPES = 256
 
 
+@on_cuda
 def scale_update(
-    scales: list[torch.Tensor],
-    amax_histories: list[torch.Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
+    scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
 ) -> None:
     """Update every module's `scale` `[n]` and `amax_history` `[L, n]`, fp32, in place."""
-    # All that `check` looks at is in it: at a known address may lie something else by now.
+    # All that `outputs` looks at is in it: at a known address may lie something else by now.
     tensors = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (*scales, *amax_histories)]
     key = (fp8_max, margin, algorithm, len(scales), *tensors)
     tapes = _tapes.get(key)
@@ -61,7 +58,7 @@ def scale_update(
         for index, launches in tapes:
             launches.again(index)
         return
-    check(scales, amax_histories, algorithm)
+    outputs(scales, amax_histories, fp8_max, margin, algorithm)
     scaled_max = np.float32(fp8_max * 2.0**-margin)
     modules: dict[torch.device, list[Module]] = {}
     for scale, history in zip(scales, amax_histories, strict=True):
@@ -87,6 +84,3 @@ def scale_update(
     if len(_tapes) >= _MOST_TAPES:
         _tapes.clear()
     _tapes[key] = tapes
-
-
-LIBRARY.impl("scale_update", scale_update, "CUDA")

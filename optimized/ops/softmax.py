@@ -9,8 +9,8 @@ import torch
 from optimized import launch
 from optimized.ops.amax import WIDE
 from reference.ops.attention import causal_shift
-from reference.ops.library import LIBRARY
-from reference.ops.softmax import check_softmax, check_softmax_backward
+from reference.ops.library import on_cuda
+from reference.ops.softmax import softmax_backward_outputs, softmax_outputs
 
 # Rows of up to 256 · groups elements are kept in registers; 0: of any length, read again.
 _GROUPS = (1, 2, 4, 8)
@@ -38,10 +38,10 @@ def _kernel(name: str, *tensors: torch.Tensor, masked: bool = False) -> launch.K
     return _configured(name, tensors[0].dtype, groups, int(vector), int(masked))
 
 
+@on_cuda
 def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
     """`x` `[b, h, sq, skv]` -> y of x's dtype and shape."""
-    check_softmax("twin::softmax", x, scale, mask_type, mask)
-    y = torch.empty_like(x)
+    y = softmax_outputs(x, scale, mask_type, mask)
     if not x.numel():
         return y
     b, h, sq, skv = x.shape
@@ -63,10 +63,10 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
     return y
 
 
+@on_cuda
 def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     """The gradient of x, from that of y and y itself."""
-    check_softmax_backward("twin::softmax_backward", grad, y, scale)
-    dx = torch.empty_like(y)
+    dx = softmax_backward_outputs(grad, y, scale)
     if not y.numel():
         return dx
     cols = y.shape[-1]
@@ -75,7 +75,3 @@ def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch
     kernel = _kernel("softmax_backward", grad, y, dx)
     launch.launch(kernel, (-(-rows // _WARPS),), (32 * _WARPS,), args, device=y.device.index)
     return dx
-
-
-LIBRARY.impl("softmax", softmax, "CUDA")
-LIBRARY.impl("softmax_backward", softmax_backward, "CUDA")

@@ -28,22 +28,22 @@ grad, x and x2 are widened to fp32 exactly; each multiplication written above is
 Sources: GELU, arXiv 1606.08415; SiLU, 1702.03118; GEGLU and SwiGLU, 2002.05202.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from reference import elementary
 from reference.ops.amax import check_input
-from reference.ops.cast import cast_rows, check_cast
-from reference.ops.cast_transpose import cast_outputs, transposed
+from reference.ops.cast import Scaling, cast_rows, check_cast
+from reference.ops.cast_transpose import Four, Three, cast_outputs, transpose_codes
 from reference.ops.dbias import sum_rows
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 # Elements of x at a time: few enough to stay in the cache and with one thread, as in `formats.cast`.
 _CHUNK = 1 << 15
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def relu(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def width(kind: str, columns: int) -> int:
 
 
 def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
-    """Refuse what the activations do not take; both sides call it. `op` names the caller in the sentence."""
+    """Refuse what the activations do not take. `op` names the caller in the sentence."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(map(repr, KINDS))}; got {kind!r}.")
     check_input(op, "x", x)
@@ -103,23 +103,42 @@ def check_grad(op: str, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
         raise ValueError(f"{op}: grad is on {grad.device}, x on {x.device}.")
 
 
-def check_forward_cast(
-    op: str,
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> None:
-    """Refuse what `activation_cast_transpose` does not take."""
+def activation_outputs(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Room for what `twin::activation` returns, after its checks."""
+    check_activation("twin::activation", x, kind)
+    return x.new_empty((x.shape[0], width(kind, x.shape[1])))
+
+
+def activation_backward_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Room for what `twin::activation_backward` returns, after its checks."""
+    check_activation("twin::activation_backward", x, kind)
+    check_grad("twin::activation_backward", grad, x, kind)
+    return torch.empty_like(x)
+
+
+def forward_outputs(op: str, x: torch.Tensor, kind: str, *scaling: *Scaling) -> Three:
+    """Room for (q, q_t, scale_inv) of the activation of x, after the checks of `activation_cast_transpose`."""
     check_activation(op, x, kind)
-    if width(kind, x.shape[1]) % 16:
+    columns = width(kind, x.shape[1])
+    if columns % 16:
         raise ValueError(
             f"{op}: the columns of the activation must be a multiple of 16, which FP8 tensor cores need; "
-            f"got {width(kind, x.shape[1])} (kind {kind!r}, x of shape {tuple(x.shape)})."
+            f"got {columns} (kind {kind!r}, x of shape {tuple(x.shape)})."
         )
-    check_cast(op, x, scale, amax_history, column, dtype)
+    check_cast(op, x, *scaling)
+    return cast_outputs(x, columns, scaling[3])
+
+
+forward_cast_outputs = functools.partial(forward_outputs, "twin::activation_cast_transpose")
+
+
+def backward_cast_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str, *scaling: *Scaling) -> Four:
+    """Room for what `twin::activation_backward_cast_transpose_dbias` returns, after its checks."""
+    op = "twin::activation_backward_cast_transpose_dbias"
+    check_activation(op, x, kind)
+    check_grad(op, grad, x, kind)
+    check_cast(op, x, *scaling)
+    return *cast_outputs(x, x.shape[1], scaling[3]), x.new_empty(x.shape[1])
 
 
 def _forward(x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
@@ -149,38 +168,31 @@ def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor)
     return out
 
 
-@define("activation")
+@define(activation_outputs)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16); `kind` is one of `KINDS`."""
-    check_activation("twin::activation", x, kind)
-    return _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=x.dtype, device="cpu"))
+    return _forward(x, kind, activation_outputs(x, kind))
 
 
-@define("activation_backward")
+@define(activation_backward_outputs)
 def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """`grad` `[rows, m]`, `x` `[rows, n]` of one dtype -> dx `[rows, n]` of that dtype."""
-    check_activation("twin::activation_backward", x, kind)
-    check_grad("twin::activation_backward", grad, x, kind)
-    return _backward(grad, x, kind, torch.empty_like(x))
+    return _backward(grad, x, kind, activation_backward_outputs(grad, x, kind))
 
 
-@define("activation_cast_transpose")
+@define(forward_cast_outputs, mutates=("amax_history",))
 def activation_cast_transpose(
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, kind: str, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> Three:
     """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
-    check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
-    y = _forward(x, kind, torch.empty(x.shape[0], width(kind, x.shape[1]), dtype=torch.float32, device="cpu"))
-    q, scale_inv = cast_rows(y, scale, amax_history, column, dtype)
-    return q, transposed(q), scale_inv
+    q, q_t, scale_inv = forward_cast_outputs(x, kind, scale, amax_history, column, dtype)
+    y = _forward(x, kind, torch.empty(q.shape, dtype=torch.float32, device="cpu"))
+    cast_rows(y, scale, amax_history, column, q, scale_inv)
+    transpose_codes(q, q_t)
+    return q, q_t, scale_inv
 
 
-@define("activation_backward_cast_transpose_dbias")
+@define(backward_cast_outputs, mutates=("amax_history",))
 def activation_backward_cast_transpose_dbias(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -194,53 +206,8 @@ def activation_backward_cast_transpose_dbias(
 
     q and q_t are of `dtype`, scale_inv fp32 `[1]`, dbias of x's dtype.
     """
-    op = "twin::activation_backward_cast_transpose_dbias"
-    check_activation(op, x, kind)
-    check_grad(op, grad, x, kind)
-    check_cast(op, x, scale, amax_history, column, dtype)
+    q, q_t, scale_inv, dbias = backward_cast_outputs(grad, x, kind, scale, amax_history, column, dtype)
     dx = _backward(grad, x, kind, torch.empty(x.shape, dtype=torch.float32, device="cpu"))
-    q, scale_inv = cast_rows(dx, scale, amax_history, column, dtype)
-    return q, transposed(q), scale_inv, sum_rows(dx).to(x.dtype)
-
-
-@fake("activation")
-def _(x: torch.Tensor, kind: str) -> torch.Tensor:
-    check_activation("twin::activation", x, kind)
-    return x.new_empty(x.shape[0], width(kind, x.shape[1]))
-
-
-@fake("activation_backward")
-def _(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
-    check_activation("twin::activation_backward", x, kind)
-    check_grad("twin::activation_backward", grad, x, kind)
-    return torch.empty_like(x)
-
-
-@fake("activation_cast_transpose")
-def _(
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_forward_cast("twin::activation_cast_transpose", x, kind, scale, amax_history, column, dtype)
-    return cast_outputs(x, width(kind, x.shape[1]), dtype)
-
-
-@fake("activation_backward_cast_transpose_dbias")
-def _(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> Four:
-    op = "twin::activation_backward_cast_transpose_dbias"
-    check_activation(op, x, kind)
-    check_grad(op, grad, x, kind)
-    check_cast(op, x, scale, amax_history, column, dtype)
-    return (*cast_outputs(x, x.shape[1], dtype), x.new_empty(x.shape[1]))
+    cast_rows(dx, scale, amax_history, column, q, scale_inv)
+    transpose_codes(q, q_t)
+    return q, q_t, scale_inv, dbias.copy_(sum_rows(dx))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from reference import formats
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 OP = "twin::adam"
 
@@ -39,14 +39,15 @@ def correction(beta: float, step: int) -> float:
     return 1.0 - power
 
 
-def check(
+def outputs(
     grads: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
     rounded: Sequence[torch.Tensor],
+    *scalars: float,
 ) -> None:
-    """Refuse what `twin::adam` does not take, on either device, with a sentence."""
+    """Refuse what `twin::adam` does not take: any scalars are accepted. It returns nothing."""
     lists = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists |= {"rounded": rounded} if len(rounded) else {}
     for name, tensors in lists.items():
@@ -72,7 +73,7 @@ def check(
                 )
 
 
-@define("adam")
+@define(outputs, mutates=("params", "exp_avgs", "exp_avg_sqs", "rounded"))
 def adam(
     grads: list[torch.Tensor],
     params: list[torch.Tensor],
@@ -99,7 +100,7 @@ def adam(
         correction1, correction2: c1 and c2; 1 for moments that are taken as they are.
         decoupled: AdamW's weight decay.
     """
-    check(grads, params, exp_avgs, exp_avg_sqs, rounded)
+    outputs(grads, params, exp_avgs, exp_avg_sqs, rounded)
     rate, b1, b2, epsilon, decay, c1, c2 = (
         np.float32(x) for x in (lr, beta1, beta2, eps, weight_decay, correction1, correction2)
     )
@@ -121,22 +122,3 @@ def adam(
         params[i].copy_(new)
         if rounded:
             rounded[i].copy_(new)
-
-
-@fake("adam")
-def _(
-    grads: list[torch.Tensor],
-    params: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    rounded: list[torch.Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    correction1: float,
-    correction2: float,
-    decoupled: bool,
-) -> None:
-    check(grads, params, exp_avgs, exp_avg_sqs, rounded)

@@ -8,7 +8,7 @@
 import torch
 
 from reference import formats
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 
 def check_input(op: str, name: str, x: torch.Tensor) -> None:
@@ -35,13 +35,13 @@ def check_history(op: str, x: torch.Tensor, amax_history: torch.Tensor, column: 
         raise ValueError(f"{op}: amax_history must be torch.float32; got {amax_history.dtype}.")
     if amax_history.device != x.device:
         raise ValueError(f"{op}: amax_history is on {amax_history.device}, the data on {x.device}.")
-    check_column(op, "amax_history", amax_history.shape[1], column)
+    if not 0 <= column < amax_history.shape[1]:
+        raise no_column(op, "amax_history", amax_history.shape[1], column)
 
 
-def check_column(op: str, name: str, columns: int, column: int) -> None:
-    """Refuse a column that `name` does not have."""
-    if not 0 <= column < columns:
-        raise ValueError(f"{op}: column must be from 0 to {columns - 1}, the columns of {name}; got {column}.")
+def no_column(op: str, name: str, columns: int, column: int) -> ValueError:
+    """What to raise for a column that `name` does not have."""
+    return ValueError(f"{op}: column must be from 0 to {columns - 1}, the columns of {name}; got {column}.")
 
 
 def record_amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
@@ -54,15 +54,14 @@ def record_amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> Non
     slot.copy_(torch.maximum(slot, formats.amax(x).view(torch.int32)))
 
 
-@define("amax")
+def outputs(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
+    """Refuse what `twin::amax` does not take. It returns nothing."""
+    check_input("twin::amax", "x", x)
+    check_history("twin::amax", x, amax_history, column)
+
+
+@define(outputs, mutates=("amax_history",))
 def amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
     """`x` `[rows, cols]`; `amax_history` fp32 `[length, columns]`, `[0, column]` of it updated in place."""
-    check_input("twin::amax", "x", x)
-    check_history("twin::amax", x, amax_history, column)
+    outputs(x, amax_history, column)
     record_amax(x, amax_history, column)
-
-
-@fake("amax")
-def _(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
-    check_input("twin::amax", "x", x)
-    check_history("twin::amax", x, amax_history, column)

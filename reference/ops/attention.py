@@ -49,11 +49,14 @@ from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 BLOCK = 128
 MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
+
+Options = tuple[float, str, torch.Tensor | None, float, torch.Tensor | None]
+"""What attention takes behind its tensors: scale, mask_type, mask, dropout, rng_state."""
 
 LOWEST = np.float32(-(2.0**100))
 _INFINITY = np.float32(np.inf)
@@ -214,12 +217,7 @@ def inverse(total: torch.Tensor) -> torch.Tensor:
 
 
 def _query_block(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    c: float,
-    hidden: list[np.ndarray],
-    keep: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: float, hidden: list[np.ndarray], keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [rows, d] against the visited blocks of k, v: (O, m, 1 / l) before the last rounding."""
     rows, d = q.shape
@@ -239,7 +237,16 @@ def _query_block(
     return total, torch.from_numpy(m), inverse(sums)
 
 
-@define("attention")
+def outputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for what `twin::attention` returns, after its checks."""
+    check_attention("twin::attention", q, k, v, *options)
+    row = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), row, torch.empty_like(row)
+
+
+@define(outputs, mutates=("rng_state",))
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -262,13 +269,10 @@ def attention(
         dropout: probability of dropping a weight, rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where dropout > 0, and advanced.
     """
-    check_attention("twin::attention", q, k, v, scale, mask_type, mask, dropout, rng_state)
+    out, m, inv = outputs(q, k, v, scale, mask_type, mask, dropout, rng_state)
     b, h, sq, _ = q.shape
     skv, group = k.shape[2], h // k.shape[1]
     shift = causal_shift(mask_type, sq, skv)
-    out = torch.empty_like(q)
-    m = torch.empty(b, h, sq, dtype=torch.float32, device="cpu")
-    inv = torch.empty(b, h, sq, dtype=torch.float32, device="cpu")
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, head in np.ndindex(b, h):
         keep = None
@@ -295,19 +299,3 @@ def attention(
         assert rng_state is not None
         rng_state[1] += 1
     return out, m, inv
-
-
-@fake("attention")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_attention("twin::attention", q, k, v, scale, mask_type, mask, dropout, rng_state)
-    row = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return torch.empty_like(q), row, torch.empty_like(row)

@@ -31,6 +31,7 @@ from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
 from reference.ops.attention import (
     BLOCK,
+    Options,
     causal_shift,
     check_attention,
     factor,
@@ -40,7 +41,7 @@ from reference.ops.attention import (
     visited,
 )
 from reference.ops.dropout import keep_scale, threshold
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 
 @jit
@@ -87,10 +88,19 @@ def softmax_backward_tile(
             dp[row, j] = a * fma(passed, kept, -dots[row])
 
 
-def check_backward(
-    op: str, grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, m: torch.Tensor, inv: torch.Tensor
-) -> None:
-    """Refuse gradients and saved tensors that do not fit q."""
+def outputs(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    *options: *Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for what `twin::attention_backward` returns, after its checks."""
+    op = "twin::attention_backward"
+    check_attention(op, q, k, v, *options)
     for name, x in (("grad", grad), ("out", out)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
@@ -105,6 +115,7 @@ def check_backward(
                 f"{op}: {name} must be contiguous torch.float32 {list(q.shape[:3])} on {q.device}, as the forward "
                 f"returned it; got {x.dtype} {list(x.shape)} on {x.device}."
             )
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _Head:
@@ -150,7 +161,7 @@ def _slices(length: int) -> Iterator[tuple[int, slice]]:
         yield first, slice(first, min(first + BLOCK, length))
 
 
-@define("attention_backward")
+@define(outputs)
 def attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -173,12 +184,10 @@ def attention_backward(
         out: what the forward returned, with m and inv.
         rng_state: the state from before the forward; it is not advanced.
     """
-    check_attention("twin::attention_backward", q, k, v, scale, mask_type, mask, dropout, rng_state)
-    check_backward("twin::attention_backward", grad, q, out, m, inv)
+    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, scale, mask_type, mask, dropout, rng_state)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
     shift = causal_shift(mask_type, sq, skv)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
@@ -208,23 +217,3 @@ def attention_backward(
         dk[batch, key_head] = (sum_k * softmax_scale).to(k.dtype)
         dv[batch, key_head] = (sum_v * kept).to(v.dtype)
     return dq, dk, dv
-
-
-@fake("attention_backward")
-def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    m: torch.Tensor,
-    inv: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_attention("twin::attention_backward", q, k, v, scale, mask_type, mask, dropout, rng_state)
-    check_backward("twin::attention_backward", grad, q, out, m, inv)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

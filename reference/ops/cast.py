@@ -11,35 +11,26 @@ back into numbers; it is made here because `scale` has changed by the time of th
 import torch
 
 from reference import formats
-from reference.ops.amax import check_column, check_history, check_input, record_amax
-from reference.ops.library import define, fake
+from reference.ops.amax import check_history, check_input, no_column, record_amax
+from reference.ops.library import define
+
+Scaling = tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]
+"""The last arguments of every op that casts: scale, amax_history, column, dtype."""
 
 
-def check_cast(
-    op: str,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> None:
-    """Refuse what the FP8 casts do not take; both sides call it. `op` names the caller in the sentence."""
+def check_cast(op: str, x: torch.Tensor, *scaling: *Scaling) -> None:
+    """Refuse what the FP8 casts do not take. `op` names the caller in the sentence."""
     check_input(op, "x", x)
     if x.shape[1] % 16:
         raise ValueError(
             f"{op}: the columns of x must be a multiple of 16, which FP8 tensor cores need; "
             f"got {x.shape[1]} (shape {tuple(x.shape)})."
         )
-    check_scaling(op, x, scale, amax_history, column, dtype)
+    check_scaling(op, x, *scaling)
 
 
 def check_scaling(
-    op: str,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
+    op: str, x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> None:
     """`check_cast` of everything but x itself."""
     if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
@@ -50,35 +41,40 @@ def check_scaling(
         raise ValueError(f"{op}: scale must be torch.float32; got {scale.dtype}.")
     if scale.device != x.device:
         raise ValueError(f"{op}: scale is on {scale.device}, the data on {x.device}.")
-    check_column(op, "scale", scale.shape[0], column)
+    if not 0 <= column < scale.shape[0]:
+        raise no_column(op, "scale", scale.shape[0], column)
     if amax_history is not None:
         check_history(op, x, amax_history, column)
 
 
 def cast_rows(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cast itself, arguments already checked: (q `[rows, cols]`, scale_inv fp32 `[1]`)."""
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor | None,
+    column: int,
+    q: torch.Tensor,
+    scale_inv: torch.Tensor,
+) -> None:
+    """The cast itself, arguments already checked, into q `[rows, cols]` and scale_inv fp32 `[1]`."""
     factor = scale[column]
-    q = formats.cast(x, formats.format_of(dtype), factor)
+    formats.cast_into(q, x, factor)
     if amax_history is not None:
         record_amax(x, amax_history, column)
     # A division spelled as one: a reciprocal instruction may be an approximation on some machines.
-    return q, torch.ones(1, dtype=torch.float32, device="cpu") / factor
+    scale_inv.fill_(1.0).div_(factor)
 
 
-@define("cast")
+def outputs(x: torch.Tensor, *scaling: *Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what `twin::cast` returns, after its checks."""
+    check_cast("twin::cast", x, *scaling)
+    return x.new_empty(x.shape, dtype=scaling[3]), x.new_empty(1, dtype=torch.float32)
+
+
+@define(outputs, mutates=("amax_history",))
 def cast(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
-    check_cast("twin::cast", x, scale, amax_history, column, dtype)
-    return cast_rows(x, scale, amax_history, column, dtype)
-
-
-@fake("cast")
-def _(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_cast("twin::cast", x, scale, amax_history, column, dtype)
-    return x.new_empty(x.shape, dtype=dtype), scale.new_empty(1)
+    q, scale_inv = outputs(x, scale, amax_history, column, dtype)
+    cast_rows(x, scale, amax_history, column, q, scale_inv)
+    return q, scale_inv

@@ -10,9 +10,12 @@ and their padding to a multiple of 16 tokens: a zero adds nothing to a sum of pr
 
 import torch
 
-from reference.ops.cast import cast_rows, check_cast
+from reference.ops.cast import Scaling, cast_rows, check_cast
 from reference.ops.dbias import sum_rows
-from reference.ops.library import define, fake
+from reference.ops.library import define
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def ceil16(rows: int) -> int:
@@ -20,16 +23,15 @@ def ceil16(rows: int) -> int:
     return (rows + 15) // 16 * 16
 
 
-def transposed(q: torch.Tensor) -> torch.Tensor:
-    """The transposed copy of FP8 `q` `[rows, cols]`, padded with zero codes: `[cols, ceil16(rows)]`."""
-    rows, cols = q.shape
-    codes = torch.empty(cols, ceil16(rows), dtype=torch.uint8, device="cpu")
+def transpose_codes(q: torch.Tensor, q_t: torch.Tensor) -> None:
+    """Write the transposed copy of FP8 `q` `[rows, cols]`, padded with zero codes, to q_t `[cols, ceil16(rows)]`."""
+    rows = q.shape[0]
+    codes = q_t.view(torch.uint8)
     codes[:, :rows].copy_(q.view(torch.uint8).t())
     codes[:, rows:].zero_()
-    return codes.view(q.dtype)
 
 
-def cast_outputs(x: torch.Tensor, cols: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cast_outputs(x: torch.Tensor, cols: int, dtype: torch.dtype) -> Three:
     """Room for (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv `[1]`), for the rows and on the device of x."""
     rows = x.shape[0]
     return (
@@ -39,37 +41,35 @@ def cast_outputs(x: torch.Tensor, cols: int, dtype: torch.dtype) -> tuple[torch.
     )
 
 
-@define("cast_transpose")
+def cast_transpose_outputs(x: torch.Tensor, *scaling: *Scaling) -> Three:
+    """Room for what `twin::cast_transpose` returns, after its checks."""
+    check_cast("twin::cast_transpose", x, *scaling)
+    return cast_outputs(x, x.shape[1], scaling[3])
+
+
+def cast_transpose_dbias_outputs(x: torch.Tensor, *scaling: *Scaling) -> Four:
+    """Room for what `twin::cast_transpose_dbias` returns, after its checks."""
+    check_cast("twin::cast_transpose_dbias", x, *scaling)
+    return *cast_outputs(x, x.shape[1], scaling[3]), x.new_empty(x.shape[1])
+
+
+@define(cast_transpose_outputs, mutates=("amax_history",))
 def cast_transpose(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Three:
     """`x` `[rows, cols]` -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`)."""
-    check_cast("twin::cast_transpose", x, scale, amax_history, column, dtype)
-    q, scale_inv = cast_rows(x, scale, amax_history, column, dtype)
-    return q, transposed(q), scale_inv
+    q, q_t, scale_inv = cast_transpose_outputs(x, scale, amax_history, column, dtype)
+    cast_rows(x, scale, amax_history, column, q, scale_inv)
+    transpose_codes(q, q_t)
+    return q, q_t, scale_inv
 
 
-@define("cast_transpose_dbias")
+@define(cast_transpose_dbias_outputs, mutates=("amax_history",))
 def cast_transpose_dbias(
     x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Four:
     """`x` `[rows, cols]` -> (q, q_t, scale_inv as in `cast_transpose`, dbias `[cols]` of x's dtype)."""
-    check_cast("twin::cast_transpose_dbias", x, scale, amax_history, column, dtype)
-    q, scale_inv = cast_rows(x, scale, amax_history, column, dtype)
-    return q, transposed(q), scale_inv, sum_rows(x)
-
-
-@fake("cast_transpose")
-def _(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_cast("twin::cast_transpose", x, scale, amax_history, column, dtype)
-    return cast_outputs(x, x.shape[1], dtype)
-
-
-@fake("cast_transpose_dbias")
-def _(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_cast("twin::cast_transpose_dbias", x, scale, amax_history, column, dtype)
-    return (*cast_outputs(x, x.shape[1], dtype), x.new_empty(x.shape[1]))
+    q, q_t, scale_inv, dbias = cast_transpose_dbias_outputs(x, scale, amax_history, column, dtype)
+    cast_rows(x, scale, amax_history, column, q, scale_inv)
+    transpose_codes(q, q_t)
+    return q, q_t, scale_inv, dbias.copy_(sum_rows(x))

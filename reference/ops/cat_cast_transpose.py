@@ -14,13 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from reference.ops.amax import check_input
-from reference.ops.cast import check_scaling
-from reference.ops.cast_transpose import cast_outputs, cast_transpose_dbias
-from reference.ops.library import define, fake
+from reference.ops.cast import Scaling, check_scaling
+from reference.ops.cast_transpose import Four, cast_outputs, cast_transpose_dbias
+from reference.ops.library import define
 
 OP = "twin::cat_cast_transpose_dbias"
 PARTS = 3
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
@@ -30,15 +29,8 @@ def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
     return torch.cat(wide, dim=2).view(-1).view(xs[0].dtype).view(rows, sum(x.shape[1] for x in xs))
 
 
-def check_parts(
-    xs: Sequence[torch.Tensor],
-    groups: int,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> int:
-    """Refuse what the op does not take, on either device, with a sentence; the columns of x."""
+def outputs(xs: Sequence[torch.Tensor], groups: int, *scaling: *Scaling) -> Four:
+    """Room for what `twin::cat_cast_transpose_dbias` returns, after its checks."""
     if not 1 <= len(xs) <= PARTS:
         raise ValueError(f"{OP}: xs must be 1 to {PARTS} matrices; got {len(xs)}.")
     first = xs[0]
@@ -55,11 +47,11 @@ def check_parts(
     cols = sum(x.shape[1] for x in xs)
     if cols % 16:
         raise ValueError(f"{OP}: the columns of xs together must be a multiple of 16; got {cols}.")
-    check_scaling(OP, first, scale, amax_history, column, dtype)
-    return cols
+    check_scaling(OP, first, *scaling)
+    return *cast_outputs(first, cols, scaling[3]), first.new_empty(cols)
 
 
-@define("cat_cast_transpose_dbias")
+@define(outputs, mutates=("amax_history",))
 def cat_cast_transpose_dbias(
     xs: list[torch.Tensor],
     groups: int,
@@ -69,18 +61,5 @@ def cat_cast_transpose_dbias(
     dtype: torch.dtype,
 ) -> Four:
     """xs -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`, dbias `[cols]` of xs's dtype)."""
-    check_parts(xs, groups, scale, amax_history, column, dtype)
+    outputs(xs, groups, scale, amax_history, column, dtype)
     return cast_transpose_dbias(side_by_side(xs, groups), scale, amax_history, column, dtype)
-
-
-@fake("cat_cast_transpose_dbias")
-def _(
-    xs: list[torch.Tensor],
-    groups: int,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> Four:
-    cols = check_parts(xs, groups, scale, amax_history, column, dtype)
-    return (*cast_outputs(xs[0], cols, dtype), xs[0].new_empty(cols))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from reference import formats, philox
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 STEPS = 1 << 16
 """p is a multiple of 1 / STEPS."""
@@ -107,13 +107,25 @@ def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype, device="cpu"))
 
 
-@define("bias_dropout_add")
+def bias_dropout_add_outputs(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
+) -> torch.Tensor:
+    """Room for what `twin::bias_dropout_add` returns, after its checks."""
+    check_rows("twin::bias_dropout_add", x, bias, residual)
+    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
+    return torch.empty_like(x)
+
+
+def dropout_backward_outputs(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
+    """Room for what `twin::dropout_backward` returns, after its checks."""
+    check_rows("twin::dropout_backward", grad, None, None)
+    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    return torch.empty_like(grad)
+
+
+@define(bias_dropout_add_outputs, mutates=("rng_state",))
 def bias_dropout_add(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    p: float,
-    rng_state: torch.Tensor | None,
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
 ) -> torch.Tensor:
     """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`, all of one dtype.
 
@@ -121,19 +133,16 @@ def bias_dropout_add(
         p: probability of dropping an element; rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where p > 0, and advanced.
     """
-    check_rows("twin::bias_dropout_add", x, bias, residual)
-    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
-    out = x if bias is None else (x.float() + bias.float()).to(x.dtype)
+    out = bias_dropout_add_outputs(x, bias, residual, p, rng_state)
+    t = x if bias is None else (x.float() + bias.float()).to(x.dtype)
     if threshold(p):
         assert rng_state is not None
-        out = dropped(out, p, rng_state)
+        t = dropped(t, p, rng_state)
         rng_state[1] += 1
-    if residual is not None:
-        out = (out.float() + residual.float()).to(x.dtype)
-    return out.clone() if out is x else out
+    return out.copy_(t if residual is None else t.float() + residual.float())
 
 
-@define("dropout_backward")
+@define(dropout_backward_outputs)
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
     """The gradient before the dropout, of `grad` `[rows, hidden]` behind it.
 
@@ -141,29 +150,8 @@ def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | Non
         p: as in the forward.
         rng_state: the state from before the forward; it is not advanced.
     """
-    check_rows("twin::dropout_backward", grad, None, None)
-    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    out = dropout_backward_outputs(grad, p, rng_state)
     if not threshold(p):
-        return grad.clone()
+        return out.copy_(grad)
     assert rng_state is not None
-    return dropped(grad, p, rng_state)
-
-
-@fake("bias_dropout_add")
-def _(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    p: float,
-    rng_state: torch.Tensor | None,
-) -> torch.Tensor:
-    check_rows("twin::bias_dropout_add", x, bias, residual)
-    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
-    return torch.empty_like(x)
-
-
-@fake("dropout_backward")
-def _(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    check_rows("twin::dropout_backward", grad, None, None)
-    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
-    return torch.empty_like(grad)
+    return out.copy_(dropped(grad, p, rng_state))

@@ -11,16 +11,11 @@ import torch
 
 from reference import tensor_core
 from reference.ops.gemm_fp8 import check_accumulate, check_epilogue
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 
-def check(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    """Refuse what twin::gemm does not take, on either device, with a sentence."""
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuse matrices that are not 16-bit `[M, K]` and `[N, K]`, each row-major or a transposed view."""
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"{name} is {matrix.dtype}; gemm takes bfloat16 or float16.")
@@ -37,44 +32,31 @@ def check(
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; gemm takes two matrices of one dtype.")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
+
+
+def outputs(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Room for what `twin::gemm` returns, after its checks."""
+    check_operands(a, b)
     check_epilogue(b.shape[0], bias, out_dtype)
-
-
-@define("gemm")
-def gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """a [M, K] and b [N, K], both bfloat16 or both float16, bias [N] or None -> [M, N] of out_dtype."""
-    check(a, b, bias, out_dtype)
-    out = tensor_core.gemm(a, b)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
-
-
-@fake("gemm")
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    check(a, b, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-@define("gemm_accumulate")
+def accumulate_outputs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Refuse what `twin::gemm_accumulate` does not take. It returns nothing."""
+    check_operands(a, b)
+    check_accumulate(a, b, out)
+
+
+@define(outputs)
+def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """a [M, K] and b [N, K], both bfloat16 or both float16, bias [N] or None -> [M, N] of out_dtype."""
+    out = outputs(a, b, bias, out_dtype)
+    product = tensor_core.gemm(a, b)
+    return out.copy_(product if bias is None else product + bias.to(torch.float32))
+
+
+@define(accumulate_outputs, mutates=("out",))
 def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """a [M, K] and b [N, K], both bfloat16 or both float16; out [M, N] fp32, bf16 or fp16 is added to."""
-    check(a, b, None, torch.float32)
-    check_accumulate(a, b, out)
-    out.copy_(out.float() + gemm(a, b, None, torch.float32))
-
-
-@fake("gemm_accumulate")
-def _(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    check(a, b, None, torch.float32)
-    check_accumulate(a, b, out)
+    accumulate_outputs(a, b, out)
+    out.copy_(out.float() + tensor_core.gemm(a, b))

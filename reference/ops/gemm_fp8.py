@@ -17,22 +17,14 @@ twin::gemm_fp8_accumulate adds such a product, split and in fp32, to a gradient 
 import torch
 
 from reference import tensor_core
-from reference.ops.library import define, fake
+from reference.ops.library import define
 from reference.tensor_core.operands import FP8_DTYPES
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    accumulate: str,
-) -> None:
-    """Refuse what twin::gemm_fp8 does not take, on either device, with a sentence."""
+def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor) -> None:
+    """Refuse what is not FP8 `[M, K]` and `[N, K]`, contiguous, K and N multiples of 16, with two fp32 numbers."""
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dtype not in FP8_DTYPES:
             raise TypeError(f"{name} is {matrix.dtype}; gemm_fp8 takes float8_e4m3fn or float8_e5m2.")
@@ -49,9 +41,6 @@ def check(
     for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; one float32 number is needed.")
-    check_epilogue(b.shape[0], bias, out_dtype)
-    if accumulate not in ("fast", "split"):
-        raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
 
 
 def check_epilogue(columns: int, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
@@ -74,7 +63,32 @@ def check_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
         raise ValueError(f"out has shape {tuple(out.shape)}; that of the product, {(a.shape[0], b.shape[0])}.")
 
 
-@define("gemm_fp8")
+def outputs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """Room for what `twin::gemm_fp8` returns, after its checks."""
+    check_operands(a, b, a_scale_inv, b_scale_inv)
+    check_epilogue(b.shape[0], bias, out_dtype)
+    if accumulate not in ("fast", "split"):
+        raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def accumulate_outputs(
+    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Refuse what `twin::gemm_fp8_accumulate` does not take. It returns nothing."""
+    check_operands(a, b, a_scale_inv, b_scale_inv)
+    check_accumulate(a, b, out)
+
+
+@define(outputs)
 def gemm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -85,41 +99,15 @@ def gemm_fp8(
     accumulate: str,
 ) -> torch.Tensor:
     """a [M, K] and b [N, K] float8, scales fp32 [1], bias [N] or None -> [M, N] of out_dtype."""
-    check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
-    out = tensor_core.gemm(a, b, accumulate)
-    out = out * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    out = outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
+    product = tensor_core.gemm(a, b, accumulate) * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
+    return out.copy_(product if bias is None else product + bias.to(torch.float32))
 
 
-@fake("gemm_fp8")
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    accumulate: str,
-) -> torch.Tensor:
-    check(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-@define("gemm_fp8_accumulate")
+@define(accumulate_outputs, mutates=("out",))
 def gemm_fp8_accumulate(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
 ) -> None:
     """a [M, K] and b [N, K] float8, scales fp32 [1]; out [M, N] fp32, bf16 or fp16 is added to."""
-    check(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split")
-    check_accumulate(a, b, out)
+    accumulate_outputs(a, b, a_scale_inv, b_scale_inv, out)
     out.copy_(out.float() + gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split"))
-
-
-@fake("gemm_fp8_accumulate")
-def _(
-    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
-) -> None:
-    check(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split")
-    check_accumulate(a, b, out)

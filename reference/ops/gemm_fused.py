@@ -18,69 +18,76 @@ import torch
 
 from reference.ops import gemm_fp8 as product
 from reference.ops.activation import (
-    Four,
     activation_backward_cast_transpose_dbias,
     activation_cast_transpose,
     check_activation,
-    check_forward_cast,
+    forward_outputs,
     width,
 )
-from reference.ops.cast import check_cast
-from reference.ops.cast_transpose import cast_outputs
+from reference.ops.cast import Scaling, check_cast
+from reference.ops.cast_transpose import Four, cast_outputs
 from reference.ops.dropout import bias_dropout_add, check_dropout, check_rows
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 
-def empty_product(
+def activation_outputs(
     a: torch.Tensor,
     b: torch.Tensor,
-    inverses: tuple[torch.Tensor, torch.Tensor],
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Room for a·bᵀ `[M, N]` of out_dtype, after `twin::gemm_fp8`'s checks of what makes it."""
-    product.check(a, b, *inverses, bias, out_dtype, "fast")
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    kind: str,
+    *scaling: *Scaling,
+) -> Four:
+    """Room for what `twin::gemm_fp8_activation` returns, after its checks."""
+    h = product.outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
+    return h, *forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
 
 
-def check_backward(
+def activation_backward_outputs(
     a: torch.Tensor,
     b: torch.Tensor,
-    inverses: tuple[torch.Tensor, torch.Tensor],
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
     x: torch.Tensor,
     kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> None:
-    """Refuse what `gemm_fp8_activation_backward` does not take."""
+    *scaling: *Scaling,
+) -> Four:
+    """Room for what `twin::gemm_fp8_activation_backward` returns, after its checks."""
     op = "twin::gemm_fp8_activation_backward"
     check_activation(op, x, kind)
-    product.check(a, b, *inverses, None, x.dtype, "split")
+    product.check_operands(a, b, a_scale_inv, b_scale_inv)
     found, expected = (x.shape[0], width(kind, x.shape[1])), (a.shape[0], b.shape[0])
     if found != expected:
         raise ValueError(
             f"{op}: x must be the pre-activation of the product, whose shape is {expected}; "
             f"got {tuple(x.shape)}, of kind {kind!r}, whose activation is {found}."
         )
-    check_cast(op, x, scale, amax_history, column, dtype)
+    check_cast(op, x, *scaling)
+    return *cast_outputs(x, x.shape[1], scaling[3]), x.new_empty(x.shape[1])
 
 
-def check_residual(
-    x: torch.Tensor,
+def bias_dropout_add_outputs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
     p: float,
     rng_state: torch.Tensor | None,
-) -> None:
-    """Refuse what `gemm_fp8_bias_dropout_add` does not take behind its product x `[M, N]`."""
+) -> torch.Tensor:
+    """Room for what `twin::gemm_fp8_bias_dropout_add` returns, after its checks."""
     op = "twin::gemm_fp8_bias_dropout_add"
-    check_rows(op, x, bias, residual)
-    check_dropout(op, "x", x, p, rng_state)
+    out = product.outputs(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
+    check_rows(op, out, bias, residual)
+    check_dropout(op, "x", out, p, rng_state)
+    return out
 
 
-@define("gemm_fp8_activation")
+@define(activation_outputs, mutates=("amax_history",))
 def gemm_fp8_activation(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -98,13 +105,12 @@ def gemm_fp8_activation(
 
     m is n, or n/2 for the gated kinds, whose first half of columns is activated. q and q_t are of `dtype`.
     """
-    h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
-    check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
+    activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, scale, amax_history, column, dtype)
     h = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
     return h, *activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
 
 
-@define("gemm_fp8_activation_backward")
+@define(activation_backward_outputs, mutates=("amax_history",))
 def gemm_fp8_activation_backward(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -121,12 +127,12 @@ def gemm_fp8_activation_backward(
 
     x is the pre-activation, of the activation dtype; n is m, or 2·m for the gated kinds. dbias is of x's dtype.
     """
-    check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
+    activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, scale, amax_history, column, dtype)
     dact = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
     return activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
 
 
-@define("gemm_fp8_bias_dropout_add")
+@define(bias_dropout_add_outputs, mutates=("rng_state",))
 def gemm_fp8_bias_dropout_add(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -142,59 +148,6 @@ def gemm_fp8_bias_dropout_add(
 
     p and rng_state as in `twin::bias_dropout_add`, which advances the state.
     """
-    check_residual(empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype), bias, residual, p, rng_state)
+    bias_dropout_add_outputs(a, b, a_scale_inv, b_scale_inv, bias, residual, out_dtype, p, rng_state)
     x = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
     return bias_dropout_add(x, bias, residual, p, rng_state)
-
-
-@fake("gemm_fp8_activation")
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> Four:
-    h = empty_product(a, b, (a_scale_inv, b_scale_inv), bias, out_dtype)
-    check_forward_cast("twin::gemm_fp8_activation", h, kind, scale, amax_history, column, dtype)
-    return h, *cast_outputs(h, width(kind, h.shape[1]), dtype)
-
-
-@fake("gemm_fp8_activation_backward")
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    x: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> Four:
-    check_backward(a, b, (a_scale_inv, b_scale_inv), x, kind, scale, amax_history, column, dtype)
-    return (*cast_outputs(x, x.shape[1], dtype), x.new_empty(x.shape[1]))
-
-
-@fake("gemm_fp8_bias_dropout_add")
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    p: float,
-    rng_state: torch.Tensor | None,
-) -> torch.Tensor:
-    x = empty_product(a, b, (a_scale_inv, b_scale_inv), None, out_dtype)
-    check_residual(x, bias, residual, p, rng_state)
-    return x

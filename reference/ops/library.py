@@ -1,10 +1,13 @@
-"""The namespace `twin`: every operation both sides implement, with its schema.
+"""The namespace `twin`: every operation both sides implement.
 
-`reference.ops.<name>` registers the CPU implementation of `twin::<name>`, which is its definition;
-`optimized.ops.<name>` registers the CUDA one under the same schema. The device of the tensors decides which runs:
+`reference.ops.<name>` declares `twin::<name>` by its definition (`define`), which is its CPU implementation;
+`optimized.ops.<name>` registers the CUDA one (`on_cuda`). The device of the tensors decides which runs:
 through torch's dispatcher as `torch.ops.twin.<name>`, and in the layers past it as `twin.<name>` of this file, because
 its two Python levels cost more than most launches (docs/layer.md). Compilers, dispatch modes and everything else that
 looks at ops sees both alike.
+
+An op is declared once: the definition's signature is its schema, and one function of the same arguments, `outputs`,
+refuses bad ones and makes room for the results, on either device and for a compiler.
 
 Four rules, each the answer to a bug found by trial:
 
@@ -19,7 +22,7 @@ Four rules, each the answer to a bug found by trial:
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -42,60 +45,35 @@ class _Library(torch.library.Library):
 
 LIBRARY = _Library("twin", "DEF")
 twin = SimpleNamespace()
-"""The ops by name, for the layers: `torch.ops.twin` without the dispatcher, where nothing would look at the call."""
+"""The ops by name, for the layers: `torch.ops.twin` without the dispatcher, where nothing would look at the call.
+`vars(twin)` has them all."""
 
-SCHEMAS = {
-    "activation": "(Tensor x, str kind) -> Tensor",
-    "activation_backward": "(Tensor grad, Tensor x, str kind) -> Tensor",
-    "activation_backward_cast_transpose_dbias": "(Tensor grad, Tensor x, str kind, Tensor scale,"
-    " Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "activation_cast_transpose": "(Tensor x, str kind, Tensor scale, Tensor(a!)? amax_history, int column,"
-    " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    "adam": "(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
-    " Tensor(d!)[] rounded, float lr, float beta1, float beta2, float eps, float weight_decay, float correction1,"
-    " float correction2, bool decoupled) -> ()",
-    "amax": "(Tensor x, Tensor(a!) amax_history, int column) -> ()",
-    "attention": "(Tensor q, Tensor k, Tensor v, float scale, str mask_type, Tensor? mask, float dropout,"
-    " Tensor(a!)? rng_state) -> (Tensor, Tensor, Tensor)",
-    "attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor m, Tensor inv, float scale,"
-    " str mask_type, Tensor? mask, float dropout, Tensor? rng_state) -> (Tensor, Tensor, Tensor)",
-    "bias_dropout_add": "(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor(a!)? rng_state) -> Tensor",
-    "cast": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor)",
-    "cast_transpose": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
-    "cast_transpose_dbias": "(Tensor x, Tensor scale, Tensor(a!)? amax_history, int column,"
-    " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "cat_cast_transpose_dbias": "(Tensor[] xs, int groups, Tensor scale, Tensor(a!)? amax_history, int column,"
-    " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "dbias": "(Tensor grad) -> Tensor",
-    "dropout_backward": "(Tensor grad, float p, Tensor? rng_state) -> Tensor",
-    "gemm": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor",
-    "gemm_fp8": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
-    " ScalarType out_dtype, str accumulate) -> Tensor",
-    "gemm_accumulate": "(Tensor a, Tensor b, Tensor(a!) out) -> ()",
-    "gemm_fp8_accumulate": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out) -> ()",
-    "gemm_fp8_activation": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
-    " ScalarType out_dtype, str kind, Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    "gemm_fp8_activation_backward": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor x, str kind,"
-    " Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "gemm_fp8_bias_dropout_add": "(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
-    " Tensor? residual, ScalarType out_dtype, float p, Tensor(a!)? rng_state) -> Tensor",
-    "multi_cast_transpose": "(Tensor[] xs, Tensor[] scales, Tensor(a!)[] amax_histories, int[] columns,"
-    " Tensor(b!)[] q, Tensor(c!)[] q_t, Tensor(d!)[] scale_inv) -> ()",
-    "norm": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind, ScalarType out_dtype)"
-    " -> (Tensor, Tensor, Tensor)",
-    "norm_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool zero_centered, str kind,"
-    " Tensor? residual_grad) -> (Tensor, Tensor, Tensor)",
-    "norm_cast_transpose": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered, str kind,"
-    " Tensor scale, Tensor(a!)? amax_history, int column, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "rotary": "(Tensor x, Tensor freqs, bool interleaved, bool backward) -> Tensor",
-    "scale_update": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, float fp8_max, int margin,"
-    " str algorithm) -> ()",
-    "softmax": "(Tensor x, float scale, str mask_type, Tensor? mask) -> Tensor",
-    "softmax_backward": "(Tensor grad, Tensor y, float scale) -> Tensor",
+# What a parameter's annotation is in a schema, without what `mutates` adds. Not `torch.library.infer_schema`: to it, an
+# int is one that a compiler may leave unknown.
+_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[torch.Tensor]: "Tensor[]",
+    list[int]: "int[]",
+    torch.dtype: "ScalarType",
+    **{kind: kind.__name__ for kind in (int, float, bool, str)},
 }
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def schema(function: Callable[..., Any], mutates: Sequence[str] = ()) -> str:
+    """The schema of an op with the signature of `function`, which changes the arguments named in `mutates`."""
+    parameters = get_type_hints(function)
+    returned = parameters.pop("return")
+    if unknown := set(mutates) - set(parameters):
+        raise ValueError(f"{function.__name__}: mutates names {sorted(unknown)}; {list(parameters)} are accepted.")
+    arguments, aliases = [], iter("abcdefgh")
+    for name, kind in parameters.items():
+        written = _TYPES[kind].replace("Tensor", f"Tensor({next(aliases)}!)") if name in mutates else _TYPES[kind]
+        arguments.append(f"{written} {name}")
+    tensors = get_args(returned) or (() if returned is type(None) else (returned,))
+    results = ", ".join(_TYPES[kind] for kind in tensors)
+    return f"({', '.join(arguments)}) -> {results if len(tensors) == 1 else f'({results})'}"
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -121,17 +99,46 @@ def no_implementation(name: str, devices: set[torch.device]) -> str:
 
 
 def _watched() -> bool:
-    """Whether a dispatch mode wants to see ops: one that is not `transparent` for them."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
+    """Whether a dispatch mode, of those there are, wants to see ops: one that is not `transparent` for them."""
     return not all(getattr(mode, "transparent", False) for mode in _get_current_dispatch_mode_stack())
 
 
-def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare `twin::<name>` with its schema and register the decorated function as its CPU implementation."""
-    LIBRARY.define(name + SCHEMAS[name])
+def define(outputs: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[_Function], _Function]:
+    """Declare the op that the decorated function defines: its name, its signature, the CPU's implementation.
+
+    Args:
+        outputs: takes the op's arguments, refuses bad ones in a sentence and makes room for what the op returns. It is
+            all that a compiler runs (the op's fake), and what both implementations call before they change anything.
+        mutates: names of the arguments that the op changes.
+    """
+
+    def register(function: _Function) -> _Function:
+        name = function.__name__
+        _declare(name, schema(function, mutates))
+        torch.library.register_fake(f"twin::{name}", outputs, lib=LIBRARY)
+
+        @functools.wraps(function)
+        def definition(*args: Any) -> Any:
+            check_denormals()
+            return function(*args)
+
+        LIBRARY.impl(name, definition, "CPU")
+        return cast(_Function, definition)
+
+    return register
+
+
+def on_cuda(function: _Function) -> _Function:
+    """Register the decorated function as the CUDA implementation of the op that has its name."""
+    LIBRARY.impl(function.__name__, function, "CUDA")
+    return function
+
+
+def _declare(name: str, written: str) -> None:
+    """Declare `twin::<name>` with a schema, its rules, and the way past the dispatcher to its implementations."""
+    LIBRARY.define(name + written)
     overload = getattr(torch.ops.twin, name).default
-    on_cpu, on_cuda = _IMPLEMENTATIONS.values()
+    on_cpu, on_gpu = _IMPLEMENTATIONS.values()
     mutated = [
         position
         for position, argument in enumerate(overload._schema.arguments)
@@ -151,7 +158,8 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             )
         with torch._C._AutoDispatchBelowAutograd():
             out = overload(*args)
-        new_versions(args)
+        if mutated:
+            new_versions(args)
         return out
 
     def missing(*args: Any) -> Any:
@@ -159,33 +167,20 @@ def define(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def direct(*args: Any) -> Any:
         # A compiler takes the first way out. Inside an autograd.Function, as in every layer, grad mode is off.
-        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or _watched():
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+            return overload(*args)
+        if torch._C._len_torch_dispatch_stack() and _watched():
             return overload(*args)
         first = args[0][0] if type(args[0]) is list and args[0] else args[0]
-        side = None if type(first) not in _PLAIN else on_cuda if first.is_cuda else on_cpu if first.is_cpu else None
+        side = None if type(first) not in _PLAIN else on_gpu if first.is_cuda else on_cpu if first.is_cpu else None
         function = None if side is None else side.get(name)
         if function is None:
             return overload(*args)
         out = function(*args)
-        new_versions(args)
+        if mutated:
+            new_versions(args)
         return out
 
     LIBRARY.impl(name, autograd, "Autograd")
     LIBRARY.impl(name, missing, "CompositeExplicitAutograd")
     setattr(twin, name, direct)
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def definition(*args: Any) -> Any:
-            check_denormals()
-            return function(*args)
-
-        LIBRARY.impl(name, definition, "CPU")
-        return definition
-
-    return register
-
-
-def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the shape-and-dtype implementation of `twin::<name>`."""
-    return torch.library.register_fake(f"twin::{name}", lib=LIBRARY)

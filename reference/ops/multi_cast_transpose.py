@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from reference.ops.cast import cast_rows, check_cast
-from reference.ops.cast_transpose import ceil16, transposed
-from reference.ops.library import define, fake
+from reference.ops.cast_transpose import ceil16, transpose_codes
+from reference.ops.library import define
 
 OP = "twin::multi_cast_transpose"
 
 
-def check(
+def outputs(
     xs: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     amax_histories: Sequence[torch.Tensor],
@@ -26,7 +26,7 @@ def check(
     q_t: Sequence[torch.Tensor],
     scale_inv: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse what `twin::multi_cast_transpose` does not take, on either device, with a sentence."""
+    """Refuse what `twin::multi_cast_transpose` does not take. It returns nothing."""
     lists: dict[str, Sequence[object]] = {
         "scales": scales,
         "columns": columns,
@@ -59,7 +59,7 @@ def check(
                 )
 
 
-@define("multi_cast_transpose")
+@define(outputs, mutates=("amax_histories", "q", "q_t", "scale_inv"))
 def multi_cast_transpose(
     xs: list[torch.Tensor],
     scales: list[torch.Tensor],
@@ -80,23 +80,8 @@ def multi_cast_transpose(
         q_t: `[cols, ceil16(rows)]`.
         scale_inv: fp32 `[1]`.
     """
-    check(xs, scales, amax_histories, columns, q, q_t, scale_inv)
+    outputs(xs, scales, amax_histories, columns, q, q_t, scale_inv)
     for i, x in enumerate(xs):
         history = amax_histories[i] if amax_histories else None
-        codes, inverse = cast_rows(x, scales[i], history, columns[i], q[i].dtype)
-        q[i].copy_(codes)
-        q_t[i].copy_(transposed(codes))
-        scale_inv[i].copy_(inverse)
-
-
-@fake("multi_cast_transpose")
-def _(
-    xs: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    amax_histories: list[torch.Tensor],
-    columns: list[int],
-    q: list[torch.Tensor],
-    q_t: list[torch.Tensor],
-    scale_inv: list[torch.Tensor],
-) -> None:
-    check(xs, scales, amax_histories, columns, q, q_t, scale_inv)
+        cast_rows(x, scales[i], history, columns[i], q[i], scale_inv[i])
+        transpose_codes(q[i], q_t[i])

@@ -35,9 +35,9 @@ import torch
 
 from reference import formats
 from reference.ops.amax import check_input
-from reference.ops.cast import cast_rows, check_cast
-from reference.ops.cast_transpose import cast_outputs, transposed
-from reference.ops.library import define, fake
+from reference.ops.cast import Scaling, cast_rows, check_cast
+from reference.ops.cast_transpose import Three, cast_outputs, transpose_codes
+from reference.ops.library import define
 
 KINDS = ("layernorm", "rmsnorm")
 MAX_HIDDEN = 1 << 21
@@ -48,7 +48,7 @@ RUN = 16
 _CHUNK = 1 << 20
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def chains(hidden: int) -> int:
@@ -98,7 +98,7 @@ def column_sums(pieces: Iterable[np.ndarray], rows: int, hidden: int) -> np.ndar
 def check_norm(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, kind: str
 ) -> None:
-    """Refuse what the norms do not take; both sides call it. `op` names the caller in the sentence."""
+    """Refuse what the norms do not take. `op` names the caller in the sentence."""
     check_input(op, "x", x)
     check_kind(op, kind)
     hidden = x.shape[1]
@@ -135,23 +135,58 @@ def check_parameter(op: str, name: str, parameter: torch.Tensor, x: torch.Tensor
         raise ValueError(f"{op}: {name} is on {parameter.device}, the data on {x.device}.")
 
 
-def check_out_dtype(op: str, out_dtype: torch.dtype) -> None:
-    """Refuse an output type other than fp32, bf16 and fp16."""
+def _statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for (mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
+    rows = x.shape[0]
+    mean = x.new_empty(rows if kind == "layernorm" else 0, dtype=torch.float32)
+    return mean, x.new_empty(rows, dtype=torch.float32)
+
+
+def norm_outputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+) -> Three:
+    """Room for what `twin::norm` returns, after its checks."""
+    check_norm("twin::norm", x, weight, bias, eps, kind)
     if out_dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{op}: out_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {out_dtype}.")
+        raise ValueError(
+            f"twin::norm: out_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {out_dtype}."
+        )
+    return x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind)
 
 
-def check_backward(
-    op: str,
+def norm_cast_transpose_outputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    *scaling: *Scaling,
+) -> Five:
+    """Room for what `twin::norm_cast_transpose` returns, after its checks."""
+    check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
+    check_cast("twin::norm_cast_transpose", x, *scaling)
+    return *cast_outputs(x, x.shape[1], scaling[3]), *_statistics(x, kind)
+
+
+def norm_backward_outputs(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
+    zero_centered: bool,
     kind: str,
     residual_grad: torch.Tensor | None,
-) -> None:
-    """Refuse what the norms' backward does not take; both sides call it."""
+) -> Three:
+    """Room for what `twin::norm_backward` returns, after its checks."""
+    op = "twin::norm_backward"
     check_norm(op, x, weight, None, 1.0, kind)
     for name, tensor in (("grad", grad), ("residual_grad", residual_grad)):
         if tensor is None:
@@ -175,6 +210,7 @@ def check_backward(
             )
         if statistic.device != x.device:
             raise ValueError(f"{op}: {name} is on {statistic.device}, the data on {x.device}.")
+    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[1] if kind == "layernorm" else 0)
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> np.ndarray:
@@ -196,19 +232,17 @@ def _pieces(rows: int, hidden: int) -> Iterator[slice]:
 
 @np.errstate(all="ignore")
 def normalize(
+    out: Three,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
     zero_centered: bool,
     kind: str,
-    out_dtype: torch.dtype,
-) -> Three:
-    """The norm itself, arguments already checked: (y `[rows, hidden]` of `out_dtype`, mean, rstd)."""
+) -> None:
+    """The norm itself, arguments already checked, into (y `[rows, hidden]`, mean, rstd)."""
     rows, hidden = x.shape
-    y = torch.empty(rows, hidden, dtype=out_dtype, device="cpu")
-    mean = torch.empty(rows if kind == "layernorm" else 0, dtype=torch.float32, device="cpu")
-    rstd = torch.empty(rows, dtype=torch.float32, device="cpu")
+    y, mean, rstd = out
     gamma, n, small = _gamma(weight, zero_centered), np.float32(hidden), np.float32(eps)
     for piece in _pieces(rows, hidden):
         v = _fp32(x[piece])
@@ -222,10 +256,9 @@ def normalize(
         if bias is not None:
             v = v + _fp32(bias)
         y[piece] = torch.from_numpy(v)
-    return y, mean, rstd
 
 
-@define("norm")
+@define(norm_outputs)
 def norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -236,12 +269,12 @@ def norm(
     out_dtype: torch.dtype,
 ) -> Three:
     """`x` `[rows, hidden]` -> (y of `out_dtype`, mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
-    check_norm("twin::norm", x, weight, bias, eps, kind)
-    check_out_dtype("twin::norm", out_dtype)
-    return normalize(x, weight, bias, eps, zero_centered, kind, out_dtype)
+    out = norm_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype)
+    normalize(out, x, weight, bias, eps, zero_centered, kind)
+    return out
 
 
-@define("norm_cast_transpose")
+@define(norm_cast_transpose_outputs, mutates=("amax_history",))
 def norm_cast_transpose(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -253,19 +286,22 @@ def norm_cast_transpose(
     amax_history: torch.Tensor | None,
     column: int,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Five:
     """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd).
 
     hidden is a multiple of 16; scale, amax_history, column and dtype as in `twin::cast_transpose`.
     """
-    check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
-    check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
-    y, mean, rstd = normalize(x, weight, bias, eps, zero_centered, kind, torch.float32)
-    q, scale_inv = cast_rows(y, scale, amax_history, column, dtype)
-    return q, transposed(q), scale_inv, mean, rstd
+    out = norm_cast_transpose_outputs(x, weight, bias, eps, zero_centered, kind, scale, amax_history, column, dtype)
+    q, q_t, scale_inv, mean, rstd = out
+    y = torch.empty(x.shape, dtype=torch.float32, device="cpu")
+    normalize((y, mean, rstd), x, weight, bias, eps, zero_centered, kind)
+    cast_rows(y, scale, amax_history, column, q, scale_inv)
+    transpose_codes(q, q_t)
+    return out
 
 
-@define("norm_backward")
+@define(norm_backward_outputs)
+@np.errstate(all="ignore")
 def norm_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -280,24 +316,11 @@ def norm_backward(
 
     dweight and dbias have weight's dtype. `residual_grad`, like x, is the gradient that reaches x past the norm.
     """
-    check_backward("twin::norm_backward", grad, x, weight, mean, rstd, kind, residual_grad)
-    return _backward(grad, x, weight, mean, rstd, zero_centered, kind == "layernorm", residual_grad)
-
-
-@np.errstate(all="ignore")
-def _backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    zero_centered: bool,
-    layernorm: bool,
-    residual_grad: torch.Tensor | None,
-) -> Three:
+    out = norm_backward_outputs(grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
+    dx, dweight, dbias = out
+    layernorm = kind == "layernorm"
     rows, hidden = x.shape
     gamma, n = _gamma(weight, zero_centered), np.float32(hidden)
-    dx = torch.empty_like(x)
 
     def scaled_gradients() -> Iterator[np.ndarray]:
         for piece in _pieces(rows, hidden):
@@ -314,65 +337,8 @@ def _backward(
                 dx[piece] = dx[piece].float() + residual_grad[piece].float()
             yield incoming * xhat
 
-    dweight = column_sums(scaled_gradients(), rows, hidden)
+    dweight.copy_(torch.from_numpy(column_sums(scaled_gradients(), rows, hidden)))
     if layernorm:
-        dbias = column_sums((_fp32(grad[piece]) for piece in _pieces(rows, hidden)), rows, hidden)
-    else:
-        dbias = np.empty(0, np.float32)
-    return dx, torch.from_numpy(dweight).to(weight.dtype), torch.from_numpy(dbias).to(weight.dtype)
-
-
-@fake("norm")
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    kind: str,
-    out_dtype: torch.dtype,
-) -> Three:
-    check_norm("twin::norm", x, weight, bias, eps, kind)
-    check_out_dtype("twin::norm", out_dtype)
-    return (x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind))
-
-
-@fake("norm_cast_transpose")
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    kind: str,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
-    check_cast("twin::norm_cast_transpose", x, scale, amax_history, column, dtype)
-    return (*cast_outputs(x, x.shape[1], dtype), *_statistics(x, kind))
-
-
-@fake("norm_backward")
-def _(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    zero_centered: bool,
-    kind: str,
-    residual_grad: torch.Tensor | None,
-) -> Three:
-    check_backward("twin::norm_backward", grad, x, weight, mean, rstd, kind, residual_grad)
-    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[1] if kind == "layernorm" else 0)
-
-
-def _statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = x.shape[0]
-    return (
-        x.new_empty(rows if kind == "layernorm" else 0, dtype=torch.float32),
-        x.new_empty(rows, dtype=torch.float32),
-    )
+        gradients = (_fp32(grad[piece]) for piece in _pieces(rows, hidden))
+        dbias.copy_(torch.from_numpy(column_sums(gradients, rows, hidden)))
+    return out

@@ -19,8 +19,9 @@ import torch
 
 from reference import formats
 from reference.numba_jit import jit
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
+OP = "twin::rotary"
 TWO_OVER_PI = 0.63661977236758134308
 # pi / 2 in two pieces. The first has 33 bits: its product with an integer below 2^20 is exact.
 HALF_PI_HIGH = 1.57079632673412561417e00
@@ -76,27 +77,28 @@ def sine_cosine_tables(freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.from_numpy(sine).view(freqs.shape), torch.from_numpy(cosine).view(freqs.shape)
 
 
-def check_rotary(op: str, x: torch.Tensor, freqs: torch.Tensor) -> None:
-    """Refuse what rotary does not take, on either device, with a sentence."""
+def outputs(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
+    """Room for what `twin::rotary` returns, after its checks: both flags go with all that is accepted."""
     if x.dim() != 4 or (x.stride(3) != 1 and x.numel()):
         raise ValueError(
-            f"{op}: x must be 4-D, [s, b, h, d], and contiguous in d; got shape {list(x.shape)}, strides {x.stride()}."
+            f"{OP}: x must be 4-D, [s, b, h, d], and contiguous in d; got shape {list(x.shape)}, strides {x.stride()}."
         )
     if x.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{op}: x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
+        raise ValueError(f"{OP}: x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
     if freqs.dim() != 2 or freqs.dtype != torch.float32 or not freqs.is_contiguous():
         raise ValueError(
-            f"{op}: freqs must be contiguous torch.float32 [positions, dimensions]; "
+            f"{OP}: freqs must be contiguous torch.float32 [positions, dimensions]; "
             f"got {freqs.dtype} {list(freqs.shape)}."
         )
     if freqs.device != x.device:
-        raise ValueError(f"{op}: freqs is on {freqs.device}, x on {x.device}.")
+        raise ValueError(f"{OP}: freqs is on {freqs.device}, x on {x.device}.")
     positions, d2 = freqs.shape
     if positions < x.shape[0] or d2 % 2 or d2 > x.shape[3]:
         raise ValueError(
-            f"{op}: freqs must have at least {x.shape[0]} positions and an even number of dimensions up to "
+            f"{OP}: freqs must have at least {x.shape[0]} positions and an even number of dimensions up to "
             f"{x.shape[3]}; got {list(freqs.shape)}."
         )
+    return torch.empty_like(x)
 
 
 def turn(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -107,7 +109,7 @@ def turn(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
-@define("rotary")
+@define(outputs)
 def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
     """`x` `[s, b, h, d]` (any strides with d contiguous) -> the same shape, dtype and, where dense, strides.
 
@@ -117,8 +119,7 @@ def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bo
         interleaved: which elements are paired: neighbours, or j with j + d2 / 2.
         backward: apply the transposed map.
     """
-    check_rotary("twin::rotary", x, freqs)
-    out = torch.empty_like(x)
+    out = outputs(x, freqs, interleaved, backward)
     s, d2 = x.shape[0], freqs.shape[1]
     sine, cosine = (table[:s, None, None, :] for table in sine_cosine_tables(freqs))
     wide = x[..., :d2].float()
@@ -129,9 +130,3 @@ def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bo
     out[..., :d2] = (wide * cosine + turned).to(x.dtype)
     out[..., d2:] = x[..., d2:]
     return out
-
-
-@fake("rotary")
-def _(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
-    check_rotary("twin::rotary", x, freqs)
-    return torch.empty_like(x)

@@ -15,14 +15,16 @@ in every bit.
 
 import torch
 
-from reference.ops import library
+from reference.ops.library import define
 
 FP32_MAX = torch.finfo(torch.float32).max
 ALGORITHMS = ("max", "most_recent")
 
 
-def check(scales: list[torch.Tensor], amax_histories: list[torch.Tensor], algorithm: str) -> None:
-    """Refuse arguments the update cannot take, before anything is changed."""
+def outputs(
+    scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
+) -> None:
+    """Refuse what `twin::scale_update` does not take: any fp8_max and margin is accepted. It returns nothing."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"twin::scale_update: algorithm={algorithm!r}; one of {ALGORITHMS} is accepted.")
     if len(scales) != len(amax_histories):
@@ -47,16 +49,12 @@ def check(scales: list[torch.Tensor], amax_histories: list[torch.Tensor], algori
             )
 
 
-@library.define("scale_update")
+@define(outputs, mutates=("scales", "amax_histories"))
 def scale_update(
-    scales: list[torch.Tensor],
-    amax_histories: list[torch.Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
+    scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
 ) -> None:
     """Update every module's scale and amax history in place (CPU definition)."""
-    check(scales, amax_histories, algorithm)
+    outputs(scales, amax_histories, fp8_max, margin, algorithm)
     scaled_max = torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32, device="cpu")
     for scale, history in zip(scales, amax_histories, strict=True):
         last = history[0].clone()
@@ -71,14 +69,3 @@ def scale_update(
         scale.copy_(torch.where(usable, quotient, scale))
         rolled[0] = 0.0
         history.copy_(torch.where(last != 0, rolled, history))
-
-
-@library.fake("scale_update")
-def _(
-    scales: list[torch.Tensor],
-    amax_histories: list[torch.Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
-) -> None:
-    check(scales, amax_histories, algorithm)

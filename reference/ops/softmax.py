@@ -22,7 +22,7 @@ from reference import elementary, formats
 from reference.elementary import ZERO, exp_scalar, fma
 from reference.numba_jit import jit
 from reference.ops.attention import causal_shift, check_mask, check_scale
-from reference.ops.library import define, fake
+from reference.ops.library import define
 
 _INFINITY = np.float32(np.inf)
 _ONE = np.float32(1.0)
@@ -39,23 +39,25 @@ def check_scores(op: str, name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
 
 
-def check_softmax(op: str, x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> None:
-    """Refuse what `twin::softmax` does not take, on either device."""
-    check_scores(op, "x", x)
-    check_scale(op, scale)
-    check_mask(op, tuple(x.shape), x.device, mask_type, mask)
+def softmax_outputs(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
+    """Room for what `twin::softmax` returns, after its checks."""
+    check_scores("twin::softmax", "x", x)
+    check_scale("twin::softmax", scale)
+    check_mask("twin::softmax", tuple(x.shape), x.device, mask_type, mask)
+    return torch.empty_like(x)
 
 
-def check_softmax_backward(op: str, grad: torch.Tensor, y: torch.Tensor, scale: float) -> None:
-    """Refuse what `twin::softmax_backward` does not take, on either device."""
-    check_scores(op, "grad", grad)
-    check_scores(op, "y", y)
+def softmax_backward_outputs(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """Room for what `twin::softmax_backward` returns, after its checks."""
+    check_scores("twin::softmax_backward", "grad", grad)
+    check_scores("twin::softmax_backward", "y", y)
     if grad.shape != y.shape or grad.dtype != y.dtype or grad.device != y.device:
         raise ValueError(
-            f"{op}: grad is {grad.dtype} {list(grad.shape)} on {grad.device} and y {y.dtype} {list(y.shape)} "
-            f"on {y.device}; they must agree."
+            f"twin::softmax_backward: grad is {grad.dtype} {list(grad.shape)} on {grad.device} and y {y.dtype} "
+            f"{list(y.shape)} on {y.device}; they must agree."
         )
-    check_scale(op, scale)
+    check_scale("twin::softmax_backward", scale)
+    return torch.empty_like(y)
 
 
 @jit
@@ -112,10 +114,10 @@ def softmax_backward_rows(grad: np.ndarray, y: np.ndarray, scale: np.float32, dx
 
 
 def _fp32(x: torch.Tensor) -> np.ndarray:
-    return x.float().reshape(-1, x.shape[-1]).numpy() if x.numel() else np.empty((0, 1), np.float32)
+    return x.float().reshape(-1, x.shape[-1]).numpy()
 
 
-@define("softmax")
+@define(softmax_outputs)
 def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
     """`x` `[b, h, sq, skv]` -> y of x's dtype and shape.
 
@@ -125,7 +127,9 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
         mask_type: "none", "causal" or "causal_bottom_right", as in `twin::attention`.
         mask: bool, broadcastable to x, True where a pair is hidden.
     """
-    check_softmax("twin::softmax", x, scale, mask_type, mask)
+    out = softmax_outputs(x, scale, mask_type, mask)
+    if not x.numel():
+        return out
     sq, skv = x.shape[2:]
     shift = causal_shift(mask_type, sq, skv)
     hidden = torch.zeros(sq, skv, dtype=torch.bool, device="cpu")
@@ -134,28 +138,18 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
     hidden = (hidden if mask is None else hidden | mask).expand(x.shape)
     values = _fp32(x)
     y = np.empty_like(values)
-    rows = np.ascontiguousarray(hidden.reshape(-1, max(skv, 1)).numpy()) if x.numel() else np.empty((0, 1), np.bool_)
+    rows = np.ascontiguousarray(hidden.reshape(-1, skv).numpy())
     softmax_rows(values, rows, np.float32(scale), y, elementary.powers_of_two())
-    return torch.from_numpy(y).to(x.dtype).view(x.shape) if x.numel() else torch.empty_like(x)
+    return out.copy_(torch.from_numpy(y).view(x.shape))
 
 
-@define("softmax_backward")
+@define(softmax_backward_outputs)
 def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     """The gradient of x, from that of y and y itself; all `[b, h, sq, skv]` of one dtype."""
-    check_softmax_backward("twin::softmax_backward", grad, y, scale)
+    out = softmax_backward_outputs(grad, y, scale)
+    if not y.numel():
+        return out
     values = _fp32(y)
     dx = np.empty_like(values)
     softmax_backward_rows(_fp32(grad), values, np.float32(scale), dx)
-    return torch.from_numpy(dx).to(y.dtype).view(y.shape) if y.numel() else torch.empty_like(y)
-
-
-@fake("softmax")
-def _(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
-    check_softmax("twin::softmax", x, scale, mask_type, mask)
-    return torch.empty_like(x)
-
-
-@fake("softmax_backward")
-def _(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    check_softmax_backward("twin::softmax_backward", grad, y, scale)
-    return torch.empty_like(y)
+    return out.copy_(torch.from_numpy(dx).view(y.shape))
