@@ -98,7 +98,7 @@ class Kind:
             where, offset = SCRATCH, 0
             if i in owners:
                 where = FIRST + owners[i]
-            elif i in kept:
+            elif i in kept or not one.size:  # all tensors without elements have the address 0
                 where, offset = ARENA, self.sizes[ARENA]
                 self.sizes[ARENA] += size
             else:
@@ -230,19 +230,20 @@ class Player(autograd.Plain):
         inputs = tensors
         if Quantized in map(type, tensors):
             inputs = tuple(part for x in tensors for part in (x[:3] if isinstance(x, Quantized) else (x,)))
-        if plain or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
+        # What no module takes part in is one op, which launches as fast by itself.
+        if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
             return super().forward(pair, plan, context, tensors)
         state, changed = context.state(backward=False)
 
         def run() -> tuple[Saved, Saved]:
             out, saved = pair(plan, context, *tensors)
-            return (out,), saved
+            return (out if isinstance(out, tuple) else (out,)), saved
 
-        key = (pair, plan, tensors[0].device.index, *_specifications(inputs), *_specifications(state))  # type: ignore[union-attr]
-        (out,), saved, kind = play(lambda: run, key, inputs, state)
+        key = (pair, plan, tensors[0].device.index, *_specifications(inputs), *_specifications(context.reads))  # type: ignore[union-attr]
+        out, saved, kind = play(lambda: run, key, inputs, state)
         if kind is not None and changed:
             torch.autograd.graph.increment_version(changed)
-        return out, saved, kind
+        return out if len(out) > 1 else out[0], saved, kind
 
     def backward(self, pair: Any, plan: Any, context: Any, saved: Saved, grads: Saved, kind: Kind | None) -> Saved:
         if kind is None:
@@ -256,7 +257,7 @@ class Player(autograd.Plain):
             return prepare()()[0]
         state, changed = context.state(backward=True)
         # The kind stands for the plan, and for shapes and dtypes of what it saved.
-        key = (pair, kind, *_specifications(grads), *_specifications(state))
+        key = (pair, kind, *_specifications(grads))
         results, _, replayed = play(prepare, key, (*grads, *saved), state)
         if replayed is not None and changed:
             torch.autograd.graph.increment_version(changed)

@@ -65,6 +65,8 @@ class ModuleContext:
         replayable: not where a weight is cast for later microbatches, or its gradient is added elsewhere.
     """
 
+    reads: tuple[torch.Tensor | None, ...] = ()  # as of a BlockContext, which has more
+
     __slots__ = ("_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
 
     def __init__(
@@ -74,6 +76,11 @@ class ModuleContext:
         self.gemms, self.fp8 = precision.gemms, precision.fp8
         self.is_first_microbatch = is_first_microbatch if precision.fp8 else None
         self.kind: Hashable = (precision.kind, self.is_first_microbatch)
+
+    @property
+    def modules(self) -> "tuple[ModuleContext, ...]":
+        """As of a BlockContext."""
+        return (self,)
 
     @property
     def replayable(self) -> bool:
