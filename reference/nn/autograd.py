@@ -25,8 +25,10 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 class Plain:
     """Runs a pair's functions; `optimized` puts in its place what launches their kernels without running them."""
 
-    def forward(self, function: Forward, call: Call, needs: tuple[bool, ...], tensors: Saved) -> tuple[Any, Saved, Any]:
-        """Out, what is saved, and a note for `backward`."""
+    def forward(
+        self, function: Forward, call: Call, needs: tuple[bool, ...], tensors: Saved, backward: Backward
+    ) -> tuple[Any, Saved, Any]:
+        """Out, what is saved, and a note for `backward`; the function `backward` is the pair's other, not run here."""
         return *function(call, needs, *tensors), None
 
     def backward(
@@ -58,7 +60,7 @@ class _Pair(torch.autograd.Function):
     ) -> Any:
         trains = any(needs)
         taken = tuple([x if type(x) in _PLAIN else call.taken(x, trains) for x in tensors])
-        out, saved, ctx.note = _player().forward(forward, call, needs, taken)
+        out, saved, ctx.note = _player().forward(forward, call, needs, taken, backward)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.call, ctx.needs, ctx.updates = backward, call, needs, updates
         return out

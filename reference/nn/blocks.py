@@ -130,6 +130,7 @@ class AttentionBlockCall(BlockCall):
     ) -> None:
         super().__init__(first, dropout, shape)
         self.core, self.proj, self.split, self.lead = core, proj, split, shape[:-1]
+        self.next: Any = None  # the MLP of the layer, its dropout, is_first_microbatch
         self.heads_first = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
         self.tokens_first = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)
 
@@ -147,6 +148,16 @@ class AttentionBlockCall(BlockCall):
     def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
         super().collect(every, forward, backward)
         _collect_state(getattr(self.core, "state", None), every, forward)
+
+    def following(self, needs: tuple[bool, ...], x: torch.Tensor) -> Any:
+        if self.next is None:
+            return None
+        call, parameters = _mlp_arguments(self.next[0], x, *self.next[1:])
+        call.grad_enabled = self.grad_enabled
+        if call.constants() is None:
+            return None
+        tensors = tuple(call.taken(t, any(needs)) for t in parameters)
+        return mlp_forward, mlp_backward, call, (any(needs), *call.needs(parameters)), (x, *tensors)
 
     def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v `[b, heads, s, channels]` of the projection; a backward makes the views anew."""
@@ -335,10 +346,18 @@ def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: 
 
 
 def attention_block(
-    module: Any, x: torch.Tensor, mask: Mask, mask_type: str, dropout: Dropout, is_first_microbatch: bool | None
+    module: Any,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout,
+    is_first_microbatch: bool | None,
+    mlp: Any = None,
 ) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`."""
+    """h of x `[s, b, hidden]` or `[b, s, hidden]`; `mlp`, if given, is what `mlp_block` runs of h next."""
     call, tensors = _attention_arguments(module, x, mask, mask_type, dropout, is_first_microbatch)
+    if mlp is not None:
+        call.next = mlp, dropout, is_first_microbatch
     return differentiable(attention_forward, attention_backward, call, x, *tensors)
 
 

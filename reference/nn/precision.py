@@ -136,6 +136,13 @@ class Call:
     def collect(self, every: Tensors, forward: Tensors, backward: Tensors) -> None:
         """With `constants`: append the tensors that it takes from the layer, what forward changes, what backward."""
 
+    def following(self, needs: tuple[bool, ...], x: torch.Tensor) -> Any:
+        """The pair that certainly runs next, as (forward, backward, call, needs, tensors), x being like its input.
+
+        None where that is not known, or where it has no `constants`. `needs` is its own pair's.
+        """
+        return None
+
     def needs(self, tensors: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
         """Which gradients a backward will be asked for: none under torch.no_grad()."""
         return tuple([x is not None and x.requires_grad and self.grad_enabled for x in tensors])

@@ -265,7 +265,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         if plain and blocks.is_attention_block(self.self_attention):
             if halved and self.layer_type == "encoder" and blocks.is_small(self.elements, hidden_states):
                 return blocks.layer_block(self.self_attention, mlp, *first)
-            hidden = blocks.attention_block(self.self_attention, *first)
+            follows = mlp if halved and self.layer_type == "encoder" else None
+            hidden = blocks.attention_block(self.self_attention, *first, follows)
         else:
             attended = self.self_attention(
                 hidden_states,
