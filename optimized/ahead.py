@@ -7,8 +7,7 @@ cores, and then the pair runs. Threads suffice: NVRTC takes no lock, and ctypes 
 
 The dry pass is exact, because what a pair launches depends on no value: it runs the very code that launches. It leaves
 nothing behind: no kernel runs; of an op of PyTorch that is not a view only the shapes are computed; tensors that the
-pair would change keep their versions; and only calls whose launches follow from their arguments are run dry
-(`Call.constants`), so that no weight of a later microbatch is kept.
+pair would change keep their versions; and weights that it would keep for later microbatches are let go.
 """
 
 import contextlib
@@ -17,20 +16,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from optimized import compiler, launch
+from reference.nn.precision import Call, Operand
 
 Configuration = tuple[str, dict[str, int | str]]  # a kernel file, its macros
 Saved = tuple[torch.Tensor | None, ...]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Dry passes in a row that found everything compiled: then no more are made until something is. One costs the host as
 # much as the pair itself, and where lengths are drawn for each batch every batch is new.
 MOST_IDLE = 64
+MOST_PLAIN = 4096
 _LONGEST = ("gemm_fp8_fused", "gemm", "gemm_fp8")  # to compile; they begin first
 
 
@@ -109,7 +111,7 @@ def compile_missing(kernels: Iterable[launch.Kernel]) -> int:
 class Dry(TorchDispatchMode):
     """Of PyTorch's ops views run; of others results are allocated, and nothing is computed, changed or drawn."""
 
-    transparent = True  # ops of `twin` run past it: their kernels are collected
+    transparent = True  # ops of `twin` run past it: their launches are collected
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,8 +136,38 @@ def _room(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
+def _parts(call: Call) -> Iterator[Call]:
+    """A call and those that it consists of."""
+    yield call
+    for value in vars(call).values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Call):
+                yield from _parts(one)
+
+
+@contextlib.contextmanager
+def _unchanged(call: Call) -> Iterator[None]:
+    """Afterwards layers hold the cached FP8 weights, and what launches change has the version, that they have now."""
+    parts = list(_parts(call))
+    layers: list[Any] = [part.layer for part in parts if isinstance(part.layer, torch.nn.Module)]
+    metas = [meta for layer in layers for meta in getattr(layer, "fp8_meta", {}).values()]
+    main_grads = [getattr(parameter, "main_grad", None) for layer in layers for parameter in layer.parameters()]
+    held = [*main_grads, *(value for one in (*parts, *metas) for value in getattr(one, "__dict__", {}).values())]
+    caches = [layer._fp8_workspaces for layer in layers if hasattr(layer, "_fp8_workspaces")]
+    before = [dict(cache) for cache in caches]
+    tensors = tuple(x for x in held if isinstance(x, torch.Tensor))
+    try:
+        with torch.autograd._unsafe_preserve_version_counter(tensors):
+            yield
+    finally:
+        for cache, content in zip(caches, before, strict=True):
+            cache.clear()
+            cache.update(content)
+
+
 class _Passes:
     idle = compiled = 0
+    plain: ClassVar[set[Any]] = set()  # calls that are never replayed, so that no tape knows whether they are new
 
 
 def _worthwhile() -> bool:
@@ -148,15 +180,30 @@ def collect(
     into: dict[launch.Kernel, None], forward: Any, backward: Any, call: Any, needs: tuple[bool, ...], tensors: Saved
 ) -> None:
     """Add to `into` the kernels that a pair launches forward and, where something wants a gradient, backward."""
-    state: list[torch.Tensor] = []
-    call.collect(state, [], [])
-    with launch.collecting() as kernels, torch.autograd._unsafe_preserve_version_counter(tuple(state)), Dry():
+    with launch.collecting() as kernels, _unchanged(call), Dry():
         try:
             out, saved = forward(call, needs, *tensors)
             if any(needs):
-                backward(call, needs, saved, torch.empty_like(out))
+                outs = out if isinstance(out, tuple) else (out,)
+                backward(call, needs, saved, *map(torch.empty_like, outs))
         finally:
             into.update(kernels)
+
+
+def compile_plain(forward: Any, backward: Any, call: Any, needs: tuple[bool, ...], tensors: Saved) -> None:
+    """`compile_pair` of a call that is not replayed, if it is the first like it on a GPU."""
+    x = tensors[0]
+    if type(x) not in _PLAIN or not x.is_cuda or torch._C._len_torch_dispatch_stack():  # type: ignore[union-attr]
+        return
+    shapes = [getattr(t, "shape", None) for t in tensors]  # of a weight in FP8: none, but its layer has it
+    key = (forward, needs, call.fp8, call.dtype, type(call.layer), *shapes)
+    if key in _Passes.plain:
+        return
+    if len(_Passes.plain) >= MOST_PLAIN:
+        _Passes.plain.clear()
+    _Passes.plain.add(key)
+    if all(type(t) in (*_PLAIN, Operand, type(None)) for t in tensors):  # a tensor of another type does what it likes
+        compile_pair(forward, backward, call, needs, tensors)
 
 
 def compile_pair(forward: Any, backward: Any, call: Any, needs: tuple[bool, ...], tensors: Saved) -> None:

@@ -241,6 +241,7 @@ class Player(autograd.Plain):
         if Operand in map(type, tensors):
             inputs = tuple(part for x in tensors for part in (x if isinstance(x, Operand) else (x,)))
         if constants is None or not _PLAIN.issuperset(map(type, inputs)):
+            ahead.compile_plain(pair, backward, call, needs, tensors)
             return super().forward(pair, call, needs, tensors, backward)
         state: list[torch.Tensor] = []
         changed: list[torch.Tensor] = []

@@ -185,7 +185,9 @@ class DryGpu(contextlib.ExitStack):
         for kind in (watch.Foreign, watch.Into):
             self.enter_context(mock.patch.object(kind, "again", called(kind.__name__)))
         pretending(ahead.Dry, "__torch_dispatch__")
-        self.enter_context(mock.patch.object(ahead, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0})))
+        self.enter_context(
+            mock.patch.object(ahead, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0, "plain": set()}))
+        )
 
         def compile_missing(kernels: Sequence[launch.Kernel]) -> int:
             self.collected.append(set(kernels))

@@ -12,6 +12,7 @@ from dry_gpu import DryGpu
 import optimized
 import reference as te
 from optimized import ahead, compiler, defaults, launch
+from reference import recompute
 from reference.nn import attention, autograd, blocks
 
 BF16 = torch.bfloat16
@@ -98,28 +99,90 @@ def test_one_dry_pass_for_each_shape() -> None:
         assert len(gpu.collected) == 2
 
 
-def test_a_weight_for_later_microbatches_is_not_kept_by_a_dry_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a call runs plainly; and no pair is taken to follow that would keep one."""
-    monkeypatch.setattr(blocks, "SMALL", 0)
+@pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
+def test_microbatches(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never replayed, or not at first; a later one reads weights that the first has cast."""
+    monkeypatch.setattr(blocks, "SMALL", small)
     with DryGpu() as gpu:
         gpu.tapes()
         layer = transformer()
-        step(layer, is_first_microbatch=True)
-        assert gpu.collected == []
-        layer.layernorm_mlp._fp8_workspaces.clear()
-        monkeypatch.setattr(blocks, "mlp_block", lambda mlp, h, *rest: h)
-        step(layer, is_first_microbatch=False)
-        assert len(gpu.collected) == 1
-        assert layer.layernorm_mlp._fp8_workspaces == {}
+        for first in (True, False, False):
+            step(layer, is_first_microbatch=first)
+        assert gpu.collected[0] == launched(gpu)
+        assert len(gpu.collected) == (2 if small else 4)
 
 
-def test_calls_that_nobody_can_replay_run_plainly() -> None:
+def masked(layer: Any) -> None:
+    step(layer, attention_mask=torch.zeros(2, 1, 1, 40, dtype=torch.bool, device="cuda"), self_attn_mask_type="padding")
+
+
+def adding(layer: Any, **given: Any) -> None:
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.empty(parameter.shape, dtype=torch.float32, device="cuda")
+    step(layer, **given)
+
+
+def rotated(layer: Any) -> None:
+    step(layer, rotary_pos_emb=torch.empty(40, 1, 1, 16, device="cuda"))
+
+
+def calibrated(layer: Any) -> None:
+    with te.autocast(enabled=False, calibrating=True):
+        y = layer(torch.empty(40, 2, 64, dtype=BF16, device="cuda").requires_grad_())
+    y.backward(torch.empty_like(y))
+
+
+@pytest.mark.parametrize("run", [masked, adding, rotated, calibrated])
+@pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
+def test_calls_that_are_not_replayed(run: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
     with DryGpu() as gpu:
         gpu.tapes()
-        mask = torch.zeros(2, 1, 1, 40, dtype=torch.bool, device="cuda")
-        layer = transformer(self_attn_mask_type="padding")
-        step(layer, attention_mask=mask)
-        assert launched(gpu) - set().union(*gpu.collected)  # the MLP's are collected, attention's are not
+        layer = transformer(fuse_wgrad_accumulation=run is adding, fuse_qkv_params=True)
+        run(layer)
+        assert set().union(*gpu.collected) == launched(gpu)
+        before = len(gpu.collected)
+        run(layer)
+        assert len(gpu.collected) == before
+
+
+def test_a_checkpointed_layer_notes_its_scales_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its attention does not look ahead to its MLP, which would be a second call."""
+    monkeypatch.setattr(blocks, "SMALL", 0)
+    noted: list[Any] = []
+    scale_for = recompute.scale_for
+    monkeypatch.setattr(
+        recompute, "scale_for", lambda module, scale: (noted.append(module), scale_for(module, scale))[1]
+    )
+    with DryGpu() as gpu:
+        gpu.tapes()
+        with te.autocast():
+            te.checkpoint(transformer(), torch.empty(40, 2, 64, dtype=BF16, device="cuda").requires_grad_())
+        assert launched(gpu) < set().union(*gpu.collected)  # of which the rest is backward's
+        assert len(gpu.collected) == 2
+    assert len(noted) == len(set(noted)) == 3
+
+
+class Other(torch.Tensor):
+    """What a sharded parameter is: a tensor that sees what is done with it."""
+
+
+def test_calls_that_are_not_replayed_are_told_apart_by_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MOST_PLAIN", 2)
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ahead, "compile_pair", lambda *given: seen.append(given))
+    with DryGpu() as gpu:
+        gpu.tapes()
+        monkeypatch.setattr(ahead._Passes, "plain", set())
+        call = autograd.Call(None, BF16)  # type: ignore[arg-type]
+        x, w, v = (torch.empty(n, 8, dtype=BF16, device="cuda") for n in (4, 5, 6))
+        for tensors in ((x, w), (x, w), (x, v), (x, w), (x, None), (x, w)):
+            ahead.compile_plain(step, step, call, (True, True), tensors)
+        assert [given[4][1] for given in seen] == [w, v, None, w]
+        ahead.compile_plain(step, step, call, (True, True), (None, w))
+        ahead.compile_plain(step, step, call, (True, True), (x, w.as_subclass(Other)))
+    ahead.compile_plain(step, step, call, (True, True), (torch.empty(4, 8), w))
+    assert len(seen) == 4
 
 
 # --- what a dry pass leaves: nothing ------------------------------------------------------------------------
@@ -128,18 +191,29 @@ def test_calls_that_nobody_can_replay_run_plainly() -> None:
 def state_of(layer: Any) -> list[torch.Tensor]:
     metas = [m.fp8_meta.get(key) for m in layer.modules() if hasattr(m, "fp8_meta") for key in m.fp8_meta]
     tensors = [x for meta in metas if hasattr(meta, "scale") for x in (meta.scale, meta.amax_history)]
-    return [*tensors, *(m.generator.state for m in layer.modules() if hasattr(m, "generator"))]
+    tensors += [m.generator.state for m in layer.modules() if hasattr(m, "generator")]
+    return tensors + [p.main_grad for p in layer.parameters() if hasattr(p, "main_grad")]
 
 
+def cached(layer: Any) -> list[tuple[str, int]]:
+    caches = [m._fp8_workspaces for m in layer.modules() if hasattr(m, "_fp8_workspaces")]
+    return [(name, id(one)) for cache in caches for name, one in cache.items()]
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["returned", "added"])
+@pytest.mark.parametrize("first", [None, True, False])
+@pytest.mark.parametrize("backend", ["exact", "cudnn"])
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
-def test_a_dry_pass_launches_and_changes_nothing(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_pass_launches_and_changes_nothing(
+    small: int, backend: str, first: bool | None, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "SMALL", small)
     looks: list[tuple[Any, ...]] = []
     collect = ahead.collect
 
     def look() -> None:
         versions = [x._version for x in state_of(layer)]
-        looks.append((versions, len(gpu.launches), torch.get_rng_state().tolist()))
+        looks.append((versions, cached(layer), len(gpu.launches), torch.get_rng_state().tolist()))
 
     def watched(*given: Any) -> None:
         look()
@@ -149,8 +223,9 @@ def test_a_dry_pass_launches_and_changes_nothing(small: int, monkeypatch: pytest
     monkeypatch.setattr(ahead, "collect", watched)
     with DryGpu() as gpu:
         gpu.tapes()
-        layer = transformer(hidden_dropout=0.1, attention_dropout=0.1, attention_backend="cudnn")
-        step(layer)
+        options: Any = {"attention_backend": backend, "fuse_wgrad_accumulation": adds, "fuse_qkv_params": True}
+        layer = transformer(hidden_dropout=0.1, attention_dropout=0.1, **options)
+        (adding if adds else step)(layer, is_first_microbatch=first)
     assert len(looks) == (2 if small else 6)
     assert looks[0][0]
     assert looks[::2] == looks[1::2]

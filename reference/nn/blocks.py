@@ -118,6 +118,8 @@ def mlp_backward(call: BlockCall, needs: tuple[bool, ...], saved: Saved, grad: t
 class AttentionBlockCall(BlockCall):
     """The calls of the QKV projection (`first`), of attention and of the output projection."""
 
+    next: Any = None  # the layer's MLP, its dropout, is_first_microbatch: what runs behind it, where that is known
+
     def __init__(
         self,
         first: Call,
@@ -130,7 +132,6 @@ class AttentionBlockCall(BlockCall):
     ) -> None:
         super().__init__(first, dropout, shape)
         self.core, self.proj, self.split, self.lead = core, proj, split, shape[:-1]
-        self.next: Any = None  # the MLP of the layer, its dropout, is_first_microbatch
         self.heads_first = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
         self.tokens_first = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)
 
@@ -150,12 +151,10 @@ class AttentionBlockCall(BlockCall):
         _collect_state(getattr(self.core, "state", None), every, forward)
 
     def following(self, needs: tuple[bool, ...], x: torch.Tensor) -> Any:
-        if self.next is None:
+        if self.next is None or recompute.active():  # a checkpoint would note the scales of a second call
             return None
         call, parameters = _mlp_arguments(self.next[0], x, *self.next[1:])
         call.grad_enabled = self.grad_enabled
-        if call.constants() is None:
-            return None
         tensors = tuple(call.taken(t, any(needs)) for t in parameters)
         return mlp_forward, mlp_backward, call, (any(needs), *call.needs(parameters)), (x, *tensors)
 

@@ -139,7 +139,7 @@ class Call:
     def following(self, needs: tuple[bool, ...], x: torch.Tensor) -> Any:
         """The pair that certainly runs next, as (forward, backward, call, needs, tensors), x being like its input.
 
-        None where that is not known, or where it has no `constants`. `needs` is its own pair's.
+        None where that is not known. `needs` is its own pair's.
         """
         return None
 
