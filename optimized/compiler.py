@@ -49,6 +49,7 @@ _BUILD_ID = re.compile(rb"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0(.{20})", re.DOTALL
 _PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
 _locks: dict[str, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
 _unstored: dict[str, bytes] = {}  # what the cache could not take, for this process
+compiled: list[str] = []  # cache entries that this process has compiled
 
 Defines = Mapping[str, int | str]
 
@@ -331,26 +332,38 @@ def _announced(kernel: str) -> Iterator[None]:
         timer.cancel()
 
 
-def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) -> Build:
+def _entry(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> str:
+    return f"{kernel.replace('/', '-')}-{_key(texts, defines)}.bin"
+
+
+def is_built(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) -> bool:
+    """Whether `build` need not compile: the cache holds the entry, whole, or this process does."""
+    name = _entry(kernel, defines, program(kernel, root))
+    return name in _unstored or files.kept("cubin", name) is not None
+
+
+def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, announced: bool = True) -> Build:
     """Compile `<root>/<kernel>.cu` for sm_90a with `defines`, or take the cubin from the cache.
 
     Args:
         kernel: name of the file, without `.cu`, in a folder too (`ladder/2_tma`).
         defines: preprocessor macros, name to value.
         root: folder of the kernel and its headers.
+        announced: say on stderr that it compiles, where that takes longer than a moment.
 
     Raises:
         CompileError: NVRTC refused the source; the message carries the log.
         MissingDependency: NVRTC is not installed.
     """
     texts = program(kernel, root)
-    name = f"{kernel.replace('/', '-')}-{_key(texts, defines)}.bin"
+    name = _entry(kernel, defines, texts)
     with _locks.setdefault(name, threading.Lock()):
         content = _unstored.get(name) or files.kept("cubin", name)
         if content is None:
-            with _announced(kernel):
+            with _announced(kernel) if announced else contextlib.nullcontext():
                 made, log = _compile(kernel, defines, texts)
             content = log.encode() + b"\0" + made
+            compiled.append(name)
             if not files.keep("cubin", name, content):
                 _unstored[name] = content
     text, _, binary = content.partition(b"\0")

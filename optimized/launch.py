@@ -58,6 +58,11 @@ class Kernel:
         self._functions: list[Any] = []  # CuPy's, which keep the modules loaded
         self._handles: dict[int, int] = {}
 
+    @property
+    def loaded(self) -> bool:
+        """Whether some device has it."""
+        return bool(self._handles)
+
     def on(self, index: int) -> int:
         """The driver's handle on CUDA device `index` (which must be the current device at the first use)."""
         handle = self._handles.get(index)
@@ -204,11 +209,21 @@ class _Thread(threading.local):
         self.arguments: dict[Kernel, _Arguments] = {}
         self.devices: set[int] = set()
         self.tape: Launches | None = None
+        self.collected: dict[Kernel, None] | None = None  # in place of launches, in their order
 
     def attach(self, index: int) -> None:
         """Make the device's context current in this thread."""
         _runtime().setDevice(index)
-        self.devices.add(index)
+        if self.collected is None:
+            self.devices.add(index)
+
+    def collects(self, kernel: Kernel, index: int) -> bool:
+        """Note a kernel if this thread collects them, or attach the device: what a thread's first launch does."""
+        if self.collected is None:
+            self.attach(index)
+            return False
+        self.collected[kernel] = None
+        return True
 
 
 _thread = _Thread()
@@ -259,8 +274,9 @@ def launch(
     """
     previous = torch._C._cuda_exchangeDevice(device)
     try:
-        if device not in _thread.devices:
-            _thread.attach(device)
+        # A thread that collects knows no device, so that others need not ask whether they do.
+        if device not in _thread.devices and _thread.collects(kernel, device):
+            return
         handle = kernel.on(device)
         block_of_arguments = _thread.arguments.get(kernel)
         if block_of_arguments is None:
@@ -371,6 +387,20 @@ def recording(tape: Launches) -> Iterator[None]:
         yield
     finally:
         _thread.tape = outer
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[dict[Kernel, None]]:
+    """Note the kernels that this thread would launch, and launch none: what they would write keeps any value.
+
+    What asks the driver about a kernel (`clusters_at_once`) still loads it.
+    """
+    outer = _thread.collected, _thread.devices
+    _thread.collected, _thread.devices = {}, set()
+    try:
+        yield _thread.collected
+    finally:
+        _thread.collected, _thread.devices = outer
 
 
 def _three(extent: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from optimized import launch
+from optimized import ahead, launch
 from optimized.watch import Allocation, Place, Record, Watch, place_of, storage_of
 from reference.nn import autograd
 from reference.quantized import Quantized
@@ -172,7 +172,11 @@ def _address(x: torch.Tensor | None) -> int:
 
 
 def play(
-    prepare: Callable[[], Function], key: Any, inputs: Saved, state: Sequence[torch.Tensor]
+    prepare: Callable[[], Function],
+    key: Any,
+    inputs: Saved,
+    state: Sequence[torch.Tensor],
+    new: tuple[Any, ...] | None = None,
 ) -> tuple[Saved, Saved, Kind | None]:
     """What the function that `prepare` gives returns; with a kind, in the form of `Kind.saved`.
 
@@ -181,17 +185,22 @@ def play(
         key: all but addresses that its launches depend on.
         inputs: what it reads; the first is a tensor.
         state: what else it reads or changes.
+        new: arguments of `ahead.compile_pair`, for a call of a new kind; a backward's kernels came with its forward's.
     """
     kind = _kinds.get(key)
     enough = _All.misses > MOST_MISSES + _All.hits
     if kind is None:
         if enough:
             return *prepare()(), None
+        if new is not None:
+            ahead.compile_pair(*new)
         _All.misses += 1
         if len(_kinds) >= MOST_KINDS:
             _kinds.clear()
-        kind = _kinds[key] = Kind()
-        return *kind.measure(prepare()), None
+        kind = Kind()
+        results, saved = kind.measure(prepare())  # which may fail: then the next call is new again
+        _kinds[key] = kind
+        return results, saved, None
     if not kind.usable:
         return *prepare()(), None
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
@@ -222,7 +231,7 @@ def _specifications(tensors: Saved) -> list[Any]:
 class Player(autograd.Plain):
     """Runs pairs of functions from tapes, where their call says what it depends on."""
 
-    def forward(self, pair: Any, plan: Any, context: Any, tensors: Saved) -> tuple[Any, Saved, Any]:
+    def forward(self, pair: Any, plan: Any, context: Any, tensors: Saved, backward: Any) -> tuple[Any, Saved, Any]:
         # Whoever takes what is saved elsewhere (offloading) or compares it (checkpoint) gets tensors, not arenas.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
@@ -232,7 +241,8 @@ class Player(autograd.Plain):
             inputs = tuple(part for x in tensors for part in (x[:3] if isinstance(x, Quantized) else (x,)))
         # What no module takes part in is one op, which launches as fast by itself.
         if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
-            return super().forward(pair, plan, context, tensors)
+            ahead.compile_plain(pair, backward, plan, context, tensors)
+            return super().forward(pair, plan, context, tensors, backward)
         state, changed = context.state(backward=False)
 
         def run() -> tuple[Saved, Saved]:
@@ -240,7 +250,7 @@ class Player(autograd.Plain):
             return (out if isinstance(out, tuple) else (out,)), saved
 
         key = (pair, plan, tensors[0].device.index, *_specifications(inputs), *_specifications(context.reads))  # type: ignore[union-attr]
-        out, saved, kind = play(lambda: run, key, inputs, state)
+        out, saved, kind = play(lambda: run, key, inputs, state, (pair, backward, plan, context, tensors))
         if kind is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return out if len(out) > 1 else out[0], saved, kind

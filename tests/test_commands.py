@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from optimized import device, measure
+from optimized import ahead, compiler, defaults, device, measure
 from optimized.commands import (
     CommandError,
     bench,
@@ -389,3 +389,61 @@ def test_a_quick_walkthrough_reads_fewer_files_and_measures_nothing(
     assert main(["walkthrough", *["--quick"] * quick, "--output", str(tmp_path / "report.html")]) == 0
     ((_, _, count, _, without_speed),) = seen
     assert (count, without_speed) == (walkthrough.QUICK_FILES if quick else None, quick)
+
+
+# --- twin compile -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two kernels by default, and a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(defaults, "configurations", lambda: [("amax", {"WIDE": 1}), ("norm_total", {"WIDE": 1})])
+    return tmp_path / "cache" / "twin-engine" / "cubin"
+
+
+def test_compile_fills_the_cache_and_skips_what_is_there(few_kernels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--jobs", "2"]) == 0
+    assert re.search(r"2 kernels compiled, 0 were there, in \d+ s: .*cubin", capsys.readouterr().out)
+    first, second = sorted(few_kernels.iterdir())
+    assert (first.name[:5], second.name[:11]) == ("amax-", "norm_total-")
+    first.unlink()
+    assert main(["compile"]) == 0
+    assert "1 kernels compiled, 1 were there" in capsys.readouterr().out
+    assert main(["compile"]) == 0
+    assert "0 kernels compiled, 2 were there" in capsys.readouterr().out
+
+
+def test_compile_interrupted_keeps_what_is_compiled(
+    few_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = ahead.build
+
+    def interrupted(configurations: Any, jobs: int, done: Any) -> None:
+        build(configurations[:1], jobs, done)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "build", interrupted)
+    assert main(["compile"]) == 130
+    assert "Stopped. What is compiled stays" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(ahead, "build", build)
+    assert main(["compile"]) == 0
+    assert "1 kernels compiled, 1 were there" in capsys.readouterr().out
+
+
+def test_compile_refuses_a_cache_that_cannot_be_written_and_a_machine_without_nvrtc(
+    few_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking() -> Path:
+        raise device.MissingDependency("NVRTC is not installed.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "nvrtc_build", lacking)
+        assert main(["compile"]) == 2
+    assert capsys.readouterr().err == "NVRTC is not installed.\n"
+    shutil.rmtree(few_kernels.parent)
+    few_kernels.parent.write_text("a file")
+    assert main(["compile"]) == 2
+    assert re.search(r"^the cache's folder .*cubin cannot be made \(.+\)\.$", capsys.readouterr().err)
+    assert main(["compile", "--jobs", "0"]) == 2
+    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err

@@ -203,6 +203,34 @@ def test_an_early_launch_names_the_attribute(cuda: Cuda) -> None:
             launch.launch(kernel, (1,), (1,), [np.int32(9)], device=0, early=True)
 
 
+def test_a_thread_that_collects_launches_nothing(cuda: Cuda) -> None:
+    kernel, other = (launch.function(name, "f") for name in ("one", "two"))
+    launch.launch(kernel, (1,), (1,), [], device=0)
+    asked = len(cuda.of("launch", "load", "attach"))
+    with launch.collecting() as outer:
+        for one in (other, kernel, other):
+            launch.launch(one, (1,), (1,), [], device=1)
+        with launch.collecting() as inner:
+            launch.launch(kernel, (1,), (1,), [], device=0)
+        launch.launch(other, (1,), (1,), [], device=0)
+    assert (list(outer), list(inner)) == ([other, kernel], [kernel])
+    assert len(cuda.of("launch", "load", "attach")) == asked
+    assert cuda.current == 0
+    launch.launch(kernel, (1,), (1,), [], device=0)  # the device is attached still
+    assert len(cuda.of("launch", "load", "attach")) == asked + 1
+    assert (kernel.loaded, other.loaded) == (True, False)
+
+
+def test_clusters_are_asked_for_while_kernels_are_collected(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    kernel = launch.function("one", "f")
+    with launch.collecting() as kernels:
+        assert launch.clusters_at_once(kernel, 2, 128, 0, 0) == 5
+        launch.launch(kernel, (1,), (1,), [], device=0)
+    assert list(kernels) == [kernel]
+    assert not cuda.of("launch")
+
+
 def test_the_structures_are_cudas() -> None:
     """CUlaunchConfig and CUlaunchAttribute of cuda.h on 64 bits."""
     config, attribute = launch._LaunchConfig, launch._LaunchAttribute

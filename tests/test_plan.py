@@ -61,10 +61,12 @@ class Remembering(autograd.Plain):
             )
         return found
 
-    def forward(self, function: Any, plan: Any, context: Any, tensors: Any) -> Any:
+    def forward(self, function: Any, plan: Any, context: Any, tensors: Any, backward: Any) -> Any:
         usual = super().forward
         flat = [t for x in tensors for t in (x if isinstance(x, tuple) else (x,))]
-        return self._check(function, plan, context, flat, False, lambda: usual(function, plan, context, tensors))
+        return self._check(
+            function, plan, context, flat, False, lambda: usual(function, plan, context, tensors, backward)
+        )
 
     def backward(self, function: Any, plan: Any, context: Any, saved: Any, grads: Any, note: Any) -> Any:
         usual = super().backward

@@ -1,7 +1,7 @@
 """The command `twin`: one file per subcommand, each with `SUMMARY`, `add_arguments(parser)` and `run(args, console)`.
 
 Exit codes: 0 all is well; 1 something that must be equal differs; 2 the command was asked for something it
-cannot do, said in one sentence on stderr.
+cannot do, said in one sentence on stderr; 130 it was interrupted (`twin compile`).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from reference import files
 
-SUBCOMMANDS = ("walkthrough", "parity", "bench", "info")
+SUBCOMMANDS = ("walkthrough", "parity", "bench", "compile", "info")
 
 
 class CommandError(Exception):

@@ -111,7 +111,7 @@ def forward(
     *key_value: Any,
 ) -> tuple[torch.Tensor, Saved]:
     """h `[..., hidden]` of x `[..., hidden]`; `source` is what cross-attention looks at."""
-    (first, proj, *others), (state, core_state), (mask, *angles) = context
+    (first, proj, *others), (state, core_state), (mask, *angles), _ = context
     rows, proj_gemm = rows_of(x), proj.gemms[0]
     requests = [
         WeightRequest(first, 0, "weight", weight, any(plan.first.needs[:3])),
@@ -153,7 +153,7 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """The gradients of forward's tensors."""
-    (_, proj, *others), _, (mask, *angles) = context
+    (_, proj, *others), _, (mask, *angles), _ = context
     saved_first, saved_proj, (dropped, mixed, joined, q, k, *rest) = saved[:8], saved[8:12], saved[12:]
     saved_kv, saved_core = rest[: 4 if joined is not None else 0], rest[4 if joined is not None else 0 :]
     grad = rows_of(grad)

@@ -26,8 +26,10 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 class Plain:
     """Runs a pair's functions; `optimized` registers in its place what launches their kernels without running them."""
 
-    def forward(self, function: Forward, plan: Any, context: Context, tensors: Saved) -> tuple[Any, Saved, Any]:
-        """Out, what is saved, and a note for `backward`."""
+    def forward(
+        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
+    ) -> tuple[Any, Saved, Any]:
+        """Out, what is saved, and a note for `backward`; the function `backward` is the pair's other, not run here."""
         return *function(plan, context, *tensors), None
 
     def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
@@ -63,7 +65,7 @@ class _Pair(torch.autograd.Function):
     ) -> Any:
         trains = any(plan.needs)
         unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
-        out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped)
+        out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.plan, ctx.context, ctx.updates = backward, plan, context, updates
         return out

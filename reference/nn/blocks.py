@@ -11,6 +11,7 @@ A small layer runs both halves as one pair (`is_small`): what one half saves the
 the host, for which such a layer waits, has half the calls to make.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -177,10 +178,27 @@ def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: 
     return differentiable(mlp_forward, mlp_backward, plan, context, *tensors)
 
 
-def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`; the arguments of `attention_block.prepared`."""
+def run_attention(module: Any, x: torch.Tensor, *arguments: Any, mlp: Any = None) -> torch.Tensor:
+    """h of x `[s, b, hidden]` or `[b, s, hidden]`; the arguments of `attention_block.prepared`.
+
+    `mlp`, if given, is what `mlp_block` runs of h next: on a GPU its kernels are compiled beside this half's.
+    """
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
+    if mlp is not None:
+        context = context._replace(following=functools.partial(_following, mlp, x, arguments[2:4], plan.needs))
     return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
+
+
+def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...]) -> Any:
+    """The MLP's pair with x as its input; None in a checkpoint, which would note a call more."""
+    if recompute.active():
+        return None
+    with torch.set_grad_enabled(any(needs)):
+        plan, context, (_, *weights) = _prepared_mlp(mlp, x, *arguments)
+    needs = (any(needs), *plan.needs[1:])
+    plan = plan._replace(needs=needs, mlp=plan.mlp._replace(needs=needs))
+    unwrapped = [context.unwrap_weight(t, any(needs)) for t in weights]
+    return mlp_forward, mlp_backward, plan, context, (x, *unwrapped)
 
 
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ functions see a plan, a context and tensors, and no module: whatever they do can
 with the same addresses (`optimized.tape`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class ModuleContext:
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # as of a BlockContext, which has more
+    following: None = None
 
     __slots__ = ("_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
 
@@ -173,11 +174,13 @@ class BlockContext(NamedTuple):
         modules: their contexts.
         random: states that forward draws from and advances; None where nothing is dropped.
         reads: other tensors that are no arguments, such as a mask, or angles.
+        following: None, or gives what certainly runs next: forward, backward, plan, context and tensors of a pair.
     """
 
     modules: tuple[ModuleContext, ...] = ()
     random: tuple[torch.Tensor | None, ...] = ()
     reads: tuple[torch.Tensor | None, ...] = ()
+    following: Callable[[], Any] | None = None
 
     @property
     def replayable(self) -> bool:

@@ -264,7 +264,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
             return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention)
-        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention)
+        follows = mlp if fused and self.layer_type == "encoder" else None
+        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
             hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention)
@@ -289,11 +290,12 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         source: torch.Tensor | None,
         angles: Any,
         recomputes: bool,
+        mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
         if self._fuses(attention, x, blocks.is_attention_block, recomputes):
             more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes)
-            return blocks.run_attention(attention, x, *more)
+            return blocks.run_attention(attention, x, *more, mlp=mlp)
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
         if source is None:
             shared["rotary_pos_emb"] = angles
