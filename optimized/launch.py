@@ -389,6 +389,11 @@ def recording(tape: Launches) -> Iterator[None]:
         _thread.tape = outer
 
 
+def noted() -> bool:
+    """Whether this thread's launches go into a tape, or are collected: then each is made as if for the first time."""
+    return _thread.tape is not None or _thread.collected is not None
+
+
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[Kernel, None]]:
     """Note the kernels that this thread would launch, and launch none: what they would write keeps any value.

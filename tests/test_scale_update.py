@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dry_gpu import DryGpu
 
 import reference  # noqa: F401
+from optimized import launch
 from optimized.ops import scale_update as on_gpu
 
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -142,3 +144,23 @@ def test_the_gpus_side_refuses_at_known_addresses(what: str, error: type[Excepti
     on_gpu.scale_update([row[:3]], [rows[:4]], 448.0, 0, "max")  # the same, by other objects
     with pytest.raises(error, match="twin::scale_update"):
         on_gpu.scale_update([other[0]], [other[1]], 448.0, 0, "max")
+
+
+@pytest.mark.parametrize("note", ["collecting", "recording"])
+def test_launches_that_are_noted_are_not_those_kept(note: str) -> None:
+    """A dry pass makes none, a tape around it wants them all: neither is what the next update launches again."""
+    with DryGpu() as gpu:
+        scale, history = torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")
+        gpu.taken()
+        tape = launch.Launches()
+        with launch.collecting() if note == "collecting" else launch.recording(tape):
+            on_gpu.scale_update([scale], [history], 448.0, 0, "max")
+        gpu.taken()
+        for _ in range(2):
+            on_gpu.scale_update([scale], [history], 448.0, 0, "max")
+            assert len(gpu.taken()) == 1
+        if note == "recording":
+            assert len(tape._entries) == 1
+            with launch.recording(tape):
+                on_gpu.scale_update([scale], [history], 448.0, 0, "max")
+            assert len(tape._entries) == 2

@@ -53,7 +53,7 @@ def scale_update(
     # All that `outputs` looks at is in it: at a known address may lie something else by now.
     tensors = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (*scales, *amax_histories)]
     key = (fp8_max, margin, algorithm, len(scales), *tensors)
-    tapes = _tapes.get(key)
+    tapes = None if launch.noted() else _tapes.get(key)
     if tapes is not None:
         for index, launches in tapes:
             launches.again(index)
@@ -69,18 +69,26 @@ def scale_update(
             )
         entry = (scale.data_ptr(), history.data_ptr(), history.shape[0], history.shape[1])
         modules.setdefault(scale.device, []).append(entry)
+    if launch.noted():
+        for device, entries in modules.items():
+            _update(device, entries, scaled_max, algorithm)
+        return
     tapes = []
     for device, entries in modules.items():
         tape = launch.Launches()
         with launch.recording(tape):
-            for start in range(0, len(entries), CAPACITIES[-1]):
-                part = entries[start : start + CAPACITIES[-1]]
-                columns = max(entry[3] for entry in part)
-                if columns:
-                    capacity, table = _table(part)
-                    kernel = _kernels[capacity, algorithm]
-                    launch.launch(kernel, (len(part), columns), (_THREADS,), [table, scaled_max], device=device.index)
+            _update(device, entries, scaled_max, algorithm)
         tapes.append((device.index, tape))
     if len(_tapes) >= _MOST_TAPES:
         _tapes.clear()
     _tapes[key] = tapes
+
+
+def _update(device: torch.device, entries: list[Module], scaled_max: np.float32, algorithm: str) -> None:
+    for start in range(0, len(entries), CAPACITIES[-1]):
+        part = entries[start : start + CAPACITIES[-1]]
+        columns = max(entry[3] for entry in part)
+        if columns:
+            capacity, table = _table(part)
+            kernel = _kernels[capacity, algorithm]
+            launch.launch(kernel, (len(part), columns), (_THREADS,), [table, scaled_max], device=device.index)
