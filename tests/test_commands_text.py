@@ -190,9 +190,7 @@ def run_of_bench() -> snapshots.Sections:
         return f"results/{name}.json"
 
     def load(name: str) -> dict[str, Any] | None:
-        if name not in ("one", "elementary"):
-            return None
-        return {**payload_of(name, 1), "scheduler_cycles_per_warp": {"exp": 2.0}, "stream": {"times": {}}}
+        return payload_of(name, 1) if name == "one" else None
 
     found: dict[str, tuple[list[str], int]] = {"help": (options_of(parser), 30)}
     names = {"one": module("one", 1), "two": module("two", 2)}

@@ -5,9 +5,7 @@ import itertools
 import re
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +27,6 @@ from optimized.bench import (
     layer,
     layer_models,
     norm,
-    sass,
 )
 
 REAL = {"interleave": measure.interleave, "graph": measure.graph, "timed": layer.timed}
@@ -434,78 +431,3 @@ def test_speeds_of_a_product(bench: DryBench) -> None:
     assert set(wide["ms"]) == {"ours", "theirs"}
     assert "best" not in wide
     assert "sustained_ms" not in wide
-
-
-DISASSEMBLY = """
-.text.other:
-        /*0000*/                   FADD R1, R2, R3 ;
-//--------------------- .text.probe
-.text.probe:
-        /*0000*/                   FMNMX.NAN R1, R2, R3 ;
-        /*0010*/              @!P0 MUFU.EX2 R1, R2 ;
-        /*0020*/             @UP1  FFMA R1, R2, R3 ;
-        /*0030*/                   FFMA R1, R2, R3 ;
-.section more
-        /*0000*/                   FMUL R1, R2, R3 ;
-//--------------------- .text.last
-        /*0000*/                   IADD3 R1, R2, R3 ;
-"""
-
-
-def test_opcodes_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sass, "disassembly", lambda cubin: DISASSEMBLY)
-    assert sass.opcodes(b"", "probe") == {"FMNMX.NAN": 1, "MUFU.EX2": 1, "FFMA": 2}
-    with pytest.raises(ValueError, match=r"^function='none' is not in the cubin\.$"):
-        sass.opcodes(b"", "none")
-
-
-def test_instructions_of_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve elements less four, less the same of the identity, by eight."""
-    counts = {
-        ("f", 12): {"FFMA": 40, "MUFU": 12, "LDG": 12, "NOP": 90, "IADD": 5, "CALL.REL": 1},
-        ("f", 4): {"FFMA": 8, "MUFU": 4, "LDG": 4, "NOP": 2, "IADD": 1},
-        ("identity", 12): {"LDG": 12, "FFMA": 11},
-        ("identity", 4): {"LDG": 4, "FFMA": 3},
-    }
-
-    def cubin(kernel: str, defines: dict[str, Any]) -> tuple[str, int]:
-        assert kernel == "elementary_bench"
-        return defines["FUNCTION"], defines["COUNT"]
-
-    def opcodes(which: tuple[str, int], function: str) -> Counter[str]:
-        assert function == "probe"
-        return Counter(counts[which])
-
-    monkeypatch.setattr(compiler, "cubin", cubin)
-    monkeypatch.setattr(sass, "opcodes", opcodes)
-    found = sass.per_element("f")
-    assert found == {"FFMA": 3, "MUFU": 1}
-    assert not sass.has_slow_path(found)
-    assert sass.has_slow_path(Counter({"CALL.REL.NOINC": 1}))
-
-
-def test_the_disassembler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In the wheel; in a toolkit; or nowhere."""
-    tool = tmp_path / "cu13" / "bin" / "nvdisasm"
-    tool.parent.mkdir(parents=True)
-    tool.touch()
-    asked: list[Any] = []
-
-    def which(name: str, path: str | None = None) -> str | None:
-        asked.append((name, path))
-        return None if path or len(asked) > 2 else "/here/nvdisasm"
-
-    def find() -> Any:
-        return sass.nvdisasm.__wrapped__()
-
-    monkeypatch.setattr(sass.shutil, "which", which)
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: spec if name == "nvidia" else None)
-    assert find() == tool
-    for nothing in (None, types.SimpleNamespace(submodule_search_locations=None)):
-        asked.clear()
-        monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name, nothing=nothing: nothing)
-        assert find() == Path("/here/nvdisasm")
-        assert asked == [("nvdisasm", "/usr/local/cuda/bin"), ("nvdisasm", None)]
-    with pytest.raises(ImportError, match=r"^nvdisasm, CUDA's disassembler, is not installed: "):
-        find()

@@ -51,7 +51,6 @@ MODULES = (
 BENCHMARKS = {module.NAME: module for module in MODULES}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
 APART = {
-    "elementary": "python -m optimized.bench.elementary",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
 }
 
@@ -70,7 +69,6 @@ WHAT = {
     "adam": "FusedAdam over a layer's weights against a copy and PyTorch's fused AdamW",
     "layer": "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes",
     "layer_sweep": "an FP8 layer against PyTorch's over widths and numbers of tokens",
-    "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
     "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
 }
 

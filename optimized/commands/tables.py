@@ -234,23 +234,6 @@ def ladder(payload: dict[str, Any]) -> list[Table]:
     return [Table("The ladder", tuple(columns), tuple(rows), note)]
 
 
-def elementary(payload: dict[str, Any]) -> list[Table]:
-    """The functions in use: their price and their error."""
-    rows = []
-    cycles, times = payload["scheduler_cycles_per_warp"], payload["stream"]["times"]
-    for name in ("exp", "rsqrt", "gelu", "dgelu", "silu", "dsilu"):
-        stream = times.get(f"{name} bf16", {}).get("over_base")
-        rows.append(
-            (
-                name,
-                f"{cycles[name]:.1f}" if name in cycles else "–",
-                "–" if stream is None else f"{stream:.2f}",
-            )
-        )
-    columns = ("function", "cycles a warp", "stream over identity")
-    return [Table("Elementary functions", columns, tuple(rows), f"docs/elementary.md has the rest. {origin(payload)}")]
-
-
 def adam(payload: dict[str, Any]) -> list[Table]:
     """One optimizer step, as a share of the copy."""
     rows = [
@@ -281,7 +264,6 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "norm": norm,
     "activation": activation,
     "attention": attention,
-    "elementary": elementary,
     "adam": adam,
     "layer": layer,
     "layer_sweep": layer_sweep,
