@@ -28,6 +28,7 @@ from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 from optimized import device, measure
+from optimized.bench import adam
 from optimized.commands import (
     bench,
     corpus,
@@ -194,7 +195,7 @@ def run_of_bench() -> snapshots.Sections:
 
     found: dict[str, tuple[list[str], int]] = {"help": (options_of(parser), 30)}
     names = {"one": module("one", 1), "two": module("two", 2)}
-    builders = {**tables.BUILDERS, "one": tables.adam, "two": tables.adam}
+    builders = {**tables.BUILDERS, "one": adam.tables, "two": adam.tables}
     for gpu, asked in (
         (False, ["--list"]), (False, []), (False, ["--table"]), (True, []), (True, ["--write"]), (True, ["--recorded"]),
     ):  # fmt: skip

@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import reference as te
-from optimized.commands.report import Report
-from optimized.commands.sides import Tally, differing, hopper
-from optimized.commands.steps import Outcome
-from optimized.commands.steps.style import COLOURS, figure
-from optimized.commands.steps.tutorial_layers import (
+from optimized.bench.tutorial_layers import (
     BasicTransformerLayer,
     FusedLayer,
     ModulesLayer,
     share,
     transformer_layer,
 )
+from optimized.commands.report import Report
+from optimized.commands.sides import Tally, differing, hopper
+from optimized.commands.steps import Outcome
+from optimized.commands.steps.style import COLOURS, figure
 from reference import philox
 from reference.nn import init
 
