@@ -78,3 +78,8 @@ def problems() -> list[str]:
         except (MissingDependency, UnsupportedDevice) as error:
             found.append(str(error))
     return found
+
+
+def hopper() -> torch.device | None:
+    """The current CUDA device if the kernels can run on it, otherwise None."""
+    return None if problems() else torch.device("cuda", torch.cuda.current_device())

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from optimized import measure
 from optimized.commands import CommandError, check_folder, tables
-from optimized.commands.sides import hopper
+from optimized.device import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}

@@ -10,9 +10,9 @@ from optimized.bench.layer_models import CASES
 from optimized.bench.table import origin
 from optimized.commands import tables
 from optimized.commands.report import Report
-from optimized.commands.sides import hopper
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import figure
+from optimized.device import hopper
 from reference import files
 
 STEP = "Speed"

@@ -20,9 +20,10 @@ from optimized.bench.tutorial_layers import (
     transformer_layer,
 )
 from optimized.commands.report import Report
-from optimized.commands.sides import Tally, differing, hopper
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
+from optimized.compare import Tally, differing
+from optimized.device import hopper
 from reference import philox
 from reference.nn import init
 
