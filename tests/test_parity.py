@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +209,19 @@ def test_cases_are_repeatable_and_named_once() -> None:
 
 
 @pytest.mark.gpu
-def test_parity_live() -> None:
-    assert main(["parity"]) == 0
+@pytest.mark.parametrize("op", sorted({case.op for case in cases.cases()}))
+def test_an_op_or_layer_on_both_sides(op: str, same_bits: Callable[..., None]) -> None:
+    for case in (case for case in cases.cases() if case.op == op):
+        here, there = case.run(CPU), case.run(torch.device("cuda"))
+        assert here.keys() == there.keys()
+        for name, tensor in here.items():
+            same_bits(tensor, there[name], f"{case.name}: {name}")
+
+
+@pytest.mark.gpu
+def test_parity_live(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "--op", "cast"]) == 0
+    assert "live: the CPU against" in capsys.readouterr().out
 
 
 def test_differing_counts_words() -> None:

@@ -20,10 +20,14 @@ from optimized.device import hopper
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
-APART = {"gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py"}
+APART = {
+    "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
+    "mutation": "PYTHONPATH=. python tests/mutation.py --count 300 --seed 1",
+}
 WHAT = {
     **{name: module.WHAT for name, module in BENCHMARKS.items()},
     "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
+    "mutation": "changes of the Python source that the fast tests see",
 }
 
 

@@ -53,8 +53,22 @@ def gpu_suite(payload: dict[str, Any]) -> list[Table]:
     return [Table(title, ("on an H200", "passed", "failed"), (row,), origin(payload))]
 
 
+def mutation(payload: dict[str, Any]) -> list[Table]:
+    """How many mutants the fast tests kill."""
+    counts = payload["mutants"]
+    row = (
+        f"`{payload['command']}`",
+        str(counts["drawn"]),
+        str(counts["killed"]),
+        str(counts["drawn"] - counts["killed"]),
+    )
+    note = f"Of {counts['known']} that {payload['tool']} knows; each survivor is judged in docs/results/mutation.json."
+    return [Table("Mutants of the Python source", ("command", "drawn", "killed", "survived"), (row,), note)]
+
+
 BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "gpu_suite": gpu_suite,
+    "mutation": mutation,
     **{module.NAME: module.tables for module in BENCHMARKS},
 }
 DETAILS = {  # more tables of a result, for pages of docs
@@ -114,6 +128,7 @@ def updated(page: str, names: Iterable[str] = IN_README) -> str:
 
 PAGES = {
     README: IN_README,
+    README.parent / "CONTRIBUTING.md": ("mutation",),
     README.parent / "docs" / "ladder.md": ("ladder",),
     README.parent / "docs" / "layer.md": ("layer_goals", "layer_sweep", "layer_ops", "layer_memory"),
 }
