@@ -386,9 +386,6 @@ def test_nvrtc_missing_names_the_command_that_installs_it(monkeypatch: pytest.Mo
         compiler.nvrtc_library.__wrapped__()
 
 
-# --- the report of ptxas ----------------------------------------------------------------------------------
-
-
 def test_a_kernel_that_spills_is_caught(root: Path) -> None:
     # Sixty-four live values under a cap of 32 registers cannot do without memory.
     (root / "f.cu").write_text(
