@@ -28,10 +28,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimized import device
 from reference import files
 
 KERNELS = Path(__file__).parent / "kernels"
+INSTALL = 'pip install "twin-engine[gpu]" (in a checkout: pip install -e ".[gpu]")'
 # The contract's arithmetic (docs/numerics.md): every operation rounded once, nothing flushed, fma only
 # where written.
 FLAGS = (
@@ -52,6 +52,10 @@ _unstored: dict[str, bytes] = {}  # what the cache could not take, for this proc
 compiled: list[str] = []  # cache entries that this process has compiled
 
 Defines = Mapping[str, int | str]
+
+
+class MissingDependency(ImportError):
+    """A package of the fast path is not installed; the message says which and how to install it."""
 
 
 class CompileError(RuntimeError):
@@ -135,9 +139,9 @@ def nvrtc_library() -> Path:
         for folder in ("lib", "lib64"):
             for path in sorted((root / folder).glob("libnvrtc.so.1[3-9]*")):
                 return path
-    raise device.MissingDependency(
+    raise MissingDependency(
         "NVRTC, CUDA's run-time compiler (libnvrtc.so.13), is not installed, neither as the wheel "
-        f"nvidia-cuda-nvrtc nor with a CUDA 13 toolkit: {device.INSTALL}."
+        f"nvidia-cuda-nvrtc nor with a CUDA 13 toolkit: {INSTALL}."
     )
 
 
@@ -303,7 +307,7 @@ def _compile(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> 
         status = _nvrtc().nvrtcCompileProgram(handle, len(options), array)
         log = _fetch(handle, "Log").rstrip(b"\0").decode(errors="replace")
         if status != 0:
-            hint = "" if include_folder() else f"\nCUDA's headers (cuda_bf16.h) were not found: {device.INSTALL}."
+            hint = "" if include_folder() else f"\nCUDA's headers (cuda_bf16.h) were not found: {INSTALL}."
             raise CompileError(f"kernels/{kernel}.cu does not compile for sm_90a:\n{log}{hint}")
         return _fetch(handle, "CUBIN"), log
     finally:

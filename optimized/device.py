@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from optimized import compiler
+from optimized.compiler import INSTALL, MissingDependency
+
 CAPABILITY = (9, 0)
-INSTALL = 'pip install "twin-engine[gpu]" (in a checkout: pip install -e ".[gpu]")'
-
-
-class MissingDependency(ImportError):
-    """A package of the fast path is not installed; the message says which and how to install it."""
 
 
 class UnsupportedDevice(RuntimeError):
@@ -68,8 +66,6 @@ def check_cupy(find: Callable[[str], object | None] = importlib.util.find_spec) 
 
 def problems() -> list[str]:
     """Everything that keeps this machine from the fast path, one sentence each; empty where nothing does."""
-    from optimized import compiler
-
     found = []
     checks: list[Callable[[], object]] = [check_cupy, compiler.nvrtc_library]
     if torch.cuda.is_available():
@@ -82,3 +78,8 @@ def problems() -> list[str]:
         except (MissingDependency, UnsupportedDevice) as error:
             found.append(str(error))
     return found
+
+
+def hopper() -> torch.device | None:
+    """The current CUDA device if the kernels can run on it, otherwise None."""
+    return None if problems() else torch.device("cuda", torch.cuda.current_device())

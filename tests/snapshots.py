@@ -116,9 +116,8 @@ def main() -> None:
     """Record."""
     import test_benchmarks_dry
     import test_commands_text
-    import test_elementary_dry
 
-    for module in (test_benchmarks_dry, test_elementary_dry, test_commands_text):
+    for module in (test_benchmarks_dry, test_commands_text):
         runs: Mapping[str, Callable[[], Sections]] = module.RUNS
         for name, run in runs.items():
             if not sys.argv[1:] or name in sys.argv[1:]:

@@ -27,7 +27,6 @@ import optimized
 from optimized import measure
 from optimized.bench import (
     gemm_equality,
-    gemm_roofline,
     gemm_shapes,
     ladder,
     layer,
@@ -36,7 +35,6 @@ from optimized.bench import (
     layer_sweep,
 )
 from optimized.commands import tables
-from optimized.commands.bench import MODULES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -110,14 +108,6 @@ def run_of_gemm_equality() -> snapshots.Sections:
         return {**run_of(gemm_equality), "compared": (noted, 60)}
 
 
-def run_of_roofline() -> snapshots.Sections:
-    """The plot of three benchmarks' results."""
-    for name in ("gemm", "gemm_sweep", "cast_transpose"):
-        if name not in payloads:
-            RUNS[name]()
-    return {"plot": drawn(lambda: gemm_roofline.plot(payloads))}
-
-
 def run_of_layer() -> snapshots.Sections:
     """`layer`, of its second case a few contestants, and its plot."""
     build = layer.contestants
@@ -153,9 +143,10 @@ def run_of_layers(module: Any) -> snapshots.Sections:
         return run_of(module)
 
 
-RUNS: dict[str, Callable[[], snapshots.Sections]] = {module.NAME: partial(run_of, module) for module in MODULES} | {
+RUNS: dict[str, Callable[[], snapshots.Sections]] = {
+    module.NAME: partial(run_of, module) for module in tables.BENCHMARKS
+} | {
     "gemm_equality": run_of_gemm_equality,
-    "gemm_roofline": run_of_roofline,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
 }

@@ -27,9 +27,9 @@ from optimized.commands import (
 )
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
-from optimized.commands.sides import differing
 from optimized.commands.steps import Outcome, speed, training, tutorial
 from optimized.commands.steps.style import styled
+from optimized.compare import differing
 from reference import files, tensor_core
 
 TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)

@@ -28,22 +28,21 @@ from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 from optimized import device, measure
+from optimized.bench import adam
 from optimized.commands import (
     bench,
     corpus,
     parity,
-    parity_cases,
-    parity_inputs,
-    parity_recording,
-    recordings,
     tables,
     walkthrough,
 )
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
-from optimized.commands.sides import Tally
 from optimized.commands.steps import linear, number_line, recorded, training, tutorial
 from optimized.commands.steps.style import styled
+from optimized.compare import Tally
+from optimized.recordings import case as parity_inputs
+from optimized.recordings import cases, outputs, reader
 
 FOLDER = "commands"
 
@@ -88,7 +87,7 @@ def of(value: Any) -> str:
 
 def run_of_parity_cases() -> snapshots.Sections:
     """Every case, and what each op's first that is only compared live gets and launches."""
-    found = list(parity_cases.cases())
+    found = list(cases.cases())
     listed = [f"{case.op} | {case.name} | live={case.live} | {of(case.run)}" for case in found]
     notes: list[str] = []
     live = [case for case in found if case.live and not case.run.func.__module__.endswith("layers")]  # type: ignore
@@ -190,13 +189,11 @@ def run_of_bench() -> snapshots.Sections:
         return f"results/{name}.json"
 
     def load(name: str) -> dict[str, Any] | None:
-        if name not in ("one", "elementary"):
-            return None
-        return {**payload_of(name, 1), "scheduler_cycles_per_warp": {"exp": 2.0}, "stream": {"times": {}}}
+        return payload_of(name, 1) if name == "one" else None
 
     found: dict[str, tuple[list[str], int]] = {"help": (options_of(parser), 30)}
     names = {"one": module("one", 1), "two": module("two", 2)}
-    builders = {**tables.BUILDERS, "one": tables.adam, "two": tables.adam}
+    builders = {**tables.BUILDERS, "one": adam.tables, "two": adam.tables}
     for gpu, asked in (
         (False, ["--list"]), (False, []), (False, ["--table"]), (True, []), (True, ["--write"]), (True, ["--recorded"]),
     ):  # fmt: skip
@@ -236,8 +233,8 @@ def run_of_parity() -> snapshots.Sections:
             mock.patch.object(torch.cuda, "get_device_name", return_value="pretended H200"),
             mock.patch.object(measure, "outdated", return_value=["adam", "norm"]),
             mock.patch.object(parity, "_jobs", jobs),
-            mock.patch.object(parity_recording, "read", return_value=recording),
-            mock.patch.object(recordings, "exists", return_value=True),
+            mock.patch.object(outputs, "read", return_value=recording),
+            mock.patch.object(reader, "exists", return_value=True),
         ):
             assert parity.run(parser.parse_args(asked), console) == code
         found[" ".join(["asked", *asked])] = console.file.getvalue().splitlines(), 40  # type: ignore[attr-defined]

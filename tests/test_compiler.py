@@ -386,26 +386,6 @@ def test_nvrtc_missing_names_the_command_that_installs_it(monkeypatch: pytest.Mo
         compiler.nvrtc_library.__wrapped__()
 
 
-# --- the report of ptxas ----------------------------------------------------------------------------------
-
-SPILL = """ptxas info    : Compiling entry function 'g' for 'sm_90a'
-ptxas info    : Function properties for g
-    16 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size
-"""
-SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
-
-
-def test_a_spill_is_reported() -> None:
-    assert compiler.parse_usage(SPILL) == (compiler.Usage("g", 168, 16, 24, 32),)
-    assert len(compiler.parse_complaints(SPILL)) == 1
-
-
-def test_a_serialised_wgmma_is_reported() -> None:
-    assert compiler.parse_complaints(SERIAL) == (SERIAL.strip(),)
-    assert compiler.parse_complaints("ptxas warning : something\n") == ("ptxas warning : something",)
-
-
 def test_a_kernel_that_spills_is_caught(root: Path) -> None:
     # Sixty-four live values under a cap of 32 registers cannot do without memory.
     (root / "f.cu").write_text(

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bits
 
 import reference as te
-from optimized.commands import parity_cases
+from optimized.recordings import cases
 from reference import denormals, elementary, formats, philox, tensor_core
 from reference.ops import library
 
@@ -44,7 +44,7 @@ def test_flushing_is_noticed_and_the_sentence_names_the_remedy() -> None:
     denormals.check_denormals()
 
 
-CASES = {case.op: case for case in parity_cases.cases() if not case.live}
+CASES = {case.op: case for case in cases.cases() if not case.live}
 
 
 @pytest.mark.parametrize("op", CASES)

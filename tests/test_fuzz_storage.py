@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from optimized import device, measure
-from optimized.commands import main, parity_recording, recordings
+from optimized.commands import main
+from optimized.recordings import outputs, reader
 from reference import files
 
 pytestmark = pytest.mark.slow
@@ -321,7 +322,7 @@ def changed(value: object, draw: random.Random) -> object:
 def test_damaged_recordings_are_whole_or_a_sentence(
     name: str, tmp_path: Path, draw: random.Random, seconds: float
 ) -> None:
-    path = Path(shutil.copy(recordings.GOLDEN / f"{name}.npz", tmp_path))
+    path = Path(shutil.copy(reader.DATA / f"{name}.npz", tmp_path))
     content = path.read_bytes()
     good = files.arrays(path)
     counts = {"whole": 0, "sentence": 0, "other names": 0}
@@ -338,8 +339,8 @@ def test_damaged_recordings_are_whole_or_a_sentence(
             for key in found.keys() & good.keys():
                 assert np.array_equal(found[key], good[key])
             counts["whole" if found.keys() == good.keys() else "other names"] += 1
-        if name == parity_recording.RECORDING:
+        if name == outputs.RECORDING:
             with contextlib.suppress(files.Damaged):
-                parity_recording.read(tmp_path)
+                outputs.read(tmp_path)
     print(counts)
     assert min(counts["sentence"], seconds) >= 1

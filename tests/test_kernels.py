@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sass import disassembly
 
 import optimized.bench
 import optimized.ops
 from optimized import compiler
-from optimized.bench.sass import disassembly
 
 Configuration = tuple[str, dict[str, int | str]]
 
@@ -107,8 +107,26 @@ def test_no_arithmetic_is_approximate_or_flushed() -> None:
     # The flags are part of the contract with the CPU.
     assert {"--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"} <= set(compiler.FLAGS)
     for path in sorted(Path(compiler.KERNELS).rglob("*.cu*")):
-        if path.stem.startswith("elementary") or path.stem == "approx":
-            continue  # the price list compares approximate instructions with exact ones
+        if path.stem in ("elementary", "approx"):
+            continue  # whose words were compared with the reference, all of them (docs/elementary.md)
         text = path.read_text("utf-8")
         for forbidden in ("__expf", "__fdividef", "rsqrtf(", "tanh.approx", "ex2.approx", "rcp.approx", ".ftz"):
             assert forbidden not in text, f"{forbidden} in {path.name}"
+
+
+SPILL = """ptxas info    : Compiling entry function 'g' for 'sm_90a'
+ptxas info    : Function properties for g
+    16 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size
+"""
+SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+
+
+def test_a_spill_is_reported() -> None:
+    assert compiler.parse_usage(SPILL) == (compiler.Usage("g", 168, 16, 24, 32),)
+    assert len(compiler.parse_complaints(SPILL)) == 1
+
+
+def test_a_serialised_wgmma_is_reported() -> None:
+    assert compiler.parse_complaints(SERIAL) == (SERIAL.strip(),)
+    assert compiler.parse_complaints("ptxas warning : something\n") == ("ptxas warning : something",)

@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 from conftest import assert_same_bits
+from sass import disassembly
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import compiler
 from optimized.bench import ladder
 from optimized.bench.ladder import RUNGS, Rung
-from optimized.bench.sass import disassembly
 
 E4M3 = torch.float8_e4m3fn
 twin = torch.ops.twin

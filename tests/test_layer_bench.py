@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import reference as te
-from optimized.bench import layer, layer_models
-from optimized.commands import tables
+from optimized.bench import layer, layer_models, layer_tables
 
 CASE = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.0)
 
@@ -85,12 +84,12 @@ def test_the_table_has_a_row_per_contestant() -> None:
         "cupy_pool_bytes": 0,
         "provenance": {"cuda": "13.0", "torch": "2", "cupy": "14", "date": "2026-11-21T", "kernels": {}},
     }
-    whole, linear = tables.layer(payload)
+    whole, linear = layer_tables.tables(payload)
     assert whole.rows[0] == ("PyTorch", "exact", "no", "3.00", "1.00")
     assert whole.rows[1] == ("ours", "exact", "yes", "1.50", "1.00")
     assert whole.rows[-1][-2] == "1.25"
     assert linear.rows == (("Linear", "yes", "0.500"),)
-    (ops,) = tables.layer_ops(payload)
+    (ops,) = layer_tables.layer_ops(payload)
     assert ops.rows == (("gemm_fp8", "1×2×3", "2", "0.500", "7.00 TFLOP", "90 %"),)
 
 
@@ -120,5 +119,5 @@ def test_what_a_step_holds_for_backward() -> None:
     row = {"step": "ours", "attention": "exact", "peak_bytes": 2**31, "memory": [{"what": "input", "dtype": "bfloat16",
         "shape": "4×4", "count": 2, "bytes": 2**20}]}  # fmt: skip
     origin = {"cuda": "13.0", "torch": "2", "cupy": "14", "date": "2026-11-21T", "kernels": {}}
-    (table,) = tables.layer_memory({"cases": [{"rows": [row]}], "provenance": origin})
+    (table,) = layer_tables.layer_memory({"cases": [{"rows": [row]}], "provenance": origin})
     assert table.rows == (("input", "4×4", "bfloat16", "2", "1.0"),)

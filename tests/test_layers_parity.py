@@ -1,7 +1,10 @@
-"""On an H200 every layer equals its deep copy on the CPU in every bit, over training steps, dropout on."""
+"""On an H200 layers equal their deep copies on the CPU in every bit, over training steps, dropout on.
+
+Each layer by itself, in every precision, is among the cases of `twin parity` (tests/test_parity.py); here are the ways
+of using one that they have not.
+"""
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +22,6 @@ pytestmark = pytest.mark.gpu
 LEARNING_RATE = 0.03125
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"hybrid": te.Format.HYBRID, "e4m3": te.Format.E4M3}
-ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -77,53 +79,6 @@ def train_both(
 
 def recipe_of(fmt: str, algorithm: str = "max") -> te.DelayedScaling:
     return te.DelayedScaling(fp8_format=FORMATS[fmt], amax_history_len=4, amax_compute_algo=algorithm)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float32])
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_norms(kind: str, dtype: torch.dtype, same_bits) -> None:
-    train_both(getattr(te, kind)(200, params_dtype=dtype), (33, 200), dtype, None, same_bits)
-
-
-@pytest.mark.parametrize(("dtype", "fmt"), list(itertools.product(DTYPES, [None, *FORMATS])))
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_layernorm_linear(dtype: str, fmt: str | None, kind: str, same_bits) -> None:
-    layer = te.LayerNormLinear(144, 80, normalization=kind, params_dtype=DTYPES[dtype], zero_centered_gamma=True)
-    train_both(layer, (37, 144), DTYPES[dtype], recipe_of(fmt) if fmt else None, same_bits)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("dtype", "fmt"), list(itertools.product(DTYPES, [None, *FORMATS])))
-def test_layernorm_mlp(dtype: str, fmt: str | None, activation: str, same_bits) -> None:
-    layer = te.LayerNormMLP(80, 112, activation=activation, params_dtype=DTYPES[dtype])
-    train_both(layer, (37, 80), DTYPES[dtype], recipe_of(fmt, "most_recent") if fmt else None, same_bits)
-
-
-PADDING = (torch.arange(50) >= torch.tensor([[50], [31]])).view(2, 1, 1, 50)
-LAYERS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "unmasked": {"self_attn_mask_type": "no_mask"},
-    "padded": {"self_attn_mask_type": "padding_causal"},
-    "gqa": {"num_gqa_groups": 2, "activation": "swiglu", "normalization": "RMSNorm", "bias": False},
-    "one qkv parameter, batch first": {"fuse_qkv_params": True, "attn_input_format": "bshd", "activation": "geglu"},
-    "post-norm residual": {"apply_residual_connection_post_layernorm": True, "activation": "relu"},
-    "output norm": {"output_layernorm": True, "activation": "silu"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", LAYERS)
-@pytest.mark.parametrize(("dtype", "fmt"), [("bf16", "hybrid"), ("fp16", "e4m3"), ("bf16", None)])
-def test_transformer_layer(variant: str, dtype: str, fmt: str | None, same_bits) -> None:
-    layer = te.TransformerLayer(64, 128, 4, params_dtype=DTYPES[dtype], **LAYERS[variant])
-    shape = (2, 50, 64) if "batch first" in variant else (50, 2, 64)
-    extra = {"attention_mask": PADDING} if variant == "padded" else {}
-    train_both(layer, shape, DTYPES[dtype], recipe_of(fmt) if fmt else None, same_bits, **extra)
-
-
-def test_decoder_with_cross_attention(same_bits) -> None:
-    layer = te.TransformerLayer(64, 128, 4, layer_type="decoder", params_dtype=torch.bfloat16)
-    other = numbers(99, (21, 2, 64), torch.bfloat16)
-    train_both(layer, (34, 2, 64), torch.bfloat16, recipe_of("hybrid"), same_bits, encoder_output=other)
 
 
 def test_rotary_and_recomputed_core_attention(same_bits) -> None:

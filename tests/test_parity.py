@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,14 @@ import torch
 from rich.console import Console
 
 from optimized import device
-from optimized.commands import (
-    CommandError,
-    main,
-    parity,
-    parity_cases,
-    parity_ops,
-    parity_recording,
-    recorded_linear,
-    recordings,
-)
-from optimized.commands.parity_inputs import Case
+from optimized.commands import main, parity
 from optimized.commands.report import Report
-from optimized.commands.sides import Tally, differing
 from optimized.commands.steps import recorded
-from reference import tensor_core
+from optimized.compare import Tally, differing
+from optimized.recordings import cases, cases_ops, linear, outputs, reader
+from optimized.recordings import tensor_core as recorded_tensor_core
+from optimized.recordings.case import Case
+from reference import files, tensor_core
 from reference.ops import library
 
 CPU = torch.device("cpu")
@@ -38,25 +31,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
 
 
-def test_without_recordings_parity_says_where_they_come_from(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    recordings.arrays.cache_clear()
-    monkeypatch.setattr(recordings, "GOLDEN", tmp_path / "absent")
-    assert main(["parity"]) == 2
-    assert "They come with the repository" in capsys.readouterr().err
-
-
 @pytest.fixture
 def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The recordings, to be damaged."""
-    folder = Path(shutil.copytree(recordings.GOLDEN, tmp_path / "golden"))
-    monkeypatch.setattr(recordings, "GOLDEN", folder)
-    for found in (recordings.arrays, recordings.script):
-        found.cache_clear()
+    folder = Path(shutil.copytree(reader.DATA, tmp_path / "data"))
+    monkeypatch.setattr(reader, "DATA", folder)
+    reader.arrays.cache_clear()
     yield folder
-    for found in (recordings.arrays, recordings.script):
-        found.cache_clear()
+    reader.arrays.cache_clear()
 
 
 NAMES = ("wgmma_h200", "tensor_core_h200", "linear_h200", "parity_h200")
@@ -81,19 +63,11 @@ def test_a_damaged_recording_is_a_sentence(
     assert main(["parity", "--op", "Linear by cuBLASLt"]) == 2
     error = capsys.readouterr().err
     assert str(path) in error or (damage == "folder" and "is missing" in error)
-    assert "`git checkout -- tests/golden` brings it back.\n" in error
+    assert "`git checkout -- optimized/recordings`.\n" in error
     if name in ("tensor_core_h200", "linear_h200"):
         report = Report("title", "introduction")
         outcome = recorded.run(report, lambda name, total: lambda: None)
         assert outcome.result == error.strip()  # the walkthrough goes on
-
-
-def test_a_script_that_is_not_there_is_a_sentence(
-    no_gpu: None, golden: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (golden / "record_linear.py").unlink()
-    assert main(["parity"]) == 2
-    assert "record_linear.py is missing or damaged" in capsys.readouterr().err
 
 
 def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +77,7 @@ def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[s
     for op in ("wgmma e4m3 × e5m2", "cuBLASLt product (fast)", "cuBLASLt product (split)", "Linear by cuBLASLt"):
         assert op in out
     single = [op for op in ("cast_transpose", "scale_update", "gemm_fp8 (split)") if op in out]
-    if recordings.exists(parity_recording.RECORDING):
+    if reader.exists(outputs.RECORDING):
         assert len(single) == 3
     else:
         assert single == []
@@ -124,7 +98,7 @@ def test_parity_finds_one_wrong_bit(
     monkeypatch.setattr(tensor_core, "gemm", wrong)
     assert main(["parity", "--op", "cuBLASLt product (split)"]) == 1
     # One bit in one word of every product; in the products that are sums of slices it is one of several.
-    wrong = sum(product.accumulate == "split" for product in recordings.products())
+    wrong = sum(product.accumulate == "split" for product in recorded_tensor_core.products())
     assert re.search(rf"all\s+│\s+[\d,]+ │\s+{wrong}\b", capsys.readouterr().out)
 
 
@@ -133,22 +107,22 @@ def _case(*values: float, dtype: torch.dtype = torch.float32) -> Case:
 
 
 def test_a_case_that_was_never_recorded_is_an_error(tmp_path: Path) -> None:
-    empty = parity_recording.Recording({}, np.zeros(0, np.uint8))
-    with pytest.raises(CommandError, match="no 'new op/case/out': it is older than this case"):
+    empty = outputs.Recording({}, np.zeros(0, np.uint8))
+    with pytest.raises(files.Damaged, match="no 'new op/case/out': it is older than this case"):
         parity.replay(_case(0.0), empty)
-    parity_recording.write(tmp_path, {"new op/case/out": torch.zeros(1)}, CPU)
-    with pytest.raises(CommandError, match=r"recorded as torch.float32 \[1\] and is torch.bfloat16 \[1\] now"):
-        parity.replay(_case(0.0, dtype=torch.bfloat16), parity_recording.read(tmp_path))
+    outputs.write(tmp_path, {"new op/case/out": torch.zeros(1)}, CPU)
+    with pytest.raises(files.Damaged, match=r"recorded as torch.float32 \[1\] and is torch.bfloat16 \[1\] now"):
+        parity.replay(_case(0.0, dtype=torch.bfloat16), outputs.read(tmp_path))
 
 
-@pytest.mark.parametrize("size", [parity_recording.WHOLE, 1000])
+@pytest.mark.parametrize("size", [outputs.WHOLE, 1000])
 def test_a_recording_sees_every_word(tmp_path: Path, size: int) -> None:
     """Words stored whole and words behind a digest; NaN is NaN, -0 is not 0."""
     out = torch.linspace(-1, 1, size)
     out[5] = float("nan")
     out[7] = 0.0
-    parity_recording.write(tmp_path, {"new op/case/out": out}, CPU)
-    recording = parity_recording.read(tmp_path)
+    outputs.write(tmp_path, {"new op/case/out": out}, CPU)
+    recording = outputs.read(tmp_path)
     assert recording.compare("new op/case/out", out) == Tally(size, 0)
     other = out.clone()
     other.view(torch.int32)[5] = 0x7FC12345
@@ -164,16 +138,16 @@ def test_parity_records_what_it_replays(
 ) -> None:
     """The recorder, with the CPU in the GPU's place: a case of every op and layer, recorded and replayed."""
     console = Console(width=200)
-    every = list(parity_cases.cases())
+    every = list(cases.cases())
     some = list({case.op: case for case in every if not case.live}.values())
-    monkeypatch.setattr(parity_cases, "cases", lambda: some)
+    monkeypatch.setattr(cases, "cases", lambda: some)
     assert parity.record(tmp_path, CPU, console) == 0
-    monkeypatch.setattr(recordings, "exists", lambda name: True)
-    recording = parity_recording.read(tmp_path)
-    monkeypatch.setattr(parity_recording, "read", lambda folder: recording)
-    monkeypatch.setattr(recordings, "steps", lambda: [])
-    monkeypatch.setattr(recordings, "products", lambda: [])
-    monkeypatch.setattr(recorded_linear, "names", lambda: [])
+    monkeypatch.setattr(reader, "exists", lambda name: True)
+    recording = outputs.read(tmp_path)
+    monkeypatch.setattr(outputs, "read", lambda folder: recording)
+    monkeypatch.setattr(recorded_tensor_core, "steps", lambda: [])
+    monkeypatch.setattr(recorded_tensor_core, "products", lambda: [])
+    monkeypatch.setattr(linear, "CASES", {})
     results = parity.compare(None, None, console)
     assert set(results) == {case.op for case in every}
     assert all(tally.equal for tally in results.values())
@@ -184,7 +158,7 @@ def test_parity_records_what_it_replays(
     recording.provenance["kernels"]["attention"] = "another day's hash"
     parity._say_what_changed(console)
     assert capsys.readouterr().out.splitlines()[-1].endswith("before the last change of: attention")
-    monkeypatch.setattr(parity_ops, "EPSILON", 2e-5)
+    monkeypatch.setattr(cases_ops, "EPSILON", 2e-5)
     results = parity.compare(None, "rmsnorm", console)
     assert not results["rmsnorm"].equal
 
@@ -195,48 +169,59 @@ def test_the_recorder_goes_on_behind_a_case_that_fails(
     def fails(where: torch.device) -> dict[str, torch.Tensor]:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(parity_cases, "cases", lambda: [Case("bad op", "case", fails), _case(1.0, 2.0)])
+    monkeypatch.setattr(cases, "cases", lambda: [Case("bad op", "case", fails), _case(1.0, 2.0)])
     assert parity.record(tmp_path, CPU, Console(width=200)) == 1
     assert "bad op, case: not recorded: RuntimeError('no such kernel')" in capsys.readouterr().out
-    assert parity.replay(_case(1.0, 2.0), parity_recording.read(tmp_path)) == Tally(2, 0)
+    assert parity.replay(_case(1.0, 2.0), outputs.read(tmp_path)) == Tally(2, 0)
 
 
 def test_every_op_has_a_parity_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of ops, layers apart, call every operation of the library."""
     called = set()
-    real = parity_ops.twin
+    real = cases_ops.twin
 
     class Spy:
         def __getattr__(self, name: str) -> Any:
             called.add(name)
             return getattr(real, name)
 
-    for module in (parity_cases, parity_ops):
+    for module in (cases, cases_ops):
         monkeypatch.setattr(module, "twin", Spy())
-    for case in {case.op: case for case in parity_cases.cases() if not case.live}.values():
+    for case in {case.op: case for case in cases.cases() if not case.live}.values():
         case.run(CPU)
     assert called == set(vars(library.twin))
 
 
-def test_parity_cases_are_repeatable_and_named_once() -> None:
-    names = [(case.op, case.name) for case in parity_cases.cases()]
+def test_cases_are_repeatable_and_named_once() -> None:
+    names = [(case.op, case.name) for case in cases.cases()]
     assert len(names) == len(set(names))
     finite = [
         float(tensor.float().isfinite().float().mean())
-        for case in parity_cases.cases()
+        for case in cases.cases()
         if case.op.startswith("TransformerLayer") and case.name.startswith("fp16") and "causal" in case.name
         for tensor in case.run(CPU).values()
         if tensor.dtype.is_floating_point
     ]
     assert min(finite) == 1.0  # NaN equals NaN: a training that has overflowed would compare nothing
-    case = next(case for case in parity_cases.cases() if case.op == "Linear (FP8)")
+    case = next(case for case in cases.cases() if case.op == "Linear (FP8)")
     one, other = case.run(torch.device("cpu")), case.run(torch.device("cpu"))
     assert {key: differing(one[key], other[key]) for key in one} == dict.fromkeys(one, 0)
 
 
 @pytest.mark.gpu
-def test_parity_live() -> None:
-    assert main(["parity"]) == 0
+@pytest.mark.parametrize("op", sorted({case.op for case in cases.cases()}))
+def test_an_op_or_layer_on_both_sides(op: str, same_bits: Callable[..., None]) -> None:
+    for case in (case for case in cases.cases() if case.op == op):
+        here, there = case.run(CPU), case.run(torch.device("cuda"))
+        assert here.keys() == there.keys()
+        for name, tensor in here.items():
+            same_bits(tensor, there[name], f"{case.name}: {name}")
+
+
+@pytest.mark.gpu
+def test_parity_live(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "--op", "cast"]) == 0
+    assert "live: the CPU against" in capsys.readouterr().out
 
 
 def test_differing_counts_words() -> None:

@@ -159,7 +159,7 @@ def test_bench_lists_every_benchmark_and_its_results(results: Path, capsys: pyte
 
 
 def test_every_recorded_result_has_its_table() -> None:
-    recorded = {path.stem for path in measure.RESULTS.glob("*.json")}
+    recorded = {path.stem for path in measure.RESULTS.glob("*.json")} - {"gemm_sweep"}  # the fit of tiles' costs
     assert recorded <= set(tables.BUILDERS)
     for name in recorded:
         for table in tables.recorded(name):

@@ -2,24 +2,18 @@
 
 import json
 from fractions import Fraction
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from golden import tensor_core_cases as inputs
 
+from optimized import recordings
+from optimized.recordings import tensor_core_cases as inputs
+from optimized.recordings.tensor_core import DTYPES
 from reference import tensor_core
 from reference.tensor_core import model
 
-GOLDEN = Path(__file__).parent / "golden"
-DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 FP8_PAIRS = [kind for kind in inputs.KINDS if kind.startswith("e")]
 
 
@@ -43,87 +37,56 @@ def chain(kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return c
 
 
-def assert_words(got: np.ndarray, recorded: np.ndarray, name: str) -> None:
+def assert_words(got: np.ndarray, expected: np.ndarray, name: str) -> None:
     """Every word equal, or the first difference with its place."""
-    wrong = np.argwhere(got != recorded)
+    wrong = np.argwhere(got != expected)
     if len(wrong):
         place = tuple(int(i) for i in wrong[0])
         pytest.fail(
             f"{name}: {len(wrong)} of {got.size} words differ, the first at {place}: "
-            f"{got[place]:08x} computed, {recorded[place]:08x} recorded on an H200."
+            f"{got[place]:08x} computed, {expected[place]:08x} expected."
         )
 
 
 # -- recorded words ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def first_recording():
-    with np.load(GOLDEN / "wgmma_h200.npz") as file:
-        return dict(file)
+def test_the_inputs_are_those_of_the_recording():
+    recorded = recordings.arrays("tensor_core_h200")
+    checksums = json.loads(str(recorded["about"]))["input_crc32"]
+    assert {case.name: case.checksum() for case in inputs.cases()} == checksums
 
 
-@pytest.fixture(scope="module")
-def recording():
-    with np.load(GOLDEN / "tensor_core_h200.npz") as file:
-        return dict(file)
+def test_every_recorded_step():
+    tallies = [(recorded.formats, recorded.compare()) for recorded in recordings.steps()]
+    assert len(tallies) == 14 + len(list(inputs.cases()))
+    assert {formats: tally.different for formats, tally in tallies} == dict.fromkeys(inputs.KINDS, 0)
+    assert sum(tally.different for _, tally in tallies) == 0
+    assert sum(tally.compared for _, tally in tallies) == 73728 + 135680
 
 
-def test_the_first_recording(first_recording):
-    keys = [key.removesuffix(".A") for key in first_recording if key.endswith(".A")]
-    assert len(keys) == 14
-    for key in keys:
-        kind = ".".join(key.split(".")[:2])
-        kind = "fp16.fp16" if kind == "f16.f16" else kind
-        a, b, c, d = (first_recording[f"{key}.{x}"] for x in "ABCD")
-        got = [chain(kind, a[t], b[t], c[t].view(np.uint32)) for t in range(len(a))]
-        assert_words(np.stack(got), d.view(np.uint32), key)
-
-
-def test_every_case_of_the_second_recording(recording):
-    checksums = json.loads(str(recording["about"]))["input_crc32"]
-    seen = set()
-    for case in inputs.cases():
-        assert case.checksum() == checksums[case.name], f"{case.name}: these are not the inputs of the recording"
-        seen.add(case.name)
-        if case.a.shape[2] >= 16384:
-            continue  # below, by gemm
-        kind = ".".join(case.name.split(".")[:2])
-        got = [chain(kind, case.a[t], case.b[t], case.c[t]) for t in range(len(case.a))]
-        assert_words(np.stack(got), recording[case.name], case.name)
-    assert seen == set(checksums)
-    assert sum(recording[name].size for name in seen) == 135680
-
-
-def test_recorded_words_without_c_by_gemm(recording):
-    checked = 0
+def test_recorded_words_without_c_by_gemm():
+    checked, recorded = 0, recordings.arrays("tensor_core_h200")
     for case in inputs.cases():
         kind, name = case.name.rsplit(".", 1)
         if name.startswith("chain") or name in ("no_c", "zeros", "low_edge"):
             for tile in range(len(case.a)):
                 got = tensor_core.gemm(*tensors(kind, case.a[tile], case.b[tile]))
-                assert_words(words_of(got), recording[case.name][tile], case.name)
+                assert_words(words_of(got), recorded[case.name][tile], case.name)
             checked += 1
     assert checked == 33
 
 
-# Where few tiles meet a long K, cuBLASLt cuts K into slices for several blocks, and adds their sums in order
-# of K in fp32: the words are those of these slices.
-SLICES = {"product.e4m3.e4m3.256x256x16384": 5504, "product.e4m3.e4m3.64x64x65536": 2688}
-
-
-@pytest.mark.parametrize("accumulate", ["fast", "split"])
-def test_cublaslt_products(recording, accumulate):
-    for index, (kind, m, n, depth) in enumerate(inputs.PRODUCTS):
-        name = f"product.{kind}.{m}x{n}x{depth}"
-        a, b = tensors(kind, *inputs.product_inputs(index, corner=True))
-        got = tensor_core.gemm(a, b, accumulate)
-        if name in SLICES:
-            assert (words_of(got) != recording[f"{name}.{accumulate}"]).any(), f"{name}: sliced no more?"
-            got = torch.zeros_like(got)
-            for a_slice, b_slice in zip(a.split(SLICES[name], 1), b.split(SLICES[name], 1), strict=True):
-                got += tensor_core.gemm(a_slice, b_slice, accumulate)
-        assert_words(words_of(got), recording[f"{name}.{accumulate}"], f"{name}.{accumulate}")
+def test_cublaslt_products():
+    """Where few tiles meet a long K, cuBLASLt cuts K into slices for several blocks: only with them the words agree."""
+    sliced = 0
+    for product in recordings.products():
+        assert product.compare().different == 0, product.title
+        if product.slices > 1:
+            sliced += 1
+            whole = tensor_core.gemm(product.a, product.b, product.accumulate)
+            assert not torch.equal(whole, product.out), f"{product.title}: sliced no more?"
+    assert sliced == 4
 
 
 # -- other arithmetic --------------------------------------------------------------------------------------

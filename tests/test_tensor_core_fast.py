@@ -11,10 +11,10 @@ import numba
 import numpy as np
 import pytest
 import torch
-from golden import tensor_core_cases as inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optimized.recordings import tensor_core_cases as inputs
 from reference import tensor_core
 from reference.tensor_core import fast, kernels, model
 

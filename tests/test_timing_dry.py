@@ -1,13 +1,10 @@
-"""How times are taken, with events and a clock that count what is noted; and calls of a made-up cuBLASLt."""
+"""How times are taken, with events and a clock that count what is noted."""
 
-import ctypes
 import itertools
 import re
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +26,6 @@ from optimized.bench import (
     layer,
     layer_models,
     norm,
-    sass,
 )
 
 REAL = {"interleave": measure.interleave, "graph": measure.graph, "timed": layer.timed}
@@ -191,72 +187,6 @@ def test_a_split_of_k_is_found(bench: DryBench, pieces: int) -> None:
         return
     assert found == f"cuBLASLt splits K into {pieces} pieces of {step} and adds them in fp32, in order"
     assert seen[pieces - 2] == [step] * (pieces - 1) + [8256 - step * (pieces - 1)]
-
-
-def test_results_of_cublaslt_are_laid_out_as_in_its_header() -> None:
-    fields = {name: getattr(cublaslt._Heuristic, name).offset for name, _ in cublaslt._Heuristic._fields_}
-    assert fields == {"algorithm": 0, "workspace_bytes": 64, "state": 72, "waves": 76, "reserved": 80}
-    assert ctypes.sizeof(cublaslt._Heuristic) == 96
-
-
-def problem(accumulate: str = "fast") -> cublaslt.Product:
-    a, b = (torch.empty(rows, 64, dtype=torch.float8_e4m3fn, device="cuda") for rows in (32, 48))
-    scales = [torch.ones(1, device="cuda") for _ in range(2)]
-    return cublaslt.Product(a, b, scales[0], scales[1], torch.bfloat16, accumulate)
-
-
-def test_the_fastest_algorithm(bench: DryBench) -> None:
-    """Of those whose state is 0: the first and the third."""
-    for best in ("0", "1"):
-        times = {"0": [2.0, 1.0, 3.0], "1": [2.0, 2.0, 2.0], best: [0.5, 0.5, 9.0]}
-        with mock.patch.object(measure, "interleave", return_value=times) as timed:
-            call = cublaslt.fastest(problem(), repeats=3)
-        assert timed.call_args.kwargs == {"repeats": 3, "warmup": 2}
-        assert list(timed.call_args.args[0]) == ["0", "1"]
-        bench.gpu.lines.clear()
-        assert call().shape == (32, 48)
-        (line,) = bench.gpu.lines
-        assert f"[{100 + 2 * int(best)}, 0, 0, 0, 0, 0, 0, 0]" in line
-
-
-def test_calls_of_cublaslt(bench: DryBench) -> None:
-    """Theirs is column-major: our b is its A, so that scales and layouts change places."""
-    p = problem("split")
-    (call, _) = cublaslt.algorithms(p)
-    addresses = [bench.gpu._value(x.data_ptr()) for x in (p.a, p.b, p.a_scale, p.b_scale, call())]
-    a, b, a_scale, b_scale, out = addresses
-    workspace = bench.gpu._value(cublaslt._workspace().data_ptr())
-    text = "\n".join(bench.gpu.lines)
-    handles = {line.split("(")[0]: 0 for line in bench.gpu.lines}
-    assert f"SetAttribute(4097, 17, &{b_scale}, 8)" in text
-    assert f"SetAttribute(4097, 18, &{a_scale}, 8)" in text
-    assert "SetAttribute(4097, 25, &0, 1)" in text
-    assert "MatrixLayoutCreate(&0, 28, 64, 32, 64)" in text
-    assert "MatrixLayoutCreate(&0, 28, 64, 48, 64)" in text
-    assert "MatrixLayoutCreate(&0, 14, 48, 32, 48)" in text
-    assert "cublasLtMatmulPreferenceSetAttribute(4101, 1, &67108864, 8)" in text
-    assert "GetHeuristic(4102, 4097, 4099, 4098, 4100, 4100, 4101, 8, 8 results, &0)" in text
-    product = f"cublasLtMatmul(4102, 4097, &1.0, {b}, 4099, {a}, 4098, &0.0, {out}, 4100, {out}, 4100, "
-    assert f"{product}&[100, 0, 0, 0, 0, 0, 0, 0], {workspace}, 67108864, 7)" in text
-    assert "cublasLtCreate" in handles
-
-
-def test_cublaslt_that_refuses(bench: DryBench) -> None:
-    bench.lt.offered = 0
-    with pytest.raises(RuntimeError, match=r"^cuBLASLt offers no algorithm for torch\.float8_e4m3fn \(32, 64\) and "):
-        cublaslt.algorithms(problem())
-    bench.lt.status = 15
-    with pytest.raises(RuntimeError, match=r"^cublasLtMatmulDescCreate returned cublasStatus_t 15\.$"):
-        cublaslt.algorithms(problem())
-
-
-def test_the_library_that_torch_has_loaded() -> None:
-    cublaslt._library.cache_clear()
-    with mock.patch.object(torch.cuda, "init") as init, mock.patch.object(ctypes, "CDLL", return_value=3) as load:
-        assert cublaslt._library() == cublaslt._library() == 3  # type: ignore[comparison-overlap]
-    cublaslt._library.cache_clear()
-    init.assert_called_once_with()
-    load.assert_called_once_with("libcublasLt.so.13")
 
 
 def test_the_kernels_of_a_call(bench: DryBench) -> None:
@@ -434,78 +364,3 @@ def test_speeds_of_a_product(bench: DryBench) -> None:
     assert set(wide["ms"]) == {"ours", "theirs"}
     assert "best" not in wide
     assert "sustained_ms" not in wide
-
-
-DISASSEMBLY = """
-.text.other:
-        /*0000*/                   FADD R1, R2, R3 ;
-//--------------------- .text.probe
-.text.probe:
-        /*0000*/                   FMNMX.NAN R1, R2, R3 ;
-        /*0010*/              @!P0 MUFU.EX2 R1, R2 ;
-        /*0020*/             @UP1  FFMA R1, R2, R3 ;
-        /*0030*/                   FFMA R1, R2, R3 ;
-.section more
-        /*0000*/                   FMUL R1, R2, R3 ;
-//--------------------- .text.last
-        /*0000*/                   IADD3 R1, R2, R3 ;
-"""
-
-
-def test_opcodes_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sass, "disassembly", lambda cubin: DISASSEMBLY)
-    assert sass.opcodes(b"", "probe") == {"FMNMX.NAN": 1, "MUFU.EX2": 1, "FFMA": 2}
-    with pytest.raises(ValueError, match=r"^function='none' is not in the cubin\.$"):
-        sass.opcodes(b"", "none")
-
-
-def test_instructions_of_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve elements less four, less the same of the identity, by eight."""
-    counts = {
-        ("f", 12): {"FFMA": 40, "MUFU": 12, "LDG": 12, "NOP": 90, "IADD": 5, "CALL.REL": 1},
-        ("f", 4): {"FFMA": 8, "MUFU": 4, "LDG": 4, "NOP": 2, "IADD": 1},
-        ("identity", 12): {"LDG": 12, "FFMA": 11},
-        ("identity", 4): {"LDG": 4, "FFMA": 3},
-    }
-
-    def cubin(kernel: str, defines: dict[str, Any]) -> tuple[str, int]:
-        assert kernel == "elementary_bench"
-        return defines["FUNCTION"], defines["COUNT"]
-
-    def opcodes(which: tuple[str, int], function: str) -> Counter[str]:
-        assert function == "probe"
-        return Counter(counts[which])
-
-    monkeypatch.setattr(compiler, "cubin", cubin)
-    monkeypatch.setattr(sass, "opcodes", opcodes)
-    found = sass.per_element("f")
-    assert found == {"FFMA": 3, "MUFU": 1}
-    assert not sass.has_slow_path(found)
-    assert sass.has_slow_path(Counter({"CALL.REL.NOINC": 1}))
-
-
-def test_the_disassembler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In the wheel; in a toolkit; or nowhere."""
-    tool = tmp_path / "cu13" / "bin" / "nvdisasm"
-    tool.parent.mkdir(parents=True)
-    tool.touch()
-    asked: list[Any] = []
-
-    def which(name: str, path: str | None = None) -> str | None:
-        asked.append((name, path))
-        return None if path or len(asked) > 2 else "/here/nvdisasm"
-
-    def find() -> Any:
-        return sass.nvdisasm.__wrapped__()
-
-    monkeypatch.setattr(sass.shutil, "which", which)
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: spec if name == "nvidia" else None)
-    assert find() == tool
-    for nothing in (None, types.SimpleNamespace(submodule_search_locations=None)):
-        asked.clear()
-        monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name, nothing=nothing: nothing)
-        assert find() == Path("/here/nvdisasm")
-        assert asked == [("nvdisasm", "/usr/local/cuda/bin"), ("nvdisasm", None)]
-    with pytest.raises(ImportError, match=r"^nvdisasm, CUDA's disassembler, is not installed: "):
-        find()

@@ -7,10 +7,12 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench.copies import Copies
+from optimized.bench.copies import Copies, of_copy
+from optimized.bench.table import Table
 from reference.ops.activation import KINDS, width
 
 NAME = "activation"
+WHAT = "five activations, forward, backward and to FP8, against a copy"
 KERNELS = ("activation", "activation_cast_transpose", "dbias")
 # dtype, rows and columns of y (of x too, or half of x's for the gated kinds).
 CASES = (("bf16", 8192, 16384), ("bf16", 8192, 4096), ("fp32", 8192, 4096))
@@ -79,3 +81,8 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> d
         "rows": results,
         "provenance": measure.provenance(KERNELS),
     }
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """Activations against the device copy, every kind in its column."""
+    return [of_copy(payload, "Activations, share of a copy", "kind", str)]

@@ -12,8 +12,10 @@ import torch
 import optimized as te
 from optimized import measure
 from optimized.bench.copies import COPY_BYTES, large_copy
+from optimized.bench.table import Table, origin, percent
 
 NAME = "adam"
+WHAT = "FusedAdam over a layer's weights against a copy and PyTorch's fused AdamW"
 KERNELS = ("adam", "multi_cast_transpose")
 HIDDEN = 4096
 _WEIGHTS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
@@ -88,3 +90,14 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> d
         "rows": rows,
         "provenance": measure.provenance(KERNELS),
     }
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """One optimizer step, as a share of the copy."""
+    rows = [
+        (row["optimizer"], str(row["bytes_a_number"]), f"{row['ms']['median']:.2f}", percent(row["of_copy"]))
+        for row in payload["rows"]
+    ]
+    note = f"{payload['numbers'] / 1e6:.0f} million numbers. {origin(payload)}"
+    columns = ("one step over a layer's weights", "bytes a number", "ms", "of copy")
+    return [Table("Optimizers", columns, tuple(rows), note)]

@@ -13,10 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import optimized  # noqa: F401  (registers the CUDA ops)
 from optimized import measure
+from optimized.bench.table import Table, origin, percent
 from reference import philox
 
 twin = torch.ops.twin
 NAME = "attention"
+WHAT = "attention against cuDNN's; softmax, rotary embedding and dropout against a copy"
 _CALLS = 4
 KERNELS = ("attention", "attention_backward", "dropout", "rotary", "softmax")
 
@@ -136,6 +138,31 @@ def main() -> None:
     payload = run(repeats=options.repeats)
     if options.write:
         measure.write_result(NAME, payload)
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """Attention against cuDNN's, and the ops around it against the device copy."""
+    rows = []
+    for name, times in payload["ms"]["attention"].items():
+        cells = [name.replace(" none", "").replace(" dropout=0.0", "")]
+        for way in ("forward", "backward"):
+            ours, theirs = times[way]["median"], times[f"cuDNN {way}"]["median"]
+            cells += [f"{ours:.2f}", percent(theirs / ours)]
+        rows.append(tuple(cells))
+    columns = ("attention, bf16", "forward ms", "of cuDNN", "backward ms", "of cuDNN")
+    note = (
+        "100 % is the speed of cuDNN's attention as torch calls it, interleaved in the same run. cuDNN's bits are its "
+        f"own; these are reproducible on a CPU. {origin(payload)}"
+    )
+    around = payload["ms"]["elementwise"]
+    others = tuple(
+        (name.replace("_", " "), f"{value['TB/s']:.2f}", percent(value["TB/s"] / around["copy"]["TB/s"]))
+        for name, value in around.items()
+    )
+    return [
+        Table("Attention", columns, tuple(rows), note),
+        Table("Around attention, bf16", ("kernel", "TB/s", "of copy"), others, origin(payload)),
+    ]
 
 
 if __name__ == "__main__":

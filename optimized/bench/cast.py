@@ -7,10 +7,12 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench.copies import Copies
+from optimized.bench.copies import Copies, of_copy
+from optimized.bench.table import Table, origin, percent
 from reference.ops.cast_transpose import cast_outputs
 
 NAME = "cast_transpose"
+WHAT = "casts, transposes and reductions against a copy"
 KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax", "scale_update")
 SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -116,3 +118,19 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> d
         "scale_update_100_modules_ms": update,
         "provenance": measure.provenance(KERNELS),
     }
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """Casts and reductions against the device copy, every input type in its column."""
+    found = [of_copy(payload, "Casts and reductions", "dtype", lambda dtype: f"{dtype} input, of copy")]
+    layers = []
+    for one in payload.get("weights_of_a_layer", ()):
+        ways = (one["cast_transpose"], one["multi"])
+        speeds = (f"{1e3 * way['ms']['median']:.1f} ({percent(way['of_copy'])})" for way in ways)
+        layers.append((str(one["hidden"]), one["dtype"], *speeds))
+    if layers:
+        heads = ("hidden", "weights", "one by one, µs (of copy)", "`multi_cast_transpose`, µs (of copy)")
+        moved = "In brackets the bytes that must move over the time, as a share of `Tensor.copy_` in the same run. "
+        title = "The four weights of a layer, to FP8 with their transposes"
+        found.append(Table(title, heads, tuple(layers), moved + origin(payload)))
+    return found

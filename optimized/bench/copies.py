@@ -6,12 +6,14 @@ pays for starting and ending a kernel as the op does. A sample is a few calls ov
 replayed as a CUDA graph, so that the host's time is not in it.
 """
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from optimized import measure
+from optimized.bench.table import Table, origin, percent
 
 FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
 COPY_BYTES = 1 << 29
@@ -57,3 +59,24 @@ class Copies:
                 "of_copy_of_as_many_bytes": times[f"copy {moved[op]}"]["median"] / times[op]["median"],
             }
         return found
+
+
+def _shares(rows: Sequence[dict[str, Any]]) -> str:
+    """Of a copy: the median over shapes (the smallest; the smallest against a copy of as many bytes)."""
+    shares = [row["of_copy"] for row in rows]
+    least = [min(row[key] for row in rows) for key in ("of_copy", "of_copy_of_as_many_bytes") if key in rows[0]]
+    return f"{percent(statistics.median(shares))} ({'; '.join(map(percent, least))})"
+
+
+def of_copy(payload: dict[str, Any], title: str, group: str, label: Callable[[str], str]) -> Table:
+    """One row per op, one column per value of `group`."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in payload["rows"]:
+        found.setdefault(row["op"], {}).setdefault(row[group], []).append(row)
+    groups = list(dict.fromkeys(row[group] for row in payload["rows"]))
+    rows = [(op.replace("_", " "), *(_shares(values[g]) for g in groups)) for op, values in found.items()]
+    note = (
+        "The bytes that must move over the time, as a share of what `Tensor.copy_` of 512 MiB reaches in the same run: "
+        f"median over shapes (smallest; smallest against a copy of as many bytes). {origin(payload)}"
+    )
+    return Table(title, ("kernel", *(label(g) for g in groups)), tuple(rows), note)

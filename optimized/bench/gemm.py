@@ -17,9 +17,11 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench import cublaslt
+from optimized.bench.table import Table, origin, percent
 from optimized.ops.gemm_tile import FP8_TILES, TILES, multiprocessors, select_tile
 
 NAME = "gemm"
+WHAT = "FP8 and 16-bit products of a GPT layer against cuBLASLt"
 KERNELS = ("gemm", "gemm_fp8")
 TOKENS, HIDDEN, FFN = 8192, 4096, 16384
 # in and out features of the layer's Linears: sequence 2048, batch 4, hidden 4096, ffn 16384.
@@ -189,3 +191,48 @@ def run(
         "rows": rows,
         "provenance": measure.provenance(KERNELS),
     }
+
+
+OF_ITS_BEST = " Its best is the fastest of the eight algorithms that the heuristic offers, called directly."
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """FP8 and bf16 products against cuBLASLt: one row per shape, one column per kind."""
+    kinds = list(dict.fromkeys(row["kind"] for row in payload["rows"]))
+    names = {"fast": "FP8 fast", "split": "FP8 split", "bf16": "bf16"}
+    best = payload.get("geometric_mean_speed_over_best", {})
+    by_shape: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in payload["rows"]:
+        by_shape.setdefault(f"{row['name']} {row['m']}×{row['n']}×{row['k']}", {})[row["kind"]] = row
+    rows = []
+    for shape, found in by_shape.items():
+        cells = [shape]
+        for kind in kinds:
+            row = found.get(kind)
+            cells.append("–" if row is None else f"{row['tflops']['ours']:.0f}")
+            cells.append("–" if row is None else percent(row["speed_over_theirs"]["median"]))
+            if kind in best:
+                cells.append("–" if row is None else percent(row["speed_over_best"]["median"]))
+        rows.append(tuple(cells))
+    means = payload["geometric_mean_speed_over_theirs"]
+    columns, last = ["product M×N×K"], ["geometric mean"]
+    for kind in kinds:
+        columns += [f"{names.get(kind, kind)} TFLOP/s", "of cuBLASLt", *(["of its best"] if kind in best else [])]
+        last += ["", percent(means[kind]), *([percent(best[kind])] if kind in best else [])]
+    rows.append(tuple(last))
+    note = (
+        "100 % is the speed of cuBLASLt as torch calls it (`torch._scaled_mm`, `torch.mm`: the first algorithm of its "
+        f"heuristic), launches interleaved in the same run.{OF_ITS_BEST if best else ''}"
+        f"{_sustained(payload, kinds, names)} {origin(payload)}"
+    )
+    return [Table("Matrix products", tuple(columns), tuple(rows), note)]
+
+
+def _sustained(payload: dict[str, Any], kinds: list[str], names: dict[str, str]) -> str:
+    """The geometric means of the sustained blocks, in a sentence; nothing where they were not measured."""
+    found = []
+    for kind in kinds:
+        ratios = [row.get("sustained_speed_over_theirs") for row in payload["rows"] if row["kind"] == kind]
+        if None not in ratios:
+            found.append(f"{names.get(kind, kind)} {percent(statistics.geometric_mean(ratios))}")
+    return f" In sustained blocks, at the power cap (geometric means): {', '.join(found)}." if found else ""

@@ -14,11 +14,13 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench.gemm import FFN, HIDDEN, TOKENS, scaled_mm
+from optimized.bench.table import Table, origin, percent
 from optimized.ops import gemm_fused
 from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
 from reference.ops.activation import GATED, KINDS
 
 NAME = "gemm_epilogue"
+WHAT = "FP8 products fused with activations, dropout, accumulation, against the product alone"
 KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout", "dbias")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
@@ -141,3 +143,25 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> d
         "rows": rows,
         "provenance": measure.provenance(KERNELS),
     }
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """Fused products: against the product alone, ours and cuBLASLt's, and against the ops apart."""
+    rows = []
+    for row in payload["rows"]:
+        speeds = (row[f"speed_over_{side}"]["median"] for side in ("plain", "cublaslt", "apart"))
+        name = f"{row['name']} {row['m']}×{row['n']}×{row['k']}, {row['epilogue']}"
+        rows.append((name, f"{row['ms']['fused']['median']:.3f}", *map(percent, speeds)))
+    columns = (
+        "FP8 product and what follows it",
+        "ms",
+        "of the product alone",
+        "of cuBLASLt's alone",
+        "of the ops apart",
+    )
+    note = (
+        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast forward, split backward), and that "
+        "of the ops one after the other, interleaved in the same run. Where those win (the backward, a short K), the "
+        f"op runs them instead. {origin(payload)}"
+    )
+    return [Table("Products with what follows them", columns, tuple(rows), note)]

@@ -14,8 +14,10 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench.gemm import shapes
+from optimized.bench.table import Table, origin
 
 NAME = "gemm_equality"
+WHAT = "every word of FP8 products against cuBLASLt's"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Beside the layer's twelve: squares, tall, wide, odd multiples of 16, ragged rows, few outputs with a long K.
 SHAPES = {
@@ -135,3 +137,20 @@ def run(progress: Callable[[float], None] | None = None) -> dict[str, Any]:
         "rows": rows,
         "provenance": measure.provenance(("gemm_fp8",)),
     }
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """How many products equal cuBLASLt's in every word, and those that do not, with the reason."""
+    equal, total = payload["problems_with_every_word_equal"], payload["problems"]
+    rows = [(f"{equal} of {total} products", f"{sum(r['words'] for r in payload['rows'] if _equal(r)):,}", "0", "")]
+    for row in payload["rows"]:
+        if not _equal(row):
+            shape = f"{row['m']}×{row['n']}×{row['k']}, {row['accumulate']}"
+            rows.append((shape, f"{row['words']:,}", f"{row['differing_words']:,}", row["why"]))
+    note = "FP8 products with fp32 output, compared with `torch._scaled_mm`'s in every word. " + origin(payload)
+    columns = ("FP8 product M×N×K", "words", "different from cuBLASLt", "why")
+    return [Table("Equality with cuBLASLt", columns, tuple(rows), note)]
+
+
+def _equal(row: dict[str, Any]) -> bool:
+    return bool(row["differing_words"] == 0)

@@ -19,11 +19,13 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench.gemm import scaled_mm
+from optimized.bench.table import Table, origin, percent
 from optimized.ops.gemm_fp8 import chains
 from optimized.ops.gemm_fp8_split_k import is_faster
 from optimized.ops.gemm_tile import FP8_TILES, Tile, multiprocessors, select_tile
 
 NAME = "gemm_shapes"
+WHAT = "FP8 products of random shapes against cuBLASLt"
 PLOT = Path(__file__).parents[2] / "docs" / "gemm_shapes.png"
 COUNT, SEED = 320, 4
 MULTIPLY_ADDS = 1 << 40  # at most, 1.5 ms: fc1 of the layer has half as many
@@ -41,7 +43,7 @@ BOUNDS: tuple[Bounds, Bounds, Bounds] = ((1, 1 << 15), (16, 1 << 15), (16, 1 << 
 def problems(
     seed: int = SEED, count: int = COUNT, bounds: tuple[Bounds, Bounds, Bounds] = BOUNDS
 ) -> list[tuple[int, int, int]]:
-    """M, N, K of the whole list, always the same; another seed gives a list of its kind (gemm_sweep tunes on one)."""
+    """M, N, K of the whole list, always the same; of other seeds are what tiles were fitted to."""
     draw = random.Random(seed)
 
     def extent(low: int, high: int, multiple: int) -> int:
@@ -162,6 +164,21 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
     figure.colorbar(points, ax=panels, label="128x128 tiles, up to the multiprocessors")
     measure.write_plot(path, figure)
     plt.close(figure)
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """A list of random shapes against cuBLASLt: one row per accumulation."""
+    rows = []
+    for kind, found in payload["summary"].items():
+        shape = "×".join(map(str, found["worst_shape"]))
+        below = f"{found['below_0.75']} of {found['problems']}"
+        rows.append((f"FP8 {kind}", percent(found["geometric_mean"]), f"{percent(found['worst'])} ({shape})", below))
+    columns = ("random shapes", "of cuBLASLt, geometric mean", "worst (M×N×K)", "below 75 %")
+    note = (
+        "A list of shapes fixed before it was measured, M from 1 to 32768, N and K from 16 to 32768; fast accumulation "
+        f"where there are as many 128×128 tiles as multiprocessors. L2 flushed. {origin(payload)}"
+    )
+    return [Table("Products of random shapes", columns, tuple(rows), note)]
 
 
 if __name__ == "__main__":

@@ -19,10 +19,12 @@ import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import launch, measure
 from optimized.bench import cublaslt
 from optimized.bench.gemm import scaled_mm
+from optimized.bench.table import Table, origin, percent
 from optimized.ops.gemm_tile import multiprocessors
 from optimized.tensor_map import TensorMap, encode
 
 NAME = "ladder"
+WHAT = "eight FP8 kernels, from a naive one to the production design, against cuBLASLt"
 PLOT = Path(__file__).parents[2] / "docs" / "ladder.png"
 # fc1's and fc2's forward product: a short K with many tiles, and a long K.
 SHAPES = {"fc1.fprop": (8192, 16384, 4096), "fc2.fprop": (8192, 4096, 16384)}
@@ -203,6 +205,29 @@ def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     measure.write_plot(path, figure)
     plt.close(figure)
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """The ladder's kernels: what was expected of each, and what came."""
+    shapes = list(dict.fromkeys(row["shape"] for row in payload["rows"]))
+    found = {(row["kernel"], row["shape"]): row for row in payload["rows"]}
+    rows = []
+    for kernel in dict.fromkeys(row["kernel"] for row in payload["rows"]):
+        rung = payload["rungs"].get(kernel)
+        low, high = rung["expected_tflops"] if rung else ("", "")
+        cells = [kernel, rung["idea"] if rung else "", f"{low} to {high}" if rung else ""]
+        for shape in shapes:
+            row = found[kernel, shape]
+            cells += [f"{row['tflops']:.0f}", percent(row["of_cublaslt"])]
+        rows.append(tuple(cells))
+    columns = ["kernel", "idea", f"expected, {shapes[0]}"]
+    for shape in shapes:
+        columns += [f"came, {shape}", "of cuBLASLt"]
+    note = (
+        "TFLOP/s, medians of interleaved launches, E4M3, fast accumulation, bf16 output; 100 % is `torch._scaled_mm`. "
+        f"Every kernel gave cuBLASLt's words. {origin(payload)}"
+    )
+    return [Table("The ladder", tuple(columns), tuple(rows), note)]
 
 
 if __name__ == "__main__":

@@ -25,11 +25,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import measure
+from optimized.bench import layer_tables
 from optimized.bench.copies import COPY_BYTES, large_copy
 from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
 from reference.nn.float8_tensor import Float8Tensor
 
 NAME = "layer"
+WHAT = "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes"
+tables = layer_tables.tables
 KERNELS = (
     *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),
     *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward", "norm_cast_transpose"),

@@ -21,7 +21,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import optimized as te
 from optimized import measure
-from optimized.commands.steps.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
+from optimized.bench.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
 from reference.nn.module import TransformerEngineBaseModule
 
 RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")

@@ -15,8 +15,10 @@ import torch
 from optimized import measure
 from optimized.bench import layer
 from optimized.bench.layer_models import Case, few
+from optimized.bench.table import Table, origin
 
 NAME = "layer_sweep"
+WHAT = "an FP8 layer against PyTorch's over widths and numbers of tokens"
 HIDDEN, TOKENS = 4096, 8192
 # One axis at a time, through the layer that everything else is measured at.
 SIZES = (
@@ -127,6 +129,23 @@ def plot(payload: dict[str, Any]) -> None:
 def _ms(point: dict[str, Any], step: str, attention: str) -> Any:
     found = (row["ms"]["median"] for row in point["rows"] if (row["step"], row["attention"]) == (step, attention))
     return next(found, None)
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """The layer's times over its width and the number of tokens."""
+    heads = {(row["step"], row["attention"]): None for point in payload["points"] for row in point["rows"]}
+    rows = []
+    for point in payload["points"]:
+        times = {(row["step"], row["attention"]): row["ms"]["median"] for row in point["rows"]}
+        cells = (f"{times[head]:.2f}" if head in times else "–" for head in heads)
+        rows.append((str(point["hidden"]), str(point["tokens"]), *cells, f"{point['parts']['median']:.2f}"))
+    titles = (f"{step}, {attention} attention" for step, attention in heads)
+    note = (
+        "Milliseconds, medians of blocks of steps in turn: bf16, causal, heads of 128 channels, ffn four times hidden, "
+        f"sequences of at most 2048. {origin(payload)}"
+    )
+    columns = ("hidden", "tokens", *titles, "cuBLASLt's 12 FP8 products + cuDNN's attention")
+    return [Table("One layer by width and tokens, forward and backward, ms", columns, tuple(rows), note)]
 
 
 if __name__ == "__main__":

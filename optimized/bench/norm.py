@@ -7,9 +7,11 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench.copies import Copies
+from optimized.bench.copies import Copies, of_copy
+from optimized.bench.table import Table
 
 NAME = "norm"
+WHAT = "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy"
 KERNELS = (
     "norm",
     "norm_any",
@@ -77,3 +79,9 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> d
         "rows": rows,
         "provenance": measure.provenance(KERNELS),
     }
+
+
+def tables(payload: dict[str, Any]) -> list[Table]:
+    """Norms against the device copy."""
+    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    return [of_copy(payload, "Norms, bf16, share of a copy", "kind", lambda kind: names[kind])]

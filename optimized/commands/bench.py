@@ -14,64 +14,18 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.bench import (
-    activation,
-    adam,
-    attention,
-    cast,
-    gemm,
-    gemm_epilogue,
-    gemm_equality,
-    gemm_shapes,
-    gemm_sweep,
-    ladder,
-    layer,
-    layer_sweep,
-    norm,
-)
 from optimized.commands import CommandError, check_folder, tables
-from optimized.commands.sides import hopper
+from optimized.device import hopper
 
 SUMMARY = "speed against cuBLASLt and the device copy; without a Hopper GPU, the recorded results"
-MODULES = (
-    gemm,
-    gemm_epilogue,
-    gemm_equality,
-    gemm_sweep,
-    gemm_shapes,
-    ladder,
-    cast,
-    norm,
-    activation,
-    attention,
-    adam,
-    layer,
-    layer_sweep,
-)
-BENCHMARKS = {module.NAME: module for module in MODULES}
+BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
 # Measured by programs of their own, which take minutes and compare words too; here they are only shown.
 APART = {
-    "elementary": "python -m optimized.bench.elementary",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
     "mutation": "PYTHONPATH=. python tests/mutation.py --count 300 --seed 1",
 }
-
-
 WHAT = {
-    "gemm": "FP8 and 16-bit products of a GPT layer against cuBLASLt",
-    "gemm_epilogue": "FP8 products fused with activations, dropout, accumulation, against the product alone",
-    "gemm_equality": "every word of FP8 products against cuBLASLt's",
-    "gemm_sweep": "every tile on products of many sizes; what the selector chooses",
-    "gemm_shapes": "FP8 products of random shapes against cuBLASLt",
-    "ladder": "eight FP8 kernels, from a naive one to the production design, against cuBLASLt",
-    "cast_transpose": "casts, transposes and reductions against a copy",
-    "norm": "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy",
-    "activation": "five activations, forward, backward and to FP8, against a copy",
-    "attention": "attention against cuDNN's; softmax, rotary embedding and dropout against a copy",
-    "adam": "FusedAdam over a layer's weights against a copy and PyTorch's fused AdamW",
-    "layer": "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes",
-    "layer_sweep": "an FP8 layer against PyTorch's over widths and numbers of tokens",
-    "elementary": "exp, gelu, silu, rsqrt: price and error of each way to compute them",
+    **{name: module.WHAT for name, module in BENCHMARKS.items()},
     "gpu_suite": "every op and layer against the CPU, in every bit: how many tests passed",
     "mutation": "changes of the Python source that the fast tests see",
 }
@@ -116,7 +70,7 @@ def _measure(names: list[str], console: Console, write: bool) -> list[tables.Tab
     with Progress(console=console) as progress:
         for name in names:
             task = progress.add_task(f"measuring {name}", total=1.0)
-            payload = BENCHMARKS[name].run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
+            payload = BENCHMARKS[name].run(lambda done, task=task: progress.update(task, completed=done))
             found += tables.BUILDERS[name](payload)
             if write:
                 console.print(f"written: {measure.write_result(name, payload)}")

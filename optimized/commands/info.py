@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from optimized import device
-from optimized.commands import recordings
+from optimized.recordings import reader
 
 SUMMARY = "what this machine has, and what is missing for the fast path"
 VECTOR_UNITS = ("avx512f", "avx2", "fma", "asimd")
@@ -59,8 +59,7 @@ def _gpus() -> list[str]:
 
 
 def _recordings() -> str:
-    files = sorted(recordings.GOLDEN.glob("*.npz")) if recordings.GOLDEN.is_dir() else []
-    return f"{len(files)} files in {recordings.GOLDEN}" if files else "none (they come with a clone of the repository)"
+    return f"{len(list(reader.DATA.glob('*.npz')))} files in {reader.DATA}"
 
 
 def facts() -> list[tuple[str, str]]:

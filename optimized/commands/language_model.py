@@ -26,7 +26,7 @@ import torch
 
 import reference as te
 from optimized.commands.corpus import Corpus
-from optimized.commands.sides import Tally
+from optimized.compare import Tally
 from reference import formats, philox
 from reference.nn import init
 

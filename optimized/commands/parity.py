@@ -17,11 +17,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
-from optimized.commands import CommandError, check_folder, parity_cases, parity_recording, recorded_linear, recordings
-from optimized.commands.parity_inputs import Case
-from optimized.commands.parity_recording import RECORDING, Recording
-from optimized.commands.sides import Tally, differing, hopper
-from reference import tensor_core
+from optimized.commands import CommandError, check_folder
+from optimized.compare import Tally
+from optimized.device import hopper
+from optimized.recordings import cases, linear, outputs, reader, tensor_core
+from optimized.recordings.case import Case
+from optimized.recordings.outputs import RECORDING, Recording
 
 SUMMARY = "op by op: words compared and words different, against a GPU or an H200's recordings"
 Results = dict[str, Tally]
@@ -56,47 +57,28 @@ def replay(case: Case, recording: Recording) -> Tally:
     return tally
 
 
-def _product(product: recordings.Product) -> Tally:
-    return Tally(product.out.numel(), differing(product.predict(), product.out))
-
-
-def _steps(recorded: recordings.Steps) -> Tally:
-    """Every tile by single steps, chained through C; NaN words included."""
-    depth = 32 if recorded.a.element_size() == 1 else 16
-    tally = Tally()
-    for a, b, c, d in zip(recorded.a, recorded.b, recorded.c, recorded.d, strict=True):
-        if a.shape[1] > 64 * depth:  # long chains were recorded with C = 0
-            out = tensor_core.gemm(a, b)
-        else:
-            out = c.view(torch.float32)
-            for k in range(0, a.shape[1], depth):
-                out = tensor_core.step(a[:, k : k + depth], b[:, k : k + depth], out)
-        tally.add(out.view(torch.int32), d)
-    return tally
-
-
-def _jobs(gpu: torch.device | None, cases: list[Case]) -> Iterator[tuple[str, Callable[[], Tally]]]:
+def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, Callable[[], Tally]]]:
     """(op, comparison) for everything that this machine can compare."""
     if gpu is not None:
-        for case in cases:
+        for case in listed:
             yield case.op, partial(live, case, gpu)
         return
-    if recordings.exists(RECORDING):
-        recording = parity_recording.read(recordings.folder())
-        for case in cases:
+    if reader.exists(RECORDING):
+        recording = outputs.read(reader.DATA)
+        for case in listed:
             if not case.live:
                 yield case.op, partial(replay, case, recording)
-    for recorded in recordings.steps():
-        yield f"wgmma {recorded.formats.replace('.', ' × ')}", partial(_steps, recorded)
-    for product in recordings.products():
-        yield f"cuBLASLt product ({product.accumulate})", partial(_product, product)
-    for name in recorded_linear.names():
-        yield "Linear by cuBLASLt, 6 steps", partial(recorded_linear.compare, name)
+    for recorded in tensor_core.steps():
+        yield f"wgmma {recorded.formats.replace('.', ' × ')}", recorded.compare
+    for product in tensor_core.products():
+        yield f"cuBLASLt product ({product.accumulate})", product.compare
+    for name in linear.CASES:
+        yield "Linear by cuBLASLt, 6 steps", partial(linear.compare, name)
 
 
 def compare(gpu: torch.device | None, wanted: str | None, console: Console) -> Results:
     """Run every comparison whose op contains `wanted`."""
-    jobs = [job for job in _jobs(gpu, list(parity_cases.cases())) if wanted is None or wanted in job[0]]
+    jobs = [job for job in _jobs(gpu, list(cases.cases())) if wanted is None or wanted in job[0]]
     if not jobs:
         raise CommandError(f"--op is {wanted!r}, and no op's name contains it; `twin parity` lists the ops.")
     results: Results = {}
@@ -114,32 +96,32 @@ def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
     if gpu is None:
         raise CommandError("--record needs a Hopper GPU; `twin info` says what this machine lacks.")
     check_folder("--record", folder)
-    found = [case for case in parity_cases.cases() if not case.live]
-    outputs: parity_recording.Outputs = {}
+    found = [case for case in cases.cases() if not case.live]
+    words: outputs.Outputs = {}
     failed = 0
     with Progress(console=console, transient=True) as progress:
         for case in progress.track(found, description="recording"):
             try:
-                outputs |= {case.key(name): tensor for name, tensor in case.run(gpu).items()}
+                words |= {case.key(name): tensor for name, tensor in case.run(gpu).items()}
             except Exception as error:  # time on a Hopper machine is dear: the other cases are recorded all the same
                 failed += 1
                 console.print(f"{case.op}, {case.name}: not recorded: {error!r}", markup=False)
-    path = parity_recording.write(folder, outputs, gpu)
+    path = outputs.write(folder, words, gpu)
     size = path.stat().st_size / 1e6
-    console.print(f"{len(outputs):,} outputs of {len(found) - failed} cases written to {path} ({size:.2f} MB)")
+    console.print(f"{len(words):,} outputs of {len(found) - failed} cases written to {path} ({size:.2f} MB)")
     return 1 if failed else 0
 
 
 def _mode(gpu: torch.device | None) -> str:
     if gpu is not None:
         return f"live: the CPU against {torch.cuda.get_device_name(gpu)} in this machine"
-    machine = recordings.provenance("tensor_core_h200")
+    machine = reader.provenance("tensor_core_h200")
     return f"replay: the CPU against recordings of an {machine['gpu']} (this machine has no Hopper GPU to run live)"
 
 
 def _say_what_changed(console: Console) -> None:
     """Name the kernels that have changed since the single ops were recorded."""
-    origin = parity_recording.read(recordings.folder()).provenance
+    origin = outputs.read(reader.DATA).provenance
     changed = measure.outdated({"provenance": origin})
     if changed:
         console.print(f"{RECORDING}.npz was recorded on {origin['date'][:10]}, before the last change of: ", end="")
@@ -153,10 +135,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return record(args.record, gpu, console)
     mode = _mode(gpu)
     console.print(mode)
-    if gpu is None and not recordings.exists(RECORDING):
+    if gpu is None and not reader.exists(RECORDING):
         console.print(
             f"{RECORDING}.npz is missing, so the single ops are left out: record it on a Hopper machine "
-            f"with `twin parity --record tests/golden`."
+            f"with `twin parity --record optimized/recordings/data`."
         )
     elif gpu is None:
         _say_what_changed(console)

@@ -23,9 +23,9 @@ from rich.table import Table
 from optimized.commands import CommandError, check_folder, corpus, positive
 from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
-from optimized.commands.sides import hopper
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps.style import styled
+from optimized.device import hopper
 from reference import files
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"

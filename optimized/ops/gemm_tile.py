@@ -5,7 +5,7 @@ function of the problem and the number of multiprocessors:
 
     time = sum over waves of (cycles of a tile's ends + max(k-blocks · cycles of a k-block, cycles of its copies))
 
-with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json, by optimized/bench), and more for a cluster,
+with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json), and more for a cluster,
 which starts later. The copies of a wave take as long as the copy engine of a multiprocessor needs for its rows, or as
 L2 needs for the lines that all of the wave ask for: so blocks of a wave that is not full may be faster.
 The last wave is rarely full. So tiles of 256 columns are mixed with tiles of 224, as many more as fill it (`Tile.cut`).

@@ -17,7 +17,7 @@ rest exactly. Everything here is an integer, so nothing here rounds unless it sa
        the range: a sum of 2^128 or more becomes infinity, but terms far beyond it that cancel do no harm.
     6. A NaN operand, inf * 0 and inf - inf give 0x7FFFFFFF; otherwise an infinity wins.
 
-Source: recorded on H200s, see tests/golden/README.md; every recorded word is reproduced.
+Source: recorded on H200s, see optimized/recordings/data/README.md; every recorded word is reproduced.
 """
 
 from dataclasses import dataclass

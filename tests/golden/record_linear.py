@@ -1,11 +1,12 @@
 """Record, on an H200, six training steps of an FP8 `Linear` made of PyTorch and cuBLASLt alone.
 
-    python tests/golden/record_linear.py OUT_FOLDER
+    PYTHONPATH=. python tests/golden/record_linear.py FOLDER
 
 Nothing of Twin Engine computes here: the casts are torch's float8 conversions after a clamp, the products are
 `torch._scaled_mm` (cuBLASLt; fast accumulation forward, split accumulation backward), the scale update is
-Transformer Engine's rule in torch ops. tests/test_golden_linear.py then asks `reference.Linear` for the same bits.
-The inputs are not stored: `words` regenerates them from PCG64's raw stream, which NumPy keeps fixed.
+Transformer Engine's rule in torch ops. tests/test_golden_linear.py then asks
+`reference.Linear` for the same bits.
+The cases and their inputs are `optimized.recordings.linear`'s.
 """
 
 import datetime
@@ -13,62 +14,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-STEPS = 6
-LEARNING_RATE = 0.125
-
-
-class Case(NamedTuple):
-    """One recorded training run."""
-
-    tokens: int
-    in_features: int
-    out_features: int
-    dtype: str
-    hybrid: bool
-    algorithm: str
-    history: int
-    bias: bool
-
-
-CASES = {
-    "bf16_hybrid_max": Case(48, 64, 96, "bfloat16", True, "max", 4, True),
-    "bf16_hybrid_recent": Case(16, 208, 48, "bfloat16", True, "most_recent", 16, False),
-    "fp16_e4m3_max": Case(80, 48, 64, "float16", False, "max", 3, True),
-    "fp32_hybrid_max": Case(32, 96, 32, "float32", True, "max", 1024, False),
-    "bf16_long_k": Case(16, 640, 16, "bfloat16", True, "max", 8, True),
-}
-
-
-def words(seed: int, shape: tuple[int, ...], scale: float) -> torch.Tensor:
-    """fp32 numbers, bell-shaped, exactly reproducible: (sum of the word's 8 bytes − 1020) / 256 · scale."""
-    count = int(np.prod(shape))
-    raw = np.random.PCG64(seed).random_raw(count)
-    total = sum(((raw >> np.uint64(8 * i)) & np.uint64(255)).astype(np.int64) for i in range(8))
-    values = (total - 1020).astype(np.float32) * np.float32(scale / 256)
-    return torch.from_numpy(values.reshape(shape))
-
-
-def inputs(name: str, case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and g of one step; their size changes from step to step so that the scales have to follow."""
-    dtype = getattr(torch, case.dtype)
-    seed = 1000 * list(CASES).index(name) + 10 * step
-    growth = (1.0, 3.0, 0.5, 40.0, 0.125, 1.0)[step]
-    x = words(seed + 1, (case.tokens, case.in_features), 1.0 * growth)
-    g = words(seed + 2, (case.tokens, case.out_features), 1e-3 * growth)
-    return x.to(dtype), g.to(dtype)
-
-
-def parameters(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias before the first step, in the activation dtype."""
-    dtype = getattr(torch, case.dtype)
-    seed = 1000 * list(CASES).index(name)
-    weight = words(seed + 900, (case.out_features, case.in_features), 0.05)
-    return weight.to(dtype), words(seed + 901, (case.out_features,), 0.1).to(dtype)
+from optimized.recordings.linear import CASES, LEARNING_RATE, STEPS, Case, inputs, parameters
+from reference import files
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -146,8 +97,6 @@ def record(name: str, case: Case) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    from reference import files  # which writes; the module itself is imported where only inputs are wanted
-
     out = Path(sys.argv[1])
     results: dict[str, np.ndarray] = {}
     for name, case in CASES.items():

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python3 tests/golden/record_tensor_core.py [--wide] FOLDER
 
-Writes FOLDER/tensor_core_h200.npz: the D words of every case of `tensor_core_cases`, and the corner of each
-`torch._scaled_mm` product (cuBLASLt) with fast accumulation on and off. `--wide` adds files with many more
-tiles (another seed) and with 16-bit torch.mm, to be compared and thrown away.
+Writes FOLDER/tensor_core_h200.npz: the D words of every case of optimized/recordings/tensor_core_cases.py, and the
+corner of each `torch._scaled_mm` product (cuBLASLt) with fast accumulation on and off. `--wide` adds files with many
+more tiles (another seed) and with 16-bit torch.mm, to be compared and thrown away.
 """
 
 import argparse
@@ -14,19 +14,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-import tensor_core_cases as inputs
 import torch
 
 from optimized import compiler
+from optimized.recordings import tensor_core_cases as inputs
+from optimized.recordings.tensor_core import DTYPES
 from reference import files
 
 HERE = Path(__file__).parent
-DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 class Stepper:

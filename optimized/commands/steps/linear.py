@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 
 import reference as te
 from optimized.commands.report import Report
-from optimized.commands.sides import Tally, hopper
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
+from optimized.compare import Tally
+from optimized.device import hopper
 from reference import philox
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 256

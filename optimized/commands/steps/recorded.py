@@ -6,12 +6,13 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from optimized.commands import CommandError, recorded_linear, recordings
-from optimized.commands.recordings import Product
+from optimized import recordings
 from optimized.commands.report import Report, escape
-from optimized.commands.sides import Tally, differing
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
+from optimized.compare import Tally
+from optimized.recordings import linear
+from optimized.recordings.tensor_core import Product
 from reference import files, formats
 
 SHOWN = ("e4m3.e4m3", 512, 512, 4096)
@@ -105,28 +106,24 @@ def _example(report: Report, product: Product) -> None:
     )
 
 
-def _compare(product: Product) -> Tally:
-    return Tally(product.out.numel(), differing(product.predict(), product.out))
-
-
 def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
     """Compute every recorded product and training again, and write the section."""
     try:
         return _predict(report, progress)
-    except (CommandError, files.Damaged) as missing:
+    except files.Damaged as missing:
         report.section("The CPU predicts an H200")
         report.text(escape(missing))
         return Outcome("CPU predicts H200", str(missing))
 
 
 def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
-    products, trainings, machine = list(recordings.products()), recorded_linear.names(), _machine()
+    products, trainings, machine = list(recordings.products()), list(linear.CASES), _machine()
     tick = progress("predicting recorded words", len(products) + len(trainings))
     total = Tally()
     by_shape: dict[str, dict[str, str]] = {}
     by_training = []
     for product in products:
-        tally = _compare(product)
+        tally = product.compare()
         total.merge(tally)
         shape = f"{product.operands}, {product.m}×{product.n}×{product.k}"
         note = f"K in {product.slices} slices" if product.slices > 1 else ""
@@ -134,7 +131,7 @@ def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]])
         row |= {"compared": f"{tally.compared:,}", product.accumulate: f"{tally.different:,}"}
         tick()
     for name in trainings:
-        tally = recorded_linear.compare(name)
+        tally = linear.compare(name)
         total.merge(tally)
         by_training.append([name.replace("_", " "), f"{tally.compared:,}", f"{tally.different:,}"])
         tick()

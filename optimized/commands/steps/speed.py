@@ -7,12 +7,12 @@ from typing import Any
 
 from optimized.bench import layer, layer_plot
 from optimized.bench.layer_models import CASES
+from optimized.bench.table import origin
 from optimized.commands import tables
 from optimized.commands.report import Report
-from optimized.commands.sides import hopper
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import figure
-from optimized.commands.table import origin
+from optimized.device import hopper
 from reference import files
 
 STEP = "Speed"

@@ -12,17 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import reference as te
-from optimized.commands.report import Report
-from optimized.commands.sides import Tally, differing, hopper
-from optimized.commands.steps import Outcome
-from optimized.commands.steps.style import COLOURS, figure
-from optimized.commands.steps.tutorial_layers import (
+from optimized.bench.tutorial_layers import (
     BasicTransformerLayer,
     FusedLayer,
     ModulesLayer,
     share,
     transformer_layer,
 )
+from optimized.commands.report import Report
+from optimized.commands.steps import Outcome
+from optimized.commands.steps.style import COLOURS, figure
+from optimized.compare import Tally, differing
+from optimized.device import hopper
 from reference import philox
 from reference.nn import init
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from optimized.commands.table import Table, origin, percent
+from optimized.bench.table import Table, origin, percent
 
 
-def layer(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: dict[str, Any]) -> list[Table]:
     """The quickstart's steps, one column per case; then what the FP8 step consists of."""
     cases = payload["cases"]
     by_step: dict[tuple[str, str], list[dict[str, Any] | None]] = {}
@@ -46,23 +46,6 @@ def layer(payload: dict[str, Any]) -> list[Table]:
         )
         found.append(Table(one["case"], ("forward and backward", "in the contract", "ms"), linear, origin(payload)))
     return found
-
-
-def layer_sweep(payload: dict[str, Any]) -> list[Table]:
-    """The layer's times over its width and the number of tokens."""
-    heads = {(row["step"], row["attention"]): None for point in payload["points"] for row in point["rows"]}
-    rows = []
-    for point in payload["points"]:
-        times = {(row["step"], row["attention"]): row["ms"]["median"] for row in point["rows"]}
-        cells = (f"{times[head]:.2f}" if head in times else "–" for head in heads)
-        rows.append((str(point["hidden"]), str(point["tokens"]), *cells, f"{point['parts']['median']:.2f}"))
-    titles = (f"{step}, {attention} attention" for step, attention in heads)
-    note = (
-        "Milliseconds, medians of blocks of steps in turn: bf16, causal, heads of 128 channels, ffn four times hidden, "
-        f"sequences of at most 2048. {origin(payload)}"
-    )
-    columns = ("hidden", "tokens", *titles, "cuBLASLt's 12 FP8 products + cuDNN's attention")
-    return [Table("One layer by width and tokens, forward and backward, ms", columns, tuple(rows), note)]
 
 
 def layer_goals(payload: dict[str, Any]) -> list[Table]:

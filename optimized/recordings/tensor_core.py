@@ -1,28 +1,17 @@
-"""What an H200 recorded, as this clone of the repository holds it under tests/golden.
-
-A recording stores outputs only; its inputs are made again by the script that recorded it, which lies beside it.
-An installation without the repository has no recordings: `folder` says so in a sentence.
-"""
+"""What an H200's tensor core computed: raw `wgmma` instructions, and cuBLASLt's products."""
 
 import functools
-import importlib.util
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 
-from optimized.commands import CommandError
-from reference import files, tensor_core
+from optimized.compare import Tally, differing
+from optimized.recordings import tensor_core_cases as inputs
+from optimized.recordings.reader import arrays
+from reference import tensor_core
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
-RESTORED = ": `git checkout -- tests/golden` brings it back"
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
@@ -32,69 +21,6 @@ DTYPES = {
 # Where few tiles meet a long K, cuBLASLt computes slices of K apart and adds them in fp32, in order. (M, N, K) of the
 # recorded products where it did, with the length of the slices: found by trying all, and the words agree.
 SLICES_OF_CUBLASLT = {(256, 256, 16384): 5504, (64, 64, 65536): 2688}
-
-
-def folder() -> Path:
-    """tests/golden of this clone."""
-    if not GOLDEN.is_dir():
-        raise CommandError(
-            f"the recordings of an H200 are not installed: {GOLDEN} is missing. They come with the repository: run "
-            f"`twin` from a clone (pip install -e .), or on a machine with a Hopper GPU."
-        )
-    return GOLDEN
-
-
-@cache
-def script(name: str) -> ModuleType:
-    """The module tests/golden/<name>.py, which makes the inputs of a recording."""
-    path = folder() / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"twin_golden_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up while it is being executed
-    try:
-        spec.loader.exec_module(module)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise files.Damaged(f"{path} is missing or damaged ({error}){RESTORED}.") from error
-    return module
-
-
-def exists(name: str) -> bool:
-    """Whether tests/golden/<name>.npz is here."""
-    return (folder() / f"{name}.npz").is_file()
-
-
-class _Whole(dict[str, Any]):
-    """What a recording holds, by name; a name that it lacks is damage."""
-
-    def __init__(self, path: Path, found: dict[str, Any]) -> None:
-        super().__init__(found)
-        self.path = path
-
-    def __missing__(self, name: str) -> Any:
-        raise files.Damaged(f"{self.path} is damaged: it has no {name!r}{RESTORED}.")
-
-
-@cache
-def arrays(name: str) -> dict[str, np.ndarray]:
-    """Every array of tests/golden/<name>.npz."""
-    path = folder() / f"{name}.npz"
-    if not path.is_file():
-        raise CommandError(f"the recording {path} is missing{RESTORED}.")
-    return _Whole(path, files.arrays(path, RESTORED))
-
-
-def provenance(name: str) -> dict[str, Any]:
-    """Where a recording comes from: GPU, driver, versions, date."""
-    beside = folder() / f"{name}.json"
-    if beside.is_file():
-        return _Whole(beside, files.record(beside, RESTORED))
-    path = folder() / f"{name}.npz"
-    try:
-        return _Whole(path, json.loads(str(arrays(name)["about"]))["provenance"])
-    except (LookupError, TypeError, json.JSONDecodeError) as error:
-        raise files.Damaged(f"{path} is damaged: {error!r}{RESTORED}.") from error
 
 
 @dataclass(frozen=True)
@@ -127,6 +53,10 @@ class Product:
         ]
         return functools.reduce(torch.add, partial)
 
+    def compare(self) -> Tally:
+        """The prediction against the recorded words."""
+        return Tally(self.out.numel(), differing(self.predict(), self.out))
+
     @property
     def title(self) -> str:
         """Formats and shape, as a reader would say them."""
@@ -148,6 +78,20 @@ class Steps:
     c: torch.Tensor
     d: torch.Tensor
 
+    def compare(self) -> Tally:
+        """Every tile by single steps, chained through C; NaN words included."""
+        depth = 32 if self.a.element_size() == 1 else 16
+        tally = Tally()
+        for a, b, c, d in zip(self.a, self.b, self.c, self.d, strict=True):
+            if a.shape[1] > 64 * depth:  # long chains were recorded with C = 0
+                out = tensor_core.gemm(a, b)
+            else:
+                out = c.view(torch.float32)
+                for k in range(0, a.shape[1], depth):
+                    out = tensor_core.step(a[:, k : k + depth], b[:, k : k + depth], out)
+            tally.add(out.view(torch.int32), d)
+        return tally
+
 
 def steps() -> Iterator[Steps]:
     """Every case of raw `wgmma` instructions, one step or a chain of them."""
@@ -165,7 +109,7 @@ def steps() -> Iterator[Steps]:
         a, b, c, d = (older[f"{case}.{letter}"] for letter in "ABCD")
         yield Steps(f"{left}.{right}", typed(a, left), typed(b, right), words(c), words(d))
     newer = arrays("tensor_core_h200")
-    for made in script("tensor_core_cases").cases():
+    for made in inputs.cases():
         left, right = made.name.split(".")[:2]
         yield Steps(
             f"{left}.{right}", typed(made.a, left), typed(made.b, right), words(made.c), words(newer[made.name])
@@ -174,7 +118,7 @@ def steps() -> Iterator[Steps]:
 
 def products() -> Iterator[Product]:
     """Every product that cuBLASLt computed on an H200 through `torch._scaled_mm`."""
-    inputs, words = script("tensor_core_cases"), arrays("tensor_core_h200")
+    words = arrays("tensor_core_h200")
     for index, (formats, m, n, k) in enumerate(inputs.PRODUCTS):
         codes = inputs.product_inputs(index, corner=True)
         a, b = (

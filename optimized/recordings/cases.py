@@ -2,7 +2,7 @@
 
 Inputs come from Philox, so a case is the same on every machine, and a recording holds outputs only. Cases marked
 `live` are too large to be replayed in a few seconds: they run where there is a GPU to compare with. Here are casts,
-the scale update and products; `parity_ops` has the other ops, `parity_layers` the layers.
+the scale update and products; `cases_ops` has the other ops, `cases_layers` the layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from itertools import product
 
 import torch
 
-from optimized.commands import parity_layers, parity_ops
-from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
+from optimized.recordings import cases_layers, cases_ops
+from optimized.recordings.case import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
 from reference import philox
 from reference.ops.activation import GATED, KINDS
 from reference.ops.cast_transpose import cast_outputs
@@ -228,5 +228,5 @@ def cases() -> Iterator[Case]:
     yield from updates()
     yield from products()
     yield from fused()
-    yield from parity_ops.cases()
-    yield from parity_layers.cases()
+    yield from cases_ops.cases()
+    yield from cases_layers.cases()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optimized.commands.parity_inputs import FP8, WIDE, Case, Outputs, every_word, numbers, short
+from optimized.recordings.case import FP8, WIDE, Case, Outputs, every_word, numbers, short
 from reference import philox
 from reference.ops.adam import correction
 

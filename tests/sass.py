@@ -11,6 +11,7 @@ from pathlib import Path
 
 from optimized import compiler, device
 
+WORDS = Path(__file__).parent / "golden"
 # Opcodes of a range test with a subroutine behind it: what an IEEE division or square root compiles to.
 SLOW_PATH = frozenset({"CALL", "BRA", "BSSY", "BSYNC", "RET"})
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)")
@@ -53,7 +54,7 @@ def opcodes(cubin: bytes, function: str) -> Counter[str]:
 
 
 def per_element(function: str) -> Counter[str]:
-    """Instructions of one evaluation of a device function of kernels/elementary_candidates.cuh.
+    """Instructions of one evaluation of a device function of kernels/elementary.cuh.
 
     What 8 further elements add to a kernel of 4, less what they add where the function is the identity:
     constants that stay in registers, loads and stores cancel.
@@ -61,7 +62,7 @@ def per_element(function: str) -> Counter[str]:
 
     def slope(name: str) -> Counter[str]:
         large, small = (
-            opcodes(compiler.cubin("elementary_bench", {"FUNCTION": name, "COUNT": count}), "probe")
+            opcodes(compiler.build("elementary_words", {"FUNCTION": name, "COUNT": count}, root=WORDS).cubin, "probe")
             for count in (12, 4)
         )
         large.subtract(small)

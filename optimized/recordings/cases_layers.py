@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import reference as te
-from optimized.commands.parity_inputs import WIDE, Case, Outputs, short
+from optimized.recordings.case import WIDE, Case, Outputs, short
 from reference import philox
 from reference.nn.dropout import Generator
 

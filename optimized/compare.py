@@ -1,18 +1,11 @@
-"""The two sides on this machine, and the comparison of their bits."""
+"""The comparison of two sides' bits."""
 
 from dataclasses import dataclass
 
 import torch
 
-from optimized import device
-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def hopper() -> torch.device | None:
-    """The current CUDA device if the kernels can run on it, otherwise None."""
-    return None if device.problems() else torch.device("cuda", torch.cuda.current_device())
 
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -1,19 +1,30 @@
 """All 2^32 fp32 words through a function, in 256 numbers: the same sums on the GPU and on the CPU.
 
+    PYTHONPATH=. python tests/golden/record_elementary.py FOLDER
+
+records, on a Hopper machine, FOLDER/digests.npz, which is `elementary_h200.npz` here, and FOLDER/tables.npz, which is
+`reference/tables/elementary_h200.npz`: `ex2.approx` on its grid, and the activations of all 16-bit words.
+
 The sum of a block of 2^24 consecutive input words is, modulo 2^64, the sum of splitmix64's finaliser over
 (input word << 32 | result word), every NaN as 0x7FC00000. One different result bit changes it.
 """
 
+import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from optimized import launch
-from reference import elementary
+from optimized import compiler, measure
+from reference import elementary, files
 from reference.numba_jit import jit
+
+HERE = Path(__file__).parent
 
 # The fp32 functions of reference.elementary, and their names in kernels/elementary.cuh.
 KERNEL_NAMES = {
@@ -75,25 +86,26 @@ def reference_digest(name: str, threads: int) -> np.ndarray:
 
 
 @cache
-def _scratch() -> torch.Tensor:
-    return torch.empty(BLOCKS, dtype=torch.int64, device="cuda")
+def _kernel(name: str, function: str) -> Any:
+    """`name` of elementary_words.cu with `function` compiled in."""
+    from cupy.cuda.function import Module
+
+    module = Module()
+    module.load(compiler.build("elementary_words", {"FUNCTION": function}, root=HERE).cubin)
+    return module.get_function(name)
 
 
 def kernel_digest(name: str) -> np.ndarray:
     """Hopper's 256 sums, uint64 `[256]`."""
-    sums = _scratch().zero_()
-    kernel = launch.function("elementary_bench", "digest", {"FUNCTION": KERNEL_NAMES[name]})
-    launch.launch(kernel, (1 << 16,), (256,), [sums.data_ptr()], device=sums.device.index)
+    sums = torch.zeros(BLOCKS, dtype=torch.int64, device="cuda")
+    _kernel("digest", KERNEL_NAMES[name])((1 << 16,), (256,), [sums.data_ptr()])
     return sums.cpu().numpy().view(np.uint64)
 
 
 def apply(function: str, x: torch.Tensor) -> torch.Tensor:
-    """A device function of kernels/elementary_candidates.cuh over a flat fp32 CUDA tensor."""
+    """A device function of kernels/elementary.cuh over a flat fp32 CUDA tensor."""
     out = torch.empty_like(x)
-    kernel = launch.function("elementary_bench", "apply", {"FUNCTION": function})
-    blocks = -(-x.numel() // 256)
-    args = [x.data_ptr(), out.data_ptr(), np.int32(x.numel())]
-    launch.launch(kernel, (blocks,), (256,), args, device=x.device.index)
+    _kernel("apply", function)((-(-x.numel() // 256),), (256,), [x.data_ptr(), out.data_ptr(), np.int32(x.numel())])
     return out
 
 
@@ -109,3 +121,29 @@ def first_differences(name: str, index: int, limit: int = 4) -> list[str]:
         f"H200 0x{theirs.view(np.uint32)[i]:08X}"
         for i in np.flatnonzero(differ)[:limit]
     ]
+
+
+def tables() -> dict[str, np.ndarray]:
+    """What `reference` looks up: 2 · 32,768 words of `ex2.approx`, and 65,536 of each activation in either 16 bits."""
+    steps = torch.arange(-32768, 32768, dtype=torch.int32, device="cuda")
+    below, above = apply("ex2_approx", steps.float() / 32768).view(torch.int32).chunk(2)
+    found = {"exp2": torch.cat([above, below + (1 << 23)])}
+    words = torch.arange(65536, dtype=torch.int32, device="cuda").to(torch.int16)
+    for name in elementary.ACTIVATIONS:
+        for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            y = apply(name, words.view(dtype).float())
+            found[f"{name}_{kind}"] = torch.where(y.isnan(), 0x7FC00000, y.view(torch.int32))
+    return {name: tensor.cpu().numpy().view(np.uint32) for name, tensor in found.items()}
+
+
+def main() -> None:
+    """Record into the folder named on the command line."""
+    origin = measure.provenance(()) | {"kernels": {"elementary_words": compiler.source_hash("elementary_words", HERE)}}
+    digests = {name: kernel_digest(name) for name in KERNEL_NAMES}
+    for name, arrays in (("digests", digests), ("tables", tables())):
+        with files.replacing(Path(sys.argv[1]) / f"{name}.npz") as file:
+            np.savez_compressed(file, **arrays, provenance=np.array(json.dumps(origin)))
+
+
+if __name__ == "__main__":
+    main()

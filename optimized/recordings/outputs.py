@@ -1,4 +1,4 @@
-"""tests/golden/parity_h200.npz: what an H200 computed for the cases of `twin parity`, small enough to be committed.
+"""data/parity_h200.npz: what an H200 computed for the cases of `twin parity`, small enough to be committed.
 
 An output of up to `WHOLE` words is stored as it is. Of a larger one the first `SHOWN` words are stored and a digest
 of all, in which every NaN of 16 and 32 bits is one NaN: the digest is equal if and only if (but for chance, 2⁻¹²⁸)
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from optimized import compiler, measure
-from optimized.commands import CommandError
-from optimized.commands.recordings import RESTORED
-from optimized.commands.sides import FLOAT8, INTEGERS, Tally, differing
+from optimized.compare import FLOAT8, INTEGERS, Tally, differing
+from optimized.recordings.reader import RESTORED
 from reference import files
 
 RECORDING = "parity_h200"
@@ -54,14 +53,14 @@ class Recording:
         """Compare a tensor with the recorded output. A differing digest counts as one different word at least."""
         entry = self.index.get(key)
         if entry is None:
-            raise CommandError(
+            raise files.Damaged(
                 f"the recording {RECORDING}.npz has no {key!r}: it is older than this case; record it anew on a "
-                f"Hopper machine with `twin parity --record tests/golden`."
+                f"Hopper machine with `twin parity --record optimized/recordings/data`."
             )
         if entry["dtype"] != str(tensor.dtype) or entry["shape"] != list(tensor.shape):
-            raise CommandError(
+            raise files.Damaged(
                 f"{key!r} was recorded as {entry['dtype']} {entry['shape']} and is {tensor.dtype} "
-                f"{list(tensor.shape)} now; record it anew with `twin parity --record tests/golden`."
+                f"{list(tensor.shape)} now; record it anew with `twin parity --record optimized/recordings/data`."
             )
         words = self.data[entry["at"] : entry["at"] + entry["bytes"]]
         stored = torch.from_numpy(words.copy().view(f"i{tensor.element_size()}")).view(tensor.dtype)

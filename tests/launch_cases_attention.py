@@ -1,0 +1,85 @@
+"""Cases of launches: attention, and softmax and rotary embedding around it. See `launch_cases`."""
+
+import itertools
+
+import torch
+from launch_notes import BF16, FP16, FP32, WIDE, Notes, empty, twin
+
+from optimized.ops import attention
+
+
+def rotaries(note: Notes) -> None:
+    for dtype, interleaved, backward in itertools.product(WIDE, (False, True), (False, True)):
+        note(twin.rotary, empty(33, 2, 3, 48, dtype=dtype), empty(40, 32, dtype=FP32), interleaved, backward)
+    for x in (
+        empty(33, 2, 3, 48, start=1),
+        empty(33, 2, 3, 52),  # heads off 16 bytes
+        empty(33, 2, 3, 44)[..., :40],
+        empty(33, 1, 1, 32)[:, :, :, :32].transpose(0, 1),
+        empty(0, 2, 3, 48),
+        empty(33, 2, 9, 48)[:, :, 3:6],
+    ):
+        note(twin.rotary, x, empty(40, 32, dtype=FP32), False, False)
+    note(twin.rotary, empty(4, 1, 1, 48), empty(4, 24, dtype=FP32), False, False)  # halves of 12
+    note(twin.rotary, empty(4, 1, 1, 48), empty(4, 24, dtype=FP32), True, False)
+    note(twin.rotary, empty(2, 1, 1, 4096), empty(2, 4096, dtype=FP32), True, False)
+
+
+def softmaxes(note: Notes) -> None:
+    mask = empty(2, 1, 1, 150, dtype=torch.bool)
+    for dtype, mask_type, hidden in itertools.product(WIDE, ("none", "causal", "causal_bottom_right"), (None, mask)):
+        note(twin.softmax, empty(2, 3, 40, 150, dtype=dtype), 0.3, mask_type, hidden)
+    for dtype, cols in itertools.product(WIDE, (256, 257, 512, 520, 1024, 1025, 2048, 2056)):
+        note(twin.softmax, empty(1, 1, 5, cols, dtype=dtype), 0.5, "none", None)
+        note(twin.softmax_backward, *(empty(1, 1, 5, cols, dtype=dtype) for _ in range(2)), 0.5)
+    note(twin.softmax, empty(2, 3, 0, 16), 0.5, "none", None)
+    note(twin.softmax_backward, empty(2, 3, 0, 16), empty(2, 3, 0, 16), 0.5)
+    note(twin.softmax, empty(1, 2, 3, 16, start=1), 0.5, "none", empty(1, 2, 3, 16, dtype=torch.bool))
+    note(twin.softmax_backward, empty(1, 2, 3, 16, start=1), empty(1, 2, 3, 16), 0.5)
+    note(twin.softmax_backward, empty(1, 2, 3, 16), empty(1, 2, 3, 16, start=1), 0.5)
+
+
+def attentions(note: Notes) -> None:
+    """Forward and backward; inputs `[s, b, h, d]` seen as `[b, h, s, d]`, as in the layers, if not contiguous."""
+
+    def both(
+        sizes: tuple[int, int, int, int, int, int],
+        dtype: torch.dtype = BF16,
+        mask_type: str = "none",
+        mask: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        start: int = 0,
+        contiguous: bool = False,
+    ) -> None:
+        b, h, heads, sq, skv, d = sizes
+
+        def of(n: int, s: int) -> torch.Tensor:
+            if contiguous:
+                return empty(b, n, s, d, dtype=dtype, start=start)
+            return empty(s, b, n, d, dtype=dtype, start=start).permute(1, 2, 0, 3)
+
+        q, k, v = of(h, sq), of(heads, skv), of(heads, skv)
+        rest = (0.125, mask_type, mask, dropout, empty(2, dtype=torch.int64) if dropout else None)
+        out, m, inv = note(twin.attention, q, k, v, *rest)
+        note(twin.attention_backward, of(h, sq), q, k, v, out, m, inv, *rest)
+
+    for d, dropout in itertools.product((64, 128, 256), (0.0, 0.1)):
+        both((2, 4, 2, 130, 150, d), dropout=dropout)
+    both((2, 4, 2, 130, 150, 64), FP16)
+    for d in (8, 72, 136):
+        both((1, 2, 2, 128, 129, d), contiguous=True)
+    for mask_type in ("causal", "causal_bottom_right"):
+        both((2, 2, 1, 40, 140, 32), mask_type=mask_type)
+    both((2, 2, 1, 40, 70, 32), mask=empty(2, 1, 1, 70, dtype=torch.bool), dropout=0.5)
+    both((2, 2, 1, 40, 70, 32), mask=empty(2, 2, 40, 70, dtype=torch.bool))
+    both((2, 2, 2, 40, 70, 32), start=1)
+    both((1, 2, 2, 40, 70, 8))
+    for sizes in ((2, 2, 2, 0, 70, 32), (2, 2, 2, 40, 0, 32), (0, 2, 2, 40, 70, 32), (1, 1, 1, 1, 1, 8)):
+        both(sizes, dropout=0.1)
+    # k and v of other strides, and repeated heads.
+    q, k, v = empty(2, 2, 40, 32), empty(2, 1, 70, 32), empty(70, 2, 1, 32).permute(1, 2, 0, 3)
+    rest = (0.125, "none", None, 0.0, None)
+    out, m, inv = note(twin.attention, q, k, v, *rest)
+    note(twin.attention_backward, empty(2, 2, 40, 32), q, k, v, out, m, inv, *rest)
+    note(twin.attention, q, empty(2, 1, 70, 32).expand(2, 2, 70, 32), v.expand(2, 2, 70, 32), *rest)
+    note.table("capacity of a head dimension", ((d, attention._capacity(d)) for d in (8, 64, 65, 128, 129, 256)))
