@@ -39,10 +39,12 @@ class Quantizer:
 
     Attributes:
         kind: hashable; all that its launches depend on besides tensors.
+        dtype: of the codes.
         fp8: whether it gives FP8 codes.
     """
 
     kind: Hashable
+    dtype: torch.dtype
     fp8 = False
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

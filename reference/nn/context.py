@@ -136,7 +136,7 @@ class ModuleContext:
         """What an earlier microbatch has cast of a weight, if it is what this one reads."""
         found = self.module._fp8_workspaces.get(name)
         wanted = self.gemms[0].weight
-        if found is None or found.codes.dtype != wanted.dtype or (found.codes_t is None and transpose):  # type: ignore[attr-defined]
+        if found is None or found.codes.dtype != wanted.dtype or (found.codes_t is None and transpose):
             return None
         if found.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
             copies: Any = [t if t is None else t.clone() for t in found[:3]]
