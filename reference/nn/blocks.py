@@ -137,7 +137,6 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     linears = (proj,) if module.attention_type == "self" else (proj, modules["key_value"])
-    own = {(id(one.own_recipe), one.in_high_precision) for one in (first, *linears)}
     return (
         module.return_layernorm_output == first.return_layernorm_output == residual_is_norm
         and uses_default_forward(first, LayerNormLinear)
@@ -147,7 +146,8 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
             core.attention_backend == "exact"
             or (module.num_gqa_groups == module.num_attention_heads and not recomputes)
         )
-        and len(own) == 1
+        and all(one.own_recipe is first.own_recipe for one in linears)
+        and all(one.in_high_precision == first.in_high_precision for one in linears)
     )
 
 
@@ -184,7 +184,7 @@ def run_attention(module: Any, x: torch.Tensor, *arguments: Any, mlp: Any = None
     `mlp`, if given, is what `mlp_block` runs of h next: on a GPU its kernels are compiled beside this half's.
     """
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
-    if mlp is not None:
+    if mlp is not None and not torch.compiler.is_compiling():
         context = context._replace(following=functools.partial(_following, mlp, x, arguments[2:4], plan.needs))
     return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
 
