@@ -151,6 +151,17 @@ def test_it_answers_as_in_transformer_engine() -> None:
     assert not DELAYED.mxfp8()
 
 
+def test_a_weight_that_another_recipe_has_cast_is_cast_again(same_bits) -> None:
+    layer, x = te.Linear(32, 48, params_dtype=BF16), numbers(1, 16, 32)
+    with te.autocast(recipe=CURRENT):
+        expected = layer(x)
+    with te.autocast(recipe=DELAYED):
+        first = layer(x, is_first_microbatch=True)
+    with te.autocast(recipe=CURRENT):
+        same_bits(layer(x, is_first_microbatch=False), expected)
+    assert not torch.equal(first, expected)
+
+
 # --- recipes by layer ------------------------------------------------------------------------------------
 
 

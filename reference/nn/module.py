@@ -133,6 +133,8 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         known = self._precision
         if known is None or known[0][0] is not recipe or known[0][1] is not forward or known[0][2] is not backward:
             precision = Precision(recipe.gemms(self.num_gemms, forward, backward), stateful)
+            if known is not None and type(known[0][0]) is not type(recipe):
+                self._fp8_workspaces.clear()  # weights that another recipe has cast
             known = self._precision = ((recipe, forward, backward), precision)
         return known[1]
 
