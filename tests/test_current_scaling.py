@@ -94,7 +94,7 @@ def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:
     step(layer, CURRENT)
     other = layer_of()
     other.load_state_dict(layer.state_dict())
-    assert not any("scaling_fwd" in copy.deepcopy(part).fp8_meta for part in (layer.layernorm_mlp,))
+    assert "scaling_fwd" not in copy.deepcopy(layer.layernorm_mlp).fp8_meta
 
 
 def test_recomputation_has_the_bits(same_bits) -> None:
@@ -216,6 +216,17 @@ def test_a_transformer_layer_mixes(same_bits) -> None:
     for one, other in zip(*found, strict=True):
         for a, b in zip(one, other, strict=True):
             same_bits(a, b)
+
+
+def test_what_runs_in_16_bits_may_have_any_size() -> None:
+    """Of a TransformerLayer, too, which looks at the sizes of its parts before the first of them runs."""
+    torch.manual_seed(1)
+    layer = te.TransformerLayer(64, 120, 4, params_dtype=BF16)
+    with pytest.raises(ValueError, match="ffn_hidden_size=120 under FP8 autocast"):
+        step(layer, CURRENT)
+    by_layer(layer, {"layernorm_mlp": None})
+    step(layer, CURRENT)
+    assert (layer.layernorm_mlp.fp8, layer.self_attention.proj.fp8) == (False, True)
 
 
 def test_a_choice_is_copied_and_taken_back(same_bits) -> None:

@@ -130,14 +130,14 @@ def forward(
         joined, saved_kv = linear.forward(plan.key_value, others[0], rows_of(source), more[0], key_value[1])
     q, k, v = split(plan, mixed, joined)
     q, k = (plan.turned(t, one, False) for t, one in zip((q, k), angles, strict=True))
-    drawn = before(core_state) if plan.recomputes else None
     out, saved_core = _attend(plan, mask, core_state, (q, k, v))
     dropped = before(state)
     operand = proj_gemm.input.quantize(plan.tokens(out), transpose=plan.proj.needs[1])
     h = fprop_residual(operand, proj_w, proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
     kept = (q, k) if plan.rotary is not None else (None, None)
     saved = (*saved_first, *operand.saved, *proj_w.saved, dropped, mixed, joined, *kept, *saved_kv)
-    return whole(h, plan.shape), (*saved, *((drawn,) if plan.recomputes else saved_core))
+    # To attend again, backward needs no more than the random state from before; `attend` saves it last.
+    return whole(h, plan.shape), (*saved, *(saved_core[-1:] if plan.recomputes else saved_core))
 
 
 def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:

@@ -160,12 +160,16 @@ def is_small(parameters: int, x: torch.Tensor) -> bool:
 
 
 def _prepared_mlp(
-    mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None
+    mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, trains: bool | None = None
 ) -> tuple[MLPPlan, BlockContext, tuple[Any, ...]]:
-    """The plan, the context and the tensors of an MLP's half."""
+    """The plan, the context and the tensors of an MLP's half; `trains` says whether the gradient of h is wanted.
+
+    None asks h; otherwise h stands for what attention will give.
+    """
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     tensors = (h, *parameters(mlp, names))
     needs, context = wanted(*tensors), mlp.context(h.dtype, is_first_microbatch)
+    needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout
     state = generator.take() if p > 0 else None
     plan = MLPPlan(needs, mlp_plan(mlp, context, h.dtype, needs), h.shape, p)
@@ -194,19 +198,15 @@ def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...
     if recompute.active():
         return None
     with torch.set_grad_enabled(any(needs)):
-        plan, context, (_, *weights) = _prepared_mlp(mlp, x, *arguments)
-    needs = (any(needs), *plan.needs[1:])
-    plan = plan._replace(needs=needs, mlp=plan.mlp._replace(needs=needs))
-    unwrapped = [context.unwrap_weight(t, any(needs)) for t in weights]
+        plan, context, (_, *weights) = _prepared_mlp(mlp, x, arguments[0], arguments[1], any(needs))
+    unwrapped = [context.unwrap_weight(t, any(plan.needs)) for t in weights]
     return mlp_forward, mlp_backward, plan, context, (x, *unwrapped)
 
 
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
-    second, more, (_, *weights) = _prepared_mlp(mlp, x, *arguments[2:4])
-    needs = (any(plan.needs), *second.needs[1:])
-    second = second._replace(needs=needs, mlp=second.mlp._replace(needs=needs))
+    second, more, (_, *weights) = _prepared_mlp(mlp, x, arguments[2], arguments[3], any(plan.needs))
     both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
-    whole_plan = LayerPlan((*plan.needs, *needs[1:]), plan, second)
+    whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)

@@ -245,5 +245,6 @@ def has_run_in_fp8(last: Any) -> bool:
 def check_fp8_sizes(*parts: Any) -> None:
     """Refuse parts whose sizes FP8 does not take, before the first of them runs under FP8 autocast."""
     for part in parts:
-        if isinstance(part, TransformerEngineBaseModule) and not is_prepared(part):
+        casts = isinstance(part, TransformerEngineBaseModule) and not part.in_high_precision
+        if casts and not is_prepared(part):
             part._check_fp8_sizes("under FP8 autocast")

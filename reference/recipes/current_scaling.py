@@ -49,6 +49,13 @@ class Float8CurrentScaling(Recipe):
         check_attention("Float8CurrentScaling", self.fp8_dpa, self.fp8_mha)
         check_backward("Float8CurrentScaling", self.backward_override)
 
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """True."""
+        return True
+
+    float8_per_tensor_scaling = float8_current_scaling
+
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
         """The same for each GEMM."""
         codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))

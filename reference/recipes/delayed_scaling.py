@@ -82,6 +82,13 @@ class DelayedScaling(Recipe):
                 f"accepted."
             )
 
+    @classmethod
+    def delayed(cls) -> bool:
+        """True."""
+        return True
+
+    float8_per_tensor_scaling = delayed
+
     @property
     def history_rows(self) -> int:  # type: ignore[override]
         """Rows of the amax history that each layer keeps."""
