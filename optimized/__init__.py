@@ -12,10 +12,10 @@ implementations and needs neither CuPy nor a GPU: what is missing is said, in a 
 
 import torch
 
-import optimized.ops
-import optimized.tape  # noqa: F401  (launches layers' kernels again)
+import optimized.ops  # noqa: F401  (registers the ops)
 import reference
 from optimized import device as _device
+from optimized.replay import Player as _Player
 from reference import (
     DelayedScaling,
     Format,
@@ -35,6 +35,7 @@ from reference import (
     recipe,
     tensor_core,
 )
+from reference.nn import autograd as _autograd
 from reference.nn.parameters import DeviceDefault
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "tensor_core",
 ]
 
+_autograd.register(_Player())
 __getattr__ = not_offered.explain(__name__)
 
 

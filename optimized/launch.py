@@ -23,12 +23,6 @@ import torch
 from optimized import compiler
 from optimized import device as device_checks
 
-_WORTH_A_GRAPH = 3  # launches
-_retired: list[Any] = []  # graphs to be destroyed when no stream captures: there it is not permitted
-# By device and stream. What torch's ops allocate in each graph of a stream lies in the same memory, since all of it is
-# free when a graph ends, and one runs after the other.
-_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
-
 _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
 
@@ -101,7 +95,8 @@ def _driver() -> Any:
 
 
 @functools.cache
-def _runtime() -> Any:
+def runtime() -> Any:
+    """CuPy's binding of the CUDA runtime."""
     from cupy_backends.cuda.api import runtime
 
     return runtime
@@ -179,23 +174,16 @@ class Launch:
         self._pointers = block.fill(args)
         self._arguments = (block, args)  # with the structs that it points to
 
-    def again(self, stream: int) -> None:
+    def replay(self, stream: int) -> None:
         """Launch it on the current device."""
         _start(self._head, stream, self._pointers, self._early)
 
 
-class Copy:
-    """A copy from address to address on the device, to be made again."""
+class Tape(Protocol):
+    """What takes the launches of `recording`."""
 
-    __slots__ = ("_arguments",)
-    capturable = True
-
-    def __init__(self, to: int, source: int, size: int) -> None:
-        self._arguments = (to, source, size)
-
-    def again(self, stream: int) -> None:
-        """Copy on the current device."""
-        _runtime().memcpyAsync(*self._arguments, _runtime().memcpyDeviceToDevice, stream)
+    def append(self, entry: Launch) -> None:
+        """Add one."""
 
 
 class _Thread(threading.local):
@@ -208,12 +196,12 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.arguments: dict[Kernel, _Arguments] = {}
         self.devices: set[int] = set()
-        self.tape: Launches | None = None
+        self.tape: Tape | None = None
         self.collected: dict[Kernel, None] | None = None  # in place of launches, in their order
 
     def attach(self, index: int) -> None:
         """Make the device's context current in this thread."""
-        _runtime().setDevice(index)
+        runtime().setDevice(index)
         if self.collected is None:
             self.devices.add(index)
 
@@ -292,95 +280,16 @@ def launch(
             torch._C._cuda_exchangeDevice(previous)
 
 
-class Again(Protocol):
-    """What can be made again."""
-
-    @property
-    def capturable(self) -> bool:
-        """Whether it may become part of a CUDA graph that is not torch's."""
-
-    def again(self, stream: int) -> None:
-        """Make it on torch's current stream, which is `stream`."""
-
-
-class Launches:
-    """Launches and the like to be made again, in order: after some times as one CUDA graph, a call for all of them."""
-
-    def __init__(self) -> None:
-        self._entries: list[Again] = []
-        self._capturable = True
-        self._times = 0
-        self._graph: Any = None  # CuPy's
-        self._stream = 0  # on which it may run
-
-    def __del__(self) -> None:
-        if self._graph is not None:
-            _retired.append(self._graph)
-
-    def append(self, entry: Again) -> None:
-        """Add one."""
-        self._entries.append(entry)
-        self._capturable = self._capturable and entry.capturable
-
-    def again(self, device: int) -> None:
-        """Make them on torch's current stream of a device."""
-        previous = torch._C._cuda_exchangeDevice(device)
-        try:
-            if device not in _thread.devices:
-                _thread.attach(device)
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            self._times += 1
-            few = len(self._entries) < _WORTH_A_GRAPH or self._times <= 2
-            if (
-                few
-                or not self._capturable
-                or torch._C._cuda_isCurrentStreamCapturing()
-                or (self._graph and self._stream != stream)
-            ):
-                for one in self._entries:
-                    one.again(stream)
-                return
-            if self._graph is None:
-                self._graph, self._stream = self._captured(device, stream), stream
-            _runtime().graphLaunch(self._graph.graphExec, stream)
-        finally:
-            if previous != device:
-                torch._C._cuda_exchangeDevice(previous)
-
-    def _captured(self, device: int, stream: int) -> Any:
-        """Not by torch's own capture: that would stop every thread's use of torch's generator."""
-        _retired.clear()
-        capturing = _capturing_stream(device)
-        current = torch.cuda.ExternalStream(capturing.ptr, device)
-        with _lock, torch.cuda.stream(current), _memory(device, stream):
-            capturing.begin_capture(_runtime().streamCaptureModeRelaxed)
-            try:
-                for one in self._entries:
-                    one.again(capturing.ptr)
-            finally:
-                graph = capturing.end_capture()
-        return graph
-
-
-def _memory(device: int, stream: int) -> contextlib.AbstractContextManager[None]:
-    """Where torch's ops allocate in a capture for that stream; cudaMallocAsync's allocations are part of the graph."""
-    if torch.cuda.get_allocator_backend() != "native":
-        return contextlib.nullcontext()
-    if (device, stream) not in _pools:
-        _pools[device, stream] = torch.cuda.MemPool()
-    return torch.cuda.use_mem_pool(_pools[device, stream], device)
-
-
-@functools.cache
-def _capturing_stream(device: int) -> Any:
-    """For captures on the current device; none of the streams that torch deals out in turn."""
-    from cupy.cuda import Stream
-
-    return Stream(non_blocking=True)
+def current_stream(device: int) -> int:
+    """torch's current stream of a device, which is the current one, ready for launches of this thread."""
+    if device not in _thread.devices:
+        _thread.attach(device)
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 @contextlib.contextmanager
-def recording(tape: Launches) -> Iterator[None]:
+def recording(tape: Tape) -> Iterator[None]:
     """Note every launch of this thread in `tape` as well."""
     outer, _thread.tape = _thread.tape, tape
     try:

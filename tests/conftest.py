@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from driver_stub import cuda  # noqa: F401  (a fixture)
 
 from optimized import measure
 from reference import files

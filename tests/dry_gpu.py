@@ -27,9 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optimized import ahead, launch, tape, tensor_map, watch
+from optimized import ahead, launch, tensor_map
 from optimized import device as device_checks
-from optimized.ops import scale_update
+from optimized.replay import calls, memory, player, watch
+from optimized.replay.launches import Copy, Launches
 from reference import compiled
 from reference.ops.library import _IMPLEMENTATIONS
 
@@ -105,7 +106,7 @@ class _Again(NamedTuple):
     line: str
     capturable: bool = True
 
-    def again(self, stream: int) -> None:
+    def replay(self, stream: int) -> None:
         self.lines.append(f"again {self.line}")
 
 
@@ -133,12 +134,13 @@ class DryGpu(contextlib.ExitStack):
         super().__enter__()
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
-            (launch.Launches, "again", lambda launches, device: [one.again(0) for one in launches._entries]),
-            (launch.Copy, "again", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
+            (Launches, "replay", lambda launches, device: [one.replay(0) for one in launches._entries]),
+            (Copy, "replay", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
             (launch, "processors", lambda index: PROCESSORS),
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
-            (scale_update, "_tapes", {}),
+            (calls, "_kinds", {}),
+            (calls, "counts", calls.Counts()),
             (compiled, "_orders", {}),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -160,7 +162,7 @@ class DryGpu(contextlib.ExitStack):
         return text.split("\n") if text else []
 
     def tapes(self) -> None:
-        """Let layers be replayed from tapes (optimized/tape.py), until the end; addresses are used again then."""
+        """Let layers be replayed from tapes (optimized/replay), until the end; addresses are used again then."""
         self._reuses = True
 
         def storage_of(x: torch.Tensor) -> int:
@@ -178,12 +180,12 @@ class DryGpu(contextlib.ExitStack):
         def called(kind: str) -> Callable[[Any, int], None]:
             return lambda entry, stream: self.lines.append(f"again {kind} {entry.func._schema.name}")
 
-        pretending(tape.Watch, "__torch_dispatch__")
-        pretending(tape.Player, "backward")
-        for owner in (tape, watch):
+        pretending(watch.Watch, "__torch_dispatch__")
+        pretending(player.Player, "backward")
+        for owner in (calls, memory):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
-        for kind in (watch.Foreign, watch.Into):
-            self.enter_context(mock.patch.object(kind, "again", called(kind.__name__)))
+        for kind in (watch.TorchOp, watch.TorchOutOp):
+            self.enter_context(mock.patch.object(kind, "replay", called(kind.__name__)))
         pretending(ahead.Dry, "__torch_dispatch__")
         self.enter_context(
             mock.patch.object(ahead, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0, "plain": set()}))
@@ -195,8 +197,6 @@ class DryGpu(contextlib.ExitStack):
 
         self.enter_context(mock.patch.object(ahead, "compile_missing", compile_missing))
         self.enter_context(mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0))
-        self.enter_context(mock.patch.object(tape, "_kinds", {}))
-        self.enter_context(mock.patch.multiple(tape._All, misses=0, hits=0))
 
     # --- addresses ---------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class DryGpu(contextlib.ExitStack):
         if launch._thread.tape is not None:
             launch._thread.tape.append(_Again(self.lines, self.lines[-1]))
 
-    def _copied(self, copy: launch.Copy) -> str:
+    def _copied(self, copy: Copy) -> str:
         to, source, size = copy._arguments
         return f"{self._number(to)}, {self._number(source)}, {size}"
 

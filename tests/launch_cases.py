@@ -17,7 +17,7 @@ from launch_notes import BF16, E4M3, E5M2, FP8, FP16, FP32, WIDE, Notes, empty, 
 
 import optimized
 import reference as te
-from optimized import compiler, device, launch, tape, tensor_map, watch
+from optimized import compiler, device, launch, tensor_map
 from optimized.ops import (
     MODULES,
     gemm_operands,
@@ -25,8 +25,8 @@ from optimized.ops import (
     norm,
     norm_backward,
     norm_cast_transpose,
-    scale_update,
 )
+from optimized.replay import calls, launches, memory, watch
 from reference.ops.activation import GATED, KINDS
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.norm import KINDS as NORMS
@@ -279,16 +279,16 @@ def configurations(note: Notes) -> None:
         digest = hashlib.sha256("\n".join(made).encode()).hexdigest()[:16]
         note.cases.append(f"{module.__name__.rpartition('.')[2]}: {len(made)} configurations, {digest}")
     cached = []
-    for module in (*MODULES, compiler, device, gemm_operands, gemm_tile, launch, tensor_map):
+    for module in (*MODULES, compiler, device, gemm_operands, gemm_tile, launch, launches, tensor_map):
         for name, value in sorted(vars(module).items()):
             if hasattr(value, "cache_parameters") and value.__module__ == module.__name__:
                 cached.append((module.__name__, name, value.cache_parameters()["maxsize"]))
     note.table("cached functions: module, name, most results", cached)
     limits: list[tuple[Any, tuple[str, ...]]] = [
-        (launch, ("_WORTH_A_GRAPH",)),
-        (tape, ("LARGEST", "MOST_KINDS", "MOST_TAPES", "MOST_MISSES", "_ALIGNMENT")),
+        (launches, ("_WORTH_A_GRAPH",)),
+        (calls, ("LARGEST", "MOST_KINDS", "MOST_TAPES", "MOST_MISSES")),
+        (memory, ("_ALIGNMENT",)),
         (watch, ("MOST_MOVED",)),
-        (scale_update, ("_MOST_TAPES",)),
     ]
     rows = [(module.__name__, name, getattr(module, name)) for module, names in limits for name in names]
     note.table("limits", rows)

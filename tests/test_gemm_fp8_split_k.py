@@ -12,6 +12,7 @@ from test_gemm_fp8 import E4M3, E5M2, FORMATS, OUTPUTS, draw, normal, on_gpu, on
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import launch
 from optimized.ops.gemm_fp8_split_k import RESIDENT, gemm_fp8_split_k, is_faster, partition
+from optimized.replay import Launches
 
 twin = torch.ops.twin
 
@@ -91,11 +92,11 @@ def test_the_op_takes_this_way_and_captures_it() -> None:
     captured.fill_(7)
     graph.replay()
     assert_same_bits(captured, first, "graph replay")
-    tape = launch.Launches()
+    tape = Launches()
     with launch.recording(tape):
         recorded = product()
     recorded.fill_(7)
-    tape.again(0)
+    tape.replay(0)
     assert_same_bits(recorded, first, "launches made again")
 
 

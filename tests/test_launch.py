@@ -12,6 +12,7 @@ from conftest import assert_same_bits
 import optimized
 from optimized import device, launch, tensor_map
 from optimized.ops.cast_transpose import tile_grid
+from optimized.replay import Launches
 
 twin = torch.ops.twin
 
@@ -238,7 +239,7 @@ def test_recorded_launches_are_made_again_on_any_stream_and_inside_a_capture() -
         return [scale, *(t for column in range(3) for t in twin.cast_transpose(x, scale, history, column, E4M3))]
 
     x, history = torch.randn(130, 256, device="cuda").bfloat16(), torch.zeros(5, 3, device="cuda")
-    launches = launch.Launches()
+    launches = Launches()
     with launch.recording(launches):
         out = casts(x, history)
     captured, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -250,11 +251,11 @@ def test_recorded_launches_are_made_again_on_any_stream_and_inside_a_capture() -
         torch.cuda.synchronize()
         if time == 6:
             with torch.cuda.graph(captured):
-                launches.again(0)
+                launches.replay(0)
             captured.replay()
         else:
             with torch.cuda.stream(other if time in (1, 4) else torch.cuda.current_stream()):
-                launches.again(0)
+                launches.replay(0)
         torch.cuda.synchronize()
         expected = torch.zeros(5, 3)
         for a, b in zip([*out, history], [*casts(x.cpu(), expected), expected], strict=True):

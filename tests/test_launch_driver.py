@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,100 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver_stub import STREAM, Cuda, arguments
 
-from optimized import compiler, launch, tensor_map
-from optimized import device as device_checks
+from optimized import launch, tensor_map
 from optimized.ops import gemm_tile
-
-STREAM = 0x5EED
-
-
-class Cuda:
-    """The driver, the runtime and the current device; `calls` is what they were asked, in order."""
-
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-    CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
-    memcpyDeviceToDevice = 3
-    streamCaptureModeRelaxed = 2
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.current = 0
-        self.status = 0
-        self.clusters = 5
-        self.capturing = False
-
-    def exchange(self, index: int) -> int:
-        """torch's, which sets the current device and tells the one before."""
-        self.current, before = index, self.current
-        self.calls.append(("device", index))
-        return before
-
-    def setDevice(self, index: int) -> None:
-        self.calls.append(("attach", index))
-
-    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
-        self.calls.append(("attribute", function, attribute, value))
-
-    def launchKernel(self, *arguments: int) -> None:
-        self.calls.append(("launch", *arguments))
-
-    def memcpyAsync(self, *arguments: int) -> None:
-        self.calls.append(("copy", *arguments))
-
-    def graphLaunch(self, *arguments: Any) -> None:
-        self.calls.append(("graph", *arguments))
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: Any) -> int:
-        given = config._obj
-        name = ctypes.c_int.from_address(given.attributes).value
-        value = ctypes.c_int.from_address(given.attributes + 8).value
-        about = (tuple(given.extents), given.shared_bytes, given.stream, given.count, name, value)
-        self.calls.append(("launch early", about, function.value, pointers.value, extra))
-        return self.status
-
-    def cuOccupancyMaxActiveClusters(self, found: Any, function: Any, config: Any) -> int:
-        given = config._obj
-        self.calls.append(("clusters", tuple(given.extents), given.shared_bytes, function.value, self.current))
-        found._obj.value = self.clusters
-        return self.status
-
-    def of(self, *kinds: str) -> list[tuple[Any, ...]]:
-        """The calls of some kinds."""
-        return [call for call in self.calls if call[0] in kinds]
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    made = Cuda()
-
-    class Module:
-        def load(self, cubin: bytes) -> None:
-            made.calls.append(("load", cubin, made.current))
-
-        def get_function(self, name: str) -> Any:
-            made.calls.append(("function", name))
-            return SimpleNamespace(ptr=1000 + len(made.of("function")))
-
-    for name in ("cupy", "cupy.cuda", "cupy.cuda.function"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(Module=Module))
-    for name in ("_driver", "_runtime", "_library"):
-        monkeypatch.setattr(launch, name, lambda: made)
-    for name, value in (("_modules", {}), ("_kernels", {}), ("_retired", []), ("_pools", {})):
-        monkeypatch.setattr(launch, name, value)
-    monkeypatch.setattr(launch, "_thread", launch._Thread())
-    monkeypatch.setattr(compiler, "cubin", lambda kernel, defines: f"{kernel} {sorted(defines.items())}".encode())
-    monkeypatch.setattr(device_checks, "check", lambda index: made.calls.append(("check", index)))
-    monkeypatch.setattr(device_checks, "check_cupy", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_exchangeDevice", made.exchange, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capturing, raising=False)
-    launch.clusters_at_once.cache_clear()
-    launch._capturing_stream.cache_clear()
-    yield made
-    launch.clusters_at_once.cache_clear()
-    launch._capturing_stream.cache_clear()
-
 
 # --- loading ----------------------------------------------------------------------------------------------
 
@@ -153,12 +62,6 @@ def test_one_object_for_a_configuration(cuda: Cuda) -> None:
 
 
 # --- launching --------------------------------------------------------------------------------------------
-
-
-def arguments(pointers: int, *kinds: Any) -> list[Any]:
-    """What a kernel reads through the array of pointers."""
-    addresses = (ctypes.c_uint64 * len(kinds)).from_address(pointers)
-    return [kind.from_address(address).value for kind, address in zip(kinds, addresses, strict=True)]
 
 
 def test_a_launch_is_what_the_driver_is_asked_for(cuda: Cuda) -> None:
@@ -300,12 +203,12 @@ def test_the_libraries_are_looked_for_by_name(monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(cuTensorMapEncodeTiled=SimpleNamespace())
 
     monkeypatch.setattr(ctypes, "CDLL", open_library)
-    cached = (launch._driver, launch._runtime, launch._library, tensor_map._driver)
+    cached = (launch._driver, launch.runtime, launch._library, tensor_map._driver)
     for one in cached:
         one.cache_clear()
     try:
         assert launch._driver() == "the driver"
-        assert launch._runtime() == "the runtime"
+        assert launch.runtime() == "the runtime"
         assert launch._library() is launch._library()
         pointers = [ctypes.POINTER(kind) for kind in (ctypes.c_uint64,) * 2 + (ctypes.c_uint32,) * 2]
         first = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
@@ -314,183 +217,3 @@ def test_the_libraries_are_looked_for_by_name(monkeypatch: pytest.MonkeyPatch) -
     finally:
         for one in cached:
             one.cache_clear()
-
-
-# --- launches made again ----------------------------------------------------------------------------------
-
-
-def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:
-    kernel, struct = launch.function("f", "one"), np.array([41, 42], np.int32)
-    outer, inner = launch.Launches(), launch.Launches()
-    with launch.recording(outer):
-        launch.launch(kernel, (3,), (32,), [np.int32(1), launch.by_value(struct)], 16, device=0)
-        with launch.recording(inner):
-            launch.launch(kernel, (4,), (32,), [np.int32(2), launch.by_value(struct[1:])], device=0, early=True)
-    launch.launch(kernel, (5,), (32,), [np.int32(3), launch.by_value(struct)], device=0)
-    assert [len(one._entries) for one in (outer, inner)] == [1, 1]
-    cuda.calls.clear()
-    outer.again(0)
-    (again,) = cuda.of("launch")
-    assert again[:10] == ("launch", 1001, 3, 1, 1, 32, 1, 1, 16, STREAM)
-    assert arguments(again[10], ctypes.c_int32, ctypes.c_int32) == [1, 41]
-    inner.again(0)
-    assert cuda.calls[-1][1] == ((4, 1, 1, 32, 1, 1), 0, STREAM, 1, 6, 1)
-    assert arguments(cuda.calls[-1][3], ctypes.c_int32, ctypes.c_int32) == [2, 42]
-
-
-def test_a_copy_is_made_on_the_stream(cuda: Cuda) -> None:
-    copy = launch.Copy(1 << 20, 1 << 21, 4096)
-    assert copy.capturable
-    copy.again(77)
-    assert cuda.calls == [("copy", 1 << 20, 1 << 21, 4096, 3, 77)]
-
-
-class Entry:
-    """Something to be made again."""
-
-    def __init__(self, cuda: Cuda, capturable: bool = True) -> None:
-        self.cuda, self.capturable = cuda, capturable
-
-    def again(self, stream: int) -> None:
-        self.cuda.calls.append(("again", stream))
-
-
-@pytest.fixture
-def capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """Streams that capture."""
-
-    class Stream:
-        ptr = 0xCA9
-
-        def __init__(self, non_blocking: bool) -> None:
-            cuda.calls.append(("new stream", non_blocking))
-
-        def begin_capture(self, mode: int) -> None:
-            cuda.calls.append(("begin", mode))
-
-        def end_capture(self) -> Any:
-            cuda.calls.append(("end",))
-            return SimpleNamespace(graphExec="graph")
-
-    @contextlib.contextmanager
-    def within(kind: str, *about: Any) -> Iterator[None]:
-        cuda.calls.append((kind, *about))
-        yield
-        cuda.calls.append((f"{kind} over",))
-
-    sys.modules["cupy.cuda"].Stream = Stream  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: ("stream", pointer, device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within("current", stream))
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: f"pool {len(launch._pools)}", raising=False)
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: within("memory", pool, device), raising=False)
-    return cuda
-
-
-def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
-    launches = launch.Launches()
-    for _ in range(3):
-        launches.append(Entry(capture))
-    for _ in range(2):
-        launches.again(0)
-        assert capture.of("again")[-3:] == [("again", STREAM)] * 3
-        assert not capture.of("graph", "begin")
-    launch._retired.append("old graph")
-    capture.calls.clear()
-    launches.again(0)
-    assert capture.calls == [
-        ("device", 0),
-        ("new stream", True),
-        ("current", ("stream", 0xCA9, 0)),
-        ("memory", "pool 0", 0),
-        ("begin", 2),
-        *[("again", 0xCA9)] * 3,
-        ("end",),
-        ("memory over",),
-        ("current over",),
-        ("graph", "graph", STREAM),
-    ]
-    assert launch._retired == []
-    capture.calls.clear()
-    launches.again(0)
-    assert capture.calls == [("device", 0), ("graph", "graph", STREAM)]
-    # It belongs to its stream, and no capture of another's can hold it.
-    capture.calls.clear()
-    capture.capturing = True
-    launches.again(0)
-    assert not capture.of("graph")
-    capture.capturing = False
-    launches._stream += 1
-    launches.again(0)
-    assert capture.of("again") == [("again", STREAM)] * 6
-    assert not capture.of("graph")
-    # Where it may be destroyed, it is.
-    del launches
-    gc.collect()
-    (retired,) = launch._retired
-    assert retired.graphExec == "graph"
-
-
-def test_what_never_becomes_a_graph(capture: Cuda) -> None:
-    two, foreign = launch.Launches(), launch.Launches()
-    for _ in range(2):
-        two.append(Entry(capture))
-    for capturable in (True, False, True):
-        foreign.append(Entry(capture, capturable))
-    for _ in range(6):
-        two.again(0)
-        foreign.again(0)
-    capture.capturing = True
-    captured = launch.Launches()
-    for _ in range(3):
-        captured.append(Entry(capture))
-    for _ in range(6):
-        captured.again(0)
-    assert not capture.of("graph", "begin")
-    assert len(capture.of("again")) == 6 * (2 + 3 + 3)
-    del two
-    gc.collect()
-    assert launch._retired == []
-
-
-def test_launches_on_another_device(capture: Cuda) -> None:
-    launches = launch.Launches()
-    for _ in range(5):
-        launches.append(Entry(capture))
-    for _ in range(3):
-        launches.again(1)
-    assert len(capture.of("again")) == 3 * 5
-    assert capture.of("device") == [("device", 1), ("device", 0)] * 3
-    assert capture.of("attach") == [("attach", 1)]
-    assert capture.of("current") == [("current", ("stream", 0xCA9, 1))]
-    assert capture.of("graph") == [("graph", "graph", STREAM + 1)]
-
-
-def test_a_capture_that_fails_ends(capture: Cuda) -> None:
-    class Fails(Entry):
-        def again(self, stream: int) -> None:
-            if stream == 0xCA9:
-                raise RuntimeError("no")
-
-    launches = launch.Launches()
-    for _ in range(3):
-        launches.append(Fails(capture))
-    launches.again(0)
-    launches.again(0)
-    with pytest.raises(RuntimeError, match="no"):
-        launches.again(0)
-    assert capture.of("begin", "end") == [("begin", 2), ("end",)]
-    assert launches._graph is None
-
-
-def test_graphs_of_a_stream_share_their_memory(capture: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    for device, stream in ((0, 1), (0, 1), (0, 2), (1, 1)):
-        with launch._memory(device, stream):
-            pass
-    pools = [call[1:] for call in capture.of("memory")]
-    assert pools == [("pool 0", 0), ("pool 0", 0), ("pool 1", 0), ("pool 2", 1)]
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with launch._memory(0, 3):
-        pass
-    assert len(capture.of("memory")) == 4
-    assert len(launch._pools) == 3

@@ -1,7 +1,6 @@
 """`twin::scale_update` against a scalar loop of the written rule."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from dry_gpu import DryGpu
 import reference  # noqa: F401
 from optimized import launch
 from optimized.ops import scale_update as on_gpu
+from optimized.replay import Launches
 
 FLT_MAX = float(np.finfo(np.float32).max)
 
@@ -117,33 +117,34 @@ def test_refusals(
         torch.ops.twin.scale_update([scale], [history], 448.0, 0, algorithm)
 
 
-class Known(dict[Any, Any]):
-    """The launches of earlier updates: the first that is asked for is known (and launches nothing)."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        if not self:
-            self[key] = []
-        return super().get(key, default)
-
-
 @pytest.mark.parametrize(
     ("what", "error"), [("strided history", ValueError), ("int32 history", TypeError), ("longer scale", ValueError)]
 )
-def test_the_gpus_side_refuses_at_known_addresses(what: str, error: type[Exception], monkeypatch: Any) -> None:
+def test_the_gpus_side_refuses_at_known_addresses(what: str, error: type[Exception]) -> None:
     """An update at the addresses of an earlier one makes its launches again, unless something else lies there now."""
-    rows, row = torch.ones(8, 3), torch.ones(8)
-    scale, history = row[:3], rows[:4]
-    other = {
-        "strided history": (scale, rows[::2]),
-        "int32 history": (scale, history.view(torch.int32)),
-        "longer scale": (row[:4], history),
-    }[what]
-    assert [x.data_ptr() for x in other] == [x.data_ptr() for x in (scale, history)]
-    monkeypatch.setattr(on_gpu, "_tapes", Known())
-    on_gpu.scale_update([scale], [history], 448.0, 0, "max")
-    on_gpu.scale_update([row[:3]], [rows[:4]], 448.0, 0, "max")  # the same, by other objects
-    with pytest.raises(error, match="twin::scale_update"):
-        on_gpu.scale_update([other[0]], [other[1]], 448.0, 0, "max")
+    with DryGpu() as gpu:
+        rows, row = torch.ones(8, 3, device="cuda"), torch.ones(8, device="cuda")
+        scale, history = row[:3], rows[:4]
+        other = {
+            "strided history": (scale, rows[::2]),
+            "int32 history": (scale, history.view(torch.int32)),
+            "longer scale": (row[:4], history),
+        }[what]
+        assert [x.data_ptr() for x in other] == [x.data_ptr() for x in (scale, history)]
+        on_gpu.scale_update([scale], [history], 448.0, 0, "max")
+        gpu.taken()
+        on_gpu.scale_update([row[:3]], [rows[:4]], 448.0, 0, "max")  # the same, by other objects
+        (again,) = gpu.taken()
+        assert again.startswith("again ")
+        with pytest.raises(error, match="twin::scale_update"):
+            on_gpu.scale_update([other[0]], [other[1]], 448.0, 0, "max")
+
+
+def test_the_gpus_side_wants_a_scale_beside_its_history() -> None:
+    with DryGpu():
+        here, there = torch.ones(3, device="cuda"), torch.ones(4, 3)
+        with pytest.raises(ValueError, match="a scale is on cuda:0 and its amax_history on cpu"):
+            on_gpu.scale_update([here], [there], 448.0, 0, "max")
 
 
 @pytest.mark.parametrize("note", ["collecting", "recording"])
@@ -152,7 +153,7 @@ def test_launches_that_are_noted_are_not_those_kept(note: str) -> None:
     with DryGpu() as gpu:
         scale, history = torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")
         gpu.taken()
-        tape = launch.Launches()
+        tape = Launches()
         with launch.collecting() if note == "collecting" else launch.recording(tape):
             on_gpu.scale_update([scale], [history], 448.0, 0, "max")
         gpu.taken()

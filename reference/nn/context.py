@@ -3,7 +3,7 @@
 A plan says everything that launches depend on but tensors; a context holds the tensors that come from the module:
 quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A pair's
 functions see a plan, a context and tensors, and no module: whatever they do can be launched again for the same plan
-with the same addresses (`optimized.tape`).
+with the same addresses (`optimized.replay`).
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -1,14 +1,17 @@
-"""What a function does on the GPU besides launching: seen once, and placed while a tape is recorded (`tape.py`)."""
+"""What a function does on the GPU besides launching: seen once, and put in its place while a tape is recorded.
 
-import sys
+A tape holds our own launches, allocations, views and copies of whole tensors. cuDNN's attention puts its results where
+PyTorch allocates them; they are copied to where ours would lie. A function that does anything else is not `usable`.
+"""
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimized import launch
+from optimized.replay.launches import Copy, Launches
+from optimized.replay.memory import Allocation, Place, TensorRef, Tensors, tensors_of
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -21,7 +24,7 @@ _ALLOCATIONS = {
 _VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
 
 # Ops of torch's that a tape may hold, and which of their results are tensors that are read later.
-FOREIGN = {
+TORCH_OPS = {
     aten._scaled_dot_product_cudnn_attention.default: (0, 1),
     aten._scaled_dot_product_cudnn_attention_backward.default: (0, 1, 2),
 }
@@ -29,7 +32,7 @@ MOST_MOVED = 32 << 20  # bytes of such a result: copying more takes longer than 
 _DRAWN = (6, 7)  # of cuDNN's attention with dropout: what it drew from torch's generator
 
 # Others, with their variants that write where a tape says: in 16 bits the gradients of q, k and v are put side by side.
-_INTO = {aten.cat.default: aten.cat.out}
+_OUT_VARIANTS = {aten.cat.default: aten.cat.out}
 
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:
@@ -37,122 +40,45 @@ def _draws(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _read_later(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    return FOREIGN[func] + (_DRAWN if _draws(func, args) else ())
+    return TORCH_OPS[func] + (_DRAWN if _draws(func, args) else ())
 
 
-class Place(NamedTuple):
-    """A tensor in the storage of another: arena, scratch, input or state, by number."""
-
-    number: int
-    offset: int  # bytes from the other's first
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, sources: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The tensor."""
-        whole = sources[self.number]
-        assert whole is not None
-        if (self.offset, self.shape, self.stride, self.dtype) == (0, whole.shape, whole.stride(), whole.dtype):
-            return whole
-        first = (whole.storage_offset() * whole.element_size() + self.offset) // self.dtype.itemsize
-        made = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return made.set_(whole.untyped_storage(), first, self.shape, self.stride)  # type: ignore[call-overload]
-
-
-def storage_of(x: torch.Tensor) -> int:
-    """Which storage a tensor lies in."""
-    return x.untyped_storage().data_ptr()
-
-
-def place_of(x: torch.Tensor, sources: Sequence[torch.Tensor | None]) -> Place:
-    """Where a tensor lies (number -1: in none of them)."""
-    storage = storage_of(x)
-    for number, whole in enumerate(sources):
-        if whole is not None and storage_of(whole) == storage:
-            # Not from addresses: that of a tensor without elements is 0.
-            offset = int(x.storage_offset()) * x.itemsize - int(whole.storage_offset()) * whole.itemsize
-            return Place(number, offset, x.shape, x.stride(), x.dtype)
-    return Place(-1, 0, x.shape, x.stride(), x.dtype)
-
-
-class Lying(NamedTuple):
-    """A tensor by its address, which does not keep its memory."""
-
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Any) -> Any:
-        """Where a tensor lies, or each of a list; what is no tensor, as it is."""
-        if isinstance(x, list):
-            return [cls.of(one) for one in x]
-        return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor."""
-        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
-        whole = torch._C._construct_storage_from_data_pointer(self.address, self.device, size * self.dtype.itemsize)
-        made = torch.empty(0, dtype=self.dtype, device=self.device)
-        return made.set_(whole, 0, self.shape, self.stride)  # type: ignore[call-overload]
-
-
-def _tensors(x: Any) -> Any:
-    """What `Lying.of` was given."""
-    if isinstance(x, list):
-        return [_tensors(one) for one in x]
-    return x.tensor() if isinstance(x, Lying) else x
-
-
-class Foreign(NamedTuple):
+class TorchOp(NamedTuple):
     """An op of torch's to be called again, its results copied to where they lay."""
 
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    results: dict[int, Lying | None]
+    results: dict[int, TensorRef | None]
 
     @property
     def capturable(self) -> bool:
         """Not if it draws from torch's generator, of which only torch's own captures know."""
         return not _draws(self.func, self.args)
 
-    def again(self, stream: int) -> None:
+    def replay(self, stream: int) -> None:
         """Call it on torch's current stream."""
-        made = self.func(*_tensors(self.args), **self.kwargs)
+        made = self.func(*tensors_of(self.args), **self.kwargs)
         for position, to in self.results.items():
             if to is not None:
                 to.tensor().copy_(made[position])
 
 
-class Into(NamedTuple):
+class TorchOutOp(NamedTuple):
     """An op of torch's to be called again, writing where it wrote."""
 
     func: Any
     args: list[Any]
-    out: Lying
+    out: TensorRef
 
     @property
     def capturable(self) -> bool:
         """Always."""
         return True
 
-    def again(self, stream: int) -> None:
+    def replay(self, stream: int) -> None:
         """Call it on torch's current stream."""
-        self.func(*_tensors(self.args), out=self.out.tensor())
-
-
-class Allocation:
-    """A tensor that a function allocated: `until` is the number of the first allocation after its end."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        storage = x.untyped_storage()
-        self.storage, self.size, self.address = StorageWeakRef(storage), storage.nbytes(), x.data_ptr()
-        self.like = (x.shape, x.stride(), x.dtype)
-        self.until = sys.maxsize
+        self.func(*tensors_of(self.args), out=self.out.tensor())
 
 
 class Watch(TorchDispatchMode):
@@ -173,9 +99,9 @@ class Watch(TorchDispatchMode):
             made = self.allocate(aten.empty_like.default, args, {})
             self.copy(made, args[0])
             return made
-        if func in FOREIGN:
+        if func in TORCH_OPS:
             return self.call(func, args, kwargs)
-        if func in _INTO:
+        if func in _OUT_VARIANTS:
             return self.call_into(func, args)
         self.usable = self.usable and (func.is_view or func in _VIEWS)
         return func(*args, **kwargs)
@@ -215,26 +141,26 @@ class Watch(TorchDispatchMode):
 
 
 class Record(Watch):
-    """The second and later runs: tensors go where the kind's measurement said."""
+    """The second and later runs: tensors go where the first run's measurement said."""
 
-    def __init__(self, rooms: Sequence[Place], sources: Sequence[torch.Tensor | None], tape: launch.Launches) -> None:
+    def __init__(self, places: Sequence[Place], sources: Tensors, tape: Launches) -> None:
         super().__init__()
-        self.rooms, self.sources, self.tape = iter(rooms), sources, tape
+        self.places, self.sources, self.tape = iter(places), sources, tape
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         made = super().call(func, args, kwargs)
-        results = {position: Lying.of(made[position]) for position in _read_later(func, args)}
-        self.tape.append(Foreign(func, Lying.of(list(args)), kwargs, results))
+        results = {position: TensorRef.of(made[position]) for position in _read_later(func, args)}
+        self.tape.append(TorchOp(func, TensorRef.of(list(args)), kwargs, results))
         return made
 
     def call_into(self, func: Any, args: Any) -> Any:
         out = self.allocate(func, args, {})
-        self.tape.append(Into(_INTO[func], Lying.of(list(args)), Lying.of(out)))
-        return _INTO[func](*args, out=out)
+        self.tape.append(TorchOutOp(_OUT_VARIANTS[func], TensorRef.of(list(args)), TensorRef.of(out)))
+        return _OUT_VARIANTS[func](*args, out=out)
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        return next(self.rooms).of(self.sources)
+        return next(self.places).of(self.sources)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
-        self.tape.append(launch.Copy(to.data_ptr(), source.data_ptr(), to.nbytes))
+        self.tape.append(Copy(to.data_ptr(), source.data_ptr(), to.nbytes))

@@ -1,0 +1,224 @@
+"""Which calls agree, and the tapes of each: the one cache of launches.
+
+    first call of a kind       runs, and is measured: sizes of its arena, its scratch and its results
+    then                       its launches, if a tape was recorded at these addresses
+                               else it runs, with its tensors placed there, and is recorded
+
+A tape holds no memory: what a call saves for backward lies in one tensor, the arena, and its temporaries in another,
+the scratch, allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
+
+A call that allocates more than `LARGEST` bytes always runs, because its kernels outlast its Python. Where addresses
+keep changing, as with lengths that are drawn for each batch, no more is measured or recorded after `MOST_MISSES` times,
+each of which costs as much as running does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from optimized import launch
+from optimized.replay.launches import Launches
+from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
+from optimized.replay.watch import Record, Watch
+
+LARGEST = 448 << 20
+MOST_KINDS, MOST_TAPES = 4096, 256  # of all (a layer takes up to four for each length), and of a kind
+MOST_MISSES = 4096  # more than hits, of all
+
+Saved = tuple[torch.Tensor | None, ...]
+Function = Callable[[], tuple[Saved, Saved]]  # results, and what is saved for backward
+
+
+class Kind:
+    """Calls that agree in all but addresses.
+
+    Attributes:
+        usable: whether such a call can be replayed.
+        results: how its results are allocated.
+        places: for each allocation, in order, where it lies.
+        sizes: bytes of the arena and of the scratch.
+        saved_places: what is saved for backward: None, or a place in what `saved` gives.
+        needed: the numbers of those, among arena, scratch, inputs and state.
+        tapes: by all addresses.
+        hits, misses: calls that were replayed, and that were recorded.
+    """
+
+    def __init__(self) -> None:
+        self.usable = True
+        self.results = Results()
+        self.places: list[Place] = []
+        self.sizes = (0, 0)
+        self.saved_places: list[Place | None] = []
+        self.needed: list[int] = []
+        self.tapes: dict[tuple[int, ...], Launches] = {}
+        self.misses = self.hits = 0
+
+    def measure(self, run: Function) -> tuple[Saved, Saved]:
+        """Run as ever, and note what was allocated."""
+        with Watch() as watch:
+            results, saved = run()
+        last = {one.address: i for i, one in enumerate(watch.allocated)}
+        owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
+        saved_ones = {last.get(storage_of(x)) for x in saved if x is not None}
+        self.places, self.sizes = arrange(watch.allocated, owners, saved_ones)
+        self.results = Results(results)
+        whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
+        distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
+        self.usable = watch.usable and whole and distinct and sum(self.sizes) <= LARGEST
+        return results, saved
+
+    def allocate(self, where: int, device: torch.device) -> torch.Tensor | None:
+        """A new arena or scratch."""
+        size = self.sizes[where]
+        return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+    def tape(self, addresses: tuple[int, ...]) -> Launches | None:
+        """The tape of a call with these addresses, if there is one."""
+        found = self.tapes.get(addresses)
+        if found is not None:
+            self.hits += 1
+            counts.hits += 1
+        return found
+
+    def add(self, addresses: tuple[int, ...], tape: Launches) -> None:
+        """Keep the tape of a call with these addresses."""
+        self.misses += 1
+        counts.misses += 1
+        if len(self.tapes) >= MOST_TAPES:
+            self.tapes.clear()
+        self.tapes[addresses] = tape
+
+    def record(
+        self, run: Function, results: Saved, sources: Sequence[torch.Tensor | None], addresses: tuple[int, ...]
+    ) -> tuple[Saved, Saved]:
+        """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
+        tape = Launches()
+        with launch.recording(tape), Record(self.places, (*sources[:FIRST], *results), tape) as watch:
+            found, saved = run()
+        places = [None if x is None else place_of(x, sources) for x in saved]
+        needed = sorted({place.number for place in places if place is not None})
+        located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
+        in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
+        same = not self.tapes or (self.needed, self.saved_places) == (
+            needed,
+            located,
+        )  # not if inputs share storage at times
+        self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
+        self.needed, self.saved_places = needed, located
+        self.add(addresses, tape)
+        return found, saved
+
+    def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
+        """What goes to `save_for_backward`: of arena, inputs and state, what is needed."""
+        return tuple([sources[i] for i in self.needed])
+
+    def found(self, saved: Saved) -> Saved:
+        """What the function itself would have saved."""
+        return tuple(None if place is None else place.of(saved) for place in self.saved_places)
+
+
+class Counts:
+    """Calls of all kinds."""
+
+    def __init__(self) -> None:
+        self.misses = self.hits = 0
+
+    def enough(self) -> bool:
+        """Whether recording more would be in vain."""
+        return self.misses > MOST_MISSES + self.hits
+
+
+counts = Counts()
+_kinds: dict[Any, Kind] = {}
+
+
+def _keep(key: Any, kind: Kind) -> None:
+    if len(_kinds) >= MOST_KINDS:
+        _kinds.clear()
+    _kinds[key] = kind
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def specification(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Of each tensor what a launch depends on besides its address."""
+    return [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+
+
+def play(
+    prepare: Callable[[], Function],
+    key: Any,
+    inputs: Saved,
+    state: Sequence[torch.Tensor],
+    before_first: Callable[[], None] | None = None,
+) -> tuple[Saved, Saved, Kind | None]:
+    """What the function that `prepare` gives returns; with a kind, in the form of `Kind.saved`.
+
+    Args:
+        prepare: makes the function.
+        key: all but addresses that its launches depend on.
+        inputs: what it reads; the first is a tensor.
+        state: what else it reads or changes.
+        before_first: called before the first call of a kind runs.
+    """
+    kind = _kinds.get(key)
+    if kind is None:
+        if counts.enough():
+            return *prepare()(), None
+        if before_first is not None:
+            before_first()
+        counts.misses += 1
+        kind = Kind()
+        results, saved = kind.measure(prepare())  # which may fail: then the next call is new again
+        _keep(key, kind)
+        return results, saved, None
+    if not kind.usable:
+        return *prepare()(), None
+    device: torch.device = inputs[0].device  # type: ignore[union-attr]
+    results, owners = kind.results.allocate(device)
+    sources = [kind.allocate(ARENA, device), kind.allocate(SCRATCH, device), *inputs, *state]
+    addresses = tuple([x.data_ptr() for x in (*owners, *sources) if x is not None])
+    tape = kind.tape(addresses)
+    if tape is not None:
+        tape.replay(device.index)
+    elif counts.enough():
+        del results, owners, sources
+        return *prepare()(), None
+    else:
+        found, saved = kind.record(prepare(), results, sources, addresses)
+        if not kind.usable:
+            return found, saved, None
+    return results, kind.saved(sources), kind
+
+
+def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
+    """Call `run`, or make the launches of an earlier call with the same key and tensors.
+
+    For a function that does nothing but launch. Where launches are recorded or collected, it runs.
+
+    Args:
+        key: all that its launches depend on besides the tensors; hashable.
+        tensors: what it reads or changes, on one CUDA device; at least one.
+        run: the function. Its first call checks what it is given.
+    """
+    if launch.noted():
+        run()
+        return
+    key = (key, *specification(tensors))
+    addresses = tuple([x.data_ptr() for x in tensors])
+    kind = _kinds.get(key)
+    tape = None if kind is None else kind.tape(addresses)
+    if tape is not None:
+        tape.replay(tensors[0].device.index)
+    elif counts.enough():
+        run()
+    else:
+        launches = Launches()
+        with launch.recording(launches):
+            run()
+        if kind is None:
+            _keep(key, kind := Kind())
+        kind.add(addresses, launches)

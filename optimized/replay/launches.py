@@ -1,0 +1,117 @@
+"""Launches made again, in order: one by one at first, then as one CUDA graph."""
+
+import contextlib
+import functools
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from optimized import launch
+
+_WORTH_A_GRAPH = 3  # launches
+_retired: list[Any] = []  # graphs to be destroyed when no stream captures: there it is not permitted
+# By device and stream. What torch's ops allocate in each graph of a stream lies in the same memory, since all of it is
+# free when a graph ends, and one runs after the other.
+_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
+_capturing = threading.RLock()  # one capture at a time: they share a stream and its memory
+
+
+class Replayable(Protocol):
+    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`replay.watch`)."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether it may become part of a CUDA graph that is not torch's."""
+
+    def replay(self, stream: int) -> None:
+        """Do it on torch's current stream, which is `stream`."""
+
+
+class Copy:
+    """A copy from address to address on the device."""
+
+    __slots__ = ("_arguments",)
+    capturable = True
+
+    def __init__(self, to: int, source: int, size: int) -> None:
+        self._arguments = (to, source, size)
+
+    def replay(self, stream: int) -> None:
+        """Copy on the current device."""
+        runtime = launch.runtime()
+        runtime.memcpyAsync(*self._arguments, runtime.memcpyDeviceToDevice, stream)
+
+
+class Launches:
+    """A tape: launches and the like, in order. From its third time on it is a CUDA graph, one call for all of them."""
+
+    def __init__(self) -> None:
+        self._entries: list[Replayable] = []
+        self._capturable = True
+        self._times = 0
+        self._graph: Any = None  # CuPy's
+        self._stream = 0  # on which the graph may run
+
+    def __del__(self) -> None:
+        if self._graph is not None:
+            _retired.append(self._graph)
+
+    def append(self, entry: Replayable) -> None:
+        """Add one."""
+        self._entries.append(entry)
+        self._capturable = self._capturable and entry.capturable
+
+    def replay(self, device: int) -> None:
+        """Do them on torch's current stream of a device."""
+        previous = torch._C._cuda_exchangeDevice(device)
+        try:
+            stream = launch.current_stream(device)
+            self._times += 1
+            few = len(self._entries) < _WORTH_A_GRAPH or self._times <= 2
+            if (
+                few
+                or not self._capturable
+                or torch._C._cuda_isCurrentStreamCapturing()
+                or (self._graph and self._stream != stream)
+            ):
+                for one in self._entries:
+                    one.replay(stream)
+                return
+            if self._graph is None:
+                self._graph, self._stream = self._captured(device, stream), stream
+            launch.runtime().graphLaunch(self._graph.graphExec, stream)
+        finally:
+            if previous != device:
+                torch._C._cuda_exchangeDevice(previous)
+
+    def _captured(self, device: int, stream: int) -> Any:
+        """Not by torch's own capture: that would stop every thread's use of torch's generator."""
+        _retired.clear()
+        capturing = _capturing_stream(device)
+        current = torch.cuda.ExternalStream(capturing.ptr, device)
+        with _capturing, torch.cuda.stream(current), _memory(device, stream):
+            capturing.begin_capture(launch.runtime().streamCaptureModeRelaxed)
+            try:
+                for one in self._entries:
+                    one.replay(capturing.ptr)
+            finally:
+                graph = capturing.end_capture()
+        return graph
+
+
+def _memory(device: int, stream: int) -> contextlib.AbstractContextManager[None]:
+    """Where torch's ops allocate in a capture for that stream; cudaMallocAsync's allocations are part of the graph."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return contextlib.nullcontext()
+    if (device, stream) not in _pools:
+        _pools[device, stream] = torch.cuda.MemPool()
+    return torch.cuda.use_mem_pool(_pools[device, stream], device)
+
+
+@functools.cache
+def _capturing_stream(device: int) -> Any:
+    """For captures on the current device; none of the streams that torch deals out in turn."""
+    from cupy.cuda import Stream
+
+    return Stream(non_blocking=True)
