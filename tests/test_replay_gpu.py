@@ -1,12 +1,15 @@
 """On a GPU: layers have the same bits with tapes and without."""
 
 import copy
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import assert_same_bits
+from test_plan import LAYERS, RECIPES, attributes
+from test_plan import step as plan_step
 
 import optimized
 import reference as te
@@ -136,3 +139,47 @@ def test_a_parameter_changed_between_forward_and_backward_is_noticed() -> None:
             layer.layernorm_mlp.layer_norm_weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", LAYERS)
+def test_whatever_attribute_changes_between_two_calls(name: str, seed: int) -> None:
+    """A change is seen at once: what a tape of before would compute is another result."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    plain = LAYERS[name](optimized)
+    taped = copy.deepcopy(plain)
+    players = {id(plain): autograd.Plain(), id(taped): Player()}
+
+    def run(layer: torch.nn.Module, recipe: Any) -> list[torch.Tensor]:
+        layer.zero_grad(set_to_none=True)
+        autograd.register(players[id(layer)])
+        try:
+            found = plan_step(layer, recipe, 3)
+        finally:
+            autograd.register(players[id(taped)])
+        return [one.cpu() for one in (*found, *(p.grad for p in layer.parameters() if p.grad is not None))]
+
+    changes: list[tuple[str, str, Any]] = []
+    for _ in range(12):
+        where, key, values = draw.choice(attributes(plain))
+        recipe, value = draw.choice([None, *RECIPES]), draw.choice(values)
+        before = getattr(plain.get_submodule(where), key)
+        for layer in (plain, taped):
+            setattr(layer.get_submodule(where), key, value)
+        try:
+            run(plain, recipe)
+        except Exception as error:  # a value that the layer refuses, or that does not fit its tensors
+            with pytest.raises(type(error)):  # what it changed before it failed, too
+                run(taped, recipe)
+            for layer in (plain, taped):
+                setattr(layer.get_submodule(where), key, before)
+            continue
+        run(taped, recipe)
+        changes.append((where, key, value))
+        for time in range(3):
+            for position, (a, b) in enumerate(zip(run(plain, recipe), run(taped, recipe), strict=True)):
+                assert_same_bits(a, b, f"time {time}, tensor {position}, after {changes}")
+    assert changes
+    assert any(kind.hits for kind in calls._kinds.values()) or name.endswith("Norm")  # which are one launch
