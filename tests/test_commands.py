@@ -19,17 +19,17 @@ from optimized.commands import (
     CommandError,
     bench,
     check_folder,
-    corpus,
-    language_model,
     main,
     parity,
     walkthrough,
 )
-from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, speed, training, tutorial
 from optimized.commands.steps.style import styled
 from optimized.compare import differing
+from optimized.training import corpus
+from optimized.training import model as language_model
+from optimized.training.model import Settings
 from reference import files, tensor_core
 
 TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)

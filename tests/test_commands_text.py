@@ -31,18 +31,18 @@ from optimized import device, measure
 from optimized.bench import adam
 from optimized.commands import (
     bench,
-    corpus,
     parity,
     tables,
     walkthrough,
 )
-from optimized.commands.language_model import Settings
 from optimized.commands.report import Report
 from optimized.commands.steps import linear, number_line, recorded, training, tutorial
 from optimized.commands.steps.style import styled
 from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs, reader
+from optimized.training import corpus
+from optimized.training.model import Settings
 
 FOLDER = "commands"
 

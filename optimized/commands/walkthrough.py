@@ -20,12 +20,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from optimized.commands import CommandError, check_folder, corpus, positive
-from optimized.commands.language_model import Settings
+from optimized.commands import CommandError, check_folder, positive
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps.style import styled
 from optimized.device import hopper
+from optimized.training import corpus
+from optimized.training.model import Settings
 from reference import files
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"

@@ -9,13 +9,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from optimized.commands.corpus import Corpus
-from optimized.commands.language_model import PRODUCTS, TENSORS, Run, Settings, train, write
 from optimized.commands.report import Report, escape
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.device import hopper
+from optimized.training.corpus import Corpus
+from optimized.training.model import PRODUCTS, TENSORS, Run, Settings, train, write
 from reference import formats
 
 PRODUCT_COLOURS = dict(zip(PRODUCTS, ("#2456a6", "#d1682b", "#1a7f4b", "#7a3f9d"), strict=True))

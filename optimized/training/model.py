@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import reference as te
-from optimized.commands.corpus import Corpus
 from optimized.compare import Tally
+from optimized.training.corpus import Corpus
 from reference import formats, philox
 from reference.nn import init
 
@@ -311,6 +311,16 @@ def train(
         run.losses.append(loss)
         progress()
     return run
+
+
+@torch.no_grad()
+def held_out_loss(side: Side, corpus: Corpus, batches: int = 8) -> float:
+    """The mean loss in nats over batches of a text that the model was not trained on, the same at each call."""
+    found = []
+    for batch in range(batches):
+        text, targets = lesson(corpus, side.settings, batch)
+        found.append(cross_entropy(side.forward(text), targets)[0])
+    return sum(found) / batches
 
 
 @one_thread()

@@ -34,6 +34,11 @@ class Corpus:
         """The first 12 hex digits of the SHA-256 of the text."""
         return hashlib.sha256(self.data.tobytes()).hexdigest()[:12]
 
+    def split(self, held_out: float = 0.05) -> tuple["Corpus", "Corpus"]:
+        """What is trained on, and the last share of the bytes, which is not."""
+        cut = len(self.data) - int(len(self.data) * held_out)
+        return Corpus(self.data[:cut], self.files), Corpus(self.data[cut:], self.files)
+
     def batch(self, seed: int, step: int, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`rows` windows at places drawn by (seed, step): bytes int64 [rows, context], next byte int64 [rows]."""
         words = philox.element_words(seed, step * rows, rows)[0]
