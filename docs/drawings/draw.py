@@ -151,7 +151,7 @@ def attention() -> Drawing:
         d.text(570, y + 23, why, 11.5)
         if i:
             d.arrow(469, y - 18, 469, y - 2)
-    d.text(380, 330, "After the last block: out = O / l, where l is the sum of the weights.", 12)
+    d.text(380, 330, "After the last block: out = O · (1 / l), where l is the sum of weights.", 12)
     d.text(380, 362, "Backward", bold=True)
     d.box(380, 376, 104, 44, "q, grad stay,\nk, v pass by", PALE, 12)
     d.arrow(484, 398, 511, 398)
