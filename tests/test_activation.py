@@ -328,20 +328,15 @@ class TestRefusals:
             getattr(twin, op)(torch.zeros(4, 32, requires_grad=True), "gelu", *more)
 
 
-class TestThePage:
-    """docs/activation.md states what docs/results/activation.json holds."""
-
-    FOLDER = Path(__file__).parents[1] / "docs"
-
+class TestTheRecordedBandwidths:
     @pytest.mark.parametrize("op", BANDWIDTH_OPS)
-    def test_bandwidths(self, op: str) -> None:
-        rows = json.loads((self.FOLDER / "results" / "activation.json").read_text("utf-8"))["rows"]
+    def test_large_matrices_reach_three_quarters_of_a_copy(self, op: str) -> None:
+        path = Path(__file__).parents[1] / "docs" / "results" / "activation.json"
         large = {
             row["kind"]: row["of_copy"]
-            for row in rows
+            for row in json.loads(path.read_text("utf-8"))["rows"]
             if (row["op"], row["dtype"]) == (op, "bf16")
             and row["x_columns"] == (32768 if row["kind"] in GATED else 16384)
         }
-        stated = " | ".join(f"{large[kind]:.2f}" for kind in ("gelu", "geglu", "relu", "silu", "swiglu"))
-        assert f"| `{op}` | {stated} |" in (self.FOLDER / "activation.md").read_text("utf-8")
+        assert set(large) == {"gelu", "geglu", "relu", "silu", "swiglu"}
         assert min(large.values()) >= 0.75

@@ -47,7 +47,7 @@ def cast_defines(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> D
     """The macros of one configuration of kernels/activation_cast_transpose.cu.
 
     The blocks that must fit a multiprocessor are as many as its shared memory has room for, or enough
-    (docs/activation.md).
+    (docs/log/activation.md).
     """
     return {
         "KIND": KIND[kind],

@@ -34,7 +34,7 @@ def backward_shape(x: torch.dtype, hidden: int) -> tuple[int, int] | None:
 
 
 def source(x: torch.dtype, kind: str, shape: tuple[int, int]) -> str:
-    """Which of the two kernels takes rows of that shape: the faster one, where both could (docs/norm.md)."""
+    """Which of the two kernels takes rows of that shape: the faster one, where both could (docs/log/norm.md)."""
     _, vectors = shape
     long = vectors == 4 or (shape == (10, 2) and kind == "layernorm" and x != torch.float32)
     return "norm_backward_long" if long else "norm_backward"

@@ -71,7 +71,7 @@ def tile_shape(x: torch.dtype, kind: str, hidden: int) -> Shape | None:
         width = 512 * stripes * cluster
         if hidden <= width:
             rows = 32 if stripes == 5 else 64  # 64 would leave room for 8 warps' rows
-            # More warps where their registers allow it, and where they gain (docs/norm.md).
+            # More warps where their registers allow it, and where they gain (docs/log/norm.md).
             many = {2: 24, 3: 22 if kind == "layernorm" else 16}.get(stripes, 16) if whole(x, width, hidden) else 16
             shapes = (Shape(stripes, cluster, warps, rows) for warps in (many, 8))
             return next(shape for shape in shapes if width <= 1024 or shape.ring(x, "layernorm"))
