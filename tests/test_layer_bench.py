@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference as te
-from optimized.bench import layer, layer_models, layer_tables
+from optimized.bench import layer, layer_models, layer_tables, tutorial_layers
 
 CASE = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.0)
 
@@ -58,7 +58,7 @@ def test_the_twelve_products() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_plain_layer_attends_as_pytorch_does(causal: bool) -> None:
-    plain = layer_models.Plain(dataclasses.replace(CASE, causal=causal), "own").double()
+    plain = tutorial_layers.BasicTransformerLayer(64, 128, 4, causal=causal).double()
     q, k, v = (torch.randn(16, 2, 4, 16, dtype=torch.float64) for _ in range(3))
     heads_first = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)

@@ -26,6 +26,7 @@ from optimized.bench import (
     layer,
     layer_models,
     norm,
+    tutorial_layers,
 )
 
 REAL = {"interleave": measure.interleave, "graph": measure.graph, "timed": layer.timed}
@@ -233,10 +234,9 @@ def test_transformer_engine_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_plain_layer_drops_its_weights_and_its_projection(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.25)
     seen: list[tuple[list[int], float]] = []
-    monkeypatch.setattr(layer_models, "dropout", lambda x, p: seen.append((list(x.shape), p)) or x)
-    layer_models.Plain(case, "own")(torch.randn(16, 2, 64))
+    monkeypatch.setattr(tutorial_layers, "dropout", lambda x, p: seen.append((list(x.shape), p)) or x)
+    tutorial_layers.BasicTransformerLayer(64, 128, 4, p=0.25)(torch.randn(16, 2, 64))
     assert seen == [([2, 4, 16, 16], 0.25), ([16, 2, 64], 0.25)]
 
 

@@ -104,9 +104,9 @@ def attention(case: Case) -> dict[str, Callable[[], object]]:
     shape = (case.sequence, case.batch, case.heads, case.hidden // case.heads)
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=case.dtype).permute(1, 2, 0, 3) for _ in range(4))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = cudnn(leaves[0], leaves[1], leaves[2], case)
+    out = cudnn(leaves[0], leaves[1], leaves[2], case.causal, case.dropout)
     return {
-        "attention forward": lambda: cudnn(q, k, v, case),
+        "attention forward": lambda: cudnn(q, k, v, case.causal, case.dropout),
         "attention backward": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
     }
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import optimized as te
 from optimized import measure
@@ -74,74 +74,23 @@ CASES = (
 )
 
 
-def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, p: float) -> torch.Tensor:
     """cuDNN's attention of `[b, h, s, d]`."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal)
+        return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
 
 
-class _Dropping(BasicTransformerLayer):
-    """The quickstart's dropout behind the projection, in each of the tutorial's layers."""
+class Plain(BasicTransformerLayer):
+    """Plain PyTorch with cuDNN's attention."""
 
-    p = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x and the result are `[sequence, batch, hidden]`."""
-        q, k, v = self.mixed(x).unflatten(2, (self.heads, 3 * self.channels)).split(self.channels, dim=3)
-        h = x + dropout(self.projection(self.attend(q, k, v)), self.p)
-        return h + self.mlp(h)
-
-
-class Plain(_Dropping):
-    """Plain PyTorch, with its own attention or with cuDNN's."""
-
-    def __init__(self, case: Case, attention: str) -> None:
-        super().__init__(case.hidden, case.ffn, case.heads)
-        self.case, self.attention_backend, self.p = case, attention, case.dropout
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of `[s, b, heads, channels]` to `[s, b, hidden]`."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        if self.attention_backend == "cuDNN":
-            out = cudnn(q, k, v, self.case)
-        else:
-            scores = torch.matmul(q, k.transpose(-1, -2)) * self.channels**-0.5
-            if self.case.causal:
-                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-                scores = scores.masked_fill(hidden, float("-inf"))
-            out = torch.matmul(dropout(torch.softmax(scores, dim=-1), self.p), v)
-        return out.permute(2, 0, 1, 3).flatten(2)
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of `[b, heads, s, channels]`."""
+        return cudnn(q, k, v, self.causal, self.p)
 
 
 def _normal(weight: torch.Tensor) -> None:
     """On the GPU: the layers' own initialisation is drawn on the CPU, which takes seconds at these sizes."""
     torch.nn.init.normal_(weight, 0, 0.023)
-
-
-class _Modules(_Dropping, ModulesLayer):
-    """The tutorial's layer of te's modules, made on the GPU."""
-
-    def __init__(self, case: Case) -> None:
-        linear = functools.partial(te.Linear, init_method=_normal, params_dtype=case.dtype)
-        norm = functools.partial(te.LayerNorm, params_dtype=case.dtype)
-        BasicTransformerLayer.__init__(self, case.hidden, case.ffn, case.heads, linear, norm)
-        self.p = case.dropout
-        self.attention = te.DotProductAttention(
-            case.heads, self.channels, attention_dropout=case.dropout, attn_mask_type=case.mask_type
-        )
-
-
-class _Fused(_Modules):
-    """The tutorial's layer of te's fused modules."""
-
-    mixed, mlp = FusedLayer.mixed, FusedLayer.mlp
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        del self.ln1, self.qkv, self.ln2, self.fc1, self.fc2
-        options: dict[str, Any] = {"init_method": _normal, "params_dtype": case.dtype}
-        self.ln_qkv = te.LayerNormLinear(case.hidden, 3 * case.hidden, **options)
-        self.ln_mlp = te.LayerNormMLP(case.hidden, case.ffn, output_layer_init_method=_normal, **options)
 
 
 def _transformer_layer(library: Any, case: Case, **options: Any) -> torch.nn.Module:
@@ -218,15 +167,20 @@ def _fp8() -> te.autocast:
     return te.autocast(recipe=RECIPE)
 
 
-def _plain(case: Case, attention: str) -> torch.nn.Module:
+def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Module:
     with torch.device("cuda"):
-        return Plain(case, attention).to(case.dtype)
+        return kind(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
+
+
+def _modules(case: Case, kind: type[ModulesLayer]) -> torch.nn.Module:
+    with torch.device("cuda"):
+        return kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
 
 
 def few(case: Case) -> Iterator[Callable[[], Contestant]]:
     """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8."""
     theirs = _engine()
-    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
     for attention in ("exact", "cuDNN"):
         yield from itertools.islice(_ours(case, attention), 2)
     if theirs is not None:
@@ -236,19 +190,15 @@ def few(case: Case) -> Iterator[Callable[[], Contestant]]:
 def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
     """Each contestant, as a call that builds it."""
     theirs = _engine()
-    yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, "own"), case)
-    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
+    yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, BasicTransformerLayer), case)
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
     if case == CASES[0]:  # a compilation takes ten seconds
-        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case, "cuDNN")), case)
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
     if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case))
-    for name, kind in (("te.Linear, te.LayerNorm", _Modules), ("LayerNormLinear, LayerNormMLP", _Fused)):
-        # Behind the projection they drop as PyTorch does.
-        yield functools.partial(
-            lambda name, kind: Contestant(name, "exact", kind(case), case, in_contract=case.dropout == 0),
-            name,
-            kind,
-        )
+        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case), case))
+    exact = case.dropout == 0  # after the projection these two use PyTorch's dropout
+    for name, kind in (("te.Linear, te.LayerNorm", ModulesLayer), ("LayerNormLinear, LayerNormMLP", FusedLayer)):
+        yield lambda name=name, kind=kind: Contestant(name, "exact", _modules(case, kind), case, in_contract=exact)
     for attention in ("exact", "cuDNN"):
         yield from _ours(case, attention)
     if theirs is not None:
