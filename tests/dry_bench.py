@@ -19,7 +19,7 @@ import torch
 from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
-from optimized.bench import attention, cublaslt, layer, layer_models, layer_sweep
+from optimized.bench import cublaslt, layer, layer_models
 from reference.nn import attention as attention_layers
 
 MS_PER_NOTE = 0.25
@@ -126,13 +126,10 @@ class DryBench(contextlib.ExitStack):
             (torch.UntypedStorage, "data_ptr", lambda storage: self._storage(storage)),
             (layer, "time", types.SimpleNamespace(perf_counter=lambda: now() / 1e3)),
             (layer, "timed", self._timed),
-            *(
-                (module, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect")))
-                for module in (layer, layer_sweep)
-            ),
+            (layer, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect"))),
         ]
         self.backend = "PyTorch's choice"
-        for module in (attention, layer_models, attention_layers):
+        for module in (layer_models, attention_layers):
             patches += [(module, "sdpa_kernel", self._backend), (module, "scaled_dot_product_attention", self._attend)]
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value, create=True))

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ from optimized import compiler, measure
 from optimized.bench import (
     activation,
     adam,
-    attention,
     cast,
     copies,
     cublaslt,
@@ -193,17 +191,6 @@ def test_a_split_of_k_is_found(bench: DryBench, pieces: int) -> None:
 def test_the_kernels_of_a_call(bench: DryBench) -> None:
     assert cublaslt.kernel_name(notes(bench, "call")) == "nvjet_128x256 + splitKreduce"
     assert bench.gpu.lines == ["call", "synchronize", "profile ['CUDA'] True", "call", "synchronize"]
-
-
-def test_attention_from_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked, written = [], []
-    monkeypatch.setattr(attention, "run", lambda **options: asked.append(options) or {"ms": {}})
-    monkeypatch.setattr(measure, "write_result", lambda *given: written.append(given))
-    for options in ([], ["--repeats", "3", "--write"]):
-        monkeypatch.setattr(sys, "argv", ["attention", *options])
-        attention.main()
-    assert asked == [{"repeats": 20}, {"repeats": 3}]
-    assert written == [("attention", {"ms": {}})]
 
 
 def test_rungs_of_the_ladder() -> None:

@@ -1,9 +1,10 @@
-"""The contestants of `twin bench layer`: one layer in the steps of Transformer Engine's quickstart, and by others.
+"""The contestants of `twin bench layer`: a GPT layer in the steps of Transformer Engine's quickstart, a Llama-like one,
+and both by others.
 
     h = x + dropout(projection(attention(norm(x))))        y = h + mlp(norm(h))
 
-The plain layer is the quickstart's: dropout on attention's weights and behind the projection. A `TransformerLayer`
-drops behind the MLP too. Activations are `[sequence, batch, hidden]`.
+The plain GPT layer is the quickstart's (`tutorial_layers`), the plain Llama-like one `Llama`. Activations are
+`[sequence, batch, hidden]`.
 """
 
 import contextlib
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 import optimized as te
 from optimized import measure
+from optimized.bench.gemm import shapes
 from optimized.bench.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
 from reference.nn.module import TransformerEngineBaseModule
 
@@ -29,7 +31,10 @@ RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's sizes, dtype, mask and dropout."""
+    """A layer's sizes, dtype, mask and dropout.
+
+    A Llama-like layer has RMSNorm, SwiGLU of ffn columns each, no biases, and `kv_heads` heads of keys and values.
+    """
 
     name: str
     hidden: int
@@ -40,6 +45,14 @@ class Case:
     dtype: torch.dtype
     causal: bool
     dropout: float
+    llama: bool = False
+    kv_heads: int | None = None  # as many as heads
+    rotary: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of a head."""
+        return self.hidden // self.heads
 
     @property
     def tokens(self) -> int:
@@ -52,32 +65,32 @@ class Case:
         return "causal" if self.causal else "no_mask"
 
     def products(self) -> dict[str, tuple[int, int, int, str]]:
-        """M, N, K and accumulation of the twelve products: forward, gradient of the input, of the weight."""
+        """M, N, K and accumulation of the twelve GEMMs: forward, gradient of the input, of the weight."""
         linears = {
-            "qkv": (self.hidden, 3 * self.hidden),
+            "qkv": (self.hidden, self.hidden + 2 * self.channels * (self.kv_heads or self.heads)),
             "proj": (self.hidden, self.hidden),
-            "fc1": (self.hidden, self.ffn),
+            "fc1": (self.hidden, self.ffn * (2 if self.llama else 1)),
             "fc2": (self.ffn, self.hidden),
         }
-        found = {}
-        for name, (inner, outer) in linears.items():
-            found[f"{name}.fprop"] = (self.tokens, outer, inner, "fast")
-            found[f"{name}.dgrad"] = (self.tokens, inner, outer, "split")
-            found[f"{name}.wgrad"] = (outer, inner, self.tokens, "split")
-        return found
+        found = shapes(self.tokens, linears)
+        return {name: (*shape, "fast" if name.endswith("fprop") else "split") for name, shape in found.items()}
 
 
 CASES = (
     Case("bf16, causal, batch 4", 4096, 16384, 32, 2048, 4, torch.bfloat16, True, 0.0),
     Case("fp16, no mask, dropout 0.1, batch 4", 4096, 16384, 32, 2048, 4, torch.float16, False, 0.1),
     Case("small: hidden 1024, 256 tokens", 1024, 4096, 16, 256, 1, torch.bfloat16, True, 0.0),
+    Case("Llama-like: hidden 4096, 8192 tokens", 4096, 14336, 32, 4096, 2, torch.bfloat16, True, 0.0, True, 8, True),
+    Case("Llama-like, without rotary embedding", 4096, 14336, 32, 4096, 2, torch.bfloat16, True, 0.0, True, 8),
+    Case("Llama-like: hidden 1024, 256 tokens", 1024, 3584, 16, 256, 1, torch.bfloat16, True, 0.0, True, 4, True),
 )
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, p: float) -> torch.Tensor:
-    """cuDNN's attention of `[b, h, s, d]`."""
+    """cuDNN's attention of `[b, h, s, d]`; k and v may have fewer heads."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
+        groups = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, enable_gqa=groups)
 
 
 class Plain(BasicTransformerLayer):
@@ -88,12 +101,65 @@ class Plain(BasicTransformerLayer):
         return cudnn(q, k, v, self.causal, self.p)
 
 
+def angles(sequence: int, channels: int) -> torch.Tensor:
+    """Llama's rotary angles, fp32 `[sequence, 1, 1, channels]`: position · 10000^(-2j / channels), in both halves."""
+    rates = 10000.0 ** (-torch.arange(0, channels, 2) / channels)
+    return torch.outer(torch.arange(sequence), rates).repeat(1, 2)[:, None, None]
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`twin::rotary` of x `[s, b, h, d]` in plain PyTorch: in fp32, rounded once."""
+    first, second = x.float().chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+class Llama(torch.nn.Module):
+    """A Llama-like layer in plain PyTorch, with cuDNN's attention.
+
+    h = x + projection(attention(q, k, v)) with q, k, v of qkv(norm(x)), q and k turned by their positions' angles;
+    y = h + fc2(silu(a) · b) with a and b of fc1(norm(h)).
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        groups = case.kv_heads or case.heads
+        self.case, self.heads = case, (case.heads, groups, groups)
+        linear = functools.partial(torch.nn.Linear, bias=False)
+        self.ln1, self.ln2 = (torch.nn.RMSNorm(case.hidden, eps=1e-5) for _ in range(2))
+        self.qkv = linear(case.hidden, sum(self.heads) * case.channels)
+        self.projection = linear(case.hidden, case.hidden)
+        self.fc1, self.fc2 = linear(case.hidden, 2 * case.ffn), linear(case.ffn, case.hidden)
+        turns = angles(case.sequence, case.channels)
+        self.turns = (turns.cos(), turns.sin())  # no buffers: they stay fp32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result are `[sequence, batch, hidden]`."""
+        q, k, v = self.qkv(self.ln1(x)).unflatten(2, (-1, self.case.channels)).split(self.heads, dim=2)
+        if self.case.rotary:
+            q, k = turned(q, *self.turns), turned(k, *self.turns)
+        out = self.attend_heads(*(t.permute(1, 2, 0, 3) for t in (q, k, v)))
+        h = x + self.projection(out.permute(2, 0, 1, 3).flatten(2))
+        first, second = self.fc1(self.ln2(h)).chunk(2, dim=2)
+        return h + self.fc2(silu(first) * second)
+
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of `[b, heads, s, channels]`."""
+        return cudnn(q, k, v, self.case.causal, self.case.dropout)
+
+
 def _normal(weight: torch.Tensor) -> None:
     """On the GPU: the layers' own initialisation is drawn on the CPU, which takes seconds at these sizes."""
     torch.nn.init.normal_(weight, 0, 0.023)
 
 
+def _angles(case: Case) -> dict[str, Any]:
+    """What a `TransformerLayer`'s forward is given for rotary embedding."""
+    return {"rotary_pos_emb": angles(case.sequence, case.channels).cuda()} if case.rotary else {}
+
+
 def _transformer_layer(library: Any, case: Case, **options: Any) -> torch.nn.Module:
+    if case.llama:
+        options |= {"normalization": "RMSNorm", "bias": False, "activation": "swiglu", "num_gqa_groups": case.kv_heads}
     return library.TransformerLayer(
         case.hidden,
         case.ffn,
@@ -154,6 +220,10 @@ class Contestant:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def described(self) -> dict[str, Any]:
+        """For a row of the result."""
+        return {"step": self.name, "attention": self.attention, "in_contract": self.in_contract}
+
     def block(self, steps: int) -> None:
         """Some steps; then no longer a layer whose scales are updated at the end of other contestants' steps."""
         for _ in range(steps):
@@ -169,36 +239,51 @@ def _fp8() -> te.autocast:
 
 def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Module:
     with torch.device("cuda"):
+        if case.llama:
+            return Llama(case).to(case.dtype)
         return kind(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
 
 
-def _modules(case: Case, kind: type[ModulesLayer]) -> torch.nn.Module:
+def _compiled(case: Case) -> Iterator[Callable[[], Contestant]]:
+    yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
+
+
+def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
     with torch.device("cuda"):
-        return kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
+        layer = kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
+    # After the projection it uses PyTorch's dropout.
+    return Contestant(name, "exact", layer, case, in_contract=case.dropout == 0)
 
 
 def few(case: Case) -> Iterator[Callable[[], Contestant]]:
-    """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8."""
+    """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8.
+
+    For a Llama-like layer compiled PyTorch, too, and Transformer Engine's in 16 bits.
+    """
     theirs = _engine()
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
+    if case.llama:
+        yield from _compiled(case)
     for attention in ("exact", "cuDNN"):
         yield from itertools.islice(_ours(case, attention), 2)
     if theirs is not None:
-        yield from itertools.islice(_transformer_engine(theirs, case), 1, 2)
+        yield from itertools.islice(_transformer_engine(theirs, case), 0 if case.llama else 1, 2)
 
 
 def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
     """Each contestant, as a call that builds it."""
+    if case.llama:
+        yield from few(case)
+        return
     theirs = _engine()
     yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, BasicTransformerLayer), case)
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
     if case == CASES[0]:  # a compilation takes ten seconds
-        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
+        yield from _compiled(case)
     if case.tokens <= 1024:
         yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case), case))
-    exact = case.dropout == 0  # after the projection these two use PyTorch's dropout
     for name, kind in (("te.Linear, te.LayerNorm", ModulesLayer), ("LayerNormLinear, LayerNormMLP", FusedLayer)):
-        yield lambda name=name, kind=kind: Contestant(name, "exact", _modules(case, kind), case, in_contract=exact)
+        yield functools.partial(_of_modules, name, case, kind)
     for attention in ("exact", "cuDNN"):
         yield from _ours(case, attention)
     if theirs is not None:
@@ -217,7 +302,7 @@ def _one_thread(build: Callable[[], Contestant]) -> Contestant:
 def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
     def one(name: str, context: Callable[[], Any], **keywords: Any) -> Contestant:
         layer = _transformer_layer(te, case, attention_backend=attention.lower())
-        return Contestant(name, attention, layer, case, context, attention == "exact", **keywords)
+        return Contestant(name, attention, layer, case, context, attention == "exact", **_angles(case), **keywords)
 
     def cached() -> Contestant:
         made = one("TransformerLayer, FP8, cached weights", _fp8, is_first_microbatch=False)
@@ -289,7 +374,7 @@ def _transformer_engine(theirs: Any, case: Case) -> Iterator[Callable[[], Contes
 
     def one(name: str, context: Callable[[], Any] = contextlib.nullcontext, **keywords: Any) -> Contestant:
         layer = _transformer_layer(theirs, case)
-        return Contestant(f"Transformer Engine{name}", "its own", layer, case, context, **keywords)
+        return Contestant(f"Transformer Engine{name}", "its own", layer, case, context, **_angles(case), **keywords)
 
     def cached() -> Contestant:
         made = one(", FP8, cached weights", fp8, is_first_microbatch=False)

@@ -7,9 +7,8 @@ Reads docs/results/layer.json; needs no GPU.
 
 from typing import Any
 
-import matplotlib
-
 from optimized import measure
+from optimized.bench import plots
 from optimized.bench.layer_models import Case
 
 INK, QUIET = "#222222", "#888888"
@@ -17,7 +16,7 @@ THEIRS, ENGINE, INSIDE, OUTSIDE = "#c9ced6", "#5b6876", "#1b9e77", "#7570b3"
 # Groups of ops, bottom to top: (label, colour, the ops whose names start so; the first group that fits takes an op).
 GROUPS = (
     ("attention", "#7570b3", ("attention", "_scaled_dot")),
-    ("products, some with epilogues", "#1b9e77", ("gemm",)),
+    ("GEMMs, some with epilogues", "#1b9e77", ("gemm",)),
     ("casts and transposes", "#d95f02", ("cast", "multi_cast", "cat_cast", "dbias")),
     ("norms", "#e6ab02", ("norm",)),
     ("everything else", THEIRS, ("",)),
@@ -49,7 +48,7 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
     columns = {
         "cuBLASLt +\ncuDNN": {
             "attention": ceilings["attention forward"] + ceilings["attention backward"],
-            "products, some with epilogues": sum(ceilings[sizes] for sizes in products),
+            "GEMMs, some with epilogues": sum(ceilings[sizes] for sizes in products),
         }
     }
     for row in case["rows"]:
@@ -76,27 +75,24 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
 
 def main() -> None:
     """Draw it."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     cases = measure.read_result("layer")["cases"]
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8.2), constrained_layout=True)
-    for axis, case in zip(axes.flat, cases, strict=False):
-        bars(axis, case)
-    stack(axes.flat[len(cases)], cases[0])
-    for axis in axes.flat[len(cases) + 1 :]:
-        axis.remove()
-    for axis in axes.flat[: len(cases) + 1]:
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's attention "
-        "or torch's dropout;\nlight grey: PyTorch; dark grey: Transformer Engine; "
-        "dashed: cuBLASLt's twelve FP8 products + cuDNN's attention",
-        fontsize=9,
-        color=QUIET,
-    )
-    measure.write_plot(measure.ROOT / "docs" / "layer.png", figure)
+    rows = len(cases) // 2 + 1
+    with plots.drawing("layer", rows, 2, (12, 4.1 * rows)) as (figure, axes):
+        for axis, case in zip(axes.flat, cases, strict=False):
+            bars(axis, case)
+        stack(axes.flat[len(cases)], cases[0])
+        for axis in axes.flat[len(cases) + 1 :]:
+            axis.remove()
+        for axis in axes.flat[: len(cases) + 1]:
+            axis.tick_params(labelsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(
+            "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's "
+            "attention or torch's dropout;\nlight grey: PyTorch; dark grey: Transformer Engine; "
+            "dashed: cuBLASLt's twelve FP8 GEMMs + cuDNN's attention",
+            fontsize=9,
+            color=QUIET,
+        )
 
 
 if __name__ == "__main__":
