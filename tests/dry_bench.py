@@ -118,7 +118,6 @@ class DryBench(contextlib.ExitStack):
             (torch.cuda, "max_memory_allocated", lambda *args: (1 << 21) + len(self.gpu.lines)),
             (torch.cuda, "reset_peak_memory_stats", nothing),
             (torch.cuda, "empty_cache", lambda: note("empty_cache")),
-            (torch.profiler, "profile", self._profile),
             (torch, "manual_seed", lambda seed: note(f"manual_seed {seed}")),
             (torch, "compile", self._compile),
             (torch._dynamo, "reset", lambda: note("dynamo.reset")),
@@ -201,12 +200,3 @@ class DryBench(contextlib.ExitStack):
             **{"cuda": "13.0", "torch": "2.99", "cupy": "14.0", "transformer_engine": None},
             "kernels": dict.fromkeys(kernels, "of the day"),
         }
-
-    @contextlib.contextmanager
-    def _profile(self, activities: Any, acc_events: bool) -> Any:
-        self.gpu.lines.append(f"profile {[one.name for one in activities]} {acc_events}")
-        kinds = torch.autograd.DeviceType
-        events = [("Memset (Device)", kinds.CUDA), ("Activity Buffer Request", kinds.CUDA), ("launch", kinds.CPU)]
-        events += [("nvjet_128x256", kinds.CUDA), ("splitKreduce", kinds.CUDA)]
-        found = [types.SimpleNamespace(key=key, device_type=kind) for key, kind in events]
-        yield types.SimpleNamespace(key_averages=lambda: found)

@@ -17,7 +17,6 @@ from optimized.bench import (
     adam,
     cast,
     copies,
-    cublaslt,
     gemm,
     gemm_equality,
     ladder,
@@ -188,11 +187,6 @@ def test_a_split_of_k_is_found(bench: DryBench, pieces: int) -> None:
     assert seen[pieces - 2] == [step] * (pieces - 1) + [8256 - step * (pieces - 1)]
 
 
-def test_the_kernels_of_a_call(bench: DryBench) -> None:
-    assert cublaslt.kernel_name(notes(bench, "call")) == "nvjet_128x256 + splitKreduce"
-    assert bench.gpu.lines == ["call", "synchronize", "profile ['CUDA'] True", "call", "synchronize"]
-
-
 def test_rungs_of_the_ladder() -> None:
     """Their shared memory: the stages of A and B, 128 bytes of K each, and two barriers of 8 bytes a stage."""
     assert [str(rung) for rung in ladder.RUNGS] == [rung.name for rung in ladder.RUNGS]
@@ -342,7 +336,7 @@ def test_speeds_of_a_product(bench: DryBench) -> None:
     tflops = {side: 2 * 1024 * 512 * 256 / ms["median"] / 1e9 for side, ms in row["ms"].items()}
     assert row["tflops"] == pytest.approx(tflops, rel=1e-12)
     assert set(row["ms"]) == {"ours", "theirs", "best"}
-    assert row["best"].endswith(" of 2: nvjet_128x256 + splitKreduce")
+    assert row["best"].endswith(" of 2")
     ratios = [b / a for a, b in zip(samples("1 ours", 20), samples("1 theirs", 20), strict=True)]
     assert row["speed_over_theirs"] == measure.spread(ratios)
     sustained = row["sustained_ms"]

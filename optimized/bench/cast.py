@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
-from optimized import measure
 from optimized.bench import Payload, Progress, each, silent
 from optimized.bench.copies import Copies, of_copy
 from optimized.bench.table import Table, percent, table
@@ -14,7 +13,7 @@ from reference.ops.cast_transpose import cast_outputs
 
 NAME = "cast_transpose"
 WHAT = "casts and reductions, against a device copy"
-KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax", "scale_update")
+KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax")
 SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -43,25 +42,6 @@ def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[int], object
         "dbias": in_turn(twin.dbias),
         "amax": in_turn(lambda x: twin.amax(x, history, 0)),
     }
-
-
-def scale_update_ms(modules: int = 100, repeats: int = 50) -> dict[str, float]:
-    """One bulk update of `modules` modules of three columns and 1024 entries, every column rolled."""
-    scales = [torch.ones(3, device="cuda") for _ in range(modules)]
-    # Longer than there are calls of non-zero rows, so that the staging row never runs dry.
-    histories = [torch.rand(1024, 3, device="cuda") + 1 for _ in range(modules)]
-    staging = torch.ones(modules, 1, 3, device="cuda")
-
-    def update(_: int) -> None:
-        twin.scale_update(scales, histories, 448.0, 0, "max")
-
-    def refill(_: int) -> None:
-        for history, row in zip(histories, staging, strict=True):
-            history[:1].copy_(row)
-
-    replay, refill_graph = measure.graph(update, 1), measure.graph(refill, 1)
-    samples = measure.interleave({"scale_update": replay}, repeats=repeats, flush=refill_graph)
-    return measure.summary(samples["scale_update"])
 
 
 def weights(hidden: int, dtype: torch.dtype, copies: Copies) -> dict[str, Any]:
@@ -100,7 +80,7 @@ def run(progress: Progress = silent, repeats: int = 20) -> Payload:
         moved = {op: bytes_moved(op, tokens, cols, size) for op in ops}
         rows += copies.rows({"dtype": name, "rows": tokens, "cols": cols}, ops, moved)
     layers = [weights(hidden, dtype, copies) for hidden in (4096, 1024) for dtype in DTYPES.values()]
-    return copies.result(rows, KERNELS, weights_of_a_layer=layers, scale_update_100_modules_ms=scale_update_ms())
+    return copies.result(rows, KERNELS, weights_of_a_layer=layers)
 
 
 def tables(payload: Payload) -> list[Table]:

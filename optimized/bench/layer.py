@@ -4,13 +4,13 @@
 The contestants (bench/layer_models.py) run in turn, in blocks of a few steps between two synchronisations on the host's
 clock: what a training loop waits for, launches included; of the small layer's blocks the first steps are not counted
 (`timed`), and they are measured once more with the process on one core (`on_one_core`). Beside them, in the same turns,
-stands what cannot be avoided: cuBLASLt's twelve FP8 products (fprop with fast accumulation, dgrad and wgrad split) and
+stands what cannot be avoided: cuBLASLt's twelve FP8 GEMMs (fprop with fast accumulation, dgrad and wgrad split) and
 cuDNN's attention. Memory is what torch's allocator held at most, weights, gradients and activations of that contestant
 included.
 
-The breakdown is one step behind a GPU that is kept busy, so that events around each op measure its kernels and not the
+The breakdown is one step queued while the GPU is kept busy, so that events around each op measure its kernels, not the
 host. What an op must move (every tensor in and out, once) or compute is compared with the same run's ceiling: the same
-product by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
+GEMM by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def describe(name: str, args: Any, out: Any, causal: bool) -> dict[str, Any]:
-    """An op's name, its sizes, the bytes it must move, and the FLOP of products and attention (causal: half of them).
+    """An op's name, its sizes, the bytes it must move, and the FLOP of GEMMs and attention (causal: half of them).
 
     A tensor that is changed in place is read and written. Copies out of `expand`ed tensors read less than is counted.
     """
@@ -164,7 +164,7 @@ def breakdown(contestant: Contestant, ceilings: Mapping[str, float], steps: int 
 
     Args:
         contestant: warmed up.
-        ceilings: ms by product's sizes "M×N×K", of "attention forward" and "attention backward"; "copy" in bytes a ms.
+        ceilings: ms by GEMM's sizes "M×N×K", of "attention forward" and "attention backward"; "copy" in bytes a ms.
         steps: watched.
     """
     watched = []
@@ -275,7 +275,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     }
     blocks = {one.title: one.block for one, _ in entrants}
     small = case.tokens <= 1024
-    # The first step behind a synchronisation waits for the host, 1 ms of a large layer's in FP8.
+    # The first step after a synchronisation waits for the host, 1 ms of a large layer's in FP8.
     inner, before = (20, UNCOUNTED) if small else (8, 0)
     samples = timed({**blocks, **parts}, repeats, inner, before)
     times = {name: measure.spread(values) for name, values in samples.items()}

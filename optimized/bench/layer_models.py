@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +55,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Rows of every product."""
+        """Rows of every activation."""
         return self.sequence * self.batch
 
     @property
@@ -158,21 +157,11 @@ def _angles(case: Case) -> dict[str, Any]:
 
 
 def _transformer_layer(library: Any, case: Case, **options: Any) -> torch.nn.Module:
+    options |= {"hidden_dropout": case.dropout, "attention_dropout": case.dropout, "params_dtype": case.dtype}
+    options |= {"init_method": _normal, "output_layer_init_method": _normal, "self_attn_mask_type": case.mask_type}
     if case.llama:
         options |= {"normalization": "RMSNorm", "bias": False, "activation": "swiglu", "num_gqa_groups": case.kv_heads}
-    return library.TransformerLayer(
-        case.hidden,
-        case.ffn,
-        case.heads,
-        hidden_dropout=case.dropout,
-        attention_dropout=case.dropout,
-        self_attn_mask_type=case.mask_type,
-        fuse_qkv_params=True,
-        params_dtype=case.dtype,
-        init_method=_normal,
-        output_layer_init_method=_normal,
-        **options,
-    )
+    return library.TransformerLayer(case.hidden, case.ffn, case.heads, fuse_qkv_params=True, **options)
 
 
 class Contestant:
@@ -233,8 +222,7 @@ class Contestant:
                 module._membership = None
 
 
-def _fp8() -> te.autocast:
-    return te.autocast(recipe=RECIPE)
+Build = Callable[[], Contestant]
 
 
 def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Module:
@@ -244,10 +232,6 @@ def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Mo
         return kind(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
 
 
-def _compiled(case: Case) -> Iterator[Callable[[], Contestant]]:
-    yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
-
-
 def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
     with torch.device("cuda"):
         layer = kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
@@ -255,42 +239,40 @@ def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
     return Contestant(name, "exact", layer, case, in_contract=case.dropout == 0)
 
 
-def few(case: Case) -> Iterator[Callable[[], Contestant]]:
+def few(case: Case) -> Iterator[Build]:
     """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8.
 
     For a Llama-like layer compiled PyTorch, too, and Transformer Engine's in 16 bits.
     """
-    theirs = _engine()
+    theirs = _transformer_engine(case)
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
     if case.llama:
-        yield from _compiled(case)
-    for attention in ("exact", "cuDNN"):
-        yield from itertools.islice(_ours(case, attention), 2)
-    if theirs is not None:
-        yield from itertools.islice(_transformer_engine(theirs, case), 0 if case.llama else 1, 2)
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
+    for layers in _ours(case):
+        yield from layers[:2]
+    yield from theirs[0 if case.llama else 1 : 2]
 
 
-def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
+def contestants(case: Case) -> Iterator[Build]:
     """Each contestant, as a call that builds it."""
     if case.llama:
         yield from few(case)
         return
-    theirs = _engine()
+    theirs = _transformer_engine(case)
     yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, BasicTransformerLayer), case)
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
     if case == CASES[0]:  # a compilation takes ten seconds
-        yield from _compiled(case)
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
     if case.tokens <= 1024:
         yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case), case))
     for name, kind in (("te.Linear, te.LayerNorm", ModulesLayer), ("LayerNormLinear, LayerNormMLP", FusedLayer)):
         yield functools.partial(_of_modules, name, case, kind)
-    for attention in ("exact", "cuDNN"):
-        yield from _ours(case, attention)
-    if theirs is not None:
-        yield from _transformer_engine(theirs, case)
+    for layers in _ours(case):
+        yield from layers
+    yield from theirs
 
 
-def _one_thread(build: Callable[[], Contestant]) -> Contestant:
+def _one_thread(build: Build) -> Contestant:
     """A contestant whose backward runs on the thread that calls it: where the host decides, its wake-ups count."""
     made = build()
     made.name += ", autograd on one thread"
@@ -299,62 +281,72 @@ def _one_thread(build: Callable[[], Contestant]) -> Contestant:
     return made
 
 
-def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
-    def one(name: str, context: Callable[[], Any], **keywords: Any) -> Contestant:
-        layer = _transformer_layer(te, case, attention_backend=attention.lower())
-        return Contestant(name, attention, layer, case, context, attention == "exact", **_angles(case), **keywords)
+def _layers(library: Any, name: str, attention: str, case: Case, recipe: Any, **options: Any) -> list[Build]:
+    """The `TransformerLayer`s of a library, ours or Transformer Engine's, through one harness."""
+
+    def one(what: str = ", FP8", **keywords: Any) -> Contestant:
+        layer, inside = _transformer_layer(library, case, **options), attention == "exact"
+        context = functools.partial(library.autocast, recipe=recipe) if what else contextlib.nullcontext
+        return Contestant(f"{name}{what}", attention, layer, case, context, inside, **_angles(case), **keywords)
 
     def cached() -> Contestant:
-        made = one("TransformerLayer, FP8, cached weights", _fp8, is_first_microbatch=False)
+        made = one(", FP8, cached weights", is_first_microbatch=False)
         made.step(is_first_microbatch=True)
         return made
 
     def kept() -> Contestant:
-        with te.quantized_model_init(recipe=RECIPE):
-            return one("TransformerLayer, FP8 weights", _fp8)
+        with library.quantized_model_init(recipe=recipe):
+            return one(", FP8 weights")
 
     def graphed() -> Contestant:
-        made = one("TransformerLayer, FP8, CUDA graph", _fp8)
-        # Gradients are None at each step: nobody adds to those of the step before, so they need not be copied out.
-        te.make_graphed_callables(
-            made.module, (made.x,), enabled=True, recipe=RECIPE, clone_param_grads_on_return=False
-        )
+        made = one(", FP8, CUDA graph")
+        # Gradients are None at each step: nobody adds to those of the step before, so ours need not be copied out.
+        keep = {"clone_param_grads_on_return": False} if ours else {}
+        graphs = library.make_graphed_callables
+        made.module = graphs(made.module, (made.x,), enabled=True, recipe=recipe, **keep)
         return made
 
     def whole_step() -> Contestant:
-        made = one("TransformerLayer, FP8, step as one CUDA graph", _fp8)
+        made = one(", FP8, whole step in a CUDA graph")
         made.step()
         made.run = measure.graph(lambda _: made.step(), 1)
         return made
 
-    yield lambda: one("TransformerLayer", contextlib.nullcontext)
-    yield lambda: one("TransformerLayer, FP8", _fp8)
-    if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: one("TransformerLayer, FP8", _fp8))
-    yield cached
-    yield kept
-    yield graphed
-    yield whole_step
+    ours = name == "TransformerLayer"
+    on_one_thread = [functools.partial(_one_thread, one)] if case.tokens <= 1024 else []
+    more = [cached, kept, graphed, whole_step] if ours else [cached, graphed]
+    return [lambda: one(""), one, *on_one_thread, *more]
+
+
+def _ours(case: Case) -> Iterator[list[Build]]:
+    for attention in ("exact", "cuDNN"):
+        yield _layers(te, "TransformerLayer", attention, case, RECIPE, attention_backend=attention.lower())
+
+
+def _transformer_engine(case: Case) -> list[Build]:
+    """Transformer Engine's layers, with its own choice of attention; none where it is not installed."""
+    theirs = _engine()
+    return [] if theirs is None else _layers(theirs, "Transformer Engine", "its own", case, _their_recipe())
 
 
 LINEAR = Case("Linear(4096, 4096), 8192 tokens", 4096, 4096, 1, 2048, 4, torch.bfloat16, False, 0.0)
 
 
-def linears(case: Case = LINEAR) -> Iterator[Callable[[], Contestant]]:
+def linears(case: Case = LINEAR) -> Iterator[Build]:
     """One square linear map, where the casts to FP8 weigh most."""
-    sizes = (case.hidden, case.hidden)
+    sizes, theirs = (case.hidden, case.hidden), _engine()
     yield lambda: Contestant("torch.nn.Linear", "", torch.nn.Linear(*sizes, device="cuda", dtype=case.dtype), case)
 
-    def one(name: str, library: Any, context: Callable[[], Any], ours: bool) -> Contestant:
+    def one(name: str, library: Any, recipe: Any) -> Contestant:
         linear = library.Linear(*sizes, init_method=_normal, params_dtype=case.dtype)
-        return Contestant(name, "", linear, case, context, in_contract=ours)
+        fp8 = functools.partial(library.autocast, recipe=recipe)
+        context = fp8 if name.endswith("FP8") else contextlib.nullcontext
+        return Contestant(name, "", linear, case, context, in_contract=name.startswith("te."))
 
-    yield lambda: one("te.Linear", te, contextlib.nullcontext, True)
-    yield lambda: one("te.Linear, FP8", te, _fp8, True)
-    theirs = _engine()
-    if theirs is not None:
-        yield lambda: one("Transformer Engine", theirs, contextlib.nullcontext, False)
-        yield lambda: one("Transformer Engine, FP8", theirs, _their_fp8(theirs)[1], False)
+    for what in ("", ", FP8"):
+        yield functools.partial(one, f"te.Linear{what}", te, RECIPE)
+    for what in ("", ", FP8") if theirs is not None else ():
+        yield functools.partial(one, f"Transformer Engine{what}", theirs, _their_recipe())
 
 
 def _engine() -> Any:
@@ -368,35 +360,7 @@ def _engine() -> Any:
     return importlib.import_module("transformer_engine.pytorch")
 
 
-def _transformer_engine(theirs: Any, case: Case) -> Iterator[Callable[[], Contestant]]:
-    """Transformer Engine's layer through the same harness; its own choice of attention."""
-    recipe, fp8 = _their_fp8(theirs)
-
-    def one(name: str, context: Callable[[], Any] = contextlib.nullcontext, **keywords: Any) -> Contestant:
-        layer = _transformer_layer(theirs, case)
-        return Contestant(f"Transformer Engine{name}", "its own", layer, case, context, **_angles(case), **keywords)
-
-    def cached() -> Contestant:
-        made = one(", FP8, cached weights", fp8, is_first_microbatch=False)
-        made.step(is_first_microbatch=True)
-        return made
-
-    def graphed() -> Contestant:
-        made = one(", FP8, CUDA graph", fp8)
-        made.module = theirs.make_graphed_callables(made.module, (made.x,), enabled=True, recipe=recipe)
-        return made
-
-    yield lambda: one("")
-    yield lambda: one(", FP8", fp8)
-    yield cached
-    yield graphed
-    if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: one(", FP8", fp8))
-
-
-def _their_fp8(theirs: Any) -> tuple[Any, Callable[[], Any]]:
-    """Transformer Engine's form of `RECIPE`, and of the context around a forward."""
-    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling(
-        amax_history_len=RECIPE.amax_history_len, amax_compute_algo=RECIPE.amax_compute_algo
-    )
-    return recipe, lambda: theirs.autocast(enabled=True, recipe=recipe)
+def _their_recipe() -> Any:
+    """Transformer Engine's form of `RECIPE`."""
+    options = {"amax_history_len": RECIPE.amax_history_len, "amax_compute_algo": RECIPE.amax_compute_algo}
+    return importlib.import_module("transformer_engine.common.recipe").DelayedScaling(**options)

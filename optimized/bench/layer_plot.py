@@ -10,6 +10,7 @@ from typing import Any
 from optimized import measure
 from optimized.bench import plots
 from optimized.bench.layer_models import Case
+from optimized.bench.layer_tables import name
 
 INK, QUIET = "#222222", "#888888"
 THEIRS, ENGINE, INSIDE, OUTSIDE = "#c9ced6", "#5b6876", "#1b9e77", "#7570b3"
@@ -32,9 +33,7 @@ def bars(axis: Any, case: dict[str, Any], size: float = 7) -> None:
         axis.barh(place, row["ms"]["median"], color=colour, height=0.72)
         axis.text(row["ms"]["median"], place, f" {row['ms']['median']:.2f}", va="center", fontsize=size, color=INK)
     axis.axvline(case["parts_ms"], color=QUIET, linestyle="--", linewidth=1)
-    axis.set_yticks(
-        range(len(rows)), [f"{row['step'].replace('te.', '')} · {row['attention']}" for row in rows], fontsize=size
-    )
+    axis.set_yticks(range(len(rows)), [f"{name(row)} · {row['attention']}" for row in rows], fontsize=size)
     axis.invert_yaxis()
     axis.set_xlim(right=1.15 * max(row["ms"]["median"] for row in rows))
     axis.set_xlabel("ms, forward + backward", fontsize=size + 1)
@@ -59,14 +58,14 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
             columns[f"ours, FP8,\n{row['attention']} attention"] = times
     bottoms = dict.fromkeys(columns, 0.0)
     for label, colour, _ in GROUPS:
-        heights = {name: times.get(label, 0.0) for name, times in columns.items()}
+        heights = {column: times.get(label, 0.0) for column, times in columns.items()}
         axis.bar(list(columns), list(heights.values()), 0.6, bottom=list(bottoms.values()), color=colour, label=label)
-        for place, (name, height) in enumerate(heights.items()):
+        for place, (column, height) in enumerate(heights.items()):
             if height > 0.3:
-                middle = bottoms[name] + height / 2
+                middle = bottoms[column] + height / 2
                 ink = INK if colour == THEIRS else "white"
                 axis.text(place, middle, f"{height:.2f}", ha="center", va="center", fontsize=7, color=ink)
-            bottoms[name] += height
+            bottoms[column] += height
     axis.set_ylabel("ms of GPU time", fontsize=8)
     axis.set_ylim(top=1.35 * max(bottoms.values()))
     axis.legend(fontsize=7, frameon=False, loc="upper left", reverse=True)

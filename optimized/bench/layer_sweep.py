@@ -28,18 +28,9 @@ SIZES = (
 
 def case(hidden: int, tokens: int) -> Case:
     """The layer of a point: heads of 128 channels, ffn four times hidden, sequences of 2048 tokens or of all."""
-    sequence = min(tokens, 2048)
-    return Case(
-        f"hidden {hidden}, {tokens} tokens",
-        hidden,
-        4 * hidden,
-        hidden // 128,
-        sequence,
-        tokens // sequence,
-        torch.bfloat16,
-        True,
-        0.0,
-    )
+    sequence, name = min(tokens, 2048), f"hidden {hidden}, {tokens} tokens"
+    batch = tokens // sequence
+    return Case(name, hidden, 4 * hidden, hidden // 128, sequence, batch, torch.bfloat16, True, 0.0)
 
 
 def measured(one: Case, repeats: int) -> dict[str, Any]:
@@ -55,12 +46,8 @@ def measured(one: Case, repeats: int) -> dict[str, Any]:
     before = layer.UNCOUNTED if size <= 1 << 24 else 0  # 5 ms a step
     times = layer.timed(blocks, repeats, max(2, min(8, (1 << 28) // size)), before)
     spreads = {name: measure.spread(values) for name, values in times.items()}
-    return {
-        "hidden": one.hidden,
-        "tokens": one.tokens,
-        "rows": [{**c.described(), "ms": spreads[c.title]} for c in made],
-        "parts": spreads["parts"],
-    }
+    rows = [{**c.described(), "ms": spreads[c.title]} for c in made]
+    return {"hidden": one.hidden, "tokens": one.tokens, "rows": rows, "parts": spreads["parts"]}
 
 
 def run(progress: Progress = silent, repeats: int = 5) -> Payload:

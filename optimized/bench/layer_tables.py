@@ -20,14 +20,15 @@ def tables(payload: Payload) -> list[Table]:
             found.append(_steps(payload, f"One {kind} layer, forward and backward", cases))
     if "linear" in payload:
         one = payload["linear"]
-        rows = [(_name(row), _inside([row]), f"{row['ms']['median']:.3f}") for row in one["rows"]]
+        rows = [(name(row), _inside([row]), f"{row['ms']['median']:.3f}") for row in one["rows"]]
         how = "Milliseconds of forward and backward of one linear map, where the casts to FP8 weigh most."
         found.append(table(payload, one["case"], ("layer", "every bit defined", "ms"), rows, how))
     return found
 
 
-def _name(row: dict[str, Any]) -> str:
-    return str(row["step"].replace("te.", ""))
+def name(row: dict[str, Any]) -> str:
+    """What a row is called."""
+    return str(row["step"].replace("te.", "").replace("step as one", "whole step in a"))
 
 
 def _sizes(one: dict[str, Any]) -> str:
@@ -54,7 +55,7 @@ def _steps(payload: Payload, title: str, cases: list[dict[str, Any]]) -> Table:
     rows = []
     for (_, attention), found in by_step.items():
         (some, *_) = present = [row for row in found if row is not None]
-        cells = [_name(some), attention, _inside(present)]
+        cells = [name(some), attention, _inside(present)]
         cells += ["–" if row is None else f"{row['ms']['median']:.2f}" for row in found]
         if on_one_core:
             cells.append("–" if found[-1] is None else f"{found[-1]['ms_on_one_core']['median']:.2f}")
@@ -105,7 +106,7 @@ def layer_memory(payload: Payload) -> list[Table]:
                 f"{row['peak_bytes'] / 2**30:.2f} GiB with the weights' gradients."
             )
             note = f"Transformer Engine's peak: {theirs[0]}." if theirs else ""
-            title = f"Held between forward and backward: {_name(row)}, {row['attention']} attention"
+            title = f"Held between forward and backward: {name(row)}, {row['attention']} attention"
             columns = ("what", "shape", "dtype", "tensors", "MiB")
             found.append(table(payload, title, columns, cells, how, note))
     return found
@@ -127,7 +128,7 @@ def layer_ops(payload: Payload) -> list[Table]:
                 cells.append((op["op"], op["sizes"], str(op["count"]), f"{op['ms']:.3f}", amount, share))
         if cells:
             note = f"All ops together: {sum(op['ms'] for op in row['ops']):.2f} ms."
-            title = f"Where the time goes: {_name(row)}, {row['attention']} attention, {first['case']['name']}"
+            title = f"Where the time goes: {name(row)}, {row['attention']} attention, {first['case']['name']}"
             columns = ("op", "sizes", "calls", "ms", "work", "of its ceiling")
             found.append(table(payload, title, columns, cells, how, note))
     return found

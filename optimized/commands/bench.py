@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return 0
     if live:
         for name in (name for name in names if name in APART):
-            console.print(f"{name} is measured apart, by `{APART[name]}`; `twin bench --recorded` shows its results.")
+            console.print(f"{name} is measured by `{APART[name]}`; `twin bench {name} --recorded` shows it.")
         _show(console, _measure([name for name in names if name in BENCHMARKS], console, args.write))
         return 0
     console.print("Recorded on an H200, not measured now (no Hopper GPU here, or --recorded).")

@@ -7,6 +7,7 @@ from typing import Any
 
 from optimized.bench import layer, layer_plot
 from optimized.bench.layer_models import CASES
+from optimized.bench.layer_tables import name
 from optimized.bench.table import origin
 from optimized.commands import tables
 from optimized.commands.report import Report
@@ -47,8 +48,8 @@ def table(case: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row for each way to compute the layer, under `HEAD`."""
     times, plain = medians(case)
     return [
-        (step.replace("te.", ""), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no")
-        for ((step, attention), ms), row in zip(times.items(), case["rows"], strict=True)
+        (name(row), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no")
+        for ((_, attention), ms), row in zip(times.items(), case["rows"], strict=True)
     ]
 
 
