@@ -357,7 +357,7 @@ def test_report_escapes_what_it_is_given() -> None:
     report = Report("a < b", "")
     report.section("x & y")
     report.table(["<th>"], [["<td>", "1.5"]])
-    report.code("if a < b: pass")
+    report.columns(("a", "if a < b: pass"))
     page = report.html()
     assert "<title>a &lt; b</title>" in page
     for text in ("x &amp; y", "<th>&lt;th&gt;</th>", '<td class="n">1.5</td>', "if a &lt; b"):

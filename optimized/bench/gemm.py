@@ -68,24 +68,24 @@ def scaled_mm(
     )
 
 
+def fp8_calls(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, accumulate: str) -> Calls:
+    """Our FP8 GEMM and cuBLASLt's, bf16 output."""
+    return {
+        "ours": functools.partial(twin.gemm_fp8, a, b, scale, scale, None, torch.bfloat16, accumulate),
+        "theirs": functools.partial(scaled_mm, a, b, scale, torch.bfloat16, accumulate),
+    }
+
+
 def calls(kind: str, name: str, m: int, n: int, k: int) -> Calls:
     """Ours, theirs and, in FP8, cuBLASLt's algorithms by number. `kind` is "fast", "split" or "bf16"."""
     if kind == "bf16":
         a, b = wide_operands(name, m, n, k)
-        return {
-            "ours": functools.partial(twin.gemm, a, b, None, torch.bfloat16),
-            "theirs": functools.partial(torch.mm, a, b.t()),
-        }
+        ours, theirs = functools.partial(twin.gemm, a, b, None, torch.bfloat16), functools.partial(torch.mm, a, b.t())
+        return {"ours": ours, "theirs": theirs}
     a, b = fp8_operands(name, m, n, k)
     scale = torch.ones(1, device="cuda")
-    return {
-        "ours": functools.partial(twin.gemm_fp8, a, b, scale, scale, None, torch.bfloat16, kind),
-        "theirs": functools.partial(scaled_mm, a, b, scale, torch.bfloat16, kind),
-        **{
-            f"algorithm {i}": call
-            for i, call in enumerate(cublaslt.algorithms(cublaslt.Product(a, b, scale, scale, torch.bfloat16, kind)))
-        },
-    }
+    offered = cublaslt.algorithms(cublaslt.Product(a, b, scale, scale, torch.bfloat16, kind))
+    return fp8_calls(a, b, scale, kind) | {f"algorithm {i}": call for i, call in enumerate(offered)}
 
 
 def sustained(variants: Mapping[str, Callable[[], object]], estimate: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.gemm import FFN, HIDDEN, TOKENS, scaled_mm
+from optimized.bench.gemm import FFN, HIDDEN, TOKENS, fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops import gemm_fused
 from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
@@ -44,12 +44,8 @@ def beside(
     a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str, fused: Call, apart: Call
 ) -> dict[str, Call]:
     """The fused op and the ops apart, beside our GEMM and cuBLASLt's alone."""
-    return {
-        "fused": fused,
-        "apart": apart,
-        "plain": functools.partial(twin.gemm_fp8, a, b, s, s, None, BF16, accumulate),
-        "cublaslt": functools.partial(scaled_mm, a, b, s, BF16, accumulate),
-    }
+    ours, theirs = fp8_calls(a, b, s, accumulate).values()
+    return {"fused": fused, "apart": apart, "plain": ours, "cublaslt": theirs}
 
 
 def tile(a: torch.Tensor, b: torch.Tensor, split: bool) -> Tile:

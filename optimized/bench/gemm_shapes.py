@@ -6,7 +6,6 @@ ones. Split accumulation is measured on all of them, fast on those with at least
 multiprocessors: with fewer, its one chain over K leaves processors idle by definition.
 """
 
-import functools
 import math
 import random
 import statistics
@@ -18,7 +17,7 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
 from optimized.bench import Payload, Progress, each, plots, silent
-from optimized.bench.gemm import scaled_mm
+from optimized.bench.gemm import fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_fp8 import chains
 from optimized.ops.gemm_fp8_split_k import is_faster
@@ -74,11 +73,7 @@ def chosen(kind: str, m: int, n: int, k: int, processors: int, tiles: tuple[Tile
 def measure_one(kind: str, m: int, n: int, k: int, repeats: int, flush: Callable[[], object]) -> dict[str, Any]:
     """One row of the result."""
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
-    one = torch.ones(1, device="cuda")
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "ours": functools.partial(twin.gemm_fp8, a, b, one, one, None, torch.bfloat16, kind),
-        "theirs": functools.partial(scaled_mm, a, b, one, torch.bfloat16, kind),
-    }
+    calls = fp8_calls(a, b, torch.ones(1, device="cuda"), kind)
     differing = int((calls["ours"]().view(torch.int16) != calls["theirs"]().view(torch.int16)).sum())
     samples = measure.interleave(calls, repeats=repeats, warmup=2, flush=flush, ahead=True)
     ms = {side: statistics.median(times) for side, times in samples.items()}

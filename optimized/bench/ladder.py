@@ -17,7 +17,7 @@ import torch
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import launch, measure
 from optimized.bench import Payload, Progress, cublaslt, each, plots, silent
-from optimized.bench.gemm import scaled_mm
+from optimized.bench.gemm import fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_tile import multiprocessors
 from optimized.tensor_map import TensorMap, encode
@@ -130,8 +130,7 @@ def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, 
     a, b = (torch.randn(rows, k, device="cuda").to(E4M3) for rows in (m, n))
     one = torch.ones(1, device="cuda")
     calls: dict[str, Callable[[], torch.Tensor]] = {rung.name: functools.partial(product, rung, a, b) for rung in RUNGS}
-    calls["twin::gemm_fp8"] = functools.partial(torch.ops.twin.gemm_fp8, a, b, one, one, None, torch.bfloat16, "fast")
-    calls["cuBLASLt, first"] = functools.partial(scaled_mm, a, b, one, torch.bfloat16, "fast")
+    calls["twin::gemm_fp8"], calls["cuBLASLt, first"] = fp8_calls(a, b, one, "fast").values()
     calls["cuBLASLt, best"] = cublaslt.fastest(cublaslt.Product(a, b, one, one, torch.bfloat16, "fast"))
     words = calls["cuBLASLt, first"]().view(torch.int16)
     differing = {key: int((call().view(torch.int16) != words).sum()) for key, call in calls.items()}

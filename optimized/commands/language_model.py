@@ -78,24 +78,14 @@ class ByteModel(torch.nn.Module):
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.embedding = te.Linear(
-                VOCABULARY + settings.sequence, settings.hidden, bias=False, init_method=normal, **common
+            inputs, hidden = VOCABULARY + settings.sequence, settings.hidden
+            self.embedding = te.Linear(inputs, hidden, bias=False, init_method=normal, **common)
+            options = {"fuse_qkv_params": True, "init_method": normal, "output_layer_init_method": smaller, **common}
+            options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+            layers = (
+                te.TransformerLayer(hidden, 4 * hidden, settings.heads, **options) for _ in range(settings.layers)
             )
-            self.layers = torch.nn.ModuleList(
-                te.TransformerLayer(
-                    settings.hidden,
-                    4 * settings.hidden,
-                    settings.heads,
-                    hidden_dropout=0.0,
-                    attention_dropout=0.0,
-                    self_attn_mask_type="causal",
-                    fuse_qkv_params=True,
-                    init_method=normal,
-                    output_layer_init_method=smaller,
-                    **common,
-                )
-                for _ in range(settings.layers)
-            )
+            self.layers = torch.nn.ModuleList(layers)
             self.norm = te.LayerNorm(settings.hidden, **common)
             self.head = te.Linear(settings.hidden, VOCABULARY, init_method=normal, **common)
 
@@ -257,11 +247,7 @@ def lesson(corpus: Corpus, settings: Settings, step: int) -> tuple[torch.Tensor,
 
 @one_thread()
 def train(
-    corpus: Corpus,
-    settings: Settings,
-    fp8: bool,
-    gpu: torch.device | None,
-    progress: Callable[[], None] = lambda: None,
+    corpus: Corpus, settings: Settings, fp8: bool, gpu: torch.device | None, progress: Callable[[], None] = lambda: None
 ) -> Run:
     """Train from the same start on the CPU and, if `gpu` is a device, side by side there, comparing each step."""
     model = ByteModel(settings)
