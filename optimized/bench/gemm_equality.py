@@ -127,7 +127,7 @@ def run(progress: Progress = silent) -> Payload:
         "words": sum(row["words"] for row in rows),
         "differing_words": sum(row["differing_words"] for row in rows),
         "rows": rows,
-        "provenance": measure.provenance(("gemm_fp8",)),
+        "provenance": measure.provenance(("gemm_fp8", "gemm_fp8_split_k")),
     }
 
 
