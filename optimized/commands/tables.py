@@ -100,7 +100,7 @@ def summary() -> str:
         "attention; Transformer Engine chooses its attention itself. Exact attention is slower than cuDNN's: a "
         "CPU reproduces its bits. Layers run eagerly; in the small one the host's time dominates."
     )
-    columns = ("on one H200", "Twin Engine", "compared with", "faster")
+    columns = ("on one H200", "Twin Engine, FP8", "compared with", "faster")
     one = Table("Speed", columns, (*layers, products), how, f"{note} {_built('layer', origin)}")
     return one.markdown()
 
