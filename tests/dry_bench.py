@@ -19,7 +19,7 @@ import torch
 from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
-from optimized.bench import attention, cublaslt, layer, layer_models, layer_sweep
+from optimized.bench import cublaslt, layer, layer_models
 from reference.nn import attention as attention_layers
 
 MS_PER_NOTE = 0.25
@@ -118,7 +118,6 @@ class DryBench(contextlib.ExitStack):
             (torch.cuda, "max_memory_allocated", lambda *args: (1 << 21) + len(self.gpu.lines)),
             (torch.cuda, "reset_peak_memory_stats", nothing),
             (torch.cuda, "empty_cache", lambda: note("empty_cache")),
-            (torch.profiler, "profile", self._profile),
             (torch, "manual_seed", lambda seed: note(f"manual_seed {seed}")),
             (torch, "compile", self._compile),
             (torch._dynamo, "reset", lambda: note("dynamo.reset")),
@@ -126,13 +125,10 @@ class DryBench(contextlib.ExitStack):
             (torch.UntypedStorage, "data_ptr", lambda storage: self._storage(storage)),
             (layer, "time", types.SimpleNamespace(perf_counter=lambda: now() / 1e3)),
             (layer, "timed", self._timed),
-            *(
-                (module, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect")))
-                for module in (layer, layer_sweep)
-            ),
+            (layer, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect"))),
         ]
         self.backend = "PyTorch's choice"
-        for module in (attention, layer_models, attention_layers):
+        for module in (layer_models, attention_layers):
             patches += [(module, "sdpa_kernel", self._backend), (module, "scaled_dot_product_attention", self._attend)]
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value, create=True))
@@ -204,12 +200,3 @@ class DryBench(contextlib.ExitStack):
             **{"cuda": "13.0", "torch": "2.99", "cupy": "14.0", "transformer_engine": None},
             "kernels": dict.fromkeys(kernels, "of the day"),
         }
-
-    @contextlib.contextmanager
-    def _profile(self, activities: Any, acc_events: bool) -> Any:
-        self.gpu.lines.append(f"profile {[one.name for one in activities]} {acc_events}")
-        kinds = torch.autograd.DeviceType
-        events = [("Memset (Device)", kinds.CUDA), ("Activity Buffer Request", kinds.CUDA), ("launch", kinds.CPU)]
-        events += [("nvjet_128x256", kinds.CUDA), ("splitKreduce", kinds.CUDA)]
-        found = [types.SimpleNamespace(key=key, device_type=kind) for key, kind in events]
-        yield types.SimpleNamespace(key_averages=lambda: found)

@@ -195,7 +195,8 @@ def run_of_bench() -> snapshots.Sections:
     names = {"one": module("one", 1), "two": module("two", 2)}
     builders = {**tables.BUILDERS, "one": adam.tables, "two": adam.tables}
     for gpu, asked in (
-        (False, ["--list"]), (False, []), (False, ["--table"]), (True, []), (True, ["--write"]), (True, ["--recorded"]),
+        (False, []), (False, ["all"]), (False, ["--table"]),
+        (True, ["all"]), (True, ["--write"]), (True, ["--recorded"]),
     ):  # fmt: skip
         console = Console(file=io.StringIO(), width=100, force_terminal=False)
         with (

@@ -40,11 +40,10 @@ def test_every_algorithm_gives_torchs_words(a_format: torch.dtype, out_dtype: to
 
 
 @pytest.mark.gpu
-def test_the_fastest_is_one_of_them_and_its_kernel_has_a_name() -> None:
+def test_the_fastest_is_one_of_them() -> None:
     p = product(256, 512, 512, E4M3, torch.bfloat16, "fast")
     call = cublaslt.fastest(p, repeats=3)
     assert_same_bits(call(), torchs(p), "the fastest")
-    assert "nvjet" in cublaslt.kernel_name(call)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference as te
-from optimized.bench import layer, layer_models, layer_tables
+from optimized.bench import layer, layer_models, layer_tables, tutorial_layers
 
 CASE = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.0)
 
@@ -56,9 +56,48 @@ def test_the_twelve_products() -> None:
     assert products["qkv.wgrad"] == (192, 64, 32, "split")
 
 
+LLAMA = dataclasses.replace(CASE, dtype=torch.float32, llama=True, kv_heads=2, rotary=True)
+
+
+def test_the_gemms_of_a_llama_like_layer() -> None:
+    products = LLAMA.products()
+    assert products["qkv.fprop"] == (32, 64 + 2 * 2 * 16, 64, "fast")
+    assert products["fc1.dgrad"] == (32, 64, 256, "split")
+    assert products["fc2.wgrad"] == (64, 128, 32, "split")
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_the_plain_llama_is_our_layer(monkeypatch: pytest.MonkeyPatch, rotary: bool) -> None:
+    """The same parameters in float64 and, through `TransformerLayer`, in fp32."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, p: float) -> torch.Tensor:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    monkeypatch.setattr(layer_models, "cudnn", attend)
+    case = dataclasses.replace(LLAMA, rotary=rotary)
+    plain, ours = layer_models.Llama(case).double(), layer_models._transformer_layer(te, case)
+    parameters = dict(ours.named_parameters())
+    # Ours has the rows of q, k and v group by group: two heads of queries, then theirs of keys and of values.
+    mixed = parameters["self_attention.layernorm_qkv.weight"].detach().view(2, 4, 16, 64)
+    rows = (mixed[:, :2], mixed[:, 2:3], mixed[:, 3:])
+    for weight, value in (
+        (plain.qkv.weight, torch.cat([part.flatten(0, 2) for part in rows])),
+        (plain.projection.weight, parameters["self_attention.proj.weight"]),
+        (plain.fc1.weight, parameters["layernorm_mlp.fc1_weight"]),
+        (plain.fc2.weight, parameters["layernorm_mlp.fc2_weight"]),
+    ):
+        weight.data.copy_(value)
+    x = torch.randn(16, 2, 64)
+    keywords = {"rotary_pos_emb": layer_models.angles(16, 16)} if rotary else {}
+    exact, found = plain(x.double()), ours(x, **keywords).double()
+    # fp32 has 24 bits; some hundred roundings of terms of order 1 leave 100 dB. Another equation has 20 dB.
+    assert float((exact - found).detach().norm() / exact.detach().norm()) < 1e-5
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_plain_layer_attends_as_pytorch_does(causal: bool) -> None:
-    plain = layer_models.Plain(dataclasses.replace(CASE, causal=causal), "own").double()
+    plain = tutorial_layers.BasicTransformerLayer(64, 128, 4, causal=causal).double()
     q, k, v = (torch.randn(16, 2, 4, 16, dtype=torch.float64) for _ in range(3))
     heads_first = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
@@ -77,7 +116,12 @@ def test_the_table_has_a_row_per_contestant() -> None:
             "ops": [op] if inside else [],
         }
 
-    case = {"case": {"name": "small"}, "rows": [row("PyTorch", 3.0, False), row("ours", 1.5, True)], "parts_ms": 1.25}
+    sizes = {"hidden": 1, "ffn": 2, "heads": 3, "sequence": 4, "batch": 5}
+    case = {
+        "case": {"name": "small", **sizes},
+        "rows": [row("PyTorch", 3.0, False), row("ours", 1.5, True)],
+        "parts_ms": 1.25,
+    }
     payload = {
         "cases": [case],
         "linear": {"case": "Linear", "rows": [row("te.Linear", 0.5, True)]},
@@ -89,8 +133,25 @@ def test_the_table_has_a_row_per_contestant() -> None:
     assert whole.rows[1] == ("ours", "exact", "yes", "1.50", "1.00")
     assert whole.rows[-1][-2] == "1.25"
     assert linear.rows == (("Linear", "yes", "0.500"),)
+    assert "small: hidden 1, ffn 2, 3 heads, sequence 4, batch 5." in whole.note
     (ops,) = layer_tables.layer_ops(payload)
     assert ops.rows == (("gemm_fp8", "1×2×3", "2", "0.500", "7.00 TFLOP", "90 %"),)
+
+
+def test_what_rotary_embedding_costs_is_in_the_table() -> None:
+    def case(name: str, ms: float, turns: tuple[float, ...]) -> dict[str, Any]:
+        ops = [{"op": "rotary", "ms": one} for one in turns] + [{"op": "gemm_fp8", "ms": 9.0}]
+        row = {"step": layer_tables.FP8, "attention": "exact", "in_contract": True, "ms": {"median": ms}}
+        sizes = {"hidden": 1, "ffn": 2, "heads": 4, "kv_heads": 2, "sequence": 4, "batch": 5, "llama": True}
+        rows = [{**row, "peak_bytes": 2**30, "ops": ops}]
+        return {"case": {"name": name, **sizes}, "rows": rows, "parts_ms": 1.0}
+
+    origin = {"cuda": "13.0", "torch": "2", "cupy": "14", "date": "2026-11-21T", "kernels": {}}
+    cases = [case("turned", 3.0, (0.25, 0.5)), case("not turned", 2.0, ())]
+    (table,) = layer_tables.tables({"cases": cases, "provenance": origin})
+    assert table.title == "One Llama-like layer, forward and backward"
+    assert table.rows[1] == ("of it the rotary kernels, TransformerLayer, FP8", "exact", "", "0.75", "–", "")
+    assert "4 heads (2 of keys)" in table.note
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")

@@ -74,7 +74,7 @@ def test_parity_replays_recordings(no_gpu: None, capsys: pytest.CaptureFixture[s
     assert main(["parity"]) == 0
     out = capsys.readouterr().out
     assert "replay: the CPU against recordings" in out
-    for op in ("wgmma e4m3 × e5m2", "cuBLASLt product (fast)", "cuBLASLt product (split)", "Linear by cuBLASLt"):
+    for op in ("wgmma e4m3 × e5m2", "cuBLASLt GEMM, fast", "cuBLASLt GEMM, split", "Linear by cuBLASLt"):
         assert op in out
     single = [op for op in ("cast_transpose", "scale_update", "gemm_fp8 (split)") if op in out]
     if reader.exists(outputs.RECORDING):
@@ -96,7 +96,7 @@ def test_parity_finds_one_wrong_bit(
         return out
 
     monkeypatch.setattr(tensor_core, "gemm", wrong)
-    assert main(["parity", "--op", "cuBLASLt product (split)"]) == 1
+    assert main(["parity", "--op", "cuBLASLt GEMM, split"]) == 1
     # One bit in one word of every product; in the products that are sums of slices it is one of several.
     wrong = sum(product.accumulate == "split" for product in recorded_tensor_core.products())
     assert re.search(rf"all\s+│\s+[\d,]+ │\s+{wrong}\b", capsys.readouterr().out)

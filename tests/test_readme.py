@@ -126,10 +126,10 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tables_are_built_from_the_results(results: Path) -> None:
     text = tables.markdown()
     assert "| fc1 64×128×32 | 900 | 90 % | 600 | 120 % |" in text
-    assert "at the power cap (geometric means): FP8 fast 45 %, bf16 60 %." in text
+    assert "of cuBLASLt (geometric means): FP8, fast accumulation: 45 %; bf16: 60 %." in text
     assert "| geometric mean |  | 90 % |  | 120 % |" in text
-    assert "| 1 of 2 products | 16 | 0 |  |" in text
-    assert "| 2×16×32, fast | 32 | 5 | K split by 2 |" in text
+    assert "| 1 of 2 GEMMs | 16 | 0 |  |" in text
+    assert "| 2×16×32, fast accumulation | 32 | 5 | K split by 2 |" in text
     assert "| cast | 80 % (50 %; 60 %) |" in text
     assert "| kernel | LayerNorm | RMSNorm |" in text
     assert "| norm backward | 60 % (50 %; 60 %) | 90 % (90 %; 95 %) |" in text
@@ -145,17 +145,37 @@ def test_bench_shows_the_recorded_results_and_says_so(results: Path, capsys: pyt
     assert "Recorded on an H200, not measured now" in out
     assert "120 %" in out
     assert main(["bench", "cast_transpose", "--table"]) == 0
-    assert capsys.readouterr().out.startswith("**Casts and reductions**")
+    assert capsys.readouterr().out.startswith("**Casts, transposes and reductions.** Bandwidth as a share ")
 
 
 def test_bench_lists_every_benchmark_and_its_results(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines if line[:1].strip()} >= set(tables.BUILDERS)
-    (line,) = (line for line in lines if line.startswith("gemm "))
-    assert "2026-01-02, before the last change" in line
-    (line,) = (line for line in lines if line.startswith("activation"))
-    assert line.endswith("not yet") or "not yet " in line
+    """A line each, of at most 80 columns."""
+    assert main(["bench"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(tables.BUILDERS)
+    assert max(map(len, lines)) <= 80
+    found = {line.split()[0]: line for line in lines}
+    assert found["gemm"].endswith(" 2026-01-02*")
+    assert found["norm"].endswith(" 2026-01-02")
+    assert found["activation"].endswith(" not measured")
+    assert last == "* measured before the last change of its kernels"
+
+
+def test_readme_shows_one_small_table() -> None:
+    rows = [line for line in tables.summary().splitlines() if line.startswith("|")][2:]
+    assert 4 <= len(rows) <= 6
+    assert "cuBLASLt" in rows[-1]
+
+
+def test_results_has_every_table_and_says_how_to_read_it() -> None:
+    assert sorted(name for names in tables.GROUPS.values() for name in names) == sorted(
+        [*tables.BUILDERS, *tables.DETAILS]
+    )
+    page = (ROOT / "docs" / "results.md").read_text("utf-8")
+    for names in tables.GROUPS.values():
+        for table in (table for name in names for table in tables.recorded(name)):
+            assert table.markdown() in page
+            assert re.fullmatch(r"[A-Z0-9].+\.", table.how), table.title
 
 
 def test_every_recorded_result_has_its_table() -> None:

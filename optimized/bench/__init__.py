@@ -1,1 +1,19 @@
-"""Benchmarks behind `twin bench`: each module has `run(progress) -> dict`, a payload for `measure.write_result`."""
+"""What `twin bench` measures. A benchmark has NAME, WHAT (in a few words), `run(progress)` and `tables(its result)`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+Progress = Callable[[float], object]
+Payload = dict[str, Any]
+Case = TypeVar("Case")
+
+
+def silent(done: float) -> None:
+    """Progress that nobody watches."""
+
+
+def each(cases: Sequence[Case], progress: Progress) -> Iterator[Case]:
+    """The cases in turn; after each, `progress` is told the fraction done."""
+    for done, case in enumerate(cases, 1):
+        yield case
+        progress(done / len(cases))

@@ -6,34 +6,30 @@ from typing import Any
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
-from optimized import measure
+from optimized.bench import Payload, Progress, each, silent
 from optimized.bench.copies import Copies, of_copy
 from optimized.bench.table import Table
 from reference.ops.activation import KINDS, width
 
 NAME = "activation"
-WHAT = "five activations, forward, backward and to FP8, against a copy"
+WHAT = "activations, against a device copy"
 KERNELS = ("activation", "activation_cast_transpose", "dbias")
 # dtype, rows and columns of y (of x too, or half of x's for the gated kinds).
 CASES = (("bf16", 8192, 16384), ("bf16", 8192, 4096), ("fp32", 8192, 4096))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-_CALLS = 4
 
 twin = torch.ops.twin
 
 
 def bytes_moved(op: str, rows: int, n: int, m: int, size: int) -> int:
     """The fewest bytes an op moves, for x of n columns and y of m."""
-    return (
-        rows
-        * {
-            "activation": (n + m) * size,
-            "activation_backward": (m + 2 * n) * size,
-            "activation_cast_transpose": n * size + 2 * m,
-            "activation_backward_cast_transpose_dbias": (m + n) * size + 2 * n,
-        }[op]
-    )
+    a_row = {
+        "activation": (n + m) * size,
+        "activation_backward": (m + 2 * n) * size,
+        "activation_cast_transpose": n * size + 2 * m,
+        "activation_backward_cast_transpose_dbias": (m + n) * size + 2 * n,
+    }
+    return rows * a_row[op]
 
 
 def variants(
@@ -56,33 +52,22 @@ def variants(
     }
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 11) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
-    copies = Copies(_CALLS, repeats)
-    results: list[dict[str, Any]] = []
-    cases = [(*case, kind) for case in CASES for kind in KINDS]
-    with torch.no_grad():
-        for done, (name, rows, m, kind) in enumerate(cases):
-            dtype = DTYPES[name]
-            n = m * (m // width(kind, m))
-            count = copies.inputs(rows * m * dtype.itemsize)
-            xs = [torch.empty(rows, n, dtype=dtype, device="cuda").normal_() for _ in range(count)]
-            grads = [torch.empty(rows, m, dtype=dtype, device="cuda").normal_() for _ in range(count)]
-            ops = variants(xs, grads, kind)
-            found = copies.beside(ops, {op: bytes_moved(op, rows, n, m, dtype.itemsize) for op in ops})
-            case = {"kind": kind, "dtype": name, "rows": rows, "x_columns": n}
-            results += [{"op": op, **case, **result} for op, result in found.items()]
-            if progress is not None:
-                progress((done + 1) / len(cases))
-    return {
-        "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB and of as many bytes",
-        "calls_per_sample": _CALLS,
-        "repeats": repeats,
-        "rows": results,
-        "provenance": measure.provenance(KERNELS),
-    }
+@torch.no_grad()
+def run(progress: Progress = silent, repeats: int = 11) -> Payload:
+    """Measure."""
+    copies = Copies(4, repeats)
+    rows: list[dict[str, Any]] = []
+    for (name, tokens, m), kind in each([(case, kind) for case in CASES for kind in KINDS], progress):
+        dtype, n = DTYPES[name], m * (m // width(kind, m))
+        count = copies.inputs(tokens * m * dtype.itemsize)
+        xs = [torch.empty(tokens, n, dtype=dtype, device="cuda").normal_() for _ in range(count)]
+        grads = [torch.empty(tokens, m, dtype=dtype, device="cuda").normal_() for _ in range(count)]
+        ops = variants(xs, grads, kind)
+        moved = {op: bytes_moved(op, tokens, n, m, dtype.itemsize) for op in ops}
+        rows += copies.rows({"kind": kind, "dtype": name, "rows": tokens, "x_columns": n}, ops, moved)
+    return copies.result(rows, KERNELS)
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: Payload) -> list[Table]:
     """Activations against the device copy, every kind in its column."""
-    return [of_copy(payload, "Activations, share of a copy", "kind", str)]
+    return [of_copy(payload, "Activations", "kind", str)]

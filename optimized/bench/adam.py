@@ -11,11 +11,12 @@ import torch
 
 import optimized as te
 from optimized import measure
+from optimized.bench import Payload, Progress, silent
 from optimized.bench.copies import COPY_BYTES, large_copy
-from optimized.bench.table import Table, origin, percent
+from optimized.bench.table import Table, percent, table
 
 NAME = "adam"
-WHAT = "FusedAdam over a layer's weights against a copy and PyTorch's fused AdamW"
+WHAT = "the optimizer, against PyTorch's fused AdamW"
 KERNELS = ("adam", "multi_cast_transpose")
 HIDDEN = 4096
 _WEIGHTS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
@@ -62,42 +63,41 @@ def contestants() -> dict[str, tuple[torch.optim.Optimizer, int]]:
     }
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
+def run(progress: Progress = silent, repeats: int = 15) -> Payload:
+    """Measure."""
     numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
     entrants = contestants()
-    if progress is not None:
-        progress(0.3)
+    progress(0.3)
     calls: dict[str, Callable[[], object]] = {name: optimizer.step for name, (optimizer, _) in entrants.items()}
     samples = measure.interleave({**calls, "copy": large_copy()}, repeats, 3, measure.Flush())
     times = {name: measure.summary(values) for name, values in samples.items()}
     ceiling = 2 * COPY_BYTES / times["copy"]["median"]
-    rows = [
-        {
-            "optimizer": name,
-            "bytes_a_number": size,
-            "ms": times[name],
-            "of_copy": numbers * size / times[name]["median"] / ceiling,
-        }
-        for name, (_, size) in entrants.items()
-    ]
-    if progress is not None:
-        progress(1.0)
+    progress(1.0)
     return {
         "what": "one optimizer step over the weights and biases of a layer, hidden 4096",
         "numbers": numbers,
         "repeats": repeats,
-        "rows": rows,
+        "rows": [
+            {
+                "optimizer": name,
+                "bytes_a_number": size,
+                "ms": times[name],
+                "of_copy": numbers * size / times[name]["median"] / ceiling,
+            }
+            for name, (_, size) in entrants.items()
+        ],
         "provenance": measure.provenance(KERNELS),
     }
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: Payload) -> list[Table]:
     """One optimizer step, as a share of the copy."""
     rows = [
         (row["optimizer"], str(row["bytes_a_number"]), f"{row['ms']['median']:.2f}", percent(row["of_copy"]))
         for row in payload["rows"]
     ]
-    note = f"{payload['numbers'] / 1e6:.0f} million numbers. {origin(payload)}"
-    columns = ("one step over a layer's weights", "bytes a number", "ms", "of copy")
-    return [Table("Optimizers", columns, tuple(rows), note)]
+    how = (
+        f"One step over the {payload['numbers'] / 1e6:.0f} million parameters of a GPT layer; the last column is its "
+        "bandwidth as a share of what `Tensor.copy_` of 512 MiB reaches in the same run."
+    )
+    return [table(payload, "Optimizers", ("optimizer", "bytes a parameter", "ms", "of a copy"), rows, how)]

@@ -6,18 +6,16 @@ from typing import Any
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
-from optimized import measure
+from optimized.bench import Payload, Progress, each, silent
 from optimized.bench.copies import Copies, of_copy
-from optimized.bench.table import Table, origin, percent
+from optimized.bench.table import Table, percent, table
 from reference.ops.cast_transpose import cast_outputs
 
 NAME = "cast_transpose"
-WHAT = "casts, transposes and reductions against a copy"
-KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax", "scale_update")
+WHAT = "casts and reductions, against a device copy"
+KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax")
 SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-_CALLS = 8
 
 twin = torch.ops.twin
 
@@ -46,25 +44,6 @@ def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[int], object
     }
 
 
-def scale_update_ms(modules: int = 100, repeats: int = 50) -> dict[str, float]:
-    """One bulk update of `modules` modules of three columns and 1024 entries, every column rolled."""
-    scales = [torch.ones(3, device="cuda") for _ in range(modules)]
-    # Longer than there are calls of non-zero rows, so that the staging row never runs dry.
-    histories = [torch.rand(1024, 3, device="cuda") + 1 for _ in range(modules)]
-    staging = torch.ones(modules, 1, 3, device="cuda")
-
-    def update(_: int) -> None:
-        twin.scale_update(scales, histories, 448.0, 0, "max")
-
-    def refill(_: int) -> None:
-        for history, row in zip(histories, staging, strict=True):
-            history[:1].copy_(row)
-
-    replay, refill_graph = measure.graph(update, 1), measure.graph(refill, 1)
-    samples = measure.interleave({"scale_update": replay}, repeats=repeats, flush=refill_graph)
-    return measure.summary(samples["scale_update"])
-
-
 def weights(hidden: int, dtype: torch.dtype, copies: Copies) -> dict[str, Any]:
     """The four weights of a transformer layer, cast one by one and in one launch."""
     shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
@@ -89,48 +68,32 @@ def weights(hidden: int, dtype: torch.dtype, copies: Copies) -> dict[str, Any]:
     return {"hidden": hidden, "dtype": str(dtype).removeprefix("torch."), **found}
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
-    copies = Copies(_CALLS, repeats)
+@torch.no_grad()
+def run(progress: Progress = silent, repeats: int = 20) -> Payload:
+    """Measure."""
+    copies = Copies(8, repeats)
     rows: list[dict[str, Any]] = []
-    cases = [(name, shape) for name in DTYPES for shape in SHAPES]
-    with torch.no_grad():
-        for done, (name, (tokens, cols)) in enumerate(cases):
-            dtype = DTYPES[name]
-            size = dtype.itemsize
-            inputs = [
-                torch.randn(tokens, cols, device="cuda").to(dtype) for _ in range(copies.inputs(tokens * cols * size))
-            ]
-            ops = variants(inputs)
-            found = copies.beside(ops, {op: bytes_moved(op, tokens, cols, size) for op in ops})
-            case = {"dtype": name, "rows": tokens, "cols": cols}
-            rows += [{"op": op, **case, **result} for op, result in found.items()]
-            if progress is not None:
-                progress((done + 1) / len(cases))
-        layers = [weights(hidden, dtype, copies) for hidden in (4096, 1024) for dtype in DTYPES.values()]
-    update = scale_update_ms()
-    return {
-        "what": "bytes that must move over time (graph replays), against Tensor.copy_ of 512 MiB and of as many bytes",
-        "calls_per_sample": _CALLS,
-        "repeats": repeats,
-        "rows": rows,
-        "weights_of_a_layer": layers,
-        "scale_update_100_modules_ms": update,
-        "provenance": measure.provenance(KERNELS),
-    }
+    for name, (tokens, cols) in each([(name, shape) for name in DTYPES for shape in SHAPES], progress):
+        dtype, size = DTYPES[name], DTYPES[name].itemsize
+        count = copies.inputs(tokens * cols * size)
+        ops = variants([torch.randn(tokens, cols, device="cuda").to(dtype) for _ in range(count)])
+        moved = {op: bytes_moved(op, tokens, cols, size) for op in ops}
+        rows += copies.rows({"dtype": name, "rows": tokens, "cols": cols}, ops, moved)
+    layers = [weights(hidden, dtype, copies) for hidden in (4096, 1024) for dtype in DTYPES.values()]
+    return copies.result(rows, KERNELS, weights_of_a_layer=layers)
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: Payload) -> list[Table]:
     """Casts and reductions against the device copy, every input type in its column."""
-    found = [of_copy(payload, "Casts and reductions", "dtype", lambda dtype: f"{dtype} input, of copy")]
+    found = [of_copy(payload, "Casts, transposes and reductions", "dtype", lambda dtype: f"{dtype} input")]
     layers = []
     for one in payload.get("weights_of_a_layer", ()):
         ways = (one["cast_transpose"], one["multi"])
         speeds = (f"{1e3 * way['ms']['median']:.1f} ({percent(way['of_copy'])})" for way in ways)
         layers.append((str(one["hidden"]), one["dtype"], *speeds))
     if layers:
-        heads = ("hidden", "weights", "one by one, µs (of copy)", "`multi_cast_transpose`, µs (of copy)")
-        moved = "In brackets the bytes that must move over the time, as a share of `Tensor.copy_` in the same run. "
-        title = "The four weights of a layer, to FP8 with their transposes"
-        found.append(Table(title, heads, tuple(layers), moved + origin(payload)))
+        columns = ("hidden", "dtype", "one by one, µs", "in one launch (`multi_cast_transpose`), µs")
+        how = "In brackets the bandwidth as a share of what `Tensor.copy_` reaches in the same run."
+        title = "The four weights of a layer, cast to FP8 and transposed"
+        found.append(table(payload, title, columns, layers, how))
     return found

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from optimized import measure
-from optimized.bench.table import Table, origin, percent
+from optimized.bench import Payload
+from optimized.bench.table import Table, percent, table
 
 FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
 COPY_BYTES = 1 << 29
@@ -33,6 +34,23 @@ class Copies:
         self.calls, self.repeats = calls, repeats
         self._flush = measure.Flush()
         self._large_copy = large_copy()
+
+    def result(self, rows: Sequence[dict[str, Any]], kernels: Sequence[str], **more: Any) -> Payload:
+        """What a benchmark of `rows` returns."""
+        return {
+            "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB and of as many bytes",
+            "calls_per_sample": self.calls,
+            "repeats": self.repeats,
+            "rows": rows,
+            **more,
+            "provenance": measure.provenance(kernels),
+        }
+
+    def rows(
+        self, case: Mapping[str, Any], ops: Mapping[str, Callable[[int], object]], moved: Mapping[str, int]
+    ) -> list[dict[str, Any]]:
+        """A row of the result for each op of a case."""
+        return [{"op": op, **case, **found} for op, found in self.beside(ops, moved).items()]
 
     def inputs(self, size: int, least: int = 1) -> int:
         """How many inputs of `size` bytes the calls of a sample take in turn, to exceed L2."""
@@ -68,15 +86,15 @@ def _shares(rows: Sequence[dict[str, Any]]) -> str:
     return f"{percent(statistics.median(shares))} ({'; '.join(map(percent, least))})"
 
 
-def of_copy(payload: dict[str, Any], title: str, group: str, label: Callable[[str], str]) -> Table:
+def of_copy(payload: Payload, title: str, group: str, label: Callable[[str], str]) -> Table:
     """One row per op, one column per value of `group`."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in payload["rows"]:
         found.setdefault(row["op"], {}).setdefault(row[group], []).append(row)
     groups = list(dict.fromkeys(row[group] for row in payload["rows"]))
     rows = [(op.replace("_", " "), *(_shares(values[g]) for g in groups)) for op, values in found.items()]
-    note = (
-        "The bytes that must move over the time, as a share of what `Tensor.copy_` of 512 MiB reaches in the same run: "
-        f"median over shapes (smallest; smallest against a copy of as many bytes). {origin(payload)}"
+    how = (
+        "Bandwidth as a share of what `Tensor.copy_` of 512 MiB reaches in the same run: the median over shapes, and "
+        "in brackets the smallest share, and the smallest against a copy of as many bytes."
     )
-    return Table(title, ("kernel", *(label(g) for g in groups)), tuple(rows), note)
+    return table(payload, title, ("kernel", *map(label, groups)), rows, how)

@@ -19,13 +19,8 @@ from optimized import measure
 
 WORKSPACE_BYTES = 64 << 20
 ALGORITHMS = 8
-_TYPES = {
-    torch.float32: 0,
-    torch.float16: 2,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-}  # cudaDataType_t
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+# of cudaDataType_t
 _COMPUTE_FP32 = 68  # CUBLAS_COMPUTE_32F
 _TRANSPOSE_A, _A_SCALE, _B_SCALE, _FAST_ACCUMULATION = 3, 17, 18, 25  # CUBLASLT_MATMUL_DESC_...
 _MAX_WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
@@ -87,20 +82,14 @@ def _created(name: str, *args: Any) -> ctypes.c_void_p:
 
 
 def _set(kind: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
-    _call(
-        f"cublasLtMatmul{kind}SetAttribute",
-        target,
-        attribute,
-        ctypes.byref(value),
-        ctypes.c_size_t(ctypes.sizeof(value)),
-    )
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    _call(f"cublasLtMatmul{kind}SetAttribute", target, attribute, ctypes.byref(value), size)
 
 
 def _layout(x: torch.Tensor) -> ctypes.c_void_p:
     rows, columns = x.shape
-    return _created(
-        "MatrixLayout", _TYPES[x.dtype], ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
-    )
+    sizes = (ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns))
+    return _created("MatrixLayout", _TYPES[x.dtype], *sizes)
 
 
 def algorithms(product: Product, count: int = ALGORITHMS) -> list[Callable[[], torch.Tensor]]:
@@ -142,14 +131,11 @@ def algorithms(product: Product, count: int = ALGORITHMS) -> list[Callable[[], t
         )
         return out
 
-    offered: list[Callable[[], torch.Tensor]] = [
-        functools.partial(multiply, result) for result in results[: found.value] if result.state == 0
-    ]
+    offered = [functools.partial(multiply, result) for result in results[: found.value] if result.state == 0]
     if not offered:
-        raise RuntimeError(
-            f"cuBLASLt offers no algorithm for {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}."
-        )
-    return offered
+        sides = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (a, b))
+        raise RuntimeError(f"cuBLASLt offers no algorithm for {sides}.")
+    return list(offered)
 
 
 def fastest(product: Product, repeats: int = 7) -> Callable[[], torch.Tensor]:
@@ -157,14 +143,3 @@ def fastest(product: Product, repeats: int = 7) -> Callable[[], torch.Tensor]:
     offered = dict(enumerate(algorithms(product)))
     times = measure.interleave({str(i): call for i, call in offered.items()}, repeats=repeats, warmup=2)
     return offered[min(offered, key=lambda i: measure.summary(times[str(i)])["median"])]
-
-
-def kernel_name(call: Callable[[], object]) -> str:
-    """The names of the kernels that a call launches; cuBLASLt's say the tile, the stages and the cluster."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_gpu = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return " + ".join(name for name in on_gpu if not name.startswith(("Memset", "Activity Buffer")))

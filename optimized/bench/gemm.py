@@ -16,12 +16,12 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench import cublaslt
-from optimized.bench.table import Table, origin, percent
+from optimized.bench import Payload, Progress, cublaslt, each, silent
+from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_tile import FP8_TILES, TILES, multiprocessors, select_tile
 
 NAME = "gemm"
-WHAT = "FP8 and 16-bit products of a GPT layer against cuBLASLt"
+WHAT = "a GPT layer's GEMMs, against cuBLASLt"
 KERNELS = ("gemm", "gemm_fp8")
 TOKENS, HIDDEN, FFN = 8192, 4096, 16384
 # in and out features of the layer's Linears: sequence 2048, batch 4, hidden 4096, ffn 16384.
@@ -32,10 +32,10 @@ twin = torch.ops.twin
 Calls = dict[str, Callable[[], torch.Tensor]]
 
 
-def shapes(tokens: int = TOKENS) -> dict[str, tuple[int, int, int]]:
-    """M, N, K of the twelve products: forward, gradient of the input, gradient of the weight."""
+def shapes(tokens: int = TOKENS, linears: Mapping[str, tuple[int, int]] = LINEARS) -> dict[str, tuple[int, int, int]]:
+    """M, N, K of the twelve GEMMs: forward, gradient of the input, gradient of the weight."""
     found = {}
-    for name, (inner, outer) in LINEARS.items():
+    for name, (inner, outer) in linears.items():
         found[f"{name}.fprop"] = (tokens, outer, inner)
         found[f"{name}.dgrad"] = (tokens, inner, outer)
         found[f"{name}.wgrad"] = (outer, inner, tokens)
@@ -44,11 +44,8 @@ def shapes(tokens: int = TOKENS) -> dict[str, tuple[int, int, int]]:
 
 def fp8_operands(name: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random operands in the formats of the HYBRID recipe: gradients are E5M2, everything else E4M3."""
-    a_format = torch.float8_e4m3fn if name.endswith("fprop") else torch.float8_e5m2
-    return (
-        torch.randn(m, k, device="cuda").to(a_format),
-        torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn),
-    )
+    a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn if name.endswith("fprop") else torch.float8_e5m2)
+    return a, torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
 
 
 def wide_operands(name: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,24 +68,24 @@ def scaled_mm(
     )
 
 
+def fp8_calls(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, accumulate: str) -> Calls:
+    """Our FP8 GEMM and cuBLASLt's, bf16 output."""
+    return {
+        "ours": functools.partial(twin.gemm_fp8, a, b, scale, scale, None, torch.bfloat16, accumulate),
+        "theirs": functools.partial(scaled_mm, a, b, scale, torch.bfloat16, accumulate),
+    }
+
+
 def calls(kind: str, name: str, m: int, n: int, k: int) -> Calls:
     """Ours, theirs and, in FP8, cuBLASLt's algorithms by number. `kind` is "fast", "split" or "bf16"."""
     if kind == "bf16":
         a, b = wide_operands(name, m, n, k)
-        return {
-            "ours": functools.partial(twin.gemm, a, b, None, torch.bfloat16),
-            "theirs": functools.partial(torch.mm, a, b.t()),
-        }
+        ours, theirs = functools.partial(twin.gemm, a, b, None, torch.bfloat16), functools.partial(torch.mm, a, b.t())
+        return {"ours": ours, "theirs": theirs}
     a, b = fp8_operands(name, m, n, k)
     scale = torch.ones(1, device="cuda")
-    return {
-        "ours": functools.partial(twin.gemm_fp8, a, b, scale, scale, None, torch.bfloat16, kind),
-        "theirs": functools.partial(scaled_mm, a, b, scale, torch.bfloat16, kind),
-        **{
-            f"algorithm {i}": call
-            for i, call in enumerate(cublaslt.algorithms(cublaslt.Product(a, b, scale, scale, torch.bfloat16, kind)))
-        },
-    }
+    offered = cublaslt.algorithms(cublaslt.Product(a, b, scale, scale, torch.bfloat16, kind))
+    return fp8_calls(a, b, scale, kind) | {f"algorithm {i}": call for i, call in enumerate(offered)}
 
 
 def sustained(variants: Mapping[str, Callable[[], object]], estimate: Mapping[str, float]) -> dict[str, float]:
@@ -151,7 +148,7 @@ def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, bloc
     }
     if best is not None:
         row["speed_over_best"] = speed_over("best")
-        row["best"] = f"{best} of {len(offered)}: {cublaslt.kernel_name(variants['best'])}"
+        row["best"] = f"{best} of {len(offered)}"
     if blocks:
         row["sustained_ms"] = sustained(variants, {side: value["median"] for side, value in times.items()})
         for side in (side for side in ("theirs", "best") if side in variants):
@@ -168,20 +165,16 @@ def geometric_means(rows: list[dict[str, Any]], side: str = "theirs") -> dict[st
     return {kind: statistics.geometric_mean(found) for kind, found in sorted(ratios.items())}
 
 
+@torch.no_grad()
 def run(
-    progress: Callable[[float], None] | None = None,
+    progress: Progress = silent,
     repeats: int = 60,
     kinds: tuple[str, ...] = ("fast", "split", "bf16"),
     blocks: bool = True,
-) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done. `blocks` adds the sustained times."""
+) -> Payload:
+    """Measure; `blocks` adds the sustained times."""
     problems = [(kind, name, *shape) for kind in kinds for name, shape in shapes().items()]
-    rows = []
-    with torch.no_grad():
-        for done, problem in enumerate(problems):
-            rows.append(measure_one(*problem, repeats=repeats, blocks=blocks))
-            if progress is not None:
-                progress((done + 1) / len(problems))
+    rows = [measure_one(*problem, repeats=repeats, blocks=blocks) for problem in each(problems, progress)]
     return {
         "what": "time of cuBLASLt (torch._scaled_mm, torch.mm) over ours, same run, random data, bf16 output",
         "repeats": repeats,
@@ -193,46 +186,47 @@ def run(
     }
 
 
-OF_ITS_BEST = " Its best is the fastest of the eight algorithms that the heuristic offers, called directly."
+KINDS = {"fast": "FP8, fast accumulation", "split": "FP8, split accumulation", "bf16": "bf16"}
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
-    """FP8 and bf16 products against cuBLASLt: one row per shape, one column per kind."""
+def tables(payload: Payload) -> list[Table]:
+    """FP8 and bf16 GEMMs against cuBLASLt: one row per shape, one column per kind."""
     kinds = list(dict.fromkeys(row["kind"] for row in payload["rows"]))
-    names = {"fast": "FP8 fast", "split": "FP8 split", "bf16": "bf16"}
     best = payload.get("geometric_mean_speed_over_best", {})
     by_shape: dict[str, dict[str, dict[str, Any]]] = {}
     for row in payload["rows"]:
         by_shape.setdefault(f"{row['name']} {row['m']}×{row['n']}×{row['k']}", {})[row["kind"]] = row
-    rows = []
-    for shape, found in by_shape.items():
-        cells = [shape]
-        for kind in kinds:
+    columns, last, rows = ["GEMM M×N×K"], ["geometric mean"], [[shape] for shape in by_shape]
+    for kind in kinds:
+        sides = ["theirs", *(["best"] if kind in best else [])]
+        columns += [f"{KINDS.get(kind, kind)}, TFLOP/s", "of cuBLASLt", "of its best"][: 1 + len(sides)]
+        last += ["", *(percent(payload[f"geometric_mean_speed_over_{side}"][kind]) for side in sides)]
+        for cells, found in zip(rows, by_shape.values(), strict=True):
             row = found.get(kind)
             cells.append("–" if row is None else f"{row['tflops']['ours']:.0f}")
-            cells.append("–" if row is None else percent(row["speed_over_theirs"]["median"]))
-            if kind in best:
-                cells.append("–" if row is None else percent(row["speed_over_best"]["median"]))
-        rows.append(tuple(cells))
-    means = payload["geometric_mean_speed_over_theirs"]
-    columns, last = ["product M×N×K"], ["geometric mean"]
-    for kind in kinds:
-        columns += [f"{names.get(kind, kind)} TFLOP/s", "of cuBLASLt", *(["of its best"] if kind in best else [])]
-        last += ["", percent(means[kind]), *([percent(best[kind])] if kind in best else [])]
-    rows.append(tuple(last))
-    note = (
+            cells += ["–" if row is None else percent(row[f"speed_over_{side}"]["median"]) for side in sides]
+    how = (
         "100 % is the speed of cuBLASLt as torch calls it (`torch._scaled_mm`, `torch.mm`: the first algorithm of its "
-        f"heuristic), launches interleaved in the same run.{OF_ITS_BEST if best else ''}"
-        f"{_sustained(payload, kinds, names)} {origin(payload)}"
+        "heuristic), launches interleaved in the same run."
     )
-    return [Table("Matrix products", tuple(columns), tuple(rows), note)]
+    if best:
+        how += " Its best is the fastest of the eight algorithms that the heuristic offers, called directly."
+    return [table(payload, "GEMMs of a GPT layer", columns, [*rows, last], how, _sustained(payload, kinds))]
 
 
-def _sustained(payload: dict[str, Any], kinds: list[str], names: dict[str, str]) -> str:
+def _sustained(payload: Payload, kinds: list[str]) -> str:
     """The geometric means of the sustained blocks, in a sentence; nothing where they were not measured."""
     found = []
     for kind in kinds:
         ratios = [row.get("sustained_speed_over_theirs") for row in payload["rows"] if row["kind"] == kind]
         if None not in ratios:
-            found.append(f"{names.get(kind, kind)} {percent(statistics.geometric_mean(ratios))}")
-    return f" In sustained blocks, at the power cap (geometric means): {', '.join(found)}." if found else ""
+            found.append(f"{KINDS.get(kind, kind)}: {percent(statistics.geometric_mean(ratios))}")
+    return f"In sustained blocks, at the power cap, of cuBLASLt (geometric means): {'; '.join(found)}." if found else ""
+
+
+def summary(payload: Payload) -> tuple[str, str, str, str]:
+    """README's row: the geometric mean over the shapes."""
+    theirs, best = (payload[f"geometric_mean_speed_over_{side}"]["fast"] for side in ("theirs", "best"))
+    what = "12 FP8 GEMMs of the GPT layer, geometric mean"
+    mean = statistics.geometric_mean(row["tflops"]["ours"] for row in payload["rows"] if row["kind"] == "fast")
+    return what, f"{mean:.0f} TFLOP/s", "cuBLASLt as torch calls it; its best algorithm", f"{theirs:.2f}×; {best:.2f}×"

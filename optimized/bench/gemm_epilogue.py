@@ -1,26 +1,27 @@
-"""The fused FP8 products at the layer's shapes (docs/results/gemm_epilogue.json), in one interleaved run each.
+"""FP8 GEMMs with fused epilogues at the layer's shapes (docs/results/gemm_epilogue.json), one interleaved run each.
 
-Against our product alone and cuBLASLt's (`torch._scaled_mm`), both of the same shape and accumulation with bf16 output:
-what the epilogue costs; and against the ops that the fused one stands for, one after the other: what it saves. A tile
-is named, since an op chooses the other kernels where they have won here.
+Against our GEMM alone and cuBLASLt's (`torch._scaled_mm`), both of the same shape and accumulation with bf16 output:
+what the epilogue costs; and against the separate ops that the fused one stands for: what it saves. A tile is named,
+since an op chooses the separate ops where they have won here.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench.gemm import FFN, HIDDEN, TOKENS, scaled_mm
-from optimized.bench.table import Table, origin, percent
+from optimized.bench import Payload, Progress, each, silent
+from optimized.bench.gemm import FFN, HIDDEN, TOKENS, fp8_calls
+from optimized.bench.table import Table, percent, table
 from optimized.ops import gemm_fused
 from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
 from reference.ops.activation import GATED, KINDS
 
 NAME = "gemm_epilogue"
-WHAT = "FP8 products fused with activations, dropout, accumulation, against the product alone"
+WHAT = "FP8 GEMMs with fused epilogues, against cuBLASLt"
 KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout", "dbias")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
@@ -34,23 +35,28 @@ def codes(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, columns, device="cuda").to(dtype)
 
 
+def wide(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Random 16-bit values."""
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def beside(
+    a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str, fused: Call, apart: Call
+) -> dict[str, Call]:
+    """The fused op and the ops apart, beside our GEMM and cuBLASLt's alone."""
+    ours, theirs = fp8_calls(a, b, s, accumulate).values()
+    return {"fused": fused, "apart": apart, "plain": ours, "cublaslt": theirs}
+
+
 def tile(a: torch.Tensor, b: torch.Tensor, split: bool) -> Tile:
-    """The tile that the product alone gets."""
+    """The tile that the GEMM alone gets."""
     return select_tile(a.shape[0], b.shape[0], a.shape[1], split, multiprocessors(0))
 
 
-def products(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str) -> dict[str, Call]:
-    """Our product and cuBLASLt's, with nothing behind them."""
-    return {
-        "plain": functools.partial(twin.gemm_fp8, a, b, s, s, None, BF16, accumulate),
-        "cublaslt": functools.partial(scaled_mm, a, b, s, BF16, accumulate),
-    }
-
-
 def activation(kind: str) -> Case:
-    """fc1's product and the activation behind it: ffn columns come out of the product."""
+    """fc1's forward GEMM, then the activation: ffn columns come out of the GEMM."""
     x, w, s = codes(TOKENS, HIDDEN, E4M3), codes(FFN, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
-    bias, state = torch.randn(FFN, device="cuda", dtype=BF16), (torch.ones(1, device="cuda"), _history(), 0, E4M3)
+    bias, state = wide(FFN), (torch.ones(1, device="cuda"), _history(), 0, E4M3)
 
     def apart() -> object:
         h = twin.gemm_fp8(x, w, s, s, bias, BF16, "fast")
@@ -59,15 +65,14 @@ def activation(kind: str) -> Case:
     fused = functools.partial(
         gemm_fused.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state, tile=tile(x, w, False)
     )
-    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
-    return "fc1.fprop", kind, (TOKENS, FFN, HIDDEN), calls
+    return "fc1.fprop", kind, (TOKENS, FFN, HIDDEN), beside(x, w, s, "fast", fused, apart)
 
 
 def backward(kind: str) -> Case:
-    """fc2's gradient of its input and the activation's backward behind it: ffn columns of pre-activation."""
+    """fc2's gradient of its input, then the activation's backward: ffn columns of pre-activation."""
     columns = FFN // 2 if kind in GATED else FFN
     g, w, s = codes(TOKENS, HIDDEN, E5M2), codes(columns, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
-    h, state = torch.randn(TOKENS, FFN, device="cuda", dtype=BF16), (torch.ones(1, device="cuda"), _history(), 0, E5M2)
+    h, state = wide(TOKENS, FFN), (torch.ones(1, device="cuda"), _history(), 0, E5M2)
 
     def apart() -> object:
         dact = twin.gemm_fp8(g, w, s, s, None, BF16, "split")
@@ -76,23 +81,20 @@ def backward(kind: str) -> Case:
     fused = functools.partial(
         gemm_fused.gemm_fp8_activation_backward, g, w, s, s, h, kind, *state, tile=tile(g, w, True)
     )
-    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(g, w, s, "split")}
-    return "fc2.dgrad", f"{kind} backward", (TOKENS, columns, HIDDEN), calls
+    return "fc2.dgrad", f"{kind} backward", (TOKENS, columns, HIDDEN), beside(g, w, s, "split", fused, apart)
 
 
 def residual(name: str, k: int, p: float) -> Case:
-    """The projection's or fc2's product with bias, dropout and residual."""
+    """The projection's or fc2's forward GEMM with bias, dropout and residual."""
     x, w, s = codes(TOKENS, k, E4M3), codes(HIDDEN, k, E4M3), torch.full((1,), 0.01, device="cuda")
-    bias, rows = torch.randn(HIDDEN, device="cuda", dtype=BF16), torch.randn(TOKENS, HIDDEN, device="cuda", dtype=BF16)
-    rng_state = torch.tensor([1, 2], device="cuda")
+    bias, rows, rng_state = wide(HIDDEN), wide(TOKENS, HIDDEN), torch.tensor([1, 2], device="cuda")
 
     def apart() -> object:
         return twin.bias_dropout_add(twin.gemm_fp8(x, w, s, s, None, BF16, "fast"), bias, rows, p, rng_state)
 
     rest = (bias, rows, BF16, p, rng_state)
     fused = functools.partial(gemm_fused.gemm_fp8_bias_dropout_add, x, w, s, s, *rest, tile=tile(x, w, False))
-    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
-    return name, f"bias + dropout {p} + residual", (TOKENS, HIDDEN, k), calls
+    return name, f"bias + dropout {p} + residual", (TOKENS, HIDDEN, k), beside(x, w, s, "fast", fused, apart)
 
 
 def accumulation(dtype: torch.dtype) -> Case:
@@ -104,64 +106,55 @@ def accumulation(dtype: torch.dtype) -> Case:
         return out.copy_(out.float() + twin.gemm_fp8(g, x, s, s, None, torch.float32, "split"))
 
     fused = functools.partial(twin.gemm_fp8_accumulate, g, x, s, s, out)
-    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(g, x, s, "split")}
-    return "fc1.wgrad", f"added to {str(dtype).removeprefix('torch.')}", (FFN, HIDDEN, TOKENS), calls
+    what = f"added to {str(dtype).removeprefix('torch.')}"
+    return "fc1.wgrad", what, (FFN, HIDDEN, TOKENS), beside(g, x, s, "split", fused, apart)
 
 
 def _history() -> torch.Tensor:
     return torch.zeros(16, 1, device="cuda")
 
 
-def cases() -> Iterator[Callable[[], Case]]:
+def cases() -> list[Callable[[], Case]]:
     """Every case, made when its turn comes."""
-    yield from (functools.partial(activation, kind) for kind in KINDS)
-    yield from (functools.partial(backward, kind) for kind in KINDS)
-    yield from (functools.partial(residual, "proj.fprop", HIDDEN, p) for p in (0.0, 0.1))
-    yield functools.partial(residual, "fc2.fprop", FFN, 0.1)
-    yield from (functools.partial(accumulation, dtype) for dtype in (torch.float32, BF16))
+    return [
+        *(functools.partial(make, kind) for make in (activation, backward) for kind in KINDS),
+        *(functools.partial(residual, "proj.fprop", HIDDEN, p) for p in (0.0, 0.1)),
+        functools.partial(residual, "fc2.fprop", FFN, 0.1),
+        *(functools.partial(accumulation, dtype) for dtype in (torch.float32, BF16)),
+    ]
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 20) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
+@torch.no_grad()
+def run(progress: Progress = silent, repeats: int = 20) -> Payload:
+    """Measure."""
     rows: list[dict[str, Any]] = []
-    todo = list(cases())
-    with torch.no_grad():
-        for done, make in enumerate(todo):
-            name, epilogue, (m, n, k), calls = make()
-            samples = measure.interleave(calls, repeats=repeats, warmup=3)
-            row: dict[str, Any] = {"name": name, "epilogue": epilogue, "m": m, "n": n, "k": k}
-            row["ms"] = {side: measure.summary(values) for side, values in samples.items()}
-            for side in ("plain", "cublaslt", "apart"):
-                ratios = [theirs / ours for ours, theirs in zip(samples["fused"], samples[side], strict=True)]
-                row[f"speed_over_{side}"] = measure.summary(ratios)
-            rows.append(row)
-            if progress is not None:
-                progress((done + 1) / len(todo))
+    for make in each(cases(), progress):
+        name, epilogue, (m, n, k), calls = make()
+        samples = measure.interleave(calls, repeats=repeats, warmup=3)
+        row: dict[str, Any] = {"name": name, "epilogue": epilogue, "m": m, "n": n, "k": k}
+        row["ms"] = {side: measure.summary(values) for side, values in samples.items()}
+        for side in ("plain", "cublaslt", "apart"):
+            ratios = [theirs / ours for ours, theirs in zip(samples["fused"], samples[side], strict=True)]
+            row[f"speed_over_{side}"] = measure.summary(ratios)
+        rows.append(row)
     return {
-        "what": "time of the product alone (ours, cuBLASLt's) and of the ops apart, over the fused op's; same run",
+        "what": "time of the GEMM alone (ours, cuBLASLt's) and of the separate ops, over the fused op's; same run",
         "repeats": repeats,
         "rows": rows,
         "provenance": measure.provenance(KERNELS),
     }
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
-    """Fused products: against the product alone, ours and cuBLASLt's, and against the ops apart."""
+def tables(payload: Payload) -> list[Table]:
+    """Fused GEMMs: against the GEMM alone, ours and cuBLASLt's, and against the separate ops."""
     rows = []
     for row in payload["rows"]:
         speeds = (row[f"speed_over_{side}"]["median"] for side in ("plain", "cublaslt", "apart"))
         name = f"{row['name']} {row['m']}×{row['n']}×{row['k']}, {row['epilogue']}"
         rows.append((name, f"{row['ms']['fused']['median']:.3f}", *map(percent, speeds)))
-    columns = (
-        "FP8 product and what follows it",
-        "ms",
-        "of the product alone",
-        "of cuBLASLt's alone",
-        "of the ops apart",
+    columns = ("FP8 GEMM M×N×K, epilogue", "ms", "of our GEMM alone", "of cuBLASLt's GEMM alone", "of separate ops")
+    how = (
+        "The fused kernel's speed as a share of that of our GEMM without the epilogue, of cuBLASLt's without it, and "
+        "of GEMM and epilogue as separate ops, which the library runs where they win."
     )
-    note = (
-        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast forward, split backward), and that "
-        "of the ops one after the other, interleaved in the same run. Where those win (the backward, a short K), the "
-        f"op runs them instead. {origin(payload)}"
-    )
-    return [Table("Products with what follows them", columns, tuple(rows), note)]
+    return [table(payload, "FP8 GEMMs with fused epilogues, bf16 output", columns, rows, how)]

@@ -6,18 +6,18 @@ full K. And why is theirs different: cuBLASLt may split K over several kernels' 
 `split_k` reproduces with our own products of K's pieces.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench.gemm import shapes
-from optimized.bench.table import Table, origin
+from optimized.bench import Payload, Progress, each, silent
+from optimized.bench.gemm import scaled_mm, shapes
+from optimized.bench.table import Table, table
 
 NAME = "gemm_equality"
-WHAT = "every word of FP8 products against cuBLASLt's"
+WHAT = "which FP8 GEMMs equal cuBLASLt in every word"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Beside the layer's twelve: squares, tall, wide, odd multiples of 16, ragged rows, few outputs with a long K.
 SHAPES = {
@@ -92,9 +92,7 @@ def compare(name: str, m: int, n: int, k: int, accumulate: str) -> dict[str, Any
     a, b = operands(name, m, n, k)
     one = torch.ones(1, device="cuda")
     ours = twin.gemm_fp8(a, b, one, one, None, torch.float32, accumulate)
-    theirs = torch._scaled_mm(
-        a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=accumulate == "fast"
-    )
+    theirs = scaled_mm(a, b, one, torch.float32, accumulate)
     words = differing(ours, theirs)
     row: dict[str, Any] = {
         "name": name,
@@ -108,26 +106,20 @@ def compare(name: str, m: int, n: int, k: int, accumulate: str) -> dict[str, Any
     }
     if m * n <= 1 << 20 or words:
         sampled = min(m, SAMPLED_ROWS) * min(n, SAMPLED_COLUMNS)
-        row["sampled_against_the_cpu"] = {
-            "words": sampled,
-            "differing_words": definition_agrees(a, b, accumulate, ours),
-        }
+        found = definition_agrees(a, b, accumulate, ours)
+        row["sampled_against_the_cpu"] = {"words": sampled, "differing_words": found}
     if words:
         why = split_k(a, b, accumulate, theirs)
         row["why"] = why or "unknown: no in-order split of K reproduces cuBLASLt's words"
     return row
 
 
-def run(progress: Callable[[float], None] | None = None) -> dict[str, Any]:
-    """Compare the whole list; `progress` is told the fraction done."""
+@torch.no_grad()
+def run(progress: Progress = silent) -> Payload:
+    """Compare the whole list."""
     torch.manual_seed(0)
     cases = [(name, *shape, accumulate) for name, shape in problems().items() for accumulate in ("fast", "split")]
-    rows = []
-    with torch.no_grad():
-        for done, case in enumerate(cases):
-            rows.append(compare(*case))
-            if progress is not None:
-                progress((done + 1) / len(cases))
+    rows = [compare(*case) for case in each(cases, progress)]
     return {
         "what": "fp32 words of twin::gemm_fp8 compared with torch._scaled_mm's (cuBLASLt), random data",
         "problems": len(rows),
@@ -135,22 +127,18 @@ def run(progress: Callable[[float], None] | None = None) -> dict[str, Any]:
         "words": sum(row["words"] for row in rows),
         "differing_words": sum(row["differing_words"] for row in rows),
         "rows": rows,
-        "provenance": measure.provenance(("gemm_fp8",)),
+        "provenance": measure.provenance(("gemm_fp8", "gemm_fp8_split_k")),
     }
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
-    """How many products equal cuBLASLt's in every word, and those that do not, with the reason."""
-    equal, total = payload["problems_with_every_word_equal"], payload["problems"]
-    rows = [(f"{equal} of {total} products", f"{sum(r['words'] for r in payload['rows'] if _equal(r)):,}", "0", "")]
-    for row in payload["rows"]:
-        if not _equal(row):
-            shape = f"{row['m']}×{row['n']}×{row['k']}, {row['accumulate']}"
-            rows.append((shape, f"{row['words']:,}", f"{row['differing_words']:,}", row["why"]))
-    note = "FP8 products with fp32 output, compared with `torch._scaled_mm`'s in every word. " + origin(payload)
-    columns = ("FP8 product M×N×K", "words", "different from cuBLASLt", "why")
-    return [Table("Equality with cuBLASLt", columns, tuple(rows), note)]
-
-
-def _equal(row: dict[str, Any]) -> bool:
-    return bool(row["differing_words"] == 0)
+def tables(payload: Payload) -> list[Table]:
+    """How many GEMMs equal cuBLASLt's in every word, and those that do not, with the reason."""
+    different = [row for row in payload["rows"] if row["differing_words"]]
+    words = sum(row["words"] for row in payload["rows"] if not row["differing_words"])
+    rows = [(f"{payload['problems_with_every_word_equal']} of {payload['problems']} GEMMs", f"{words:,}", "0", "")]
+    for row in different:
+        shape = f"{row['m']}×{row['n']}×{row['k']}, {row['accumulate']} accumulation"
+        rows.append((shape, f"{row['words']:,}", f"{row['differing_words']:,}", row["why"]))
+    columns = ("FP8 GEMM M×N×K", "words", "different from cuBLASLt", "why")
+    how = "FP8 GEMMs with fp32 output, every word compared with that of `torch._scaled_mm`."
+    return [table(payload, "Equality with cuBLASLt", columns, rows, how)]

@@ -6,27 +6,25 @@ ones. Split accumulation is measured on all of them, fast on those with at least
 multiprocessors: with fewer, its one chain over K leaves processors idle by definition.
 """
 
-import functools
 import math
 import random
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench.gemm import scaled_mm
-from optimized.bench.table import Table, origin, percent
+from optimized.bench import Payload, Progress, each, plots, silent
+from optimized.bench.gemm import fp8_calls
+from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_fp8 import chains
 from optimized.ops.gemm_fp8_split_k import is_faster
 from optimized.ops.gemm_tile import FP8_TILES, Tile, multiprocessors, select_tile
 
 NAME = "gemm_shapes"
-WHAT = "FP8 products of random shapes against cuBLASLt"
-PLOT = Path(__file__).parents[2] / "docs" / "gemm_shapes.png"
+WHAT = "FP8 GEMMs of random shapes, against cuBLASLt"
 COUNT, SEED = 320, 4
 MULTIPLY_ADDS = 1 << 40  # at most, 1.5 ms: fc1 of the layer has half as many
 BYTES = 1 << 30  # of operands and output, at most
@@ -75,11 +73,7 @@ def chosen(kind: str, m: int, n: int, k: int, processors: int, tiles: tuple[Tile
 def measure_one(kind: str, m: int, n: int, k: int, repeats: int, flush: Callable[[], object]) -> dict[str, Any]:
     """One row of the result."""
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
-    one = torch.ones(1, device="cuda")
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "ours": functools.partial(twin.gemm_fp8, a, b, one, one, None, torch.bfloat16, kind),
-        "theirs": functools.partial(scaled_mm, a, b, one, torch.bfloat16, kind),
-    }
+    calls = fp8_calls(a, b, torch.ones(1, device="cuda"), kind)
     differing = int((calls["ours"]().view(torch.int16) != calls["theirs"]().view(torch.int16)).sum())
     samples = measure.interleave(calls, repeats=repeats, warmup=2, flush=flush, ahead=True)
     ms = {side: statistics.median(times) for side, times in samples.items()}
@@ -112,17 +106,13 @@ def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
+@torch.no_grad()
+def run(progress: Progress = silent, repeats: int = 9) -> Payload:
+    """Measure."""
     torch.manual_seed(0)
     flush = measure.Flush(1 << 27)
     cases = [(kind, m, n, k) for m, n, k in problems() for kind in kinds(m, n)]
-    rows = []
-    with torch.no_grad():
-        for done, case in enumerate(cases):
-            rows.append(measure_one(*case, repeats=repeats, flush=flush))
-            if progress is not None:
-                progress((done + 1) / len(cases))
+    rows = [measure_one(*case, repeats=repeats, flush=flush) for case in each(cases, progress)]
     return {
         "what": "time of torch._scaled_mm over ours on a fixed random list of shapes, E4M3, bf16 output, L2 flushed",
         "repeats": repeats,
@@ -132,53 +122,43 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 9) -> di
     }
 
 
-def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
+def plot(payload: Payload) -> None:
     """Our speed over cuBLASLt's by the size of the problem, one panel per accumulation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axes, kind in zip(panels, ("fast", "split"), strict=True):
-        rows = [row for row in payload["rows"] if row["kind"] == kind]
-        sizes = [2 * row["m"] * row["n"] * row["k"] for row in rows]
-        ratios = [row["speed_over_theirs"] for row in rows]
-        tiles = [min(PROCESSORS, -(-row["m"] // 128) * -(-row["n"] // 128)) for row in rows]
-        points = axes.scatter(sizes, ratios, c=tiles, s=14, cmap="viridis", vmin=1, vmax=PROCESSORS)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.axhline(1, color="black", lw=0.8)
-        axes.axhline(0.75, color="#C44E52", lw=0.8, ls="--")
-        found = payload["summary"][kind]
-        axes.set_title(
-            f"{kind}: {found['problems']} problems, geometric mean {found['geometric_mean']:.3f}, "
-            f"worst {found['worst']:.2f}",
-            fontsize=10,
-        )
-        axes.set_xlabel("operations of the product")
-    panels[0].set_ylabel("our speed over cuBLASLt's")
-    ticks = [0.5, 0.75, 1, 1.5, 2, 3]
-    panels[0].set_yticks(ticks, [str(tick) for tick in ticks])
-    panels[0].minorticks_off()
-    figure.colorbar(points, ax=panels, label="128x128 tiles, up to the multiprocessors")
-    measure.write_plot(path, figure)
-    plt.close(figure)
+    with plots.drawing(NAME, 1, 2, (10, 4.2), sharey=True) as (figure, panels):
+        for axes, kind in zip(panels, ("fast", "split"), strict=True):
+            rows = [row for row in payload["rows"] if row["kind"] == kind]
+            sizes = [2 * row["m"] * row["n"] * row["k"] for row in rows]
+            ratios = [row["speed_over_theirs"] for row in rows]
+            tiles = [min(PROCESSORS, -(-row["m"] // 128) * -(-row["n"] // 128)) for row in rows]
+            points = axes.scatter(sizes, ratios, c=tiles, s=14, cmap="viridis", vmin=1, vmax=PROCESSORS)
+            axes.set(xscale="log", yscale="log", xlabel="operations of the GEMM")
+            axes.axhline(1, color="black", lw=0.8)
+            axes.axhline(0.75, color="#C44E52", lw=0.8, ls="--")
+            found = payload["summary"][kind]
+            title = "{}: {problems} problems, geometric mean {geometric_mean:.3f}, worst {worst:.2f}"
+            axes.set_title(title.format(kind, **found), fontsize=10)
+        panels[0].set_ylabel("our speed over cuBLASLt's")
+        ticks = [0.5, 0.75, 1, 1.5, 2, 3]
+        panels[0].set_yticks(ticks, [str(tick) for tick in ticks])
+        panels[0].minorticks_off()
+        figure.colorbar(points, ax=panels, label="128x128 tiles, up to the multiprocessors")
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: Payload) -> list[Table]:
     """A list of random shapes against cuBLASLt: one row per accumulation."""
     rows = []
     for kind, found in payload["summary"].items():
         shape = "×".join(map(str, found["worst_shape"]))
         below = f"{found['below_0.75']} of {found['problems']}"
-        rows.append((f"FP8 {kind}", percent(found["geometric_mean"]), f"{percent(found['worst'])} ({shape})", below))
+        worst = f"{percent(found['worst'])} ({shape})"
+        rows.append((f"FP8, {kind} accumulation", percent(found["geometric_mean"]), worst, below))
     columns = ("random shapes", "of cuBLASLt, geometric mean", "worst (M×N×K)", "below 75 %")
-    note = (
-        "A list of shapes fixed before it was measured, M from 1 to 32768, N and K from 16 to 32768; fast accumulation "
-        f"where there are as many 128×128 tiles as multiprocessors. L2 flushed. {origin(payload)}"
+    how = (
+        "100 % is the speed of `torch._scaled_mm` on a list of shapes that was fixed before it was measured, M from 1 "
+        "to 32768, N and K from 16 to 32768."
     )
-    return [Table("Products of random shapes", columns, tuple(rows), note)]
+    note = "L2 flushed; fast accumulation where there are as many 128×128 tiles as multiprocessors."
+    return [table(payload, "GEMMs of random shapes", columns, rows, how, note)]
 
 
 if __name__ == "__main__":

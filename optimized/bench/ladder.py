@@ -9,7 +9,6 @@ cuBLASLt interleaved. docs/ladder.md tells the story; its table and docs/ladder.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,14 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import launch, measure
-from optimized.bench import cublaslt
-from optimized.bench.gemm import scaled_mm
-from optimized.bench.table import Table, origin, percent
+from optimized.bench import Payload, Progress, cublaslt, each, plots, silent
+from optimized.bench.gemm import fp8_calls
+from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_tile import multiprocessors
 from optimized.tensor_map import TensorMap, encode
 
 NAME = "ladder"
-WHAT = "eight FP8 kernels, from a naive one to the production design, against cuBLASLt"
-PLOT = Path(__file__).parents[2] / "docs" / "ladder.png"
+WHAT = "FP8 GEMMs, naive to production, against cuBLASLt"
 # fc1's and fc2's forward product: a short K with many tiles, and a long K.
 SHAPES = {"fc1.fprop": (8192, 16384, 4096), "fc2.fprop": (8192, 4096, 16384)}
 E4M3 = torch.float8_e4m3fn
@@ -73,7 +71,7 @@ RUNGS = (
     Rung("5_persistent", "persistent blocks, order of tiles for L2", (1250, 1350)),
     Rung("6_permuted", "permuted B, 16-byte stores", (1280, 1380), permuted=True),
     Rung("7_cluster", "clusters of 2 share B", (1280, 1400), permuted=True, cluster=2),
-    Rung("8_deferred", "stores behind the next tile", (1350, 1420), permuted=True, cluster=2, multiple_k=1024),
+    Rung("8_deferred", "stores during the next tile", (1350, 1420), permuted=True, cluster=2, multiple_k=1024),
 )
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [(rung.kernel, {}) for rung in RUNGS]
 
@@ -132,13 +130,12 @@ def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, 
     a, b = (torch.randn(rows, k, device="cuda").to(E4M3) for rows in (m, n))
     one = torch.ones(1, device="cuda")
     calls: dict[str, Callable[[], torch.Tensor]] = {rung.name: functools.partial(product, rung, a, b) for rung in RUNGS}
-    calls["twin::gemm_fp8"] = functools.partial(torch.ops.twin.gemm_fp8, a, b, one, one, None, torch.bfloat16, "fast")
-    calls["cuBLASLt, first"] = functools.partial(scaled_mm, a, b, one, torch.bfloat16, "fast")
+    calls["twin::gemm_fp8"], calls["cuBLASLt, first"] = fp8_calls(a, b, one, "fast").values()
     calls["cuBLASLt, best"] = cublaslt.fastest(cublaslt.Product(a, b, one, one, torch.bfloat16, "fast"))
     words = calls["cuBLASLt, first"]().view(torch.int16)
     differing = {key: int((call().view(torch.int16) != words).sum()) for key, call in calls.items()}
     samples = measure.interleave(calls, repeats=repeats, warmup=2)
-    first = measure.interval(samples["cuBLASLt, first"])["median"]
+    ms = {key: measure.interval(times) for key, times in samples.items()}
     return [
         {
             "shape": name,
@@ -147,23 +144,19 @@ def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, 
             "k": k,
             "kernel": key,
             "differing_words": differing[key],
-            "ms": measure.interval(times),
-            "tflops": 2e-9 * m * n * k / measure.interval(times)["median"],
-            "of_cublaslt": first / measure.interval(times)["median"],
+            "ms": found,
+            "tflops": 2e-9 * m * n * k / found["median"],
+            "of_cublaslt": ms["cuBLASLt, first"]["median"] / found["median"],
         }
-        for key, times in samples.items()
+        for key, found in ms.items()
     ]
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 21) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
-    rows: list[dict[str, Any]] = []
+@torch.no_grad()
+def run(progress: Progress = silent, repeats: int = 21) -> Payload:
+    """Measure."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        for done, (name, shape) in enumerate(SHAPES.items()):
-            rows += _measure(name, *shape, repeats)
-            if progress is not None:
-                progress((done + 1) / len(SHAPES))
+    rows = [row for name, shape in each([*SHAPES.items()], progress) for row in _measure(name, *shape, repeats)]
     return {
         "what": "the ladder, the production kernel and cuBLASLt, interleaved, E4M3, fast accumulation, bf16 out",
         "repeats": repeats,
@@ -173,61 +166,50 @@ def run(progress: Callable[[float], None] | None = None, repeats: int = 21) -> d
     }
 
 
-def plot(payload: dict[str, Any], path: Path = PLOT) -> None:
+def plot(payload: Payload) -> None:
     """Bars of TFLOP/s by rung and shape, cuBLASLt as lines, the expectation as brackets on fc1.fprop."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     names = [*payload["rungs"], "twin::gemm_fp8"]
-    figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
-    for side, (shape, color) in enumerate(zip(SHAPES, ("#4C72B0", "#DD8452"), strict=True)):
-        found = {row["kernel"]: row for row in payload["rows"] if row["shape"] == shape}
-        places = [i + 0.4 * (side - 0.5) for i in range(len(names))]
-        heights = [found[name]["tflops"] for name in names]
-        size = "x".join(str(extent) for extent in SHAPES[shape])
-        axes.bar(places, heights, 0.38, color=color, label=f"{shape}, {size}")
-        for place, name in zip(places, names, strict=True):
-            row = found[name]
-            axes.text(place, row["tflops"] + 12, f"{100 * row['of_cublaslt']:.0f}%", ha="center", fontsize=7.5)
-        axes.axhline(found["cuBLASLt, first"]["tflops"], color=color, lw=1, ls="--")
-    spans = [rung["expected_tflops"] for rung in payload["rungs"].values()]
-    middle = [(low + high) / 2 for low, high in spans]
-    half = [(high - low) / 2 for low, high in spans]
-    places = [i - 0.42 for i in range(len(spans))]
-    axes.errorbar(places, middle, half, fmt="none", ecolor="black", capsize=3, lw=1, label="expected, fc1.fprop")
-    axes.set_xticks(range(len(names)), [name.replace("_", "\n", 1).replace("_", " ") for name in names], fontsize=8)
-    axes.set_ylabel("TFLOP/s, and % of cuBLASLt")
-    axes.set_title("The ladder: E4M3, fast accumulation, bf16 out. Dashed: cuBLASLt as torch calls it", fontsize=10)
-    axes.set_ylim(0, 1.12 * max(row["tflops"] for row in payload["rows"]))
-    axes.legend(loc="lower right", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    measure.write_plot(path, figure)
-    plt.close(figure)
+    with plots.drawing(NAME, 1, 1, (9, 4.6)) as (_, axes):
+        for side, (shape, color) in enumerate(zip(SHAPES, ("#4C72B0", "#DD8452"), strict=True)):
+            found = {row["kernel"]: row for row in payload["rows"] if row["shape"] == shape}
+            size = "x".join(str(extent) for extent in SHAPES[shape])
+            places = [i + 0.4 * (side - 0.5) for i in range(len(names))]
+            axes.bar(places, [found[name]["tflops"] for name in names], 0.38, color=color, label=f"{shape}, {size}")
+            for place, name in zip(places, names, strict=True):
+                row = found[name]
+                axes.text(place, row["tflops"] + 12, f"{100 * row['of_cublaslt']:.0f}%", ha="center", fontsize=7.5)
+            axes.axhline(found["cuBLASLt, first"]["tflops"], color=color, lw=1, ls="--")
+        spans = [rung["expected_tflops"] for rung in payload["rungs"].values()]
+        middle, half = ([(high + sign * low) / 2 for low, high in spans] for sign in (1, -1))
+        places = [i - 0.42 for i in range(len(spans))]
+        axes.errorbar(places, middle, half, fmt="none", ecolor="black", capsize=3, lw=1, label="expected, fc1.fprop")
+        axes.set_xticks(range(len(names)), [name.replace("_", "\n", 1).replace("_", " ") for name in names], fontsize=8)
+        axes.set_ylabel("TFLOP/s, and % of cuBLASLt")
+        axes.set_title("The ladder: E4M3, fast accumulation, bf16 out. Dashed: cuBLASLt as torch calls it", fontsize=10)
+        axes.set_ylim(0, 1.12 * max(row["tflops"] for row in payload["rows"]))
+        axes.legend(loc="lower right", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
-    """The ladder's kernels: what was expected of each, and what came."""
+def tables(payload: Payload) -> list[Table]:
+    """The ladder's kernels: what was expected of each, and what was measured."""
     shapes = list(dict.fromkeys(row["shape"] for row in payload["rows"]))
     found = {(row["kernel"], row["shape"]): row for row in payload["rows"]}
+    columns = ["kernel", "idea", f"expected, {shapes[0]}"]
+    columns += [head for shape in shapes for head in (f"measured, {shape}", "of cuBLASLt")]
     rows = []
     for kernel in dict.fromkeys(row["kernel"] for row in payload["rows"]):
         rung = payload["rungs"].get(kernel)
-        low, high = rung["expected_tflops"] if rung else ("", "")
-        cells = [kernel, rung["idea"] if rung else "", f"{low} to {high}" if rung else ""]
+        cells = [kernel, rung["idea"], "{} to {}".format(*rung["expected_tflops"])] if rung else [kernel, "", ""]
         for shape in shapes:
-            row = found[kernel, shape]
-            cells += [f"{row['tflops']:.0f}", percent(row["of_cublaslt"])]
-        rows.append(tuple(cells))
-    columns = ["kernel", "idea", f"expected, {shapes[0]}"]
-    for shape in shapes:
-        columns += [f"came, {shape}", "of cuBLASLt"]
-    note = (
-        "TFLOP/s, medians of interleaved launches, E4M3, fast accumulation, bf16 output; 100 % is `torch._scaled_mm`. "
-        f"Every kernel gave cuBLASLt's words. {origin(payload)}"
+            cells += [f"{found[kernel, shape]['tflops']:.0f}", percent(found[kernel, shape]["of_cublaslt"])]
+        rows.append(cells)
+    how = (
+        "TFLOP/s of eight kernels, each with one idea more than the one before; 100 % is the speed of "
+        "`torch._scaled_mm`, interleaved in the same run."
     )
-    return [Table("The ladder", tuple(columns), tuple(rows), note)]
+    note = "E4M3, fast accumulation, bf16 output. Every kernel gave cuBLASLt's words."
+    return [table(payload, "The ladder: from a naive FP8 GEMM to the production kernel", columns, rows, how, note)]
 
 
 if __name__ == "__main__":

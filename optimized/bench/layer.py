@@ -1,19 +1,20 @@
-"""One transformer layer, forward and backward, in the steps of the quickstart, against others and against its own parts
+"""One transformer layer, GPT or Llama-like, forward and backward, against others and against its own parts
 (docs/results/layer.json).
 
 The contestants (bench/layer_models.py) run in turn, in blocks of a few steps between two synchronisations on the host's
 clock: what a training loop waits for, launches included; of the small layer's blocks the first steps are not counted
 (`timed`), and they are measured once more with the process on one core (`on_one_core`). Beside them, in the same turns,
-stands what cannot be avoided: cuBLASLt's twelve FP8 products (fprop with fast accumulation, dgrad and wgrad split) and
+stands what cannot be avoided: cuBLASLt's twelve FP8 GEMMs (fprop with fast accumulation, dgrad and wgrad split) and
 cuDNN's attention. Memory is what torch's allocator held at most, weights, gradients and activations of that contestant
 included.
 
-The breakdown is one step behind a GPU that is kept busy, so that events around each op measure its kernels and not the
+The breakdown is one step queued while the GPU is kept busy, so that events around each op measure its kernels, not the
 host. What an op must move (every tensor in and out, once) or compute is compared with the same run's ceiling: the same
-product by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
+GEMM by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import statistics
@@ -25,18 +26,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import measure
-from optimized.bench import layer_tables
+from optimized.bench import Payload, Progress, each, layer_tables, silent
 from optimized.bench.copies import COPY_BYTES, large_copy
+from optimized.bench.gemm import fp8_operands, scaled_mm
 from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
 from reference.nn.float8_tensor import Float8Tensor
 
 NAME = "layer"
-WHAT = "a transformer layer in the quickstart's steps against PyTorch's, and where its time goes"
+WHAT = "GPT and Llama-like layers, against PyTorch and TE"
 tables = layer_tables.tables
 KERNELS = (
     *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),
     *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward", "norm_cast_transpose"),
-    *("norm_cast_transpose_long", "cat_cast_transpose", "multi_cast_transpose", "norm_total", "scale_update"),
+    *("norm_cast_transpose_long", "cat_cast_transpose", "multi_cast_transpose", "norm_total", "rotary"),
+    "scale_update",
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)
 HELD = (*BROKEN_DOWN, "TransformerLayer, FP8 weights")
@@ -84,29 +87,25 @@ def _run_on(cores: set[int]) -> None:
 
 
 def products(case: Case) -> dict[str, Callable[[], object]]:
-    """cuBLASLt's twelve products, as torch calls it."""
+    """cuBLASLt's twelve GEMMs, as torch calls it."""
     one = torch.ones((), device="cuda")
-    found: dict[str, Callable[[], object]] = {}
-    for name, (m, n, k, accumulate) in case.products().items():
-        first = torch.float8_e4m3fn if accumulate == "fast" else torch.float8_e5m2
-        a = torch.randn(m, k, device="cuda").to(first)
-        b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn).t()
-
-        def product(a: torch.Tensor = a, b: torch.Tensor = b, fast: bool = accumulate == "fast") -> object:
-            return torch._scaled_mm(a, b, one, one, out_dtype=case.dtype, use_fast_accum=fast)
-
-        found[name] = product
-    return found
+    return {
+        name: functools.partial(scaled_mm, *fp8_operands(name, m, n, k), one, case.dtype, accumulate)
+        for name, (m, n, k, accumulate) in case.products().items()
+    }
 
 
 def attention(case: Case) -> dict[str, Callable[[], object]]:
     """cuDNN's attention, forward and backward."""
-    shape = (case.sequence, case.batch, case.heads, case.hidden // case.heads)
-    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=case.dtype).permute(1, 2, 0, 3) for _ in range(4))
+    heads, groups = case.heads, case.kv_heads or case.heads
+    q, k, v, grad = (
+        torch.randn(case.sequence, case.batch, n, case.channels, device="cuda", dtype=case.dtype).permute(1, 2, 0, 3)
+        for n in (heads, groups, groups, heads)
+    )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = cudnn(leaves[0], leaves[1], leaves[2], case)
+    out = cudnn(leaves[0], leaves[1], leaves[2], case.causal, case.dropout)
     return {
-        "attention forward": lambda: cudnn(q, k, v, case),
+        "attention forward": lambda: cudnn(q, k, v, case.causal, case.dropout),
         "attention backward": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
     }
 
@@ -138,7 +137,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def describe(name: str, args: Any, out: Any, causal: bool) -> dict[str, Any]:
-    """An op's name, its sizes, the bytes it must move, and the FLOP of products and attention (causal: half of them).
+    """An op's name, its sizes, the bytes it must move, and the FLOP of GEMMs and attention (causal: half of them).
 
     A tensor that is changed in place is read and written. Copies out of `expand`ed tensors read less than is counted.
     """
@@ -165,7 +164,7 @@ def breakdown(contestant: Contestant, ceilings: Mapping[str, float], steps: int 
 
     Args:
         contestant: warmed up.
-        ceilings: ms by product's sizes "M×N×K", of "attention forward" and "attention backward"; "copy" in bytes a ms.
+        ceilings: ms by GEMM's sizes "M×N×K", of "attention forward" and "attention backward"; "copy" in bytes a ms.
         steps: watched.
     """
     watched = []
@@ -256,16 +255,14 @@ def _built(build: Callable[[], Contestant]) -> tuple[Contestant, int | None]:
 
 
 def _rows(entrants: list[tuple[Contestant, int | None]], times: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": one.name,
-            "attention": one.attention,
-            "in_contract": one.in_contract,
-            "ms": times[one.title],
-            "peak_bytes": peak,
-        }
-        for one, peak in entrants
-    ]
+    return [{**one.described(), "ms": times[one.title], "peak_bytes": peak} for one, peak in entrants]
+
+
+def clear() -> None:
+    """Let go what the contestants of a case held. Transformer Engine compiles for each size, eight times at most."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def measured(case: Case, repeats: int) -> dict[str, Any]:
@@ -278,7 +275,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     }
     blocks = {one.title: one.block for one, _ in entrants}
     small = case.tokens <= 1024
-    # The first step behind a synchronisation waits for the host, 1 ms of a large layer's in FP8.
+    # The first step after a synchronisation waits for the host, 1 ms of a large layer's in FP8.
     inner, before = (20, UNCOUNTED) if small else (8, 0)
     samples = timed({**blocks, **parts}, repeats, inner, before)
     times = {name: measure.spread(values) for name, values in samples.items()}
@@ -310,18 +307,14 @@ def one_linear(repeats: int) -> list[dict[str, Any]]:
     return _rows(entrants, {name: measure.spread(values) for name, values in samples.items()})
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 6) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
+def run(progress: Progress = silent, repeats: int = 6) -> Payload:
+    """Measure."""
     import cupy
 
     found = []
-    for done, case in enumerate(CASES, 1):
+    for case in each(CASES, progress):
         found.append(measured(case, repeats))
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        if progress is not None:
-            progress(done / len(CASES))
+        clear()
     return {
         "what": "one layer, forward and backward, gradients None at each step; host clock, blocks of steps in turn",
         "repeats": repeats,

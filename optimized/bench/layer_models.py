@@ -1,26 +1,27 @@
-"""The contestants of `twin bench layer`: one layer in the steps of Transformer Engine's quickstart, and by others.
+"""The contestants of `twin bench layer`: a GPT layer in the steps of Transformer Engine's quickstart, a Llama-like one,
+and both by others.
 
     h = x + dropout(projection(attention(norm(x))))        y = h + mlp(norm(h))
 
-The plain layer is the quickstart's: dropout on attention's weights and behind the projection. A `TransformerLayer`
-drops behind the MLP too. Activations are `[sequence, batch, hidden]`.
+The plain GPT layer is the quickstart's (`tutorial_layers`), the plain Llama-like one `Llama`. Activations are
+`[sequence, batch, hidden]`.
 """
 
 import contextlib
 import functools
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 import optimized as te
 from optimized import measure
+from optimized.bench.gemm import shapes
 from optimized.bench.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer
 from reference.nn.module import TransformerEngineBaseModule
 
@@ -29,7 +30,10 @@ RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's sizes, dtype, mask and dropout."""
+    """A layer's sizes, dtype, mask and dropout.
+
+    A Llama-like layer has RMSNorm, SwiGLU of ffn columns each, no biases, and `kv_heads` heads of keys and values.
+    """
 
     name: str
     hidden: int
@@ -40,10 +44,18 @@ class Case:
     dtype: torch.dtype
     causal: bool
     dropout: float
+    llama: bool = False
+    kv_heads: int | None = None  # as many as heads
+    rotary: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of a head."""
+        return self.hidden // self.heads
 
     @property
     def tokens(self) -> int:
-        """Rows of every product."""
+        """Rows of every activation."""
         return self.sequence * self.batch
 
     @property
@@ -52,65 +64,86 @@ class Case:
         return "causal" if self.causal else "no_mask"
 
     def products(self) -> dict[str, tuple[int, int, int, str]]:
-        """M, N, K and accumulation of the twelve products: forward, gradient of the input, of the weight."""
+        """M, N, K and accumulation of the twelve GEMMs: forward, gradient of the input, of the weight."""
         linears = {
-            "qkv": (self.hidden, 3 * self.hidden),
+            "qkv": (self.hidden, self.hidden + 2 * self.channels * (self.kv_heads or self.heads)),
             "proj": (self.hidden, self.hidden),
-            "fc1": (self.hidden, self.ffn),
+            "fc1": (self.hidden, self.ffn * (2 if self.llama else 1)),
             "fc2": (self.ffn, self.hidden),
         }
-        found = {}
-        for name, (inner, outer) in linears.items():
-            found[f"{name}.fprop"] = (self.tokens, outer, inner, "fast")
-            found[f"{name}.dgrad"] = (self.tokens, inner, outer, "split")
-            found[f"{name}.wgrad"] = (outer, inner, self.tokens, "split")
-        return found
+        found = shapes(self.tokens, linears)
+        return {name: (*shape, "fast" if name.endswith("fprop") else "split") for name, shape in found.items()}
 
 
 CASES = (
     Case("bf16, causal, batch 4", 4096, 16384, 32, 2048, 4, torch.bfloat16, True, 0.0),
     Case("fp16, no mask, dropout 0.1, batch 4", 4096, 16384, 32, 2048, 4, torch.float16, False, 0.1),
     Case("small: hidden 1024, 256 tokens", 1024, 4096, 16, 256, 1, torch.bfloat16, True, 0.0),
+    Case("Llama-like: hidden 4096, 8192 tokens", 4096, 14336, 32, 4096, 2, torch.bfloat16, True, 0.0, True, 8, True),
+    Case("Llama-like, without rotary embedding", 4096, 14336, 32, 4096, 2, torch.bfloat16, True, 0.0, True, 8),
+    Case("Llama-like: hidden 1024, 256 tokens", 1024, 3584, 16, 256, 1, torch.bfloat16, True, 0.0, True, 4, True),
 )
 
 
-def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-    """cuDNN's attention of `[b, h, s, d]`."""
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, p: float) -> torch.Tensor:
+    """cuDNN's attention of `[b, h, s, d]`; k and v may have fewer heads."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal)
+        groups = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, enable_gqa=groups)
 
 
-class _Dropping(BasicTransformerLayer):
-    """The quickstart's dropout behind the projection, in each of the tutorial's layers."""
+class Plain(BasicTransformerLayer):
+    """Plain PyTorch with cuDNN's attention."""
 
-    p = 0.0
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of `[b, heads, s, channels]`."""
+        return cudnn(q, k, v, self.causal, self.p)
+
+
+def angles(sequence: int, channels: int) -> torch.Tensor:
+    """Llama's rotary angles, fp32 `[sequence, 1, 1, channels]`: position · 10000^(-2j / channels), in both halves."""
+    rates = 10000.0 ** (-torch.arange(0, channels, 2) / channels)
+    return torch.outer(torch.arange(sequence), rates).repeat(1, 2)[:, None, None]
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`twin::rotary` of x `[s, b, h, d]` in plain PyTorch: in fp32, rounded once."""
+    first, second = x.float().chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+class Llama(torch.nn.Module):
+    """A Llama-like layer in plain PyTorch, with cuDNN's attention.
+
+    h = x + projection(attention(q, k, v)) with q, k, v of qkv(norm(x)), q and k turned by their positions' angles;
+    y = h + fc2(silu(a) · b) with a and b of fc1(norm(h)).
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        groups = case.kv_heads or case.heads
+        self.case, self.heads = case, (case.heads, groups, groups)
+        linear = functools.partial(torch.nn.Linear, bias=False)
+        self.ln1, self.ln2 = (torch.nn.RMSNorm(case.hidden, eps=1e-5) for _ in range(2))
+        self.qkv = linear(case.hidden, sum(self.heads) * case.channels)
+        self.projection = linear(case.hidden, case.hidden)
+        self.fc1, self.fc2 = linear(case.hidden, 2 * case.ffn), linear(case.ffn, case.hidden)
+        turns = angles(case.sequence, case.channels)
+        self.turns = (turns.cos(), turns.sin())  # no buffers: they stay fp32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x and the result are `[sequence, batch, hidden]`."""
-        q, k, v = self.mixed(x).unflatten(2, (self.heads, 3 * self.channels)).split(self.channels, dim=3)
-        h = x + dropout(self.projection(self.attend(q, k, v)), self.p)
-        return h + self.mlp(h)
+        q, k, v = self.qkv(self.ln1(x)).unflatten(2, (-1, self.case.channels)).split(self.heads, dim=2)
+        if self.case.rotary:
+            q, k = turned(q, *self.turns), turned(k, *self.turns)
+        out = self.attend_heads(*(t.permute(1, 2, 0, 3) for t in (q, k, v)))
+        h = x + self.projection(out.permute(2, 0, 1, 3).flatten(2))
+        first, second = self.fc1(self.ln2(h)).chunk(2, dim=2)
+        return h + self.fc2(silu(first) * second)
 
-
-class Plain(_Dropping):
-    """Plain PyTorch, with its own attention or with cuDNN's."""
-
-    def __init__(self, case: Case, attention: str) -> None:
-        super().__init__(case.hidden, case.ffn, case.heads)
-        self.case, self.attention_backend, self.p = case, attention, case.dropout
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of `[s, b, heads, channels]` to `[s, b, hidden]`."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        if self.attention_backend == "cuDNN":
-            out = cudnn(q, k, v, self.case)
-        else:
-            scores = torch.matmul(q, k.transpose(-1, -2)) * self.channels**-0.5
-            if self.case.causal:
-                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-                scores = scores.masked_fill(hidden, float("-inf"))
-            out = torch.matmul(dropout(torch.softmax(scores, dim=-1), self.p), v)
-        return out.permute(2, 0, 1, 3).flatten(2)
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of `[b, heads, s, channels]`."""
+        return cudnn(q, k, v, self.case.causal, self.case.dropout)
 
 
 def _normal(weight: torch.Tensor) -> None:
@@ -118,46 +151,17 @@ def _normal(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, 0, 0.023)
 
 
-class _Modules(_Dropping, ModulesLayer):
-    """The tutorial's layer of te's modules, made on the GPU."""
-
-    def __init__(self, case: Case) -> None:
-        linear = functools.partial(te.Linear, init_method=_normal, params_dtype=case.dtype)
-        norm = functools.partial(te.LayerNorm, params_dtype=case.dtype)
-        BasicTransformerLayer.__init__(self, case.hidden, case.ffn, case.heads, linear, norm)
-        self.p = case.dropout
-        self.attention = te.DotProductAttention(
-            case.heads, self.channels, attention_dropout=case.dropout, attn_mask_type=case.mask_type
-        )
-
-
-class _Fused(_Modules):
-    """The tutorial's layer of te's fused modules."""
-
-    mixed, mlp = FusedLayer.mixed, FusedLayer.mlp
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        del self.ln1, self.qkv, self.ln2, self.fc1, self.fc2
-        options: dict[str, Any] = {"init_method": _normal, "params_dtype": case.dtype}
-        self.ln_qkv = te.LayerNormLinear(case.hidden, 3 * case.hidden, **options)
-        self.ln_mlp = te.LayerNormMLP(case.hidden, case.ffn, output_layer_init_method=_normal, **options)
+def _angles(case: Case) -> dict[str, Any]:
+    """What a `TransformerLayer`'s forward is given for rotary embedding."""
+    return {"rotary_pos_emb": angles(case.sequence, case.channels).cuda()} if case.rotary else {}
 
 
 def _transformer_layer(library: Any, case: Case, **options: Any) -> torch.nn.Module:
-    return library.TransformerLayer(
-        case.hidden,
-        case.ffn,
-        case.heads,
-        hidden_dropout=case.dropout,
-        attention_dropout=case.dropout,
-        self_attn_mask_type=case.mask_type,
-        fuse_qkv_params=True,
-        params_dtype=case.dtype,
-        init_method=_normal,
-        output_layer_init_method=_normal,
-        **options,
-    )
+    options |= {"hidden_dropout": case.dropout, "attention_dropout": case.dropout, "params_dtype": case.dtype}
+    options |= {"init_method": _normal, "output_layer_init_method": _normal, "self_attn_mask_type": case.mask_type}
+    if case.llama:
+        options |= {"normalization": "RMSNorm", "bias": False, "activation": "swiglu", "num_gqa_groups": case.kv_heads}
+    return library.TransformerLayer(case.hidden, case.ffn, case.heads, fuse_qkv_params=True, **options)
 
 
 class Contestant:
@@ -205,6 +209,10 @@ class Contestant:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def described(self) -> dict[str, Any]:
+        """For a row of the result."""
+        return {"step": self.name, "attention": self.attention, "in_contract": self.in_contract}
+
     def block(self, steps: int) -> None:
         """Some steps; then no longer a layer whose scales are updated at the end of other contestants' steps."""
         for _ in range(steps):
@@ -214,48 +222,57 @@ class Contestant:
                 module._membership = None
 
 
-def _fp8() -> te.autocast:
-    return te.autocast(recipe=RECIPE)
+Build = Callable[[], Contestant]
 
 
-def _plain(case: Case, attention: str) -> torch.nn.Module:
+def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Module:
     with torch.device("cuda"):
-        return Plain(case, attention).to(case.dtype)
+        if case.llama:
+            return Llama(case).to(case.dtype)
+        return kind(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
 
 
-def few(case: Case) -> Iterator[Callable[[], Contestant]]:
-    """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8."""
-    theirs = _engine()
-    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
-    for attention in ("exact", "cuDNN"):
-        yield from itertools.islice(_ours(case, attention), 2)
-    if theirs is not None:
-        yield from itertools.islice(_transformer_engine(theirs, case), 1, 2)
+def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
+    with torch.device("cuda"):
+        layer = kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
+    # After the projection it uses PyTorch's dropout.
+    return Contestant(name, "exact", layer, case, in_contract=case.dropout == 0)
 
 
-def contestants(case: Case) -> Iterator[Callable[[], Contestant]]:
+def few(case: Case) -> Iterator[Build]:
+    """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8.
+
+    For a Llama-like layer compiled PyTorch, too, and Transformer Engine's in 16 bits.
+    """
+    theirs = _transformer_engine(case)
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
+    if case.llama:
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
+    for layers in _ours(case):
+        yield from layers[:2]
+    yield from theirs[0 if case.llama else 1 : 2]
+
+
+def contestants(case: Case) -> Iterator[Build]:
     """Each contestant, as a call that builds it."""
-    theirs = _engine()
-    yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, "own"), case)
-    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case)
+    if case.llama:
+        yield from few(case)
+        return
+    theirs = _transformer_engine(case)
+    yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, BasicTransformerLayer), case)
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
     if case == CASES[0]:  # a compilation takes ten seconds
-        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case, "cuDNN")), case)
+        yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
     if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case, "cuDNN"), case))
-    for name, kind in (("te.Linear, te.LayerNorm", _Modules), ("LayerNormLinear, LayerNormMLP", _Fused)):
-        # Behind the projection they drop as PyTorch does.
-        yield functools.partial(
-            lambda name, kind: Contestant(name, "exact", kind(case), case, in_contract=case.dropout == 0),
-            name,
-            kind,
-        )
-    for attention in ("exact", "cuDNN"):
-        yield from _ours(case, attention)
-    if theirs is not None:
-        yield from _transformer_engine(theirs, case)
+        yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case), case))
+    for name, kind in (("te.Linear, te.LayerNorm", ModulesLayer), ("LayerNormLinear, LayerNormMLP", FusedLayer)):
+        yield functools.partial(_of_modules, name, case, kind)
+    for layers in _ours(case):
+        yield from layers
+    yield from theirs
 
 
-def _one_thread(build: Callable[[], Contestant]) -> Contestant:
+def _one_thread(build: Build) -> Contestant:
     """A contestant whose backward runs on the thread that calls it: where the host decides, its wake-ups count."""
     made = build()
     made.name += ", autograd on one thread"
@@ -264,62 +281,72 @@ def _one_thread(build: Callable[[], Contestant]) -> Contestant:
     return made
 
 
-def _ours(case: Case, attention: str) -> Iterator[Callable[[], Contestant]]:
-    def one(name: str, context: Callable[[], Any], **keywords: Any) -> Contestant:
-        layer = _transformer_layer(te, case, attention_backend=attention.lower())
-        return Contestant(name, attention, layer, case, context, attention == "exact", **keywords)
+def _layers(library: Any, name: str, attention: str, case: Case, recipe: Any, **options: Any) -> list[Build]:
+    """The `TransformerLayer`s of a library, ours or Transformer Engine's, through one harness."""
+
+    def one(what: str = ", FP8", **keywords: Any) -> Contestant:
+        layer, inside = _transformer_layer(library, case, **options), attention == "exact"
+        context = functools.partial(library.autocast, recipe=recipe) if what else contextlib.nullcontext
+        return Contestant(f"{name}{what}", attention, layer, case, context, inside, **_angles(case), **keywords)
 
     def cached() -> Contestant:
-        made = one("TransformerLayer, FP8, cached weights", _fp8, is_first_microbatch=False)
+        made = one(", FP8, cached weights", is_first_microbatch=False)
         made.step(is_first_microbatch=True)
         return made
 
     def kept() -> Contestant:
-        with te.quantized_model_init(recipe=RECIPE):
-            return one("TransformerLayer, FP8 weights", _fp8)
+        with library.quantized_model_init(recipe=recipe):
+            return one(", FP8 weights")
 
     def graphed() -> Contestant:
-        made = one("TransformerLayer, FP8, CUDA graph", _fp8)
-        # Gradients are None at each step: nobody adds to those of the step before, so they need not be copied out.
-        te.make_graphed_callables(
-            made.module, (made.x,), enabled=True, recipe=RECIPE, clone_param_grads_on_return=False
-        )
+        made = one(", FP8, CUDA graph")
+        # Gradients are None at each step: nobody adds to those of the step before, so ours need not be copied out.
+        keep = {"clone_param_grads_on_return": False} if ours else {}
+        graphs = library.make_graphed_callables
+        made.module = graphs(made.module, (made.x,), enabled=True, recipe=recipe, **keep)
         return made
 
     def whole_step() -> Contestant:
-        made = one("TransformerLayer, FP8, step as one CUDA graph", _fp8)
+        made = one(", FP8, whole step in a CUDA graph")
         made.step()
         made.run = measure.graph(lambda _: made.step(), 1)
         return made
 
-    yield lambda: one("TransformerLayer", contextlib.nullcontext)
-    yield lambda: one("TransformerLayer, FP8", _fp8)
-    if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: one("TransformerLayer, FP8", _fp8))
-    yield cached
-    yield kept
-    yield graphed
-    yield whole_step
+    ours = name == "TransformerLayer"
+    on_one_thread = [functools.partial(_one_thread, one)] if case.tokens <= 1024 else []
+    more = [cached, kept, graphed, whole_step] if ours else [cached, graphed]
+    return [lambda: one(""), one, *on_one_thread, *more]
+
+
+def _ours(case: Case) -> Iterator[list[Build]]:
+    for attention in ("exact", "cuDNN"):
+        yield _layers(te, "TransformerLayer", attention, case, RECIPE, attention_backend=attention.lower())
+
+
+def _transformer_engine(case: Case) -> list[Build]:
+    """Transformer Engine's layers, with its own choice of attention; none where it is not installed."""
+    theirs = _engine()
+    return [] if theirs is None else _layers(theirs, "Transformer Engine", "its own", case, _their_recipe())
 
 
 LINEAR = Case("Linear(4096, 4096), 8192 tokens", 4096, 4096, 1, 2048, 4, torch.bfloat16, False, 0.0)
 
 
-def linears(case: Case = LINEAR) -> Iterator[Callable[[], Contestant]]:
+def linears(case: Case = LINEAR) -> Iterator[Build]:
     """One square linear map, where the casts to FP8 weigh most."""
-    sizes = (case.hidden, case.hidden)
+    sizes, theirs = (case.hidden, case.hidden), _engine()
     yield lambda: Contestant("torch.nn.Linear", "", torch.nn.Linear(*sizes, device="cuda", dtype=case.dtype), case)
 
-    def one(name: str, library: Any, context: Callable[[], Any], ours: bool) -> Contestant:
+    def one(name: str, library: Any, recipe: Any) -> Contestant:
         linear = library.Linear(*sizes, init_method=_normal, params_dtype=case.dtype)
-        return Contestant(name, "", linear, case, context, in_contract=ours)
+        fp8 = functools.partial(library.autocast, recipe=recipe)
+        context = fp8 if name.endswith("FP8") else contextlib.nullcontext
+        return Contestant(name, "", linear, case, context, in_contract=name.startswith("te."))
 
-    yield lambda: one("te.Linear", te, contextlib.nullcontext, True)
-    yield lambda: one("te.Linear, FP8", te, _fp8, True)
-    theirs = _engine()
-    if theirs is not None:
-        yield lambda: one("Transformer Engine", theirs, contextlib.nullcontext, False)
-        yield lambda: one("Transformer Engine, FP8", theirs, _their_fp8(theirs)[1], False)
+    for what in ("", ", FP8"):
+        yield functools.partial(one, f"te.Linear{what}", te, RECIPE)
+    for what in ("", ", FP8") if theirs is not None else ():
+        yield functools.partial(one, f"Transformer Engine{what}", theirs, _their_recipe())
 
 
 def _engine() -> Any:
@@ -333,35 +360,7 @@ def _engine() -> Any:
     return importlib.import_module("transformer_engine.pytorch")
 
 
-def _transformer_engine(theirs: Any, case: Case) -> Iterator[Callable[[], Contestant]]:
-    """Transformer Engine's layer through the same harness; its own choice of attention."""
-    recipe, fp8 = _their_fp8(theirs)
-
-    def one(name: str, context: Callable[[], Any] = contextlib.nullcontext, **keywords: Any) -> Contestant:
-        layer = _transformer_layer(theirs, case)
-        return Contestant(f"Transformer Engine{name}", "its own", layer, case, context, **keywords)
-
-    def cached() -> Contestant:
-        made = one(", FP8, cached weights", fp8, is_first_microbatch=False)
-        made.step(is_first_microbatch=True)
-        return made
-
-    def graphed() -> Contestant:
-        made = one(", FP8, CUDA graph", fp8)
-        made.module = theirs.make_graphed_callables(made.module, (made.x,), enabled=True, recipe=recipe)
-        return made
-
-    yield lambda: one("")
-    yield lambda: one(", FP8", fp8)
-    yield cached
-    yield graphed
-    if case.tokens <= 1024:
-        yield functools.partial(_one_thread, lambda: one(", FP8", fp8))
-
-
-def _their_fp8(theirs: Any) -> tuple[Any, Callable[[], Any]]:
-    """Transformer Engine's form of `RECIPE`, and of the context around a forward."""
-    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling(
-        amax_history_len=RECIPE.amax_history_len, amax_compute_algo=RECIPE.amax_compute_algo
-    )
-    return recipe, lambda: theirs.autocast(enabled=True, recipe=recipe)
+def _their_recipe() -> Any:
+    """Transformer Engine's form of `RECIPE`."""
+    options = {"amax_history_len": RECIPE.amax_history_len, "amax_compute_algo": RECIPE.amax_compute_algo}
+    return importlib.import_module("transformer_engine.common.recipe").DelayedScaling(**options)

@@ -7,17 +7,17 @@ Reads docs/results/layer.json; needs no GPU.
 
 from typing import Any
 
-import matplotlib
-
 from optimized import measure
+from optimized.bench import plots
 from optimized.bench.layer_models import Case
+from optimized.bench.layer_tables import name
 
 INK, QUIET = "#222222", "#888888"
 THEIRS, ENGINE, INSIDE, OUTSIDE = "#c9ced6", "#5b6876", "#1b9e77", "#7570b3"
 # Groups of ops, bottom to top: (label, colour, the ops whose names start so; the first group that fits takes an op).
 GROUPS = (
     ("attention", "#7570b3", ("attention", "_scaled_dot")),
-    ("products, some with epilogues", "#1b9e77", ("gemm",)),
+    ("GEMMs, some with epilogues", "#1b9e77", ("gemm",)),
     ("casts and transposes", "#d95f02", ("cast", "multi_cast", "cat_cast", "dbias")),
     ("norms", "#e6ab02", ("norm",)),
     ("everything else", THEIRS, ("",)),
@@ -33,9 +33,7 @@ def bars(axis: Any, case: dict[str, Any], size: float = 7) -> None:
         axis.barh(place, row["ms"]["median"], color=colour, height=0.72)
         axis.text(row["ms"]["median"], place, f" {row['ms']['median']:.2f}", va="center", fontsize=size, color=INK)
     axis.axvline(case["parts_ms"], color=QUIET, linestyle="--", linewidth=1)
-    axis.set_yticks(
-        range(len(rows)), [f"{row['step'].replace('te.', '')} · {row['attention']}" for row in rows], fontsize=size
-    )
+    axis.set_yticks(range(len(rows)), [f"{name(row)} · {row['attention']}" for row in rows], fontsize=size)
     axis.invert_yaxis()
     axis.set_xlim(right=1.15 * max(row["ms"]["median"] for row in rows))
     axis.set_xlabel("ms, forward + backward", fontsize=size + 1)
@@ -49,7 +47,7 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
     columns = {
         "cuBLASLt +\ncuDNN": {
             "attention": ceilings["attention forward"] + ceilings["attention backward"],
-            "products, some with epilogues": sum(ceilings[sizes] for sizes in products),
+            "GEMMs, some with epilogues": sum(ceilings[sizes] for sizes in products),
         }
     }
     for row in case["rows"]:
@@ -60,14 +58,14 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
             columns[f"ours, FP8,\n{row['attention']} attention"] = times
     bottoms = dict.fromkeys(columns, 0.0)
     for label, colour, _ in GROUPS:
-        heights = {name: times.get(label, 0.0) for name, times in columns.items()}
+        heights = {column: times.get(label, 0.0) for column, times in columns.items()}
         axis.bar(list(columns), list(heights.values()), 0.6, bottom=list(bottoms.values()), color=colour, label=label)
-        for place, (name, height) in enumerate(heights.items()):
+        for place, (column, height) in enumerate(heights.items()):
             if height > 0.3:
-                middle = bottoms[name] + height / 2
+                middle = bottoms[column] + height / 2
                 ink = INK if colour == THEIRS else "white"
                 axis.text(place, middle, f"{height:.2f}", ha="center", va="center", fontsize=7, color=ink)
-            bottoms[name] += height
+            bottoms[column] += height
     axis.set_ylabel("ms of GPU time", fontsize=8)
     axis.set_ylim(top=1.35 * max(bottoms.values()))
     axis.legend(fontsize=7, frameon=False, loc="upper left", reverse=True)
@@ -76,27 +74,24 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
 
 def main() -> None:
     """Draw it."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     cases = measure.read_result("layer")["cases"]
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8.2), constrained_layout=True)
-    for axis, case in zip(axes.flat, cases, strict=False):
-        bars(axis, case)
-    stack(axes.flat[len(cases)], cases[0])
-    for axis in axes.flat[len(cases) + 1 :]:
-        axis.remove()
-    for axis in axes.flat[: len(cases) + 1]:
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's attention "
-        "or torch's dropout;\nlight grey: PyTorch; dark grey: Transformer Engine; "
-        "dashed: cuBLASLt's twelve FP8 products + cuDNN's attention",
-        fontsize=9,
-        color=QUIET,
-    )
-    measure.write_plot(measure.ROOT / "docs" / "layer.png", figure)
+    rows = len(cases) // 2 + 1
+    with plots.drawing("layer", rows, 2, (12, 4.1 * rows)) as (figure, axes):
+        for axis, case in zip(axes.flat, cases, strict=False):
+            bars(axis, case)
+        stack(axes.flat[len(cases)], cases[0])
+        for axis in axes.flat[len(cases) + 1 :]:
+            axis.remove()
+        for axis in axes.flat[: len(cases) + 1]:
+            axis.tick_params(labelsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(
+            "One transformer layer on an H200. Green: every bit defined by reference; violet: ours with cuDNN's "
+            "attention or torch's dropout;\nlight grey: PyTorch; dark grey: Transformer Engine; "
+            "dashed: cuBLASLt's twelve FP8 GEMMs + cuDNN's attention",
+            fontsize=9,
+            color=QUIET,
+        )
 
 
 if __name__ == "__main__":

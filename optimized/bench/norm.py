@@ -6,26 +6,18 @@ from typing import Any
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
-from optimized import measure
+from optimized.bench import Payload, Progress, each, silent
 from optimized.bench.copies import Copies, of_copy
 from optimized.bench.table import Table
 
 NAME = "norm"
-WHAT = "LayerNorm and RMSNorm, forward, to FP8 and backward, against a copy"
+WHAT = "norms, against a device copy"
 KERNELS = (
-    "norm",
-    "norm_any",
-    "norm_cast_transpose",
-    "norm_cast_transpose_long",
-    "norm_backward",
-    "norm_backward_long",
-    "norm_backward_any",
-    "norm_total",
+    *("norm", "norm_any", "norm_cast_transpose", "norm_cast_transpose_long"),
+    *("norm_backward", "norm_backward_long", "norm_backward_any", "norm_total"),
 )
 SHAPES = ((8192, 4096), (8192, 1024), (8192, 2048), (8192, 5120), (8192, 8192), (8192, 12288))
 KINDS = ("layernorm", "rmsnorm")
-
-_CALLS = 8
 
 twin = torch.ops.twin
 
@@ -57,31 +49,20 @@ def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[i
     }
 
 
-def run(progress: Callable[[float], None] | None = None, repeats: int = 15) -> dict[str, Any]:
-    """Measure; `progress` is told the fraction done."""
-    copies = Copies(_CALLS, repeats)
+@torch.no_grad()
+def run(progress: Progress = silent, repeats: int = 15) -> Payload:
+    """Measure."""
+    copies = Copies(8, repeats)
     rows: list[dict[str, Any]] = []
-    cases = [(shape, kind) for shape in SHAPES for kind in KINDS]
-    with torch.no_grad():
-        for done, ((tokens, hidden), kind) in enumerate(cases):
-            count = copies.inputs(tokens * hidden * 2, least=3)
-            inputs = [torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16) for _ in range(count)]
-            moved = {op: size * tokens * hidden for op, size in BYTES.items()}
-            found = copies.beside(variants(inputs, kind), moved)
-            case = {"kind": kind, "rows": tokens, "hidden": hidden}
-            rows += [{"op": op, **case, **result} for op, result in found.items()]
-            if progress is not None:
-                progress((done + 1) / len(cases))
-    return {
-        "what": "bytes that must move over time, bf16, against Tensor.copy_ of 512 MiB and of as many bytes",
-        "calls_per_sample": _CALLS,
-        "repeats": repeats,
-        "rows": rows,
-        "provenance": measure.provenance(KERNELS),
-    }
+    for (tokens, hidden), kind in each([(shape, kind) for shape in SHAPES for kind in KINDS], progress):
+        count = copies.inputs(tokens * hidden * 2, least=3)
+        inputs = [torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16) for _ in range(count)]
+        moved = {op: size * tokens * hidden for op, size in BYTES.items()}
+        rows += copies.rows({"kind": kind, "rows": tokens, "hidden": hidden}, variants(inputs, kind), moved)
+    return copies.result(rows, KERNELS)
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: Payload) -> list[Table]:
     """Norms against the device copy."""
     names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-    return [of_copy(payload, "Norms, bf16, share of a copy", "kind", lambda kind: names[kind])]
+    return [of_copy(payload, "Norms, bf16", "kind", names.__getitem__)]

@@ -1,33 +1,49 @@
-"""A table of measured results: strings, a title, and a note on where its numbers come from."""
+"""A table of measured results: strings, a title, a sentence on how to read it, and where its numbers come from."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optimized import measure
 
+WORDS = ("", "attention", "caveat", "compared with", "dtype", "faster", "idea", "shape", "why")  # columns of words
+
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings, with a note on where its numbers come from."""
+    """A table of strings; `how` is one sentence that says how to read it, `note` says where its numbers come from."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    how: str
     note: str
 
     def __post_init__(self) -> None:
-        for text in (self.title, self.note, *self.columns, *(cell for row in self.rows for cell in row)):
+        for text in (self.title, self.how, self.note, *self.columns, *(cell for row in self.rows for cell in row)):
             if not isinstance(text, str):
                 raise TypeError(f"{self.title!r}: {text!r} is in a table; strings are accepted.")
 
     def markdown(self) -> str:
         """The table as GitHub's Markdown."""
-        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |"]
-        # Numbers to the right, and words to the left: the first column, and those that hold reasons or ideas.
-        sides = [" --- |" if column in ("", "why", "idea") else " ---: |" for column in self.columns[1:]]
+        lines = [f"**{self.title}.** {self.how}", "", "| " + " | ".join(self.columns) + " |"]
+        # Numbers to the right, words to the left.
+        sides = [" --- |" if column in WORDS else " ---: |" for column in self.columns[1:]]
         lines.append("| --- |" + "".join(sides))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, "", self.note])
+
+
+def table(
+    payload: dict[str, Any],
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    how: str,
+    note: str = "",
+) -> Table:
+    """A table of a result, whose note ends with the result's origin."""
+    return Table(title, tuple(columns), tuple(map(tuple, rows)), how, f"{note} {origin(payload)}".strip())
 
 
 def origin(payload: dict[str, Any]) -> str:

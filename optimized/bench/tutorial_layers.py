@@ -2,13 +2,16 @@
 
     h = x + projection(attention(qkv(norm(x))))        y = h + fc2(gelu(fc1(norm(h))))
 
-Activations are `[sequence, batch, hidden]`; attention is causal; QKV's rows are `[heads, (q, k, v), channels]`.
+Activations are `[sequence, batch, hidden]`; QKV's rows are `[heads, (q, k, v), channels]`. With dropout, attention's
+weights and the projection's output are dropped; a `TransformerLayer` also applies dropout after the MLP.
 Source: Transformer Engine's quickstart.
 """
 
+import functools
 from typing import Any
 
 import torch
+from torch.nn.functional import dropout
 
 import reference as te
 
@@ -21,13 +24,21 @@ class BasicTransformerLayer(torch.nn.Module):
     Args:
         hidden, ffn, heads: sizes.
         linear, norm: constructors of the linear maps and of the norms.
+        p: dropout; causal: the mask.
     """
 
     def __init__(
-        self, hidden: int, ffn: int, heads: int, linear: Any = torch.nn.Linear, norm: Any = torch.nn.LayerNorm
+        self,
+        hidden: int,
+        ffn: int,
+        heads: int,
+        linear: Any = torch.nn.Linear,
+        norm: Any = torch.nn.LayerNorm,
+        p: float = 0.0,
+        causal: bool = True,
     ) -> None:
         super().__init__()
-        self.heads, self.channels = heads, hidden // heads
+        self.heads, self.channels, self.p, self.causal = heads, hidden // heads, p, causal
         self.ln1 = norm(hidden)
         self.qkv = linear(hidden, 3 * hidden)
         self.projection = linear(hidden, hidden)
@@ -38,7 +49,7 @@ class BasicTransformerLayer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x and the result are `[sequence, batch, hidden]`."""
         q, k, v = self.mixed(x).unflatten(2, (self.heads, 3 * self.channels)).split(self.channels, dim=3)
-        h = x + self.projection(self.attend(q, k, v))
+        h = x + dropout(self.projection(self.attend(q, k, v)), self.p)
         return h + self.mlp(h)
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,12 +57,16 @@ class BasicTransformerLayer(torch.nn.Module):
         return self.qkv(self.ln1(x))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention of `[s, b, heads, channels]` to `[s, b, hidden]`."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        """Attention of `[s, b, heads, channels]` to `[s, b, hidden]`."""
+        return self.attend_heads(*(t.permute(1, 2, 0, 3) for t in (q, k, v))).permute(2, 0, 1, 3).flatten(2)
+
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of `[b, heads, s, channels]`."""
         scores = torch.matmul(q, k.transpose(-1, -2)) * self.channels**-0.5
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-        return torch.matmul(weights, v).permute(2, 0, 1, 3).flatten(2)
+        if self.causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.matmul(dropout(torch.softmax(scores, dim=-1), self.p), v)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
         """The feed-forward part, its norm included."""
@@ -74,14 +89,29 @@ class _Gelu(torch.autograd.Function):
 
 
 class ModulesLayer(BasicTransformerLayer):
-    """The same of `te.LayerNorm`, `te.Linear` and `te.DotProductAttention`: bits are defined everywhere."""
+    """The same of `te.LayerNorm`, `te.Linear` and `te.DotProductAttention`: without dropout every bit is defined.
 
-    def __init__(self, hidden: int, ffn: int, heads: int) -> None:
-        super().__init__(hidden, ffn, heads, te.Linear, te.LayerNorm)
-        self.attention = te.DotProductAttention(heads, hidden // heads, attn_mask_type="causal")
+    `init_method` and `params_dtype` are te's.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        heads: int,
+        p: float = 0.0,
+        causal: bool = True,
+        init_method: Any = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        norm = functools.partial(te.LayerNorm, params_dtype=params_dtype)
+        self.options: dict[str, Any] = {"init_method": init_method, "params_dtype": params_dtype}
+        super().__init__(hidden, ffn, heads, functools.partial(te.Linear, **self.options), norm, p, causal)
+        mask = "causal" if causal else "no_mask"
+        self.attention = te.DotProductAttention(heads, self.channels, attention_dropout=p, attn_mask_type=mask)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention."""
+        """Attention."""
         return self.attention(q, k, v)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
@@ -92,11 +122,11 @@ class ModulesLayer(BasicTransformerLayer):
 class FusedLayer(ModulesLayer):
     """The same of `te.LayerNormLinear` and `te.LayerNormMLP`."""
 
-    def __init__(self, hidden: int, ffn: int, heads: int) -> None:
-        super().__init__(hidden, ffn, heads)
+    def __init__(self, hidden: int, ffn: int, heads: int, *rest: Any, **options: Any) -> None:
+        super().__init__(hidden, ffn, heads, *rest, **options)
         del self.ln1, self.qkv, self.ln2, self.fc1, self.fc2
-        self.ln_qkv = te.LayerNormLinear(hidden, 3 * hidden)
-        self.ln_mlp = te.LayerNormMLP(hidden, ffn)
+        self.ln_qkv = te.LayerNormLinear(hidden, 3 * hidden, **self.options)
+        self.ln_mlp = te.LayerNormMLP(hidden, ffn, output_layer_init_method=self.options["init_method"], **self.options)
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of x."""

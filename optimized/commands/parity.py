@@ -71,7 +71,7 @@ def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, C
     for recorded in tensor_core.steps():
         yield f"wgmma {recorded.formats.replace('.', ' × ')}", recorded.compare
     for product in tensor_core.products():
-        yield f"cuBLASLt product ({product.accumulate})", product.compare
+        yield f"cuBLASLt GEMM, {product.accumulate} accumulation", product.compare
     for name in linear.CASES:
         yield "Linear by cuBLASLt, 6 steps", partial(linear.compare, name)
 

@@ -31,7 +31,7 @@ def escape(text: object) -> str:
 
 @dataclass
 class Report:
-    """A page built from top to bottom: `section`, then `text`, `table`, `picture`, `code`."""
+    """A page built from top to bottom: `section`, then `text`, `table`, `picture`, `columns`."""
 
     title: str
     subtitle: str
@@ -43,17 +43,12 @@ class Report:
         self._sections.append(title)
         anchor = f"s{len(self._sections)}"
         badge = f'<span class="verdict">{escape(verdict)}</span>' if verdict else ""
-        self._body.append(
-            f'<h2 id="{anchor}"><span class="number">{len(self._sections)}</span>{escape(title)}{badge}</h2>'
-        )
+        number = f'<span class="number">{len(self._sections)}</span>'
+        self._body.append(f'<h2 id="{anchor}">{number}{escape(title)}{badge}</h2>')
 
     def text(self, *paragraphs: str) -> None:
         """Paragraphs of HTML (escape what is not yours)."""
         self._body.extend(f"<p>{paragraph}</p>" for paragraph in paragraphs)
-
-    def code(self, text: str) -> None:
-        """Preformatted text."""
-        self._body.append(f"<pre>{escape(text)}</pre>")
 
     def columns(self, *blocks: tuple[str, str]) -> None:
         """Preformatted texts side by side, each with a heading."""

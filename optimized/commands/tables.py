@@ -1,99 +1,77 @@
 """The tables of measured results, built from docs/results/*.json and from nowhere else.
 
-`python -m optimized.commands.tables` puts them into README.md and the pages of docs/ between two marks;
-tests/test_readme.py fails where a page and the results disagree. A benchmark's own tables are in its module.
+`python -m optimized.commands.tables` puts them between two marks: one table into README.md, all of them into
+docs/results.md. tests/test_readme.py fails where a page and the results disagree. A benchmark's module has its tables.
 """
 
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from optimized import measure
-from optimized.bench import (
-    activation,
-    adam,
-    attention,
-    cast,
-    gemm,
-    gemm_epilogue,
-    gemm_equality,
-    gemm_shapes,
-    ladder,
-    layer,
-    layer_sweep,
-    layer_tables,
-    norm,
-)
-from optimized.bench.table import Table, origin
+from optimized.bench import Payload, gemm, layer_tables
+from optimized.bench.table import Table, origin, table
 from reference import files
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-# Each has NAME, WHAT (what it measures), run(progress) and tables(its result).
-BENCHMARKS: tuple[Any, ...] = (
-    gemm,
-    gemm_epilogue,
-    gemm_equality,
-    gemm_shapes,
-    ladder,
-    cast,
-    norm,
-    activation,
-    attention,
-    adam,
-    layer,
-    layer_sweep,
-)
+_GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
+_MODULES = (*_GEMMS, "cast", "norm", "activation", "attention", "adam", "layer", "layer_sweep")
+BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"optimized.bench.{name}") for name in _MODULES)
 
 
-def gpu_suite(payload: dict[str, Any]) -> list[Table]:
+def gpu_suite(payload: Payload) -> list[Table]:
     """How the GPU suite went."""
     row = (f"`{payload['command']}`", str(payload["passed"]), str(payload["failed"]))
-    title = "The GPU suite: every op and layer against the CPU, in every bit"
-    return [Table(title, ("on an H200", "passed", "failed"), (row,), origin(payload))]
+    how = "Tests that ran on a GPU, most of which compare every bit of an op or layer with the CPU's."
+    return [table(payload, "The GPU suite", ("command", "passed", "failed"), [row], how)]
 
 
-def mutation(payload: dict[str, Any]) -> list[Table]:
+def mutation(payload: Payload) -> list[Table]:
     """How many mutants the fast tests kill."""
     counts = payload["mutants"]
-    row = (
-        f"`{payload['command']}`",
-        str(counts["drawn"]),
-        str(counts["killed"]),
-        str(counts["drawn"] - counts["killed"]),
-    )
+    drawn, killed = counts["drawn"], counts["killed"]
+    row = (f"`{payload['command']}`", str(drawn), str(killed), str(drawn - killed))
+    how = "Small changes of the Python source, drawn at random: a change that no test notices has survived."
     note = f"Of {counts['known']} that {payload['tool']} knows; each survivor is judged in docs/results/mutation.json."
-    return [Table("Mutants of the Python source", ("command", "drawn", "killed", "survived"), (row,), note)]
+    return [Table("Mutants", ("command", "drawn", "killed", "survived"), (row,), how, note)]
 
 
-BUILDERS: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
+    **{module.NAME: module.tables for module in BENCHMARKS},
     "gpu_suite": gpu_suite,
     "mutation": mutation,
-    **{module.NAME: module.tables for module in BENCHMARKS},
 }
-DETAILS = {  # more tables of a result, for pages of docs
-    "layer_goals": ("layer", layer_tables.layer_goals),
-    "layer_memory": ("layer", layer_tables.layer_memory),
+DETAILS = {  # more tables of a result, for docs/results.md
     "layer_ops": ("layer", layer_tables.layer_ops),
+    "layer_memory": ("layer", layer_tables.layer_memory),
 }
-IN_README = (
-    "gpu_suite",
-    "layer",
-    "gemm",
-    "gemm_epilogue",
-    "gemm_shapes",
-    "gemm_equality",
-    "cast_transpose",
-    "norm",
-    "activation",
-    "attention",
-    "adam",
-)
+GROUPS = {
+    "GEMM": _GEMMS,
+    "Casts, norms, activations": ("cast_transpose", "norm", "activation"),
+    "Attention": ("attention",),
+    "Optimizer": ("adam",),
+    "The layer": ("layer", "layer_sweep", *DETAILS),
+    "How it was tested": ("gpu_suite", "mutation"),
+}
 
 
-def load(name: str) -> dict[str, Any] | None:
+def load(name: str) -> Payload | None:
     """The recorded result, or None."""
     return measure.read_result(name) if (measure.RESULTS / f"{name}.json").is_file() else None
+
+
+def _built(result: str, build: Callable[[Payload], Any]) -> Any:
+    """What `build` makes of a recorded result; None where nothing is recorded."""
+    payload = load(result)
+    try:
+        return None if payload is None else build(payload)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise files.Damaged(
+            f"{measure.RESULTS / result}.json is damaged: its table cannot be made ({error!r}); "
+            f"`git checkout -- docs/results` brings it back."
+        ) from error
 
 
 def recorded(name: str) -> list[Table]:
@@ -102,37 +80,46 @@ def recorded(name: str) -> list[Table]:
     Raises:
         files.Damaged: the file does not hold what its tables show.
     """
-    result, build = DETAILS[name] if name in DETAILS else (name, BUILDERS[name])
-    payload = load(result)
-    try:
-        return [] if payload is None else build(payload)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise files.Damaged(
-            f"{measure.RESULTS / result}.json is damaged: its table cannot be made ({error!r}); "
-            f"`git checkout -- docs/results` brings it back."
-        ) from error
+    return _built(*DETAILS[name] if name in DETAILS else (name, BUILDERS[name])) or []
 
 
-def markdown(names: Iterable[str] = IN_README) -> str:
-    """Every recorded table, as README shows them."""
-    found = [table.markdown() for name in names for table in recorded(name)]
+def markdown(names: Iterable[str] = tuple(BUILDERS)) -> str:
+    """Every recorded table, as docs/results.md shows them."""
+    found = [one.markdown() for name in names for one in recorded(name)]
     return "\n\n".join(found) if found else "Nothing has been recorded yet."
 
 
-def updated(page: str, names: Iterable[str] = IN_README) -> str:
+def summary() -> str:
+    """README's table: the layer against PyTorch and Transformer Engine, the GEMM against cuBLASLt."""
+    layers, products = _built("layer", layer_tables.summary), _built("gemm", gemm.summary)
+    if layers is None or products is None:
+        return "Nothing has been recorded yet."
+    how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."
+    note = (
+        "Forward and backward of one layer on one GPU. PyTorch's time is that of its fastest variant, with cuDNN's "
+        "attention; Transformer Engine chooses its attention itself. Exact attention is slower than cuDNN's: a "
+        "CPU reproduces its bits. Layers run eagerly; in the small one the host's time dominates."
+    )
+    columns = ("on one H200", "Twin Engine, FP8", "compared with", "faster")
+    one = Table("Speed", columns, (*layers, products), how, f"{note} {_built('layer', origin)}")
+    return one.markdown()
+
+
+def everything() -> str:
+    """docs/results.md: every table, by group."""
+    return "\n\n".join(f"## {title}\n\n{markdown(names)}" for title, names in GROUPS.items())
+
+
+PAGES = {ROOT / "README.md": summary, ROOT / "docs" / "results.md": everything}
+
+
+def updated(page: str, content: Callable[[], str]) -> str:
     """A page's text with the tables between its marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{markdown(names)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{content()}\n{END}{after}"
 
-
-PAGES = {
-    README: IN_README,
-    README.parent / "CONTRIBUTING.md": ("mutation",),
-    README.parent / "docs" / "ladder.md": ("ladder",),
-    README.parent / "docs" / "layer.md": ("layer_goals", "layer_sweep", "layer_ops", "layer_memory"),
-}
 
 if __name__ == "__main__":
-    for path, names in PAGES.items():
-        files.write(path, updated(path.read_text("utf-8"), names))
+    for path, content in PAGES.items():
+        files.write(path, updated(path.read_text("utf-8"), content))

@@ -32,6 +32,7 @@ from reference import files
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
 QUICK_FILES = 40
+Bars = Callable[[str, int], Callable[[], None]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,29 +60,15 @@ def _refuse_output(output: Path) -> None:
     check_folder(f"--output is {str(output)!r}", output.resolve().parent)
 
 
-class _Bars:
-    """Progress bars, one for each task, in the order they start."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-
-    def __call__(self, name: str, total: int) -> Callable[[], None]:
-        """Add a bar; the function returned moves it by one."""
-        task = self.progress.add_task(name, total=total)
-        return lambda: self.progress.advance(task)
-
-
 def _machine() -> str:
     gpu = hopper()
     device = torch.cuda.get_device_name(gpu) if gpu is not None else "no Hopper GPU: everything ran on the CPU"
-    return (
-        f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · Python {platform.python_version()} · "
-        f"torch {torch.__version__} · {torch.get_num_threads()} threads"
-    )
+    versions = f"Python {platform.python_version()} · torch {torch.__version__} · {torch.get_num_threads()} threads"
+    return f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · {versions}"
 
 
 def _steps(
-    report: Report, settings: Settings, files: int | None, bars: _Bars, quick: bool
+    report: Report, settings: Settings, files: int | None, bars: Bars, quick: bool
 ) -> list[tuple[Outcome, float]]:
     """Run the steps in order; each with the seconds it took."""
 
@@ -91,17 +78,13 @@ def _steps(
         tick()
         return outcome
 
-    def training_step() -> Outcome:
-        text = corpus.read(files)
-        return training.run(report, text, settings, bars)
-
     found = []
     for step in (
         lambda: number_line.run(report),
         linear_step,
         lambda: tutorial.run(report, bars),
         lambda: recorded.run(report, bars),
-        training_step,
+        lambda: training.run(report, corpus.read(files), settings, bars),
         lambda: speed.run(report, live=not quick),
     ):
         begun = time.perf_counter()
@@ -130,15 +113,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "A walk from the FP8 number line to a model trained in FP8, in which a CPU computes exactly the bits "
         f"that a Hopper GPU computes.<br><small>{_machine()}</small>",
     )
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress, styled():
-        found = _steps(report, _settings(args), QUICK_FILES if args.quick else None, _Bars(progress), args.quick)
+    bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), *bar, console=console) as progress, styled():
+
+        def bars(name: str, total: int) -> Callable[[], None]:
+            """Add a bar; the function returned moves it by one."""
+            task = progress.add_task(name, total=total)
+            return lambda: progress.advance(task)
+
+        found = _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick)
     report.section("What this run found")
     verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
     report.table(

@@ -7,7 +7,6 @@ Python version gives another text: `Corpus.digest` names the one that was used.
 
 import hashlib
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,12 +57,7 @@ def sources() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def read(limit: int | None = None, progress: Callable[[int, int], None] | None = None) -> Corpus:
-    """Read the sources, at most `limit` files; `progress(done, all)` is called after each file."""
+def read(limit: int | None = None) -> Corpus:
+    """Read the sources, at most `limit` files."""
     paths = sources()[:limit]
-    chunks = []
-    for done, path in enumerate(paths, start=1):
-        chunks.append(path.read_bytes())
-        if progress is not None:
-            progress(done, len(paths))
-    return Corpus(np.frombuffer(b"".join(chunks), np.uint8), len(paths))
+    return Corpus(np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8), len(paths))

@@ -6,13 +6,9 @@ It guesses each next byte of a text from the bytes before it. Activations are `[
     h = TransformerLayer(h)           `layers` times, causal; these layers are what runs in FP8
     logits = LayerNorm(h)·wᵀ + b      [sequence, rows, 256]
 
-The lookup is a product because its gradient then is one, too: torch's own adds rows in an order that differs between
+The lookup is a GEMM because its gradient then is one, too: torch's own adds rows in an order that differs between
 devices. The loss and its gradient are computed once, on the CPU, for both devices. Parameters are fp32, and the
-optimizer is Adam in single operations, each rounded once, so that both devices must agree in every bit:
-
-    m = fp32(fp32(β₁·m) + fp32(fp32(1 - β₁)·g))
-    v = fp32(fp32(β₂·v) + fp32(fp32(1 - β₂)·fp32(g·g)))
-    p = fp32(p - fp32(rate·fp32(m / fp32(fp32(√v) + ε))))
+optimizer is `FusedAdam`, so both devices must agree in every bit.
 """
 
 import copy
@@ -57,16 +53,13 @@ class Settings:
     learning_rate: float = 0.002
     warmup: int = 10
     betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
     std: float = 0.02
     amax_history_len: int = 16
     seed: int = 2026
 
     def rate(self, step: int) -> float:
-        """The factor of a step's update: the learning rate with Adam's corrections for its start from zero."""
-        schedule = min(1.0, (step + 1) / self.warmup, 2 * (self.steps - step) / self.steps)
-        first, second = (1 - beta ** (step + 1) for beta in self.betas)
-        return self.learning_rate * schedule * math.sqrt(second) / first
+        """The learning rate of a step."""
+        return self.learning_rate * min(1.0, (step + 1) / self.warmup, 2 * (self.steps - step) / self.steps)
 
 
 class ByteModel(torch.nn.Module):
@@ -85,24 +78,14 @@ class ByteModel(torch.nn.Module):
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.embedding = te.Linear(
-                VOCABULARY + settings.sequence, settings.hidden, bias=False, init_method=normal, **common
+            inputs, hidden = VOCABULARY + settings.sequence, settings.hidden
+            self.embedding = te.Linear(inputs, hidden, bias=False, init_method=normal, **common)
+            options = {"fuse_qkv_params": True, "init_method": normal, "output_layer_init_method": smaller, **common}
+            options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+            layers = (
+                te.TransformerLayer(hidden, 4 * hidden, settings.heads, **options) for _ in range(settings.layers)
             )
-            self.layers = torch.nn.ModuleList(
-                te.TransformerLayer(
-                    settings.hidden,
-                    4 * settings.hidden,
-                    settings.heads,
-                    hidden_dropout=0.0,
-                    attention_dropout=0.0,
-                    self_attn_mask_type="causal",
-                    fuse_qkv_params=True,
-                    init_method=normal,
-                    output_layer_init_method=smaller,
-                    **common,
-                )
-                for _ in range(settings.layers)
-            )
+            self.layers = torch.nn.ModuleList(layers)
             self.norm = te.LayerNorm(settings.hidden, **common)
             self.head = te.Linear(settings.hidden, VOCABULARY, init_method=normal, **common)
 
@@ -167,9 +150,8 @@ class Side:
     """The model on one device with its optimizer."""
 
     def __init__(self, model: ByteModel, settings: Settings, fp8: bool) -> None:
-        self.model, self.settings = model, settings
-        self.device = model.device
-        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+        self.model, self.device = model, model.device
+        self.optimizer = te.optimizers.FusedAdam(model.parameters(), betas=settings.betas)
         self.recipe = te.DelayedScaling(amax_history_len=settings.amax_history_len) if fp8 else None
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
@@ -182,18 +164,10 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         logits.backward(gradient.to(self.device))
 
-    @torch.no_grad()
     def update(self, rate: float) -> None:
-        """One step of Adam, as the module's docstring writes it: every operation is rounded by itself."""
-        first, second = self.settings.betas
-        for parameter, (m, v) in zip(self.model.parameters(), self.moments, strict=True):
-            g = parameter.grad
-            assert g is not None
-            m.mul_(first).add_(g * (1 - first))
-            v.mul_(second).add_((g * g) * (1 - second))
-            # In fp32 torch's root on a CPU is not the nearest; one of float64, rounded, is on every device.
-            root = v.double().sqrt().float()
-            parameter.sub_((m / (root + self.settings.epsilon)) * rate)
+        """One step of Adam."""
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
 
 
 @contextmanager
@@ -273,11 +247,7 @@ def lesson(corpus: Corpus, settings: Settings, step: int) -> tuple[torch.Tensor,
 
 @one_thread()
 def train(
-    corpus: Corpus,
-    settings: Settings,
-    fp8: bool,
-    gpu: torch.device | None,
-    progress: Callable[[], None] = lambda: None,
+    corpus: Corpus, settings: Settings, fp8: bool, gpu: torch.device | None, progress: Callable[[], None] = lambda: None
 ) -> Run:
     """Train from the same start on the CPU and, if `gpu` is a device, side by side there, comparing each step."""
     model = ByteModel(settings)

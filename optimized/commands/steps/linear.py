@@ -156,12 +156,12 @@ def run(report: Report) -> Outcome:
     found, tally = variants()
     report.section("One Linear, four ways", "GPU = CPU in every word" if tally.equal else "")
     report.text(
-        f"A layer of {IN_FEATURES} inputs and {OUT_FEATURES} outputs meets {TOKENS} tokens, forward and backward. "
-        "Training needs three matrix products: the output, the gradient of the input (dgrad) and the gradient "
+        f"A layer of {IN_FEATURES} inputs and {OUT_FEATURES} outputs gets {TOKENS} tokens, forward and backward. "
+        "Training needs three GEMMs: the output, the gradient of the input (dgrad) and the gradient "
         "of the weight (wgrad). Each variant is compared with the one before it."
     )
     report.table(
-        ["variant", "product", "largest error", "RMS error", "SQNR to fp32", "what changed"],
+        ["variant", "GEMM", "largest error", "RMS error", "SQNR to fp32", "what changed"],
         rows(found),
         "Errors are against the variant before; SQNR is against plain fp32. 6 dB are one bit.",
     )

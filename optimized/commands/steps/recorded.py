@@ -140,15 +140,15 @@ def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]])
     _example(report, shown(products))
     columns = ("compared", "fast", "split", "note")
     report.table(
-        ["product by cuBLASLt on the H200", "words", "different: fast", "different: split", ""],
+        ["GEMM by cuBLASLt on the H200", "words", "different: fast", "different: split", ""],
         [[shape, *(row.get(column, "–") for column in columns)] for shape, row in by_shape.items()],
-        "<i>Fast</i> accumulation is one chain over all of K, as forward products use it; <i>split</i> adds partial "
-        "sums of 128 in fp32, as backward products do. Where few tiles meet a long K, cuBLASLt computes slices of K "
-        "apart and adds them in fp32; so does the prediction there.",
+        "<i>Fast</i> accumulation is one chain over all of K, as the forward pass uses it; <i>split</i> adds partial "
+        "sums of 128 in fp32, as the backward pass does. Where few tiles share a long K, cuBLASLt computes slices of K "
+        "separately and adds them in fp32; so does the prediction there.",
     )
     report.table(
         ["six training steps of an FP8 Linear, by cuBLASLt on the H200", "words", "different"],
         by_training,
         f"Output, both gradients, scales and amax histories of each step. All recordings together: {total}.",
     )
-    return Outcome("CPU predicts H200", f"{len(products)} products, {len(trainings)} trainings: {total}", total.equal)
+    return Outcome("CPU predicts H200", f"{len(products)} GEMMs, {len(trainings)} trainings: {total}", total.equal)

@@ -7,6 +7,7 @@ from typing import Any
 
 from optimized.bench import layer, layer_plot
 from optimized.bench.layer_models import CASES
+from optimized.bench.layer_tables import name
 from optimized.bench.table import origin
 from optimized.commands import tables
 from optimized.commands.report import Report
@@ -16,23 +17,25 @@ from optimized.device import hopper
 from reference import files
 
 STEP = "Speed"
-SEED = CASES[1]  # fp16, no mask, dropout: the quickstart's own layer
+QUICKSTART = CASES[1]  # fp16, no mask, dropout: the layer of Transformer Engine's quickstart
 HEAD = ("step", "attention", "milliseconds", "× plain PyTorch", "every bit defined")
 
 
 def results(live: bool) -> tuple[dict[str, Any], str] | None:
-    """The seed's case and where it was measured; None where nothing is recorded and nothing can be."""
+    """The quickstart's layer and where it was measured; None where nothing is recorded and nothing can be."""
     if live and hopper() is not None:
-        return layer.measured(SEED, repeats=2), "Measured just now, on this machine."
+        return layer.measured(QUICKSTART, repeats=2), "Measured just now, on this machine."
     payload = tables.load("layer")
     if payload is None:
         return None
     try:
-        (case,) = (one for one in payload["cases"] if one["case"]["name"] == SEED.name)
+        (case,) = (one for one in payload["cases"] if one["case"]["name"] == QUICKSTART.name)
         table(case)
         return case, f"Recorded: {origin(payload)}".replace("**", "")
     except (LookupError, TypeError, ValueError) as error:
-        raise files.Damaged(f"the recorded result layer.json is damaged: it has no whole {SEED.name!r}.") from error
+        raise files.Damaged(
+            f"the recorded result layer.json is damaged: it has no whole {QUICKSTART.name!r}."
+        ) from error
 
 
 def medians(case: dict[str, Any]) -> tuple[dict[tuple[str, str], float], float]:
@@ -45,8 +48,8 @@ def table(case: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row for each way to compute the layer, under `HEAD`."""
     times, plain = medians(case)
     return [
-        (step.replace("te.", ""), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no")
-        for ((step, attention), ms), row in zip(times.items(), case["rows"], strict=True)
+        (name(row), attention, f"{ms:.2f}", f"{plain / ms:.2f}", "yes" if row["in_contract"] else "no")
+        for ((_, attention), ms), row in zip(times.items(), case["rows"], strict=True)
     ]
 
 
@@ -61,12 +64,12 @@ def run(report: Report, live: bool) -> Outcome:
     case, where = found
     times, plain = medians(case)
     gain = {way: plain / times["TransformerLayer, FP8", way] for way in ("exact", "cuDNN")}
-    result = f"FP8 takes 1/{gain['exact']:.2f} of plain PyTorch's time, 1/{gain['cuDNN']:.2f} with cuDNN's attention"
+    result = f"FP8 is {gain['exact']:.2f}× faster than plain PyTorch, {gain['cuDNN']:.2f}× with cuDNN's attention"
     report.section("How fast is it?", f"{gain['exact']:.2f} ×")
     report.text(
-        f"One layer of the tutorial, forward and backward ({SEED.name}; hidden {SEED.hidden}, sequence "
-        f"{SEED.sequence}), by plain PyTorch and by each of the tutorial's steps on a Hopper GPU. “exact” is this "
-        "project's attention, whose every bit a CPU predicts; cuDNN's is faster, and its bits are its own."
+        f"One layer of the tutorial, forward and backward ({QUICKSTART.name}; hidden {QUICKSTART.hidden}, sequence "
+        f"{QUICKSTART.sequence}), by plain PyTorch and by each of the tutorial's steps on a Hopper GPU. “exact” is "
+        "this project's attention, whose every bit a CPU predicts; cuDNN's is faster, and its bits are its own."
     )
     report.table(HEAD, table(case), where)
     drawn = figure(9.0, 7.0)
@@ -75,8 +78,8 @@ def run(report: Report, live: bool) -> Outcome:
     layer_plot.stack(stack, case)
     report.picture(
         drawn,
-        "Above, a step by each; the dashed line is what NVIDIA's libraries take for the twelve products and the "
-        "attention alone. Below, what the FP8 steps consist of, each kernel timed by itself.",
+        "Above, the time of a step, each way; the dashed line is what NVIDIA's libraries take for the twelve GEMMs and "
+        "the attention alone. Below, what the FP8 steps consist of, each kernel timed by itself.",
         "bars of milliseconds per step, and stacked times per group of kernels",
     )
     return Outcome(STEP, result)

@@ -122,7 +122,7 @@ def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
         f"The text is the standard library's own source code: {corpus.files:,} files, {len(corpus.data):,} bytes "
         f"(<code>{corpus.digest}</code>), already on this machine. A GPT of {settings.layers} causal "
         f"<code>te.TransformerLayer</code>s ({settings.heads} heads, {settings.hidden} → {4 * settings.hidden} → "
-        f"{settings.hidden}), a table for bytes and positions before them and a norm and a <code>Linear</code> behind "
+        f"{settings.hidden}), a table for bytes and positions before them and a norm and a <code>Linear</code> after "
         f"them, guesses each byte from the up to {settings.sequence} before it: {settings.steps} steps of "
         f"{tokens} guesses. It is trained twice from the same start on the same bytes: once in bf16, once with the "
         "layers in FP8 with delayed scaling (HYBRID), where the first step only finds the scales and updates nothing. "

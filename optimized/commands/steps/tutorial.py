@@ -214,7 +214,7 @@ def _write(report: Report, found: list[Step], exact: Results, equal: Tally) -> N
         rows(found, exact),
         "Compared with the row above: y, dx and all gradients, word by word. SQNR is against the same layer in "
         f"float64; dw is fc1's. Fused modules round where separate ones do: {equal}. (A TransformerLayer adds the two "
-        "biases before its residuals apart, each with a rounding of its own. They are 0 here, as at the start "
+        "biases before its residuals separately, each with its own rounding. They are 0 here, as at the start "
         "of any training.)",
     )
     report.picture(
