@@ -4,24 +4,25 @@ Not a measurement of speed: the losses of both runs, from the same start and on 
 library, and the loss on bytes that neither has seen. `twin walkthrough` draws them beside what its own machine trained.
 """
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
 from optimized import measure
-from optimized.bench.table import Table, origin
+from optimized.bench import Payload, Progress, silent
+from optimized.bench.table import Table, table
 from optimized.training import corpus
 from optimized.training.model import ByteModel, Settings, Side, cross_entropy, held_out_loss, lesson
 
 NAME = "training"
-WHAT = "a small GPT trained in bf16 and in FP8: losses, on text seen and not seen"
+WHAT = "a small GPT's losses in bf16 and in FP8"
 KERNELS = ("gemm_fp8", "gemm", "attention", "attention_backward", "norm_cast_transpose", "activation_cast_transpose")
 STEPS, EVERY = 3000, 100  # steps of a run; from one look at held-out text to the next
 
 
-def train(settings: Settings, fp8: bool, text: corpus.Corpus, tick: Callable[[], None]) -> dict[str, Any]:
+def train(settings: Settings, fp8: bool, text: corpus.Corpus, tick: Callable[[], object]) -> dict[str, Any]:
     """One run on the GPU: each step's loss, and at some steps that on held-out text, in nats per byte."""
     seen, unseen = text.split()
     side = Side(ByteModel(settings).to("cuda"), settings, fp8)
@@ -35,23 +36,16 @@ def train(settings: Settings, fp8: bool, text: corpus.Corpus, tick: Callable[[],
             side.update(settings.rate(step))
         losses.append(round(loss, 4))
         if (step + 1) % EVERY == 0:
-            validation.append([step + 1, round(held_out_loss(side, unseen), 4)])
+            validation.append([step + 1, round(held_out_loss(side, settings, unseen), 4)])
         tick()
     return {"precision": "FP8" if fp8 else "bf16", "train": losses, "validation": validation}
 
 
-def run(progress: Callable[[float], None] | None = None, steps: int = STEPS) -> dict[str, Any]:
+def run(progress: Progress = silent, steps: int = STEPS) -> Payload:
     """Train both; `progress` is told the fraction done."""
     settings, text = replace(Settings(), steps=steps), corpus.read()
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done / (2 * steps))
-
-    runs = [train(settings, fp8, text, tick) for fp8 in (False, True)]
+    ticks = itertools.count(1)
+    runs = [train(settings, fp8, text, lambda: progress(next(ticks) / (2 * steps))) for fp8 in (False, True)]
     return {
         "what": "losses in nats per byte of the walkthrough's GPT, from one start, on Python's standard library",
         "settings": asdict(settings),
@@ -61,18 +55,18 @@ def run(progress: Callable[[float], None] | None = None, steps: int = STEPS) -> 
     }
 
 
-def tables(payload: dict[str, Any]) -> list[Table]:
+def tables(payload: Payload) -> list[Table]:
     """Where both runs ended, in bits per byte."""
-    bits = 1 / float(torch.log(torch.tensor(2.0, dtype=torch.float64)))
     rows = []
     for one in payload["runs"]:
         last = one["train"][-max(1, len(one["train"]) // 10) :]
-        rows.append((one["precision"], f"{bits * sum(last) / len(last):.3f}", f"{bits * one['validation'][-1][1]:.3f}"))
+        losses = (sum(last) / len(last), one["validation"][-1][1])
+        rows.append((one["precision"], *(f"{loss / math.log(2):.3f}" for loss in losses)))
     settings, text = payload["settings"], payload["text"]
-    tokens = settings["rows"] * settings["sequence"]
     note = (
-        f"In bits per byte; a model that knows nothing needs 8. {settings['steps']} steps of {tokens} bytes each, out "
-        f"of {text['bytes']:,} bytes of Python's standard library. {origin(payload)}"
+        f"{settings['steps']} steps of {settings['rows'] * settings['sequence']} bytes each, out of {text['bytes']:,} "
+        "bytes of Python's standard library."
     )
+    how = "Bits for each byte of text: a model that knows nothing needs 8."
     columns = ("", "last tenth of the steps", "held-out text")
-    return [Table("A small GPT, trained in bf16 and in FP8", columns, tuple(rows), note)]
+    return [table(payload, "A small GPT, trained in bf16 and in FP8", columns, rows, how, note)]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from optimized import measure
+from optimized.bench.plots import drawing
 from optimized.recordings import products
 from reference import formats
 
@@ -61,14 +61,12 @@ def _hex(row: torch.Tensor) -> list[str]:
     return [f"{word & 0xFFFFFFFF:08X}" for word in row.float().contiguous().view(torch.int32).tolist()]
 
 
-def plot(payload: dict[str, Any]) -> Figure:
-    """Both pictures side by side."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained", facecolor="white")
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
-    curves(left, payload["runs"])
-    words(right)
-    return figure
+def main() -> None:
+    """Draw both pictures side by side."""
+    with drawing("training", 1, 2, (11, 3.6), width_ratios=[1, 1.15]) as (_, (left, right)):
+        curves(left, measure.read_result("training")["runs"])
+        words(right)
 
 
 if __name__ == "__main__":
-    measure.write_plot(measure.ROOT / "docs" / "training.png", plot(measure.read_result("training")))
+    main()

@@ -21,11 +21,13 @@ SUMMARY = "speed against NVIDIA's libraries and PyTorch; without a Hopper GPU, t
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
 # Measured by programs of their own, which take minutes; here their results are only shown.
 APART = {
+    "parity": "twin parity --replay --write",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
     "mutation": "PYTHONPATH=. python tests/mutation.py --count 300 --seed 1",
 }
 WHAT = {
     **{name: module.WHAT for name, module in BENCHMARKS.items()},
+    "parity": "words of an H200 that a CPU computes again",
     "gpu_suite": "tests passed on a GPU, most against the CPU's bits",
     "mutation": "changes of the Python source that the tests notice",
 }

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `twin parity`."""
     parser.add_argument("--op", help="only the ops whose name contains this text")
     parser.add_argument("--replay", action="store_true", help="replay recordings even where there is a Hopper GPU")
+    parser.add_argument("--write", action="store_true", help="store the counts of a whole replay in docs/results")
     parser.add_argument(
         "--record",
         type=Path,
@@ -128,8 +129,29 @@ def _say_what_changed(console: Console) -> None:
         console.print(", ".join(changed))
 
 
+def _group(op: str) -> str:
+    """What of an H200's an op's recordings are of."""
+    if op.startswith("wgmma"):
+        return "an H200's tensor cores, single steps"
+    if "cuBLASLt" in op:
+        return "cuBLASLt: " + ("a Linear's six training steps" if op.startswith("Linear") else "GEMMs")
+    return "our kernels: every op and layer"
+
+
+def _store(results: Results) -> None:
+    """Replace docs/results/parity.json."""
+    groups: Results = {}
+    for op, tally in results.items():
+        groups.setdefault(_group(op), Tally()).merge(tally)
+    rows = [{"of": of, "words": tally.compared, "different": tally.different} for of, tally in groups.items()]
+    payload = {"command": "twin parity --replay", "rows": rows, "provenance": measure.provenance(())}
+    measure.write_result("parity", payload)
+
+
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run `twin parity`."""
+    if args.write and (args.op is not None or not args.replay):
+        raise CommandError("--write stores the counts of a whole replay; --replay without --op is accepted with it.")
     gpu = None if args.replay else hopper()
     if args.record is not None:
         return record(args.record, gpu, console)
@@ -154,4 +176,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     table.add_section()
     table.add_row("all", f"{total.compared:,}", f"{total.different:,}")
     console.print(table)
+    if args.write:
+        _store(results)
     return 0 if total.equal else 1

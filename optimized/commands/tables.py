@@ -15,9 +15,8 @@ from optimized.bench.table import Table, origin, table
 from reference import files
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 _GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
-_MODULES = (*_GEMMS, "cast", "norm", "activation", "attention", "adam", "layer", "layer_sweep")
+_MODULES = (*_GEMMS, "cast", "norm", "activation", "attention", "adam", "layer", "layer_sweep", "training")
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"optimized.bench.{name}") for name in _MODULES)
 
 
@@ -26,6 +25,15 @@ def gpu_suite(payload: Payload) -> list[Table]:
     row = (f"`{payload['command']}`", str(payload["passed"]), str(payload["failed"]))
     how = "Tests that ran on a GPU, most of which compare every bit of an op or layer with the CPU's."
     return [table(payload, "The GPU suite", ("command", "passed", "failed"), [row], how)]
+
+
+def parity(payload: Payload) -> list[Table]:
+    """What a CPU computed again of what an H200 had computed."""
+    rows = [(row["of"], f"{row['words']:,}", f"{row['different']:,}") for row in payload["rows"]]
+    how = "An H200 computed the words; a CPU computed each of them again."
+    columns = ("recorded on an H200", "words compared", "words different")
+    note = f"`{payload['command']}`, {payload['provenance']['date'][:10]}."
+    return [Table("Recordings", columns, tuple(rows), how, note)]
 
 
 def mutation(payload: Payload) -> list[Table]:
@@ -40,6 +48,7 @@ def mutation(payload: Payload) -> list[Table]:
 
 BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
     **{module.NAME: module.tables for module in BENCHMARKS},
+    "parity": parity,
     "gpu_suite": gpu_suite,
     "mutation": mutation,
 }
@@ -53,7 +62,8 @@ GROUPS = {
     "Attention": ("attention",),
     "Optimizer": ("adam",),
     "The layer": ("layer", "layer_sweep", *DETAILS),
-    "How it was tested": ("gpu_suite", "mutation"),
+    "Training": ("training",),
+    "How it was tested": ("parity", "gpu_suite", "mutation"),
 }
 
 
@@ -105,21 +115,49 @@ def summary() -> str:
     return one.markdown()
 
 
+def equality() -> str:
+    """README's table: who has the same bits."""
+    recorded_rows, problems = _built("parity", lambda payload: payload["rows"]), _built("gemm_equality", dict)
+    if recorded_rows is None or problems is None:
+        return "Nothing has been recorded yet."
+    rows = [(f"CPU and {row['of']}", f"{row['words']:,}", f"{row['different']:,}", "") for row in recorded_rows]
+    whys = "; ".join(dict.fromkeys(row["why"] for row in problems["rows"] if row["differing_words"]))
+    count, equal = problems["problems"], problems["problems_with_every_word_equal"]
+    rows.append(
+        (
+            f"our GEMM and cuBLASLt's on one GPU, {count} problems, {equal} of them equal in every word",
+            f"{problems['words']:,}",
+            f"{problems['differing_words']:,}",
+            whys,
+        )
+    )
+    how = "A word is one number of a result: 32, 16 or 8 bits."
+    note = "`twin parity --replay` compares the recordings again, on any CPU, in half a minute."
+    return Table("Equality", ("compared", "words", "words different", "why"), tuple(rows), how, note).markdown()
+
+
 def everything() -> str:
     """docs/results.md: every table, by group."""
     return "\n\n".join(f"## {title}\n\n{markdown(names)}" for title, names in GROUPS.items())
 
 
-PAGES = {ROOT / "README.md": summary, ROOT / "docs" / "results.md": everything}
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"equality": equality, "results": summary},
+    ROOT / "docs" / "results.md": {"results": everything},
+}
 
 
-def updated(page: str, content: Callable[[], str]) -> str:
+def updated(path: Path) -> str:
     """A page's text with the tables between its marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{content()}\n{END}{after}"
+    page = path.read_text("utf-8")
+    for name, content in PAGES[path].items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = f"{before}{begin}\n{content()}\n{end}{after}"
+    return page
 
 
 if __name__ == "__main__":
-    for path, content in PAGES.items():
-        files.write(path, updated(path.read_text("utf-8"), content))
+    for path in PAGES:
+        files.write(path, updated(path))

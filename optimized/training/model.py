@@ -284,11 +284,11 @@ def train(
 
 
 @torch.no_grad()
-def held_out_loss(side: Side, corpus: Corpus, batches: int = 8) -> float:
+def held_out_loss(side: Side, settings: Settings, corpus: Corpus, batches: int = 8) -> float:
     """The mean loss in nats over batches of a text that the model was not trained on, the same at each call."""
     found = []
     for batch in range(batches):
-        text, targets = lesson(corpus, side.settings, batch)
+        text, targets = lesson(corpus, settings, batch)
         found.append(cross_entropy(side.forward(text), targets)[0])
     return sum(found) / batches
 
