@@ -96,11 +96,6 @@ class Format8:
         return math.ldexp(1.0, 1 - self.bias)
 
     @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive value: 2^-9 (E4M3), 2^-16 (E5M2)."""
-        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
-
-    @property
     def infinity_codes(self) -> tuple[int, ...]:
         """The codes of +inf and -inf; none in E4M3."""
         return (self.largest_code + 1, 0x80 | (self.largest_code + 1)) if self.has_infinities else ()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from optimized import compiler, device
-from reference import files
+from reference import files, notice
 
 MAIN = '#include "half.cuh"\nextern "C" __global__ void f(float* x) { x[threadIdx.x] = half_of(x[threadIdx.x]); }\n'
 HALF = '#pragma once\n#include "inner/factor.cuh"\n__device__ float half_of(float x) { return x * FACTOR; }\n'
@@ -373,7 +373,7 @@ def test_flags_from_the_environment_are_refused(root: Path, monkeypatch: pytest.
 def test_a_long_compilation_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     import time
 
-    monkeypatch.setattr(compiler, "_PATIENCE", 0.01)
+    monkeypatch.setattr(notice, "PATIENCE", 0.01)
     compile_at_once = compiler._compile
     monkeypatch.setattr(compiler, "_compile", lambda *a: (time.sleep(0.2), compile_at_once(*a))[1])
     compiler.build("f", root=root)

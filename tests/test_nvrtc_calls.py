@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from optimized import compiler, device
+from reference import notice
 
 
 class Nvrtc:
@@ -176,17 +177,17 @@ def test_a_build_is_known_by_its_note_or_its_bytes(tmp_path: Path) -> None:
 def test_a_short_compilation_says_nothing_and_keeps_no_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compiler._PATIENCE == 2.0
+    assert notice.PATIENCE == 2.0
     timers: list[threading.Timer] = []
     timer = threading.Timer
 
     def noted(patience: float, say: Any) -> threading.Timer:
-        assert patience == compiler._PATIENCE
+        assert patience == notice.PATIENCE
         timers.append(timer(patience, say))
         return timers[-1]
 
     monkeypatch.setattr(threading, "Timer", noted)
-    with compiler._announced("f"):
+    with notice.announced("f"):
         assert timers[0].daemon
     timers[0].join(1.0)
     assert not timers[0].is_alive()

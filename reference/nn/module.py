@@ -125,7 +125,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         backward: Any = self.fp8_meta.get("scaling_bwd")
         stateful = recipe.history_rows is not None
         if stateful and recompute.active():
-            scale = recompute.scale_for(self, forward.scale)
+            scale = recompute.recalled(self, forward.scale)
             forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
             return Precision(recipe.gemms(self.num_gemms, forward, backward), stateful)
         if torch.compiler.is_compiling():
