@@ -121,7 +121,7 @@ def test_refusals(device: str) -> None:
         twin.gemm_fp8_activation_backward(*moved(*product, x, "gelu", *state(), E5M2))
     residual = normal(1, M, COLS)
     with pytest.raises(
-        ValueError, match=r"^twin::gemm_fp8_bias_dropout_add: residual is torch.float32 on .*must agree"
+        ValueError, match=r"^twin::gemm_fp8_bias_dropout_add: residual must be .*bfloat16 .*; got torch.float32"
     ):
         twin.gemm_fp8_bias_dropout_add(*moved(a, b, *inverses, None, residual, bf16, 0.0, None))
     with pytest.raises(ValueError, match=r"^twin::gemm_fp8_bias_dropout_add: a dropout probability of 0.5 needs rng_"):

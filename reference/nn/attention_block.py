@@ -21,14 +21,13 @@ from reference.compiled import before
 from reference.nn import attention, layernorm_linear, linear
 from reference.nn.attention import CorePlan, Mask, full_mask
 from reference.nn.autograd import wanted
-from reference.nn.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
+from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.dropout import Generator
 from reference.nn.layernorm import norm_plan
 from reference.nn.multihead_attention import Heads, angles_of
 from reference.ops.library import twin
 from reference.quantized import Quantized, fprop_residual, rows_of
 
-Saved = tuple[torch.Tensor | None, ...]
 Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 

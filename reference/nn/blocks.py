@@ -21,9 +21,9 @@ from reference import recompute
 from reference.compiled import before
 from reference.nn import attention_block, layernorm_mlp
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_block import Dropout, Saved, before_dropout, parameters, whole
+from reference.nn.attention_block import Dropout, before_dropout, parameters, whole
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.context import BlockContext
+from reference.nn.context import BlockContext, Saved
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.nn.linear import Linear

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from reference.ops.amax import check_input
 from reference.ops.cast import Scaling, check_scaling
 from reference.ops.cast_transpose import Four, cast_outputs, cast_transpose_dbias
+from reference.ops.checks import check_input
 from reference.ops.library import define
 
 OP = "twin::cat_cast_transpose_dbias"
@@ -30,7 +30,6 @@ def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
 
 
 def outputs(xs: Sequence[torch.Tensor], groups: int, *scaling: *Scaling) -> Four:
-    """Room for what `twin::cat_cast_transpose_dbias` returns, after its checks."""
     if not 1 <= len(xs) <= PARTS:
         raise ValueError(f"{OP}: xs must be 1 to {PARTS} matrices; got {len(xs)}.")
     first = xs[0]

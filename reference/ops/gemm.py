@@ -35,14 +35,12 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def outputs(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """Room for what `twin::gemm` returns, after its checks."""
     check_operands(a, b)
     check_epilogue(b.shape[0], bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def accumulate_outputs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Refuse what `twin::gemm_accumulate` does not take. It returns nothing."""
     check_operands(a, b)
     check_accumulate(a, b, out)
 

@@ -72,7 +72,6 @@ def outputs(
     out_dtype: torch.dtype,
     accumulate: str,
 ) -> torch.Tensor:
-    """Room for what `twin::gemm_fp8` returns, after its checks."""
     check_operands(a, b, a_scale_inv, b_scale_inv)
     check_epilogue(b.shape[0], bias, out_dtype)
     if accumulate not in ("fast", "split"):
@@ -83,7 +82,6 @@ def outputs(
 def accumulate_outputs(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Refuse what `twin::gemm_fp8_accumulate` does not take. It returns nothing."""
     check_operands(a, b, a_scale_inv, b_scale_inv)
     check_accumulate(a, b, out)
 

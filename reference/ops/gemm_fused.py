@@ -26,7 +26,7 @@ from reference.ops.activation import (
 )
 from reference.ops.cast import Scaling, check_cast
 from reference.ops.cast_transpose import Four, cast_outputs
-from reference.ops.dropout import bias_dropout_add, check_dropout, check_rows
+from reference.ops.dropout import bias_dropout_add, check_addends, check_dropout
 from reference.ops.library import define
 
 
@@ -40,7 +40,6 @@ def activation_outputs(
     kind: str,
     *scaling: *Scaling,
 ) -> Four:
-    """Room for what `twin::gemm_fp8_activation` returns, after its checks."""
     h = product.outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
     return h, *forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
 
@@ -54,7 +53,6 @@ def activation_backward_outputs(
     kind: str,
     *scaling: *Scaling,
 ) -> Four:
-    """Room for what `twin::gemm_fp8_activation_backward` returns, after its checks."""
     op = "twin::gemm_fp8_activation_backward"
     check_activation(op, x, kind)
     product.check_operands(a, b, a_scale_inv, b_scale_inv)
@@ -79,10 +77,9 @@ def bias_dropout_add_outputs(
     p: float,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Room for what `twin::gemm_fp8_bias_dropout_add` returns, after its checks."""
     op = "twin::gemm_fp8_bias_dropout_add"
     out = product.outputs(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
-    check_rows(op, out, bias, residual)
+    check_addends(op, out, bias, residual)
     check_dropout(op, "x", out, p, rng_state)
     return out
 
