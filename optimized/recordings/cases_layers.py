@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 import reference as te
-from optimized.recordings.case import WIDE, Case, Outputs, short
+from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
 from reference import philox
 from reference.nn.dropout import Generator
+from reference.ops.activation import KINDS as ACTIVATIONS
 
-HALVES = (torch.bfloat16, torch.float16)
 LEARNING_RATE = 0.03125
 GROWTH = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)  # of the inputs at each step, so that scales move
-ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
 FORMATS = {None: "16 bits", te.Format.HYBRID: "FP8", te.Format.E4M3: "FP8"}
 Make = Callable[[torch.dtype], torch.nn.Module]
 
@@ -57,24 +56,17 @@ def _states(layer: torch.nn.Module) -> Outputs:
     return found
 
 
-def _trained(
-    make: Make,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    recipe: te.DelayedScaling | None,
-    extra: dict[str, torch.Tensor],
-    seeded: bool,
-    device: torch.device,
-) -> Outputs:
+def _trained(make: Make, dtype: torch.dtype, seeded: bool, *training: Any) -> Outputs:
+    """`_train` of a new layer; `training` is what it takes after the layer and T, the device last."""
     with torch.random.fork_rng(devices=[]), contextlib.nullcontext() if seeded else te.random.undrawn():
         torch.manual_seed(171)
-        return _train(make(dtype).to(device), shape, dtype, recipe, extra, device)
+        return _train(make(dtype).to(training[-1]), dtype, *training)
 
 
 def _train(
     layer: torch.nn.Module,
-    shape: tuple[int, ...],
     dtype: torch.dtype,
+    shape: tuple[int, ...],
     recipe: te.DelayedScaling | None,
     extra: dict[str, torch.Tensor],
     device: torch.device,
@@ -118,9 +110,8 @@ def _case(
     recipe = None
     if fmt is not None:
         recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
-    return Case(
-        f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, recipe, extra or {}, seeded), live
-    )
+    run = partial(_trained, make, dtype, seeded, shape, recipe, extra or {})
+    return Case(f"{layer} ({precision})", name, run, live)
 
 
 def _of(layer: str, *sizes: int, **arguments: Any) -> Make:

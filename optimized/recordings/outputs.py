@@ -16,12 +16,12 @@ import torch
 
 from optimized import compiler, measure
 from optimized.compare import FLOAT8, INTEGERS, Tally, differing
+from optimized.recordings.case import Outputs
 from optimized.recordings.reader import RESTORED
 from reference import files
 
 RECORDING = "parity_h200"
 WHOLE, SHOWN = 96, 32
-Outputs = dict[str, torch.Tensor]
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
