@@ -16,7 +16,7 @@ import optimized.ops
 import optimized.tape  # noqa: F401  (launches layers' kernels again)
 import reference
 from optimized import device as _device
-from reference import (
+from reference import (  # noqa: F401
     DelayedScaling,
     Format,
     autocast,
@@ -37,33 +37,7 @@ from reference import (
 )
 from reference.nn.parameters import DeviceDefault
 
-__all__ = [
-    "DelayedScaling",
-    "DotProductAttention",
-    "Format",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MultiheadAttention",
-    "RMSNorm",
-    "TransformerLayer",
-    "autocast",
-    "checkpoint",
-    "formats",
-    "fp8_autocast",
-    "fp8_model_init",
-    "init_fp8_state",
-    "load_fp8_state",
-    "make_graphed_callables",
-    "optimizers",
-    "philox",
-    "quantized_model_init",
-    "random",
-    "recipe",
-    "tensor_core",
-]
-
+__all__ = reference.__all__
 __getattr__ = not_offered.explain(__name__)
 
 

@@ -7,7 +7,6 @@ and when it was measured, with a hash of the kernel sources, so that `outdated` 
 """
 
 import datetime
-import hashlib
 import json
 import math
 import platform
@@ -215,22 +214,6 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
         "commit_is_clean": None if commit is None else status == "",
         "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},
     }
-
-
-def sources() -> dict[str, str]:
-    """A hash of every source file that a test depends on, by path."""
-    found = (path for folder in ("reference", "optimized", "tests") for path in (ROOT / folder).rglob("*.*"))
-    return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in sorted(found)
-        if path.suffix in (".py", ".cu", ".cuh", ".npz")
-    }
-
-
-def changed_sources(then: Mapping[str, str]) -> list[str]:
-    """The files that are not what they were when `sources` gave `then`."""
-    now = sources()
-    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
 
 
 def outdated(result: Mapping[str, Any]) -> list[str]:

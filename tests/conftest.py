@@ -1,10 +1,11 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
+import hashlib
 import itertools
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import hypothesis
 import pytest
@@ -69,6 +70,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.longrepr = f"skipped under --require-gpu: {report.longrepr}"
 
 
+def sources() -> dict[str, str]:
+    """A hash of every source file that a test depends on, by path."""
+    found = (path for folder in ("reference", "optimized", "tests") for path in (measure.ROOT / folder).rglob("*.*"))
+    return {
+        str(path.relative_to(measure.ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(found)
+        if path.suffix in (".py", ".cu", ".cuh", ".npz")
+    }
+
+
+def changed_sources(then: Mapping[str, str]) -> list[str]:
+    """The files that are not what they were when `sources` gave `then`."""
+    now = sources()
+    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """When the GPU suite last ran, and what has changed since: CI has no GPU."""
     recorded = measure.RESULTS / "gpu_suite.json"
@@ -80,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(str(error))
         return
     where, when = suite["provenance"]["gpu"]["name"], suite["provenance"]["date"][:10]
-    changed = measure.changed_sources(suite["sources"])
+    changed = changed_sources(suite["sources"])
     some = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     terminalreporter.write_line(
         f"The GPU suite: {suite['passed']} passed and {suite['failed']} failed on an {where} on {when}; source files "
