@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from optimized import measure
+from optimized import device, measure
 from reference import files
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
@@ -134,3 +134,9 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") ->
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, wherever the tests run."""
+    monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
