@@ -66,9 +66,9 @@ def copy_of(size: int, calls: int, footprint: int = 1 << 29) -> Callable[[], obj
 def rounds(names: Iterable[str], count: int) -> Iterator[list[str]]:
     """`count` rounds of all names, the order drawn anew for each, the same at every call.
 
-    In one order, each would always find the caches and the clock as the same other one leaves them: the layer's FP8
-    products took 0.6 % longer right behind cuBLASLt's last algorithm than behind themselves (mean of twelve), an FP8
-    layer's step takes up to 5 % longer right behind the same layer in 16 bits.
+    In a fixed order, each would always find the caches and the clock as the same other one leaves them: a layer's FP8
+    GEMMs took 0.6 % longer right after cuBLASLt's last algorithm than after themselves (mean of twelve), an FP8
+    layer's step takes up to 5 % longer right after the same layer in 16 bits.
     """
     order, draw = list(names), random.Random(0)
     for _ in range(count):

@@ -171,7 +171,7 @@ def check_part(where: Where | str, name: str, x: Any, shape: torch.Size, device:
 
 
 def check_memory(spans: list[tuple[int, int, Where]]) -> None:
-    """Refuse parameters whose bytes (first, behind the last, name) overlap: one launch changes all at once."""
+    """Refuse parameters whose bytes (first, one past the last, name) overlap: one launch changes all at once."""
     spans.sort()
     end, last = 0, (0, 0)
     for start, stop, where in spans:

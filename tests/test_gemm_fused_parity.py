@@ -1,4 +1,4 @@
-"""The fused FP8 products on an H200: in every bit their CPU definition, and at full size the kernels they stand for."""
+"""The fused FP8 GEMMs on an H200: in every bit their CPU definition, and at full size the kernels they stand for."""
 
 import itertools
 from typing import Any

@@ -206,7 +206,7 @@ PRODUCTS = [
     ("e4m3.e5m2", 512, 512, 2048),
     ("e4m3.e5m2", 1024, 2048, 16384),
 ]
-CORNER = (24, 16)  # how much of a product is stored: its first rows and columns
+CORNER = (24, 16)  # how much of a GEMM is stored: its first rows and columns
 
 
 def product_inputs(index: int, corner: bool = False) -> tuple[np.ndarray, np.ndarray]:

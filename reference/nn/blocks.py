@@ -131,7 +131,7 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
 
 
 def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether `attention_block` may run for it: attention behind a norm of its own."""
+    """Whether `attention_block` may run for it: attention with a norm of its own."""
     if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm:
         return False
     modules = module._modules

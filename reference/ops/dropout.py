@@ -130,7 +130,7 @@ def bias_dropout_add(
 
 @define(dropout_backward_outputs)
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient before the dropout, of `grad` `[rows, hidden]` behind it.
+    """The gradient before the dropout, of `grad` `[rows, hidden]` after it.
 
     Args:
         p: as in the forward.

@@ -1,4 +1,4 @@
-"""Whole products on all cores: `gemm` gives the words of `model.gemm_words`, some thousand times sooner.
+"""Whole GEMMs on all cores: `gemm` gives the words of `model.gemm_words`, some thousand times sooner.
 
 The compiled tiles (`kernels`) take finite numbers. NaN and infinity are zeros to them, and the words that
 depend on one are put right afterwards: what infinities do to a sum does not depend on the finite terms
@@ -44,7 +44,7 @@ def _tables(fmt: model.Format) -> tuple[NDArray[np.floating], NDArray[np.signedi
 
 @functools.cache
 def _compiled(half: bool) -> tuple[Any, Any, int]:
-    """(pack, tiles, columns of a tile) of FP8 or 16-bit operands, compiled by a product of one word."""
+    """(pack, tiles, columns of a tile) of FP8 or 16-bit operands, compiled by a GEMM of one word."""
     text = "preparing the tensor-core model for this CPU (compiled once, then cached) ..."
     with _compiling, announced(text):
         from reference.tensor_core import kernels
