@@ -52,12 +52,7 @@ class Bits:
         return (self.generator.random_raw(count) >> np.uint64(32)).astype(np.int64).reshape(shape) % limit
 
     def codes(
-        self,
-        fmt: model.Format,
-        shape: tuple[int, ...],
-        fields: tuple[int, int],
-        zeros: int = 0,
-        specials: int = 0,
+        self, fmt: model.Format, shape: tuple[int, ...], fields: tuple[int, int], zeros: int = 0, specials: int = 0
     ) -> np.ndarray:
         """Codes with exponent fields in `fields` (inclusive), finite.
 

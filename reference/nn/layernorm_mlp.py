@@ -87,11 +87,7 @@ def forward(
 
 
 def backward(
-    plan: Plan,
-    context: ModuleContext,
-    saved: Saved,
-    *grads: torch.Tensor,
-    residual_grad: torch.Tensor | None = None,
+    plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor, residual_grad: torch.Tensor | None = None
 ) -> Saved:
     """Gradients of x, γ, β, fc1's w and b, fc2's w and b; the grads as in `LayerNormLinear`'s."""
     (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype

@@ -96,11 +96,7 @@ class DelayedScaling(Recipe):
         """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
         codes, grads = self.fp8_format.dtype(True), self.fp8_format.dtype(False)
         return tuple(
-            Gemm(
-                Delayed(forward, 3 * i, codes),
-                Delayed(forward, 3 * i + 1, codes),
-                Delayed(backward, 2 * i, grads),
-            )
+            Gemm(Delayed(forward, 3 * i, codes), Delayed(forward, 3 * i + 1, codes), Delayed(backward, 2 * i, grads))
             for i in range(count)
         )
 

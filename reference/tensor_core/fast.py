@@ -107,11 +107,7 @@ def _finite(
     packed = np.zeros(size, a_values.dtype), np.full(size, a_exponents[0])
     small = m * n * depth < _SMALL
     threads = 1 if small else torch.get_num_threads()
-    _each(
-        pack,
-        [(a, a_values, a_exponents, *rows, step_k, *packed) for rows in _ranges(m, threads, 1)],
-        small,
-    )
+    _each(pack, [(a, a_values, a_exponents, *rows, step_k, *packed) for rows in _ranges(m, threads, 1)], small)
     # Rows are cut for the cache, columns for the threads; rows too where there are few columns.
     blocks = -(-m // _ROWS)
     if -(-n // width) * blocks < 2 * threads:
