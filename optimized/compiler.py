@@ -61,57 +61,11 @@ class CompileError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What ptxas reports about one kernel function: registers a thread, bytes of stack and of spills."""
-
-    function: str
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
-
-
-@dataclass(frozen=True)
 class Build:
-    """A compiled kernel file: the cubin, and the compiler's log."""
+    """A compiled kernel file: the cubin, and the log of NVRTC and ptxas (`-v`: registers and spills)."""
 
     cubin: bytes = field(repr=False)
     log: str
-
-    @property
-    def usage(self) -> tuple[Usage, ...]:
-        """Resources of every kernel function in the file."""
-        return parse_usage(self.log)
-
-    @property
-    def complaints(self) -> tuple[str, ...]:
-        """Lines of the log that mean slow code: spills, C75xx (wgmma serialised), any other warning."""
-        return parse_complaints(self.log)
-
-
-def parse_usage(log: str) -> tuple[Usage, ...]:
-    """Read ptxas's `-v` report."""
-    block = re.compile(
-        r"Compiling entry function '(?P<function>\w+)'.*?"
-        r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-        r"(?P<loads>\d+) bytes spill loads"
-        r".*?Used (?P<registers>\d+) registers",
-        re.DOTALL,
-    )
-    return tuple(
-        Usage(m["function"], int(m["registers"]), int(m["stack"]), int(m["stores"]), int(m["loads"]))
-        for m in block.finditer(log)
-    )
-
-
-def parse_complaints(log: str) -> tuple[str, ...]:
-    """Lines about spills and warnings; ptxas serialises wgmma with no more than a C75xx line."""
-    spills = re.compile(r"[1-9]\d* bytes (?:spill|stack frame)")
-    return tuple(
-        line.strip()
-        for line in log.splitlines()
-        if spills.search(line) or "warning" in line.lower() or re.search(r"\bC75\d\d\b", line)
-    )
 
 
 def _roots() -> Iterator[Path]:

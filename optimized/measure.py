@@ -142,7 +142,7 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 def interval(samples: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
     """Median, and the narrowest pair of order statistics that holds the true median with at least `confidence`.
 
-    Of n independent samples, the k-th smallest exceeds the true median with the chance that fewer than k of n fair
+    Among n independent samples, the k-th smallest exceeds the true median with the chance that fewer than k of n fair
     coins fall heads, whatever the distribution. Fewer than 6 samples cannot give 0.95: then all of them are spanned.
     """
     ordered, n = sorted(samples), len(samples)

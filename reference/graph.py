@@ -241,8 +241,8 @@ class _Graphed:
                     f"it under an autocast like the one given to make_graphed_callables."
                 )
         if captured.enabled or captured.calibrating:
-            lying = self._fp8_state()
-            if len(lying) != len(self.held) or any(a is not b for a, b in zip(lying, self.held, strict=True)):
+            held = self._fp8_state()
+            if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
                 raise RuntimeError(
                     f"{name}: its FP8 state lies elsewhere than when its CUDA graph was captured (a move, a checkpoint "
                     f"or a recipe with another amax_history_len); capture it again with make_graphed_callables."

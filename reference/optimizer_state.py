@@ -195,7 +195,7 @@ def read(
 ) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
     """State and groups for the parameters of `groups`, of what FusedAdam, or torch.optim.Adam or AdamW has saved.
 
-    Of torch's optimizers the steps of a group's parameters become the group's, their moments are widened to fp32, and
+    The steps that torch's optimizers count by parameter become the group's, their moments are widened to fp32, and
     masters are made of the parameters at the next step. Nothing is shared with `state_dict`.
     """
     saved, entries = _parts(state_dict)

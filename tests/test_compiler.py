@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import ptxas
 import pytest
 
 from optimized import compiler, device
@@ -47,8 +48,8 @@ def test_a_cubin_for_hopper_comes_out_without_a_gpu(root: Path) -> None:
     build = compiler.build("f", root=root)
     binary = build.cubin
     assert binary[:4] == b"\x7fELF"
-    assert build.complaints == ()
-    (usage,) = build.usage
+    assert ptxas.complaints(build.log) == []
+    (usage,) = ptxas.usage(build.log)
     assert usage.function == "f"
     assert 0 < usage.registers < 32
     assert usage.stack == usage.spill_stores == usage.spill_loads == 0
@@ -395,5 +396,5 @@ def test_a_kernel_that_spills_is_caught(root: Path) -> None:
         "  for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = v[63 - i] * v[i];\n}\n"
     )
     build = compiler.build("f", root=root)
-    assert build.usage[0].spill_stores > 0
-    assert build.complaints
+    assert ptxas.usage(build.log)[0].spill_stores > 0
+    assert ptxas.complaints(build.log)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ptxas
 import pytest
 
 from optimized import compiler, device
@@ -207,7 +208,6 @@ f.cu(3): Warning: no
 
 
 def test_what_ptxas_reports() -> None:
-    build = compiler.Build(b"", LOG)
-    assert build.usage == (compiler.Usage("one", 12, 0, 0, 0), compiler.Usage("two", 255, 24, 8, 16))
-    assert [line[:12] for line in build.complaints] == ["24 bytes sta", "ptxas info  ", "f.cu(3): War"]
-    assert compiler.parse_complaints("0 bytes spill stores\n10 bytes spill loads") == ("10 bytes spill loads",)
+    assert ptxas.usage(LOG) == [ptxas.Usage("one", 12, 0, 0, 0), ptxas.Usage("two", 255, 24, 8, 16)]
+    assert [line[:12] for line in ptxas.complaints(LOG)] == ["24 bytes sta", "ptxas info  ", "f.cu(3): War"]
+    assert ptxas.complaints("0 bytes spill stores\n10 bytes spill loads") == ["10 bytes spill loads"]

@@ -31,7 +31,7 @@ MASK_NAMES = ("attention_mask", "attn_mask_type")
 
 
 class CorePlan(NamedTuple):
-    """Of softmax(q·kᵀ·scale, masked)·v: Transformer Engine's mask type, the probability of dropping a weight, whose."""
+    """How to attend: the scale, Transformer Engine's mask type, the probability of dropping a weight, the backend."""
 
     scale: float
     mask_type: str

@@ -36,7 +36,7 @@ _MLP_SAVED = 14
 
 
 class MLPPlan(NamedTuple):
-    """Of the MLP's half: which gradients are wanted, the MLP, the shape of h, the probability of dropping."""
+    """Which gradients the MLP's half wants, its MLP, the shape of h, and the probability of dropping."""
 
     needs: tuple[bool, ...]
     mlp: layernorm_mlp.Plan

@@ -35,7 +35,7 @@ class WithFP8State(torch.nn.Module):
     quantized_init: model_init.QuantizedInit | None
     own_recipe: Recipe | None = None
     in_high_precision = False
-    _history_rows: int | None  # what the state is known to have: no need to look
+    _history_rows: int | None  # the rows that the state is known to have, which then need not be looked at
     _fp8_workspaces: dict[str, Quantized]
 
     def _parameter_device(self) -> torch.device:

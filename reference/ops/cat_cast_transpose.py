@@ -6,7 +6,7 @@ xs[i] is `[rows, groups·w_i]`. Each group of x takes w_i columns from every one
     q, q_t, scale_inv, dbias, amax of x                     in every bit `twin::cast_transpose_dbias`
 
 So the gradients of q, k and v become that of their projection (`groups` is 1 where its rows are `[part, head]`, the
-number of groups where they are `[group, part]`) without lying side by side in memory first.
+number of groups where they are `[group, part]`) without being concatenated in memory first.
 """
 
 from collections.abc import Sequence
