@@ -60,13 +60,13 @@ def flag(name: str, value: Any, where: str = "") -> bool:
     return bool(value)
 
 
-def whole(value: Any, where: str, name: str = "step") -> int:
+def whole(value: Any, where: str) -> int:
     """A count of steps as an int; a tensor of one element is read, never changed."""
     read = value
     if isinstance(read, torch.Tensor) and read.numel() == 1 and not read.is_meta and read.dtype != torch.bool:
         read = read.item()
     if not is_real(read) or not 0 <= read < float("inf") or read != int(read):
-        raise ValueError(f"FusedAdam: {name}={value!r}{where}; a whole number >= 0 is accepted.")
+        raise ValueError(f"FusedAdam: step={value!r}{where}; a whole number >= 0 is accepted.")
     return int(read)
 
 
