@@ -38,9 +38,9 @@ def outputs(
                 f"{xs[0].device}, to {q[0].dtype}; they must agree."
             )
     if len(xs):
-        dtype, device = q[0].dtype, xs[0].device
-        check_each(OP, "q", q, dtype, [x.shape for x in xs], device)
-        check_each(OP, "q_t", q_t, dtype, [(x.shape[1], ceil16(x.shape[0])) for x in xs], device)
+        dtype, device, sizes = q[0].dtype, xs[0].device, [x.shape for x in xs]
+        check_each(OP, "q", q, dtype, sizes, device)
+        check_each(OP, "q_t", q_t, dtype, [(cols, ceil16(rows)) for rows, cols in sizes], device)
         check_each(OP, "scale_inv", scale_inv, torch.float32, [(1,)] * len(xs), device)
 
 
