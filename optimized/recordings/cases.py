@@ -121,8 +121,9 @@ def _gemm_fp8(
 ) -> Outputs:
     m, n, k = shape
     a, b = codes((m, k), types[0], 61).to(device), codes((n, k), types[1], 62).to(device)
+    scale_invs = inverses(device)
     vector = philox.normal((n,), seed=63).to(device, torch.bfloat16) if bias else None
-    return {"out": twin.gemm_fp8(a, b, *inverses(device), vector, types[2], accumulate)}
+    return {"out": twin.gemm_fp8(a, b, *scale_invs, vector, types[2], accumulate)}
 
 
 def _gemm(
@@ -160,32 +161,34 @@ def _fused(op: str, shape: tuple[int, int, int], kind: str, half: torch.dtype, d
     m, cols, k = shape
     n = cols * (2 if kind in GATED else 1)
     scales, history = state(device)
-    scaling = (scales, history, 1)
+    scaling, scale_invs = (scales, history, 1), inverses(device)
     vector = philox.normal((n,), seed=83).to(half).to(device)
     if op == "gemm_fp8_activation":
         a, b = codes((m, k), FP8[0], 81).to(device), codes((n, k), FP8[0], 82).to(device)
-        results = twin.gemm_fp8_activation(a, b, *inverses(device), vector, half, kind, *scaling, FP8[0])
+        results = twin.gemm_fp8_activation(a, b, *scale_invs, vector, half, kind, *scaling, FP8[0])
         return {**named("h q q_t scale_inv", results), "amax_history": history}
     a, b = codes((m, k), FP8[1], 84).to(device), codes((cols, k), FP8[0], 85).to(device)
     x = numbers((m, n), half, 86).to(device)
-    results = twin.gemm_fp8_activation_backward(a, b, *inverses(device), x, kind, *scaling, FP8[1])
+    results = twin.gemm_fp8_activation_backward(a, b, *scale_invs, x, kind, *scaling, FP8[1])
     return {**named("q q_t scale_inv dbias", results), "amax_history": history}
 
 
 def _residual(shape: tuple[int, int, int], p: float, half: torch.dtype, device: torch.device) -> Outputs:
     m, n, k = shape
     a, b = codes((m, k), FP8[0], 87).to(device), codes((n, k), FP8[0], 88).to(device)
+    scale_invs = inverses(device)
     bias, residual = numbers((1, n), half, 89).to(device)[0], numbers((m, n), half, 90).to(device)
     drawn = random_state(device)
-    out = twin.gemm_fp8_bias_dropout_add(a, b, *inverses(device), bias, residual, half, p, drawn)
+    out = twin.gemm_fp8_bias_dropout_add(a, b, *scale_invs, bias, residual, half, p, drawn)
     return {"out": out, "rng_state": drawn}
 
 
 def _accumulated(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
     m, n, k = shape
     a, b = codes((m, k), FP8[1], 91).to(device), codes((n, k), FP8[0], 92).to(device)
+    scale_invs = inverses(device)
     out, wide_out = (numbers(shape[:2], dtype, 93 + i).to(device) for i in range(2))
-    twin.gemm_fp8_accumulate(a, b, *inverses(device), out)
+    twin.gemm_fp8_accumulate(a, b, *scale_invs, out)
     wide = (philox.normal((rows, k), seed=95).to(torch.bfloat16).to(device) for rows in (m, n))
     twin.gemm_accumulate(*wide, wide_out)
     return {"FP8": out, "bf16": wide_out}

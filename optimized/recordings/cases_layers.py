@@ -56,17 +56,24 @@ def _states(layer: torch.nn.Module) -> Outputs:
     return found
 
 
-def _trained(make: Make, dtype: torch.dtype, seeded: bool, *training: Any) -> Outputs:
-    """`_train` of a new layer; `training` is what it takes after the layer and T, the device last."""
+def _trained(
+    make: Make,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recipe: te.DelayedScaling | None,
+    extra: dict[str, torch.Tensor],
+    seeded: bool,
+    device: torch.device,
+) -> Outputs:
     with torch.random.fork_rng(devices=[]), contextlib.nullcontext() if seeded else te.random.undrawn():
         torch.manual_seed(171)
-        return _train(make(dtype).to(training[-1]), dtype, *training)
+        return _train(make(dtype).to(device), shape, dtype, recipe, extra, device)
 
 
 def _train(
     layer: torch.nn.Module,
-    dtype: torch.dtype,
     shape: tuple[int, ...],
+    dtype: torch.dtype,
     recipe: te.DelayedScaling | None,
     extra: dict[str, torch.Tensor],
     device: torch.device,
@@ -110,7 +117,7 @@ def _case(
     recipe = None
     if fmt is not None:
         recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
-    run = partial(_trained, make, dtype, seeded, shape, recipe, extra or {})
+    run = partial(_trained, make, shape, dtype, recipe, extra or {}, seeded)
     return Case(f"{layer} ({precision})", name, run, live)
 
 
