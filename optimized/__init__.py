@@ -16,7 +16,7 @@ import optimized.ops  # noqa: F401  (registers the ops)
 import reference
 from optimized import device as _device
 from optimized.replay import Player as _Player
-from reference import (
+from reference import (  # noqa: F401
     DelayedScaling,
     Format,
     autocast,
@@ -38,32 +38,7 @@ from reference import (
 from reference.nn import autograd as _autograd
 from reference.nn.parameters import DeviceDefault
 
-__all__ = [
-    "DelayedScaling",
-    "DotProductAttention",
-    "Format",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MultiheadAttention",
-    "RMSNorm",
-    "TransformerLayer",
-    "autocast",
-    "checkpoint",
-    "formats",
-    "fp8_autocast",
-    "fp8_model_init",
-    "init_fp8_state",
-    "load_fp8_state",
-    "make_graphed_callables",
-    "optimizers",
-    "philox",
-    "quantized_model_init",
-    "random",
-    "recipe",
-    "tensor_core",
-]
+__all__ = reference.__all__
 
 _autograd.register(_Player())
 __getattr__ = not_offered.explain(__name__)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from optimized import compiler, launch
+from reference import notice
 from reference.quantized import Quantized
 
 Configuration = tuple[str, dict[str, int | str]]  # a kernel file, its macros
@@ -84,7 +85,7 @@ def _announced(count: int, jobs: int) -> Iterator[Callable[[], None]]:
         if terminal and state["shown"]:
             show()
 
-    timer = threading.Timer(compiler._PATIENCE, show)
+    timer = threading.Timer(notice.PATIENCE, show)
     timer.daemon = True
     timer.start()
     try:

@@ -22,13 +22,12 @@ import hashlib
 import importlib.util
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reference import files
+from reference import files, notice
 
 KERNELS = Path(__file__).parent / "kernels"
 INSTALL = 'pip install "twin-engine[gpu]" (in a checkout: pip install -e ".[gpu]")'
@@ -46,7 +45,6 @@ FLAGS = (
 )
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)["<]([^">]+)[">]', re.MULTILINE)
 _BUILD_ID = re.compile(rb"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0(.{20})", re.DOTALL)  # an ELF note
-_PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
 _locks: dict[str, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
 _unstored: dict[str, bytes] = {}  # what the cache could not take, for this process
 compiled: list[str] = []  # cache entries that this process has compiled
@@ -63,57 +61,11 @@ class CompileError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What ptxas reports about one kernel function: registers a thread, bytes of stack and of spills."""
-
-    function: str
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
-
-
-@dataclass(frozen=True)
 class Build:
-    """A compiled kernel file: the cubin, and the compiler's log."""
+    """A compiled kernel file: the cubin, and the log of NVRTC and ptxas (`-v`: registers and spills)."""
 
     cubin: bytes = field(repr=False)
     log: str
-
-    @property
-    def usage(self) -> tuple[Usage, ...]:
-        """Resources of every kernel function in the file."""
-        return parse_usage(self.log)
-
-    @property
-    def complaints(self) -> tuple[str, ...]:
-        """Lines of the log that mean slow code: spills, C75xx (wgmma serialised), any other warning."""
-        return parse_complaints(self.log)
-
-
-def parse_usage(log: str) -> tuple[Usage, ...]:
-    """Read ptxas's `-v` report."""
-    block = re.compile(
-        r"Compiling entry function '(?P<function>\w+)'.*?"
-        r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-        r"(?P<loads>\d+) bytes spill loads"
-        r".*?Used (?P<registers>\d+) registers",
-        re.DOTALL,
-    )
-    return tuple(
-        Usage(m["function"], int(m["registers"]), int(m["stack"]), int(m["stores"]), int(m["loads"]))
-        for m in block.finditer(log)
-    )
-
-
-def parse_complaints(log: str) -> tuple[str, ...]:
-    """Lines about spills and warnings; ptxas serialises wgmma with no more than a C75xx line."""
-    spills = re.compile(r"[1-9]\d* bytes (?:spill|stack frame)")
-    return tuple(
-        line.strip()
-        for line in log.splitlines()
-        if spills.search(line) or "warning" in line.lower() or re.search(r"\bC75\d\d\b", line)
-    )
 
 
 def _roots() -> Iterator[Path]:
@@ -323,19 +275,6 @@ def _fetch(program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-@contextlib.contextmanager
-def _announced(kernel: str) -> Iterator[None]:
-    """Say so on stderr when a compilation takes longer than a moment."""
-    message = f"twin-engine: compiling kernels/{kernel}.cu for sm_90a (once; it is cached) ..."
-    timer = threading.Timer(_PATIENCE, lambda: print(message, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _entry(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> str:
     return f"{kernel.replace('/', '-')}-{_key(texts, defines)}.bin"
 
@@ -364,7 +303,8 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, 
     with _locks.setdefault(name, threading.Lock()):
         content = _unstored.get(name) or files.kept("cubin", name)
         if content is None:
-            with _announced(kernel) if announced else contextlib.nullcontext():
+            notice_text = f"compiling kernels/{kernel}.cu for sm_90a (once; it is cached) ..."
+            with notice.announced(notice_text) if announced else contextlib.nullcontext():
                 made, log = _compile(kernel, defines, texts)
             content = log.encode() + b"\0" + made
             compiled.append(name)

@@ -21,15 +21,7 @@ class UnsupportedDevice(RuntimeError):
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuse a GPU that is not Hopper.
-
-    Args:
-        name: the device's name, as the driver gives it.
-        capability: its compute capability (major, minor).
-
-    Raises:
-        UnsupportedDevice: the capability is not 9.0. Binaries for sm_90a run on no other.
-    """
+    """Refuse a GPU whose compute capability is not 9.0: binaries for sm_90a run on no other."""
     if tuple(capability) != CAPABILITY:
         major, minor = capability
         raise UnsupportedDevice(
@@ -49,19 +41,12 @@ def check(index: int) -> None:
     check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
 
 
-def check_module(module: str, package: str, find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
-    """Refuse to go on where Python module `module` (of distribution `package`) is not installed."""
-    try:
-        spec = find(module)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None:
-        raise MissingDependency(f"{package} is not installed, and Twin Engine's CUDA kernels need it: {INSTALL}.")
-
-
 def check_cupy(find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
     """Refuse to go on without CuPy, through which kernels are loaded and launched."""
-    check_module("cupy", "CuPy (cupy-cuda13x)", find)
+    if find("cupy") is None:
+        raise MissingDependency(
+            f"CuPy (cupy-cuda13x) is not installed, and Twin Engine's CUDA kernels need it: {INSTALL}."
+        )
 
 
 def problems() -> list[str]:

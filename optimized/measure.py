@@ -7,7 +7,6 @@ and when it was measured, with a hash of the kernel sources, so that `outdated` 
 """
 
 import datetime
-import hashlib
 import json
 import math
 import platform
@@ -67,9 +66,9 @@ def copy_of(size: int, calls: int, footprint: int = 1 << 29) -> Callable[[], obj
 def rounds(names: Iterable[str], count: int) -> Iterator[list[str]]:
     """`count` rounds of all names, the order drawn anew for each, the same at every call.
 
-    In one order, each would always find the caches and the clock as the same other one leaves them: the layer's FP8
-    products took 0.6 % longer right behind cuBLASLt's last algorithm than behind themselves (mean of twelve), an FP8
-    layer's step takes up to 5 % longer right behind the same layer in 16 bits.
+    In a fixed order, each would always find the caches and the clock as the same other one leaves them: a layer's FP8
+    GEMMs took 0.6 % longer right after cuBLASLt's last algorithm than after themselves (mean of twelve), an FP8
+    layer's step takes up to 5 % longer right after the same layer in 16 bits.
     """
     order, draw = list(names), random.Random(0)
     for _ in range(count):
@@ -143,7 +142,7 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 def interval(samples: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
     """Median, and the narrowest pair of order statistics that holds the true median with at least `confidence`.
 
-    Of n independent samples, the k-th smallest exceeds the true median with the chance that fewer than k of n fair
+    Among n independent samples, the k-th smallest exceeds the true median with the chance that fewer than k of n fair
     coins fall heads, whatever the distribution. Fewer than 6 samples cannot give 0.95: then all of them are spanned.
     """
     ordered, n = sorted(samples), len(samples)
@@ -215,22 +214,6 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
         "commit_is_clean": None if commit is None else status == "",
         "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},
     }
-
-
-def sources() -> dict[str, str]:
-    """A hash of every source file that a test depends on, by path."""
-    found = (path for folder in ("reference", "optimized", "tests") for path in (ROOT / folder).rglob("*.*"))
-    return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in sorted(found)
-        if path.suffix in (".py", ".cu", ".cuh", ".npz")
-    }
-
-
-def changed_sources(then: Mapping[str, str]) -> list[str]:
-    """The files that are not what they were when `sources` gave `then`."""
-    now = sources()
-    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
 
 
 def outdated(result: Mapping[str, Any]) -> list[str]:

@@ -49,20 +49,9 @@ class TensorMap:
 def _driver() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
     encode = library.cuTensorMapEncodeTiled
-    encode.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint32,
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_uint32),
-        ctypes.POINTER(ctypes.c_uint32),
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-    ]
+    sizes, boxes = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+    of_tensor = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+    encode.argtypes = [*of_tensor, sizes, sizes, boxes, boxes, *[ctypes.c_int] * 4]
     return encode
 
 

@@ -6,6 +6,7 @@ A context holds for the thread that opened it (`reference.threads`).
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,30 +46,13 @@ def current() -> AutocastState:
     return found
 
 
-def first_module_pending() -> bool:
-    """True until the first FP8 module has run in an outermost context: its backward updates the gradients' scales."""
-    return here().first_module_pending
-
-
-def take_first_module() -> None:
-    """Note that the first FP8 module has run."""
-    here().first_module_pending = False
-
-
-class _Restored:
-    """An entry of `Thread.autocasts` that is no user's context."""
-
-    def __init__(self, settings: AutocastState) -> None:
-        self.settings = settings
-
-
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
     """Run with `state` and update nothing: a checkpoint's recomputation, the capture of a CUDA graph.
 
     A context opened inside is not an outermost one either.
     """
-    thread, entry = here(), _Restored(state)
+    thread, entry = here(), SimpleNamespace(settings=state)
     pending, thread.first_module_pending = thread.first_module_pending, False
     thread.autocasts.append(entry)
     try:

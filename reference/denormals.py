@@ -4,10 +4,10 @@
 for PyTorch, NumPy and compiled code alike. Amaxes, casts and sums of small numbers would then differ from the
 hardware's without a word.
 
-The switch is one of each thread, and a new thread starts with its maker's. So every op asks on the CPU: a product of
-Python's, which takes the calling thread's switch as compiled code does, costs a few hundredths of a microsecond.
-Torch's worker threads are asked at import, and again whenever their number is one that has not been seen: threads that
-were there keep what they had.
+Each thread has a switch of its own, which a new thread inherits from the one that starts it. So every op checks on the
+CPU: a multiplication by Python, which follows the calling thread's switch as compiled code does, costs a few hundredths
+of a microsecond. Torch's worker threads are checked at import, and again whenever their number is a new one: threads
+that were there keep their switch.
 """
 
 import numpy as np

@@ -15,7 +15,8 @@ Two kinds of definition (docs/elementary.md: why, the error of each, what it cos
   of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx` with one Newton step is
   the correctly rounded 1/d on [1, 2].
 
-The `*_scalar` functions are for use inside other numba kernels; `powers` is `powers_of_two()`.
+The functions of tensors take any shape on the CPU, in the dtypes above. The `*_scalar` functions are for use inside
+other numba kernels; `powers` is `powers_of_two()`.
 
 Provisional until the kernels that use them have been timed; then frozen in docs/numerics.md.
 """
@@ -206,14 +207,7 @@ def _loop(name: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
 
 
 def evaluate(name: str, x: np.ndarray) -> np.ndarray:
-    """The fp32 form of a function, over a flat fp32 array.
-
-    Args:
-        name: a key of `SCALARS`.
-        x: fp32 `[n]`, contiguous.
-
-    Returns:
-        fp32 `[n]`.
+    """The fp32 form of function `name` (a key of `SCALARS`), over a flat contiguous fp32 array.
 
     Raises:
         RuntimeError: subnormal numbers are flushed to zero.
@@ -246,11 +240,7 @@ def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x for x <= 0 (and up to 88): softmax's. At most 2.7 ulp; 0 below 2^-126; NaN where x is.
-
-    Args:
-        x: fp32, any shape, on the CPU.
-    """
+    """e^x for x <= 0 (and up to 88): softmax's. At most 2.7 ulp; 0 below 2^-126; NaN where x is."""
     return _fp32("exp", x)
 
 
@@ -258,53 +248,30 @@ def exp2_grid(y: torch.Tensor) -> torch.Tensor:
     """2^y with y rounded to a multiple of 2^-15: a relative error of at most 1.07e-5, at three instructions.
 
     For probabilities that become bf16 or FP8 next. 0 below 2^-126, inf from 2^128 on, NaN where y is.
-
-    Args:
-        y: fp32, any shape, on the CPU.
     """
     return _fp32("exp2_grid", y)
 
 
 def rsqrt(x: torch.Tensor) -> torch.Tensor:
-    """1 / sqrt(x): an IEEE square root and an IEEE division.
-
-    Args:
-        x: fp32, any shape, on the CPU.
-    """
+    """1 / sqrt(x): an IEEE square root and an IEEE division."""
     return _fp32("rsqrt", x)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh form, x / 2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), in fp32, not rounded further.
-
-    Args:
-        x: bf16, fp16 or fp32, any shape, on the CPU.
-    """
+    """GELU in its tanh form, x / 2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), in fp32, not rounded further."""
     return _activation("gelu", x)
 
 
 def dgelu(x: torch.Tensor) -> torch.Tensor:
-    """The derivative of `gelu` at x, in fp32.
-
-    Args:
-        x: bf16, fp16 or fp32, any shape, on the CPU.
-    """
+    """The derivative of `gelu` at x, in fp32."""
     return _activation("dgelu", x)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """SiLU, x / (1 + e^-x), in fp32.
-
-    Args:
-        x: bf16, fp16 or fp32, any shape, on the CPU.
-    """
+    """SiLU, x / (1 + e^-x), in fp32."""
     return _activation("silu", x)
 
 
 def dsilu(x: torch.Tensor) -> torch.Tensor:
-    """The derivative of `silu` at x, in fp32.
-
-    Args:
-        x: bf16, fp16 or fp32, any shape, on the CPU.
-    """
+    """The derivative of `silu` at x, in fp32."""
     return _activation("dsilu", x)

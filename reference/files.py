@@ -96,12 +96,12 @@ def cache_folder(kind: str) -> Path:
 
 
 def _digest(name: str, content: bytes) -> bytes:
-    """Of the name, too: one entry in another's place is damage."""
+    """A digest of name and content: an entry in another's place is damage, too."""
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
 
 
 def keep(kind: str, name: str, content: bytes) -> bool:
-    """Put a file into a cache: False, said once, where it cannot be written, since it can be done without."""
+    """Put a file into a cache; where it cannot be written, which is logged once, return False."""
     try:
         write(cache_folder(kind) / name, _digest(name, content) + content)
     except NotWritten as error:
@@ -112,7 +112,7 @@ def keep(kind: str, name: str, content: bytes) -> bool:
 
 
 def kept(kind: str, name: str) -> bytes | None:
-    """What `keep` has put into a cache; None where there is nothing, or, which is said, nothing whole."""
+    """What `keep` has put into a cache; None where there is nothing, or something damaged, which is logged."""
     try:
         path = cache_folder(kind) / name
         found = read(path)

@@ -13,7 +13,7 @@ Two formats of 8 bits, sign · exponent · mantissa ("FP8 Formats for Deep Learn
          = 0x7F where v is NaN               whatever the NaN's sign, in both formats
 
 It is written twice. `encode_by_integers` is the definition, in shifts and adds that can be read; `cast`
-uses torch's conversion behind a clamp, which is an order of magnitude faster, and only after it has been
+uses torch's conversion after a clamp, which is an order of magnitude faster, and only after it has been
 compared with the definition at every rounding boundary of the format on this very machine.
 """
 
@@ -94,11 +94,6 @@ class Format8:
     def smallest_normal(self) -> float:
         """The smallest positive value with a leading one: 2^-6 (E4M3), 2^-14 (E5M2)."""
         return math.ldexp(1.0, 1 - self.bias)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive value: 2^-9 (E4M3), 2^-16 (E5M2)."""
-        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
 
     @property
     def infinity_codes(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from reference import scaling
 from reference.arguments import check_arguments
-from reference.autocast import AutocastState, autocast, current, first_module_pending, restored, take_first_module
+from reference.autocast import AutocastState, autocast, current, restored
 from reference.nn.dropout import Generator
 from reference.nn.module import TransformerEngineBaseModule
 from reference.notice import say_once
@@ -195,7 +195,7 @@ class _Graphed:
         return out
 
     def install(self, clone_gradients: bool) -> None:
-        """Put the replay behind the module's forward."""
+        """Let the module's forward replay."""
         self.held = self._fp8_state()
         for layer, membership in zip(self.layers, self.memberships, strict=True):
             layer._membership = membership
@@ -220,10 +220,10 @@ class _Graphed:
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last, then updates the gradients' scales.
-        if state.enabled and self.layers and first.grad_fn is not None and first_module_pending():
-            take_first_module()
-            thread = here().number
-            first.grad_fn.register_hook(lambda *_: scaling.update(forward=False, thread=thread))
+        thread = here()
+        if state.enabled and self.layers and first.grad_fn is not None and thread.first_module_pending:
+            thread.first_module_pending = False
+            first.grad_fn.register_hook(lambda *_: scaling.update(forward=False, thread=thread.number))
         return out
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
@@ -241,8 +241,8 @@ class _Graphed:
                     f"it under an autocast like the one given to make_graphed_callables."
                 )
         if captured.enabled or captured.calibrating:
-            lying = self._fp8_state()
-            if len(lying) != len(self.held) or any(a is not b for a, b in zip(lying, self.held, strict=True)):
+            held = self._fp8_state()
+            if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
                 raise RuntimeError(
                     f"{name}: its FP8 state lies elsewhere than when its CUDA graph was captured (a move, a checkpoint "
                     f"or a recipe with another amax_history_len); capture it again with make_graphed_callables."

@@ -51,14 +51,12 @@ NAMES: dict[str, dict[str, str]] = {
         _WHERE: "attention module transformer distributed quantization fp8 jit",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
-    "recipe": {
-        _RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams",
-    },
+    "recipe": {_RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},
     "optimizers": {
         "te.optimizers.FusedAdam is the only optimizer": "FusedSGD MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
         "multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd "
-        "multi_tensor_unscale_l2norm",
+        "multi_tensor_unscale_l2norm"
     },
     "ops": {
         _OPS: "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout "
@@ -66,7 +64,7 @@ NAMES: dict[str, dict[str, str]] = {
         "MakeExtraOutput QGEGLU QGELU Quantize RMSNorm ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
         "ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU Sequential SiLU SiTUGLU SwiGLU "
         "fused is_op_fuser_grouped_tensor_path_supported register_backward_fusion "
-        "register_forward_backward_fusion register_forward_fusion",
+        "register_forward_backward_fusion register_forward_fusion"
     },
 }
 REASONS = {

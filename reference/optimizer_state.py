@@ -60,13 +60,13 @@ def flag(name: str, value: Any, where: str = "") -> bool:
     return bool(value)
 
 
-def whole(value: Any, where: str, name: str = "step") -> int:
+def whole(value: Any, where: str) -> int:
     """A count of steps as an int; a tensor of one element is read, never changed."""
     read = value
     if isinstance(read, torch.Tensor) and read.numel() == 1 and not read.is_meta and read.dtype != torch.bool:
         read = read.item()
     if not is_real(read) or not 0 <= read < float("inf") or read != int(read):
-        raise ValueError(f"FusedAdam: {name}={value!r}{where}; a whole number >= 0 is accepted.")
+        raise ValueError(f"FusedAdam: step={value!r}{where}; a whole number >= 0 is accepted.")
     return int(read)
 
 
@@ -171,7 +171,7 @@ def check_part(where: Where | str, name: str, x: Any, shape: torch.Size, device:
 
 
 def check_memory(spans: list[tuple[int, int, Where]]) -> None:
-    """Refuse parameters whose bytes (first, behind the last, name) overlap: one launch changes all at once."""
+    """Refuse parameters whose bytes (first, one past the last, name) overlap: one launch changes all at once."""
     spans.sort()
     end, last = 0, (0, 0)
     for start, stop, where in spans:
@@ -195,7 +195,7 @@ def read(
 ) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
     """State and groups for the parameters of `groups`, of what FusedAdam, or torch.optim.Adam or AdamW has saved.
 
-    Of torch's optimizers the steps of a group's parameters become the group's, their moments are widened to fp32, and
+    The steps that torch's optimizers count by parameter become the group's, their moments are widened to fp32, and
     masters are made of the parameters at the next step. Nothing is shared with `state_dict`.
     """
     saved, entries = _parts(state_dict)

@@ -91,7 +91,7 @@ class FusedAdam(torch.optim.Optimizer):
         param_group.update({name: value for name, value in found.items() if name in param_group})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy or a pickle, with the two modes, which torch's would leave out."""
+        """The state of a copy or a pickle, with the two modes, which torch's would leave out."""
         modes = {"adam_w_mode": self.adam_w_mode, "master_weights": self.master_weights}
         return {**super().__getstate__(), **modes}
 

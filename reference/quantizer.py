@@ -16,7 +16,7 @@ from reference.quantized import Accumulation, Quantized, Transposed, as_dtype, d
 
 
 class NormPlan(NamedTuple):
-    """Of a norm: added to the variance, whether γ is kept as γ − 1, and "layernorm" or "rmsnorm"."""
+    """A norm: what is added to the variance, whether γ is kept as γ − 1, and "layernorm" or "rmsnorm"."""
 
     eps: float
     zero_centered: bool
@@ -24,7 +24,7 @@ class NormPlan(NamedTuple):
 
 
 class ActivationPlan(NamedTuple):
-    """Of an activation beside GEMMs: its kind, T, and how those GEMMs accumulate."""
+    """An activation between GEMMs: its kind, T, and how those GEMMs accumulate."""
 
     kind: str
     dtype: torch.dtype
@@ -35,7 +35,7 @@ Produced = tuple[Quantized, torch.Tensor | None]  # a gradient, and its column s
 
 
 class Quantizer:
-    """Of one tensor role.
+    """The quantizer of one tensor role.
 
     Attributes:
         kind: hashable; all that its launches depend on besides tensors.

@@ -90,20 +90,15 @@ def active() -> bool:
     return len(here().recording) + len(here().replaying) > 0
 
 
-def scale_for(module: torch.nn.Module, scale: torch.Tensor) -> torch.Tensor:
-    """The forward scale `module` has to use now: `scale`, or in a recomputation the one of the first run."""
-    return _recalled(module, scale)
-
-
 def state_for(module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
     """The random state an op of `module` has to draw from (and advance): its own, or a copy of the first run's."""
     if replaying():
-        return _recalled(module, state).clone()
-    _recalled(module, state)
+        return recalled(module, state).clone()
+    recalled(module, state)
     return state
 
 
-def _recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run note `tensor` as it is now; in a recomputation give back what was noted."""
     thread = here()
     if thread.replaying:

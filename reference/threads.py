@@ -28,7 +28,8 @@ class Thread:
         inits: `quantized_model_init`s.
         recording, replaying: checkpointed calls in their first run, and in their recomputation.
         undrawn: None, or the generators of dropout that drew no seed: in a CUDA graph they go on as they are.
-        first_module_pending: whether no FP8 module has run in the outermost autocast yet.
+        first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first
+            one updates the gradients' scales.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,18 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
+import hashlib
 import itertools
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import hypothesis
 import pytest
 import torch
 from driver_stub import cuda  # noqa: F401  (a fixture)
 
-from optimized import measure
+from optimized import device, measure
 from reference import files
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
@@ -70,6 +71,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.longrepr = f"skipped under --require-gpu: {report.longrepr}"
 
 
+def sources() -> dict[str, str]:
+    """A hash of every source file that a test depends on, by path."""
+    found = (path for folder in ("reference", "optimized", "tests") for path in (measure.ROOT / folder).rglob("*.*"))
+    return {
+        str(path.relative_to(measure.ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(found)
+        if path.suffix in (".py", ".cu", ".cuh", ".npz")
+    }
+
+
+def changed_sources(then: Mapping[str, str]) -> list[str]:
+    """The files that are not what they were when `sources` gave `then`."""
+    now = sources()
+    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """When the GPU suite last ran, and what has changed since: CI has no GPU."""
     recorded = measure.RESULTS / "gpu_suite.json"
@@ -81,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(str(error))
         return
     where, when = suite["provenance"]["gpu"]["name"], suite["provenance"]["date"][:10]
-    changed = measure.changed_sources(suite["sources"])
+    changed = changed_sources(suite["sources"])
     some = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     terminalreporter.write_line(
         f"The GPU suite: {suite['passed']} passed and {suite['failed']} failed on an {where} on {when}; source files "
@@ -118,3 +135,9 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") ->
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, wherever the tests run."""
+    monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])

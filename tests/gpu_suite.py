@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from conftest import sources
+
 from optimized import compiler, measure
 from optimized.commands import check_folder
 
@@ -38,7 +40,7 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
     check_folder("--out", options.out)  # now, and not after minutes on a GPU
-    sources = measure.sources()
+    before = sources()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", *COMMAND, f"--junitxml={report}", *rest, "tests"]
@@ -50,7 +52,7 @@ def main() -> int:
         "passed": sum(file["passed"] for file in files.values()),
         "failed": sum(file["failed"] for file in files.values()),
         "files": files,
-        "sources": sources,
+        "sources": before,
     }
     print(measure.write_result("gpu_suite", payload, options.out))
     return status

@@ -9,10 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import ptxas
 import pytest
 
 from optimized import compiler, device
-from reference import files
+from reference import files, notice
 
 MAIN = '#include "half.cuh"\nextern "C" __global__ void f(float* x) { x[threadIdx.x] = half_of(x[threadIdx.x]); }\n'
 HALF = '#pragma once\n#include "inner/factor.cuh"\n__device__ float half_of(float x) { return x * FACTOR; }\n'
@@ -47,8 +48,8 @@ def test_a_cubin_for_hopper_comes_out_without_a_gpu(root: Path) -> None:
     build = compiler.build("f", root=root)
     binary = build.cubin
     assert binary[:4] == b"\x7fELF"
-    assert build.complaints == ()
-    (usage,) = build.usage
+    assert ptxas.complaints(build.log) == []
+    (usage,) = ptxas.usage(build.log)
     assert usage.function == "f"
     assert 0 < usage.registers < 32
     assert usage.stack == usage.spill_stores == usage.spill_loads == 0
@@ -373,7 +374,7 @@ def test_flags_from_the_environment_are_refused(root: Path, monkeypatch: pytest.
 def test_a_long_compilation_says_so(root: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     import time
 
-    monkeypatch.setattr(compiler, "_PATIENCE", 0.01)
+    monkeypatch.setattr(notice, "PATIENCE", 0.01)
     compile_at_once = compiler._compile
     monkeypatch.setattr(compiler, "_compile", lambda *a: (time.sleep(0.2), compile_at_once(*a))[1])
     compiler.build("f", root=root)
@@ -395,5 +396,5 @@ def test_a_kernel_that_spills_is_caught(root: Path) -> None:
         "  for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = v[63 - i] * v[i];\n}\n"
     )
     build = compiler.build("f", root=root)
-    assert build.usage[0].spill_stores > 0
-    assert build.complaints
+    assert ptxas.usage(build.log)[0].spill_stores > 0
+    assert ptxas.complaints(build.log)

@@ -119,12 +119,12 @@ def test_keep_scale() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"x": torch.ones(4)}, "x must be 2-D and contiguous"),
-        ({"x": torch.ones(4, 4).t()[:3]}, "x must be 2-D and contiguous"),
+        ({"x": torch.ones(4)}, "x must be 2-D, [rows, cols]"),
+        ({"x": torch.ones(4, 4).t()[:3]}, "x must be contiguous (row-major)"),
         ({"x": torch.ones(4, 4).double()}, "x must be torch.float32"),
-        ({"bias": torch.ones(5)}, "bias must be contiguous and of shape (4,)"),
-        ({"residual": torch.ones(4, 5)}, "residual must be contiguous and of shape (4, 4)"),
-        ({"residual": torch.ones(4, 4).half()}, "they must agree"),
+        ({"bias": torch.ones(5)}, "bias must be contiguous torch.float32 [4] on cpu; got"),
+        ({"residual": torch.ones(4, 5)}, "residual must be contiguous torch.float32 [4, 4] on cpu; got"),
+        ({"residual": torch.ones(4, 4).half()}, "on cpu; got torch.float16 [4, 4]"),
         ({"p": -0.1}, "must be from 0 to 1; got -0.1"),
         ({"p": 0.5, "rng_state": None}, "needs rng_state"),
         ({"p": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}, "rng_state must be a contiguous int64 [2]"),

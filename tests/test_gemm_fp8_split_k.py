@@ -7,6 +7,7 @@ import torch
 from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeated import assert_same_again
 from test_gemm_fp8 import E4M3, E5M2, FORMATS, OUTPUTS, draw, normal, on_gpu, one, random_codes
 
 import optimized.ops  # noqa: F401  (registers the ops)
@@ -77,21 +78,7 @@ def test_the_op_takes_this_way_and_captures_it() -> None:
     def product() -> torch.Tensor:
         return twin.gemm_fp8(*args, torch.bfloat16, "split")
 
-    first = product()
-    torch.cuda.synchronize()
-    results = []
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-        with torch.cuda.stream(stream):
-            results += [product() for _ in range(5)]
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same_bits(result, first, "on two streams at once")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = product()
-    captured.fill_(7)
-    graph.replay()
-    assert_same_bits(captured, first, "graph replay")
+    first = assert_same_again(product)
     tape = Launches()
     with launch.recording(tape):
         recorded = product()

@@ -1,4 +1,4 @@
-"""The fused FP8 products on the CPU: each is the ops that it names, and refuses what they refuse."""
+"""The fused FP8 GEMMs on the CPU: each is the ops that it names, and refuses what they refuse."""
 
 from typing import Any
 
@@ -121,12 +121,12 @@ def test_refusals(device: str) -> None:
         twin.gemm_fp8_activation_backward(*moved(*product, x, "gelu", *state(), E5M2))
     residual = normal(1, M, COLS)
     with pytest.raises(
-        ValueError, match=r"^twin::gemm_fp8_bias_dropout_add: residual is torch.float32 on .*must agree"
+        ValueError, match=r"^twin::gemm_fp8_bias_dropout_add: residual must be .*bfloat16 .*; got torch.float32"
     ):
         twin.gemm_fp8_bias_dropout_add(*moved(a, b, *inverses, None, residual, bf16, 0.0, None))
     with pytest.raises(ValueError, match=r"^twin::gemm_fp8_bias_dropout_add: a dropout probability of 0.5 needs rng_"):
         twin.gemm_fp8_bias_dropout_add(*moved(a, b, *inverses, None, None, bf16, 0.5, None))
-    with pytest.raises(ValueError, match=r"^out has shape \(37, 16\); that of the product, \(37, 32\)\."):
+    with pytest.raises(ValueError, match=r"^out has shape \(37, 16\); that of a \* b\^T, \(37, 32\)\."):
         twin.gemm_fp8_accumulate(*moved(a, b, *inverses, residual[:, :16]))
     wide = normal(1, M, K).bfloat16(), normal(2, COLS, K).bfloat16()
     with pytest.raises(TypeError, match=r"^out is torch.float64; bfloat16, float16 or float32 is accepted\."):

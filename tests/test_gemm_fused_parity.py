@@ -1,4 +1,4 @@
-"""The fused FP8 products on an H200: in every bit their CPU definition, and at full size the kernels they stand for."""
+"""The fused FP8 GEMMs on an H200: in every bit their CPU definition, and at full size the kernels they stand for."""
 
 import itertools
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeated import assert_same_again
 from test_cast_parity import poison
 from test_gemm_fp8 import E4M3, E5M2, draw, normal, one, random_codes
 
@@ -272,24 +273,7 @@ def test_steps_beside_other_tiles_at_ragged_edges(k: int, columns: int) -> None:
 def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
     args = on("cuda", (*backward((1111, 1040, 2064), "geglu", torch.bfloat16), *state(), E5M2))
 
-    def run() -> tuple[torch.Tensor, ...]:
-        return gemm_fused.gemm_fp8_activation_backward(*args, tile=TILES[2])
-
-    first = run()
-    torch.cuda.synchronize()
-    results = [run()]
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-        with torch.cuda.stream(stream):
-            results += [run() for _ in range(3)]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results.append(run())
-    graph.replay()
-    torch.cuda.synchronize()
-    for result in results:
-        for a, b in zip(result, first, strict=True):
-            assert_same_bits(a, b)
+    assert_same_again(lambda: gemm_fused.gemm_fp8_activation_backward(*args, tile=TILES[2]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ptxas
 import pytest
 from sass import disassembly
 
@@ -72,9 +73,9 @@ def test_every_op_has_its_kernels() -> None:
 @pytest.mark.parametrize("configuration", ALL, ids=label)
 def test_it_compiles_without_spill_or_warning(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
     build = builds[label(configuration)]
-    assert build.complaints == ()
-    assert build.usage, build.log
-    for usage in build.usage:
+    assert ptxas.complaints(build.log) == []
+    assert ptxas.usage(build.log), build.log
+    for usage in ptxas.usage(build.log):
         assert usage.spill_stores == usage.spill_loads == 0
 
 
@@ -112,21 +113,3 @@ def test_no_arithmetic_is_approximate_or_flushed() -> None:
         text = path.read_text("utf-8")
         for forbidden in ("__expf", "__fdividef", "rsqrtf(", "tanh.approx", "ex2.approx", "rcp.approx", ".ftz"):
             assert forbidden not in text, f"{forbidden} in {path.name}"
-
-
-SPILL = """ptxas info    : Compiling entry function 'g' for 'sm_90a'
-ptxas info    : Function properties for g
-    16 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size
-"""
-SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
-
-
-def test_a_spill_is_reported() -> None:
-    assert compiler.parse_usage(SPILL) == (compiler.Usage("g", 168, 16, 24, 32),)
-    assert len(compiler.parse_complaints(SPILL)) == 1
-
-
-def test_a_serialised_wgmma_is_reported() -> None:
-    assert compiler.parse_complaints(SERIAL) == (SERIAL.strip(),)
-    assert compiler.parse_complaints("ptxas warning : something\n") == ("ptxas warning : something",)

@@ -5,76 +5,24 @@ of using one that they have not.
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_pairs import numbers, states, train_both
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
 
 pytestmark = pytest.mark.gpu
 
-LEARNING_RATE = 0.03125
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"hybrid": te.Format.HYBRID, "e4m3": te.Format.E4M3}
-
-
-def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32) * scale).to(dtype)
-
-
-def states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Scales, histories and random states of every layer inside."""
-    found = {}
-    for name, part in module.named_modules():
-        for key in ("scaling_fwd", "scaling_bwd"):
-            if key in getattr(part, "fp8_meta", {}):
-                found[f"{name}.{key}.scale"] = part.fp8_meta[key].scale
-                found[f"{name}.{key}.amax_history"] = part.fp8_meta[key].amax_history
-        if hasattr(part, "generator"):
-            found[f"{name}.generator"] = part.generator.state
-    return found
-
-
-def train_both(
-    layer: torch.nn.Module,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    recipe: te.DelayedScaling | None,
-    same_bits: Callable[..., None],
-    steps: int = 8,
-    **extra: Any,
-) -> None:
-    """Train a layer and its copy on the GPU side by side and compare everything they compute."""
-    pair = (layer, copy.deepcopy(layer).to("cuda"))
-    for step in range(steps):
-        growth = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)[step % 8]
-        x0, g0 = numbers(2 * step, shape, dtype, growth), numbers(2 * step + 1, shape, dtype, 1e-2 * growth)
-        both = []
-        for module in pair:
-            device = next(module.parameters()).device
-            x = x0.to(device, copy=True).requires_grad_()
-            module.zero_grad(set_to_none=True)
-            arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in extra.items()}
-            torch.manual_seed(step)  # of the masks
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                y = module(x, **arguments)
-            y.backward(g0.to(device)[..., : y.shape[-1]])
-            found = {"y": y, "dx": x.grad} | {f"d {n}": p.grad for n, p in module.named_parameters()}
-            both.append(found | states(module))
-            with torch.no_grad():
-                for p in module.parameters():
-                    p.copy_(p - (p.grad * LEARNING_RATE))
-        assert both[0].keys() == both[1].keys()
-        for name, value in both[0].items():
-            same_bits(value, both[1][name], f"step {step}, {name}")
-        for (name, p), q in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
-            same_bits(p, q, f"step {step}, updated {name}")
+LAYERS = {
+    "Linear": (lambda: te.Linear(64, 64, params_dtype=torch.bfloat16), (24, 64)),
+    "TransformerLayer": (lambda: te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16), (30, 2, 64)),
+}
 
 
 def recipe_of(fmt: str, algorithm: str = "max") -> te.DelayedScaling:
@@ -106,13 +54,15 @@ def test_random_shapes(
     train_both(layer, (tokens, batch, heads * channels), dtype, recipe_of("hybrid"), same_bits, steps=2)
 
 
-def test_checkpoint_changes_no_bit(same_bits) -> None:
-    layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16).to("cuda")
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpoint_changes_no_bit(name: str, same_bits) -> None:
+    make, shape = LAYERS[name]
+    layer = make().to("cuda")
     other = copy.deepcopy(layer)
     for step in range(3):
         found = []
         for module, run in ((layer, lambda f, x: f(x)), (other, te.checkpoint)):
-            x = numbers(step, (30, 2, 64), torch.bfloat16).to("cuda").requires_grad_()
+            x = numbers(step, shape, torch.bfloat16, 1.0 + step).to("cuda").requires_grad_()
             torch.manual_seed(step)
             with te.autocast(recipe=recipe_of("hybrid")):
                 y = run(module, x)
@@ -122,12 +72,14 @@ def test_checkpoint_changes_no_bit(same_bits) -> None:
             same_bits(a, b)
 
 
-def test_a_layer_replays_as_a_cuda_graph(same_bits) -> None:
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_replays_as_a_cuda_graph(name: str, same_bits) -> None:
     """Scale updates and dropout masks included: each replay is the next training step of the CPU's layer."""
-    layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16)
+    make, shape = LAYERS[name]
+    layer = make()
     gpu = copy.deepcopy(layer).to("cuda")
     recipe = recipe_of("hybrid")
-    static = {"x": torch.zeros(30, 2, 64, dtype=torch.bfloat16), "g": torch.zeros(30, 2, 64, dtype=torch.bfloat16)}
+    static = {"x": torch.zeros(shape, dtype=torch.bfloat16), "g": torch.zeros(shape, dtype=torch.bfloat16)}
     device = {name: t.cuda() for name, t in static.items()}
     device["x"].requires_grad_()
 
@@ -150,7 +102,7 @@ def test_a_layer_replays_as_a_cuda_graph(same_bits) -> None:
         y_gpu = step(gpu, device["x"], device["g"])
     te.random.set_state(te.random.get_state(gpu), layer)
     for i in range(3):
-        x, g = numbers(i, (30, 2, 64), torch.bfloat16, 1.0 + i), numbers(9 + i, (30, 2, 64), torch.bfloat16, 0.1)
+        x, g = numbers(i, shape, torch.bfloat16, 1.0 + i), numbers(9 + i, shape, torch.bfloat16, 0.1)
         layer.zero_grad(set_to_none=True)
         inp = x.clone().requires_grad_()
         with te.random.undrawn():

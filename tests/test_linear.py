@@ -10,21 +10,10 @@ import torch
 import written_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linears import DTYPES, RECIPES, numbers
 
 import reference as te
 from reference import formats, tensor_core
-
-PARTS = ("scale", "amax_history")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-RECIPES = [
-    te.DelayedScaling(amax_history_len=3),
-    te.DelayedScaling(fp8_format=te.Format.E4M3, amax_history_len=2, amax_compute_algo="most_recent", margin=1),
-]
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    """fp32 from NumPy, so that a failure can be replayed anywhere."""
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 class WrittenOut:
@@ -170,90 +159,6 @@ def test_shapes_and_strides() -> None:
             assert layer(x[:0]).shape == (0, 6, 16)
 
 
-def test_weight_cache(same_bits) -> None:
-    """`is_first_microbatch`: True casts and keeps, False reuses and leaves the history alone, None always casts."""
-    layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
-    x = numbers(9, 8, 32).to(torch.bfloat16)
-
-    def run(first: bool | None) -> torch.Tensor:
-        with te.autocast(recipe=RECIPES[0]):
-            return layer(x.clone().requires_grad_(), is_first_microbatch=first)
-
-    for _ in range(4):
-        run(None)
-    y = run(True)
-    history = layer.fp8_meta["scaling_fwd"].amax_history[:, 1].clone()
-    with torch.no_grad():
-        layer.weight.mul_(2.0)
-    same_bits(run(False), y, "the cached weight")
-    assert torch.equal(layer.fp8_meta["scaling_fwd"].amax_history[:, 1], history)
-    assert not torch.equal(run(True), y)
-    assert not torch.equal(layer.fp8_meta["scaling_fwd"].amax_history[:, 1], history)
-    layer.float()
-    assert layer._fp8_workspaces == {}, "moving or converting the module drops the copy"
-
-
-CACHING: dict[str, Any] = {
-    "Linear": lambda: te.Linear(32, 32, params_dtype=torch.bfloat16),
-    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16),
-    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, params_dtype=torch.bfloat16),
-}
-CHANGES: dict[str, Any] = {
-    "load_state_dict": lambda layer, other: layer.load_state_dict(other.state_dict()),
-    "load_state_dict, assign": lambda layer, other: layer.load_state_dict(other.state_dict(), assign=True),
-    "to another dtype and back": lambda layer, other: layer.to(torch.float8_e5m2).to(torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", CACHING)
-def test_a_cached_weight_does_not_outlive_its_numbers(name: str, change: str, same_bits) -> None:
-    layer, other = CACHING[name](), CACHING[name]()
-    x, g = numbers(30, 8, 32).to(torch.bfloat16), numbers(31, 8, 32).to(torch.bfloat16)
-
-    def run(module: Any, first: bool | None) -> list[torch.Tensor]:
-        inp = x.clone().requires_grad_()
-        module.zero_grad()
-        with te.autocast(recipe=RECIPES[0]):
-            y = module(inp, is_first_microbatch=first)
-        y.backward(g)
-        state = [getattr(module.fp8_meta[key], part) for key in module.fp8_meta if "scal" in key for part in PARTS]
-        return [y, inp.grad, *(p.grad for p in module.parameters()), *state]
-
-    run(other, None)
-    run(layer, True)
-    CHANGES[change](layer, other)
-    fresh = CACHING[name]()
-    fresh.load_state_dict(layer.state_dict())
-    for a, b in zip(run(layer, False), run(fresh, None), strict=True):
-        same_bits(a, b)
-
-
-def test_cached_and_recast_weights_give_the_same_gradients(same_bits) -> None:
-    x, g = numbers(10, 8, 32).to(torch.bfloat16), numbers(11, 8, 16).to(torch.bfloat16)
-    torch.manual_seed(3)
-    cached = te.Linear(32, 16, params_dtype=torch.bfloat16)
-    recast = te.Linear(32, 16, params_dtype=torch.bfloat16)
-    recast.load_state_dict(cached.state_dict())
-    for microbatch in range(3):
-        for layer, first in ((cached, microbatch == 0), (recast, None)):
-            with te.autocast(recipe=RECIPES[0]):
-                y = layer(x, is_first_microbatch=first)
-            y.backward(g)
-        if microbatch == 0:
-            same_bits(cached.weight.grad, recast.weight.grad)
-
-
-def test_a_cache_without_its_transpose_is_not_enough_for_training() -> None:
-    layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
-    x = numbers(12, 8, 32).to(torch.bfloat16).requires_grad_()
-    with torch.no_grad(), te.autocast(recipe=RECIPES[0]):
-        layer(x, is_first_microbatch=True)
-    with te.autocast(recipe=RECIPES[0]):
-        layer(x, is_first_microbatch=False).sum().backward()
-    assert x.grad is not None
-
-
 def test_only_what_is_needed_is_computed() -> None:
     layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
     x = numbers(13, 8, 32).to(torch.bfloat16)
@@ -296,47 +201,6 @@ def test_return_bias(same_bits) -> None:
     y, bias = layer(x)
     same_bits(y, tensor_core.gemm(x, layer.weight.detach()).to(torch.bfloat16))
     same_bits(bias, layer.bias)
-
-
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fp8", [True, False])
-def test_fused_wgrad_accumulation(main_dtype: torch.dtype, fp8: bool, same_bits) -> None:
-    """The fp32 product is added to what was there, with one rounding: nothing passes through 16 bits on the way."""
-    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True, bias=False, params_dtype=torch.bfloat16)
-    start = numbers(16, 16, 32).to(main_dtype)
-    layer.weight.main_grad = start.clone()
-    x, g = numbers(17, 8, 32).to(torch.bfloat16), numbers(18, 8, 16).to(torch.bfloat16)
-    with te.autocast(enabled=fp8, recipe=RECIPES[0]):
-        y = layer(x)
-    y.backward(g)
-    assert layer.weight.grad is None
-    if fp8:  # the first step's scales are 1
-        codes = (
-            formats.cast(t.t(), formats.format_of(d), 1.0)
-            for t, d in ((g, torch.float8_e5m2), (x, torch.float8_e4m3fn))
-        )
-        dw = tensor_core.gemm(
-            *(torch.nn.functional.pad(c.view(torch.uint8), (0, 8)).view(c.dtype) for c in codes), "split"
-        )
-    else:
-        dw = tensor_core.gemm(g.t(), x.t())
-    same_bits(layer.weight.main_grad, (start.float() + dw).to(main_dtype), "main_grad")
-    del layer.weight.main_grad
-    with te.autocast(enabled=fp8, recipe=RECIPES[0]):
-        y = layer(x)
-    with pytest.raises(RuntimeError, match="weight has no main_grad"):
-        y.backward(g)
-
-
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
-def test_in_fp32_too_the_product_is_added_to_main_grad(main_dtype: torch.dtype, same_bits) -> None:
-    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True)
-    start = numbers(16, 16, 32).to(main_dtype)
-    layer.weight.main_grad = start.clone()
-    x, g = numbers(17, 8, 32), numbers(18, 8, 16)
-    layer(x).backward(g)
-    same_bits(layer.weight.main_grad, (start.float() + torch.nn.functional.linear(g.t(), x.t())).to(main_dtype))
-    assert layer.weight.grad is None
 
 
 def test_torch_autocast_decides_the_activation_dtype() -> None:
@@ -494,20 +358,3 @@ def test_long_products_accumulate_as_they_are_to(dtype: torch.dtype) -> None:
             "dbias": written_out.twin.dbias(g),
         },
     )
-
-
-def test_a_long_product_is_added_to_main_grad_in_chains_of_128() -> None:
-    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True, bias=False, params_dtype=torch.bfloat16)
-    x, g = numbers(60, 150, 32).to(torch.bfloat16), numbers(61, 150, 16).to(torch.bfloat16)
-    layer.weight.main_grad = numbers(62, 16, 32)
-    start = layer.weight.main_grad.clone()
-    with te.autocast(recipe=RECIPES[0]):
-        y = layer(x)
-    y.backward(g)
-    codes = (
-        formats.cast(t, formats.format_of(d), 1.0).view(torch.uint8).t().contiguous().view(d)
-        for t, d in ((g, torch.float8_e5m2), (x, torch.float8_e4m3fn))
-    )
-    a, b = codes
-    assert not torch.equal(tensor_core.gemm(a, b, "fast"), tensor_core.gemm(a, b, "split"))
-    assert torch.equal(layer.weight.main_grad, start + tensor_core.gemm(a, b, "split"))

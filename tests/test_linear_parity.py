@@ -1,89 +1,42 @@
 """The claim: on an H200, `Linear` equals its deep copy on the CPU in every bit, over training steps."""
 
 import copy
-import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_pairs import numbers, train_both
 
 import optimized
 import reference as te
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 8
-LEARNING_RATE = 0.0625
+GROWTH = (1.0, 4.0, 0.25, 1.0, 100.0, 1.0, 1e-3, 1.0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = {"hybrid": te.Format.HYBRID, "e4m3": te.Format.E4M3}
 
 
-def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32) * scale).to(dtype)
+# With a bias and nothing cached, these are cases of `twin parity` (tests/test_parity.py).
+OPTIONS = ((True, True), (False, True), (False, False))
 
 
-def results(layer: te.Linear, x: torch.Tensor, y: torch.Tensor, fp8: bool) -> dict[str, torch.Tensor]:
-    found = {"y": y, "dx": x.grad, "dw": layer.weight.grad}
-    if layer.use_bias:
-        found["db"] = layer.bias.grad
-    if fp8:
-        for key in ("scaling_fwd", "scaling_bwd"):
-            found[key + ".scale"] = layer.fp8_meta[key].scale
-            found[key + ".amax_history"] = layer.fp8_meta[key].amax_history
-    return found
-
-
-def train_both(
-    layer: te.Linear,
-    tokens: int,
-    dtype: torch.dtype,
-    recipe: te.DelayedScaling | None,
-    same_bits,  # type: ignore[no-untyped-def]
-    steps: int = STEPS,
-    cached: bool = False,
-) -> None:
-    """Train a layer and its copy on the GPU side by side and compare everything they compute."""
-    pair = (layer, copy.deepcopy(layer).to("cuda"))
-    for step in range(steps):
-        growth = (1.0, 4.0, 0.25, 1.0, 100.0, 1.0, 1e-3, 1.0)[step % 8]
-        x0 = numbers(2 * step, (tokens, layer.in_features), dtype, growth)
-        g = numbers(2 * step + 1, (tokens, layer.out_features), dtype, 1e-2 * growth)
-        first = step % 4 == 0 if cached else None
-        both = []
-        for module in pair:
-            device = module.weight.device
-            x = x0.to(device, copy=True).requires_grad_()
-            module.zero_grad(set_to_none=True)
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                y = module(x, is_first_microbatch=first)
-            y.backward(g.to(device))
-            both.append(results(module, x, y, recipe is not None))
-            with torch.no_grad():
-                for p in module.parameters():
-                    p.copy_(p - (p.grad * LEARNING_RATE))
-        for name, value in both[0].items():
-            same_bits(value, both[1][name], f"step {step}, {name}, tokens={tokens}, {layer}")
-        for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
-            same_bits(a, b, f"step {step}, updated parameter")
-
-
-CASES = list(itertools.product(DTYPES, FORMATS, ("max", "most_recent"), (True, False), (True, False)))
-
-
-@pytest.mark.parametrize(("dtype", "fmt", "algorithm", "bias", "cached"), CASES)
+@pytest.mark.parametrize(("bias", "cached"), OPTIONS)
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_fp8_training(dtype: str, fmt: str, algorithm: str, bias: bool, cached: bool, same_bits) -> None:
     recipe = te.DelayedScaling(fp8_format=FORMATS[fmt], amax_history_len=4, amax_compute_algo=algorithm)
     layer = te.Linear(208, 112, bias=bias, params_dtype=DTYPES[dtype])
-    train_both(layer, 77, DTYPES[dtype], recipe, same_bits, cached=cached)
+    train_both(layer, (77, 208), DTYPES[dtype], recipe, same_bits, growth=GROWTH, cached=cached)
 
 
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_and_activations_may_differ(dtype: str, params: torch.dtype, same_bits) -> None:
     layer = te.Linear(64, 48, params_dtype=params)
-    train_both(layer, 33, DTYPES[dtype], te.DelayedScaling(margin=1), same_bits, steps=4)
+    train_both(layer, (33, 64), DTYPES[dtype], te.DelayedScaling(margin=1), same_bits, steps=4)
 
 
 SIZES = st.sampled_from([16, 32, 48, 80, 112, 128, 144, 272, 400, 528])
@@ -102,7 +55,8 @@ def test_random_shapes(
     tokens: int, in_features: int, out_features: int, dtype: torch.dtype, fmt: te.Format, bias: bool, same_bits
 ) -> None:
     layer = te.Linear(in_features, out_features, bias=bias, params_dtype=dtype)
-    train_both(layer, tokens, dtype, te.DelayedScaling(fp8_format=fmt, amax_history_len=3), same_bits, steps=3)
+    recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3)
+    train_both(layer, (tokens, in_features), dtype, recipe, same_bits, steps=3)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +65,7 @@ def test_random_shapes(
 )
 def test_tall_and_wide(tokens: int, in_features: int, out_features: int, same_bits) -> None:
     layer = te.Linear(in_features, out_features, params_dtype=torch.bfloat16)
-    train_both(layer, tokens, torch.bfloat16, te.DelayedScaling(), same_bits, steps=2)
+    train_both(layer, (tokens, in_features), torch.bfloat16, te.DelayedScaling(), same_bits, steps=2)
 
 
 @settings(max_examples=30, deadline=None)
@@ -125,12 +79,12 @@ def test_tall_and_wide(tokens: int, in_features: int, out_features: int, same_bi
 @pytest.mark.filterwarnings("ignore:twin..gemm.*:UserWarning")
 def test_16_bits(tokens: int, in_features: int, out_features: int, dtype: torch.dtype, bias: bool, same_bits) -> None:
     layer = te.Linear(in_features, out_features, bias=bias, params_dtype=dtype)
-    train_both(layer, tokens, dtype, None, same_bits, steps=2)
+    train_both(layer, (tokens, in_features), dtype, None, same_bits, steps=2)
 
 
 def test_no_tokens_at_all(same_bits) -> None:
     layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
-    train_both(layer, 0, torch.bfloat16, te.DelayedScaling(), same_bits, steps=2)
+    train_both(layer, (0, 32), torch.bfloat16, te.DelayedScaling(), same_bits, steps=2)
 
 
 def test_special_values(same_bits) -> None:
@@ -147,66 +101,6 @@ def test_special_values(same_bits) -> None:
         outputs.append((y, inp.grad, module.weight.grad, module.fp8_meta["scaling_fwd"].amax_history))
     for a, b in zip(*outputs, strict=True):
         same_bits(a, b)
-
-
-def test_checkpoint_changes_no_bit_on_the_gpu(same_bits) -> None:
-    layer = te.Linear(64, 32, params_dtype=torch.bfloat16).to("cuda")
-    other = copy.deepcopy(layer)
-    for step in range(3):
-        found = []
-        for module, run in ((layer, lambda f, x: f(x)), (other, te.checkpoint)):
-            x = numbers(step, (24, 64), torch.bfloat16, 1.0 + step).to("cuda").requires_grad_()
-            with te.autocast(recipe=te.DelayedScaling()):
-                y = run(module, x)
-            y.backward(torch.ones_like(y))
-            found.append((y, x.grad, module.weight.grad, module.fp8_meta["scaling_fwd"].amax_history))
-        for a, b in zip(*found, strict=True):
-            same_bits(a, b)
-
-
-def test_a_training_step_replays_as_a_cuda_graph(same_bits) -> None:
-    """Forward, backward and both scale updates are captured; replays equal eager steps on the CPU."""
-    layer = te.Linear(64, 32, params_dtype=torch.bfloat16)
-    gpu = copy.deepcopy(layer).to("cuda")
-    recipe = te.DelayedScaling(amax_history_len=4)
-    x, g = torch.zeros(24, 64, dtype=torch.bfloat16), torch.zeros(24, 32, dtype=torch.bfloat16)
-    static_x, static_g = x.cuda().requires_grad_(), g.cuda()
-
-    def step(module: te.Linear, inp: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        with te.autocast(recipe=recipe):
-            y = module(inp)
-        y.backward(grad)
-        return y
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step(gpu, static_x, static_g)
-            step(layer, x.requires_grad_(), g)  # the weight's scale has moved on both sides
-    torch.cuda.current_stream().wait_stream(stream)
-    gpu.zero_grad(set_to_none=True)
-    static_x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static_y = step(gpu, static_x, static_g)
-    for i in range(4):
-        x, g = numbers(i, (24, 64), torch.bfloat16, 1.0 + i), numbers(9 + i, (24, 32), torch.bfloat16, 0.1)
-        layer.zero_grad(set_to_none=True)
-        inp = x.clone().requires_grad_()
-        y = step(layer, inp, g)
-        with torch.no_grad():
-            static_x.copy_(x)
-            static_g.copy_(g)
-            gpu.weight.grad.zero_()
-            gpu.bias.grad.zero_()
-            static_x.grad.zero_()
-        graph.replay()
-        same_bits(y, static_y, f"y, replay {i}")
-        same_bits(inp.grad, static_x.grad, f"dx, replay {i}")
-        same_bits(layer.weight.grad, gpu.weight.grad, f"dw, replay {i}")
-        for key in ("scaling_fwd", "scaling_bwd"):
-            same_bits(layer.fp8_meta[key].scale, gpu.fp8_meta[key].scale, f"{key}, replay {i}")
-            same_bits(layer.fp8_meta[key].amax_history, gpu.fp8_meta[key].amax_history, f"{key}, replay {i}")
 
 
 def test_two_streams_and_two_runs_give_the_same_bits(same_bits) -> None:

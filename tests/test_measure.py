@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import changed_sources, sources
 
 from optimized import compiler, measure
 from optimized.bench import cast, gemm
@@ -32,12 +33,12 @@ def test_kernels_that_changed_since_are_named(tmp_path: Path) -> None:
 
 
 def test_sources_that_changed_are_named() -> None:
-    then = measure.sources()
+    then = sources()
     assert {"optimized/kernels/cast.cu", "reference/ops/cast.py", "tests/test_measure.py"} <= then.keys()
-    assert measure.changed_sources(then) == []
+    assert changed_sources(then) == []
     then["reference/ops/cast.py"] = "0" * 16
     then["reference/gone.py"] = then.pop("tests/test_measure.py")
-    assert measure.changed_sources(then) == ["reference/gone.py", "reference/ops/cast.py", "tests/test_measure.py"]
+    assert changed_sources(then) == ["reference/gone.py", "reference/ops/cast.py", "tests/test_measure.py"]
 
 
 def test_summary_is_the_median_with_its_spread() -> None:

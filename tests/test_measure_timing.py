@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import sources
 from dry_gpu import DryGpu
 
 from optimized import compiler, device, measure
@@ -264,7 +265,7 @@ def test_a_plot_is_a_png(tmp_path: Path) -> None:
 
 
 def test_hashes_of_sources_are_short() -> None:
-    found = measure.sources()
+    found = sources()
     assert {len(digest) for digest in found.values()} == {16}
     assert {Path(path).suffix for path in found} == {".py", ".cu", ".cuh", ".npz"}
     assert {Path(path).parts[0] for path in found} == {"reference", "optimized", "tests"}
@@ -314,12 +315,5 @@ def test_only_9_0_is_hopper(capability: tuple[int, int]) -> None:
     device.check_capability("X", [9, 0])  # type: ignore[arg-type]
 
 
-def test_a_module_that_is_there_is_accepted() -> None:
-    device.check_module("torch", "PyTorch")
+def test_cupy_that_is_there_is_accepted() -> None:
     device.check_cupy(lambda name: name == "cupy" or None)
-    with pytest.raises(
-        device.MissingDependency, match=r"^PyYAML is not installed, and Twin Engine's CUDA kernels need"
-    ):
-        device.check_module("no_such_module_anywhere", "PyYAML")
-    with pytest.raises(device.MissingDependency):
-        device.check_module("no_such_package_anywhere.part", "X")

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ptxas
 import pytest
 
 from optimized import compiler, device
+from reference import notice
 
 
 class Nvrtc:
@@ -176,17 +178,17 @@ def test_a_build_is_known_by_its_note_or_its_bytes(tmp_path: Path) -> None:
 def test_a_short_compilation_says_nothing_and_keeps_no_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compiler._PATIENCE == 2.0
+    assert notice.PATIENCE == 2.0
     timers: list[threading.Timer] = []
     timer = threading.Timer
 
     def noted(patience: float, say: Any) -> threading.Timer:
-        assert patience == compiler._PATIENCE
+        assert patience == notice.PATIENCE
         timers.append(timer(patience, say))
         return timers[-1]
 
     monkeypatch.setattr(threading, "Timer", noted)
-    with compiler._announced("f"):
+    with notice.announced("f"):
         assert timers[0].daemon
     timers[0].join(1.0)
     assert not timers[0].is_alive()
@@ -206,7 +208,6 @@ f.cu(3): Warning: no
 
 
 def test_what_ptxas_reports() -> None:
-    build = compiler.Build(b"", LOG)
-    assert build.usage == (compiler.Usage("one", 12, 0, 0, 0), compiler.Usage("two", 255, 24, 8, 16))
-    assert [line[:12] for line in build.complaints] == ["24 bytes sta", "ptxas info  ", "f.cu(3): War"]
-    assert compiler.parse_complaints("0 bytes spill stores\n10 bytes spill loads") == ("10 bytes spill loads",)
+    assert ptxas.usage(LOG) == [ptxas.Usage("one", 12, 0, 0, 0), ptxas.Usage("two", 255, 24, 8, 16)]
+    assert [line[:12] for line in ptxas.complaints(LOG)] == ["24 bytes sta", "ptxas info  ", "f.cu(3): War"]
+    assert ptxas.complaints("0 bytes spill stores\n10 bytes spill loads") == ["10 bytes spill loads"]

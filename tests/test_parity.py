@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from optimized import device
 from optimized.commands import main, parity
 from optimized.commands.report import Report
 from optimized.commands.steps import recorded
@@ -23,12 +22,6 @@ from reference import files, tensor_core
 from reference.ops import library
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a GPU, wherever the tests run."""
-    monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
 
 
 @pytest.fixture

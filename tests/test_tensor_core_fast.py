@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimized.recordings import tensor_core_cases as inputs
-from reference import tensor_core
+from reference import notice, tensor_core
 from reference.tensor_core import fast, kernels, model
 
 ROOT = Path(__file__).parents[1]
@@ -138,8 +138,7 @@ def test_shapes(kind, m, n, depth):
 
 
 @pytest.mark.parametrize("kind", ["e4m3.e4m3", "fp16.fp16"])
-def test_operands_too_large_to_unpack_at_once(monkeypatch, kind):
-    monkeypatch.setattr(fast, "_PACKED", 1 << 12)
+def test_rows_are_cut_for_the_cache(monkeypatch, kind):
     monkeypatch.setattr(fast, "_ROWS", 16)
     rng = np.random.default_rng(8)
     fmt = inputs.KINDS[kind][0]
@@ -243,13 +242,13 @@ def test_the_fp8_path_holds_no_double_and_nothing_is_contracted():
 
 
 def test_a_long_compilation_says_so(monkeypatch, capfd):
-    monkeypatch.setattr(fast, "_PATIENCE", 0.01)
-    with fast._announced():
-        time.sleep(0.2)
-    assert "preparing the tensor-core model" in capfd.readouterr().err
-    monkeypatch.setattr(fast, "_PATIENCE", 60.0)
-    with fast._announced():
-        pass
+    finite = fast._finite
+    monkeypatch.setattr(fast, "_finite", lambda *given: (time.sleep(0.2), finite(*given))[1])
+    monkeypatch.setattr(notice, "PATIENCE", 0.01)
+    fast._compiled.__wrapped__(False)
+    assert "twin-engine: preparing the tensor-core model" in capfd.readouterr().err
+    monkeypatch.setattr(notice, "PATIENCE", 60.0)
+    fast._compiled.__wrapped__(False)
     assert capfd.readouterr().err == ""
 
 

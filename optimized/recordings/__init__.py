@@ -1,7 +1,7 @@
 """What an H200 recorded, and the cases that make its inputs again: `twin parity`, README, notebooks and tests read it.
 
     reader             the files of data/
-    tensor_core        `wgmma` instructions and cuBLASLt's products (inputs: tensor_core_cases)
+    tensor_core        `wgmma` instructions and cuBLASLt's GEMMs (inputs: tensor_core_cases)
     linear             six training steps of an FP8 Linear made of cuBLASLt
     cases              this project's ops and layers, one by one (case, cases_ops, cases_layers)
     outputs            the file of those, written by `twin parity --record`

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,7 +10,8 @@ import reference as te
 from reference import philox
 
 Outputs = dict[str, torch.Tensor]
-WIDE = (torch.bfloat16, torch.float16, torch.float32)
+HALVES = (torch.bfloat16, torch.float16)
+WIDE = (*HALVES, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -52,3 +54,23 @@ def numbers(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tens
 def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """FP8 numbers from a bell curve that fills most of the format."""
     return te.formats.cast(philox.normal(shape, seed=seed), te.formats.format_of(dtype), 24.0)
+
+
+def named(names: str, results: Any) -> Outputs:
+    """An op's results by name."""
+    return dict(zip(names.split(), results, strict=True))
+
+
+def state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, history) of three columns; the cases use column 1."""
+    return torch.tensor([1.0, 3.0, 1.0], device=device), torch.zeros(4, 3, device=device)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Seed and offset of dropout."""
+    return torch.tensor([0x1234567890ABCDEF, 5], dtype=torch.int64, device=device)
+
+
+def inverses(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale_inv of both operands of a GEMM."""
+    return torch.tensor([0.037], device=device), torch.tensor([1.3], device=device)

@@ -2,7 +2,7 @@
 
 Inputs come from Philox, so a case is the same on every machine, and a recording holds outputs only. Cases marked
 `live` are too large to be replayed in a few seconds: they run where there is a GPU to compare with. Here are casts,
-the scale update and products; `cases_ops` has the other ops, `cases_layers` the layers.
+the scale update and GEMMs; `cases_ops` has the other ops, `cases_layers` the layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,21 @@ from itertools import product
 import torch
 
 from optimized.recordings import cases_layers, cases_ops
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, codes, every_word, numbers, short
+from optimized.recordings.case import (
+    FP8,
+    HALVES,
+    WIDE,
+    Case,
+    Outputs,
+    codes,
+    every_word,
+    inverses,
+    named,
+    numbers,
+    random_state,
+    short,
+    state,
+)
 from reference import philox
 from reference.ops.activation import GATED, KINDS
 from reference.ops.cast_transpose import cast_outputs
@@ -21,16 +35,12 @@ twin = torch.ops.twin
 
 
 def _cast(op: str, make: Callable[[], torch.Tensor], dtype: torch.dtype, scale: float, device: torch.device) -> Outputs:
-    names = {
-        "cast": ("q", "scale_inv"),
-        "cast_transpose": ("q", "q_t", "scale_inv"),
-        "cast_transpose_dbias": ("q", "q_t", "scale_inv", "dbias"),
-    }[op]
+    names = {"cast": "q scale_inv", "cast_transpose": "q q_t scale_inv"}.get(op, "q q_t scale_inv dbias")
     scales = torch.tensor([1.0, scale, 1.0], device=device)
     history = torch.zeros(4, 3, device=device)
     history[0, 1] = 0.5
     results = getattr(twin, op)(make().to(device), scales, history, 1, dtype)
-    return {**dict(zip(names, results, strict=True)), "amax_history": history}
+    return {**named(names, results), "amax_history": history}
 
 
 def _casts_together(wide: torch.dtype, dtype: torch.dtype, device: torch.device) -> Outputs:
@@ -50,7 +60,7 @@ def _side_by_side(wide: torch.dtype, dtype: torch.dtype, groups: int, device: to
     xs = [numbers((130, groups * width), wide, 31 + i).to(device) for i, width in enumerate((16, 8, 8))]
     scales, history = torch.tensor([1.0, 3.0], device=device), torch.zeros(4, 2, device=device)
     results = twin.cat_cast_transpose_dbias(xs, groups, scales, history, 1, dtype)
-    return {**dict(zip(("q", "q_t", "scale_inv", "dbias"), results, strict=True)), "amax_history": history}
+    return {**named("q q_t scale_inv dbias", results), "amax_history": history}
 
 
 def casts() -> Iterator[Case]:
@@ -58,28 +68,17 @@ def casts() -> Iterator[Case]:
     for wide, dtype in product(WIDE, FP8):
         label = f"{short(wide)} to {short(dtype)}"
         for scale in (1.0, 37.5):
-            yield Case(
-                "cast",
-                f"{label}, 65,536 words, scale {scale}",
-                partial(_cast, "cast", partial(every_word, wide), dtype, scale),
-            )
+            run = partial(_cast, "cast", partial(every_word, wide), dtype, scale)
+            yield Case("cast", f"{label}, 65,536 words, scale {scale}", run)
         for op, rows in product(("cast_transpose", "cast_transpose_dbias"), (1, 7, 130, 2048)):
-            yield Case(
-                op,
-                f"{label}, [{rows}, 80]",
-                partial(_cast, op, partial(numbers, (rows, 80), wide, 21), dtype, 3.0),
-                live=rows > 1000,
-            )
+            run = partial(_cast, op, partial(numbers, (rows, 80), wide, 21), dtype, 3.0)
+            yield Case(op, f"{label}, [{rows}, 80]", run, live=rows > 1000)
         yield Case("multi_cast_transpose", f"{label}, three matrices", partial(_casts_together, wide, dtype))
         for groups in (1, 3):
             title = f"{label}, three parts in {groups} groups"
             yield Case("cat_cast_transpose_dbias", title, partial(_side_by_side, wide, dtype, groups))
     for wide, rows in product(WIDE, (1, 63, 64, 65, 1000)):
-        yield Case(
-            "dbias",
-            f"{short(wide)} [{rows}, 48]",
-            partial(_dbias, (rows, 48), wide),
-        )
+        yield Case("dbias", f"{short(wide)} [{rows}, 48]", partial(_dbias, (rows, 48), wide))
         yield Case("amax", f"{short(wide)} [{rows}, 48]", partial(_amax, (rows, 48), wide))
 
 
@@ -114,11 +113,7 @@ def _scale_update(algorithm: str, margin: int, device: torch.device) -> Outputs:
 def updates() -> Iterator[Case]:
     """The scale update."""
     for algorithm, margin in product(("max", "most_recent"), (0, 2)):
-        yield Case(
-            "scale_update",
-            f"{algorithm}, margin {margin}",
-            partial(_scale_update, algorithm, margin),
-        )
+        yield Case("scale_update", f"{algorithm}, margin {margin}", partial(_scale_update, algorithm, margin))
 
 
 def _gemm_fp8(
@@ -126,9 +121,9 @@ def _gemm_fp8(
 ) -> Outputs:
     m, n, k = shape
     a, b = codes((m, k), types[0], 61).to(device), codes((n, k), types[1], 62).to(device)
-    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    scale_invs = inverses(device)
     vector = philox.normal((n,), seed=63).to(device, torch.bfloat16) if bias else None
-    return {"out": twin.gemm_fp8(a, b, *inverses, vector, types[2], accumulate)}
+    return {"out": twin.gemm_fp8(a, b, *scale_invs, vector, types[2], accumulate)}
 
 
 def _gemm(
@@ -144,7 +139,7 @@ def _gemm(
 
 
 def products() -> Iterator[Case]:
-    """The matrix products."""
+    """GEMMs."""
     for a, b, accumulate in product(FP8, FP8, ("fast", "split")):
         for (m, n, k), out, bias in (
             ((40, 48, 272), torch.float32, False),
@@ -152,69 +147,61 @@ def products() -> Iterator[Case]:
             ((7, 64, 16), torch.float16, False),
             ((520, 272, 1040), torch.bfloat16, True),
         ):
-            yield Case(
-                f"gemm_fp8 ({accumulate})",
-                f"{short(a)}·{short(b)} {m}x{n}x{k} to {short(out)}{', bias' * bias}",
-                partial(_gemm_fp8, (m, n, k), (a, b, out), bias, accumulate),
-                live=m > 500,
-            )
-    for half, layout in product((torch.bfloat16, torch.float16), ("NN", "NT", "TN", "TT")):
+            label = f"{short(a)}·{short(b)} {m}x{n}x{k} to {short(out)}{', bias' * bias}"
+            run = partial(_gemm_fp8, (m, n, k), (a, b, out), bias, accumulate)
+            yield Case(f"gemm_fp8 ({accumulate})", label, run, live=m > 500)
+    for half, layout in product(HALVES, ("NN", "NT", "TN", "TT")):
         for (m, n, k), out in (((33, 47, 70), torch.float32), ((64, 32, 128), half), ((300, 200, 520), half)):
-            yield Case(
-                "gemm",
-                f"{short(half)} {m}x{n}x{k} {layout} to {short(out)}",
-                partial(_gemm, (m, n, k), (half, out), layout),
-                live=m >= 300,
-            )
+            label = f"{short(half)} {m}x{n}x{k} {layout} to {short(out)}"
+            yield Case("gemm", label, partial(_gemm, (m, n, k), (half, out), layout), live=m >= 300)
 
 
 def _fused(op: str, shape: tuple[int, int, int], kind: str, half: torch.dtype, device: torch.device) -> Outputs:
-    """A fused product on `shape` = rows and columns of the activation, K; `kind` names its activation."""
+    """A fused GEMM on `shape` = rows and columns of the activation, K; `kind` names its activation."""
     m, cols, k = shape
     n = cols * (2 if kind in GATED else 1)
-    scales, history = torch.tensor([1.0, 3.0, 1.0], device=device), torch.zeros(4, 3, device=device)
-    state = (scales, history, 1)
-    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    scales, history = state(device)
+    scaling, scale_invs = (scales, history, 1), inverses(device)
     vector = philox.normal((n,), seed=83).to(half).to(device)
     if op == "gemm_fp8_activation":
         a, b = codes((m, k), FP8[0], 81).to(device), codes((n, k), FP8[0], 82).to(device)
-        results = twin.gemm_fp8_activation(a, b, *inverses, vector, half, kind, *state, FP8[0])
-        return {**dict(zip(("h", "q", "q_t", "scale_inv"), results, strict=True)), "amax_history": history}
+        results = twin.gemm_fp8_activation(a, b, *scale_invs, vector, half, kind, *scaling, FP8[0])
+        return {**named("h q q_t scale_inv", results), "amax_history": history}
     a, b = codes((m, k), FP8[1], 84).to(device), codes((cols, k), FP8[0], 85).to(device)
     x = numbers((m, n), half, 86).to(device)
-    results = twin.gemm_fp8_activation_backward(a, b, *inverses, x, kind, *state, FP8[1])
-    return {**dict(zip(("q", "q_t", "scale_inv", "dbias"), results, strict=True)), "amax_history": history}
+    results = twin.gemm_fp8_activation_backward(a, b, *scale_invs, x, kind, *scaling, FP8[1])
+    return {**named("q q_t scale_inv dbias", results), "amax_history": history}
 
 
 def _residual(shape: tuple[int, int, int], p: float, half: torch.dtype, device: torch.device) -> Outputs:
     m, n, k = shape
     a, b = codes((m, k), FP8[0], 87).to(device), codes((n, k), FP8[0], 88).to(device)
-    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    scale_invs = inverses(device)
     bias, residual = numbers((1, n), half, 89).to(device)[0], numbers((m, n), half, 90).to(device)
-    state = torch.tensor([0x1234567890ABCDEF, 5], dtype=torch.int64, device=device)
-    out = twin.gemm_fp8_bias_dropout_add(a, b, *inverses, bias, residual, half, p, state)
-    return {"out": out, "rng_state": state}
+    drawn = random_state(device)
+    out = twin.gemm_fp8_bias_dropout_add(a, b, *scale_invs, bias, residual, half, p, drawn)
+    return {"out": out, "rng_state": drawn}
 
 
 def _accumulated(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
     m, n, k = shape
     a, b = codes((m, k), FP8[1], 91).to(device), codes((n, k), FP8[0], 92).to(device)
-    inverses = (torch.tensor([0.037], device=device), torch.tensor([1.3], device=device))
+    scale_invs = inverses(device)
     out, wide_out = (numbers(shape[:2], dtype, 93 + i).to(device) for i in range(2))
-    twin.gemm_fp8_accumulate(a, b, *inverses, out)
+    twin.gemm_fp8_accumulate(a, b, *scale_invs, out)
     wide = (philox.normal((rows, k), seed=95).to(torch.bfloat16).to(device) for rows in (m, n))
     twin.gemm_accumulate(*wide, wide_out)
     return {"FP8": out, "bf16": wide_out}
 
 
 def fused() -> Iterator[Case]:
-    """Products with what follows them."""
+    """GEMMs with what follows them."""
     shapes = ((1, 16, 16), (70, 96, 272), (300, 528, 400))
-    for half, kind, shape in product((torch.bfloat16, torch.float16), KINDS, shapes):
+    for half, kind, shape in product(HALVES, KINDS, shapes):
         for op in ("gemm_fp8_activation", "gemm_fp8_activation_backward"):
             label = f"{kind}, {short(half)} {'x'.join(map(str, shape))}"
             yield Case(op, label, partial(_fused, op, shape, kind, half), live=shape[0] > 200)
-    for half, p, shape in product((torch.bfloat16, torch.float16), (0.0, 0.1), shapes):
+    for half, p, shape in product(HALVES, (0.0, 0.1), shapes):
         label = f"{short(half)} {'x'.join(map(str, shape))} p={p}"
         yield Case("gemm_fp8_bias_dropout_add", label, partial(_residual, shape, p, half), live=shape[0] > 200)
     for dtype, shape in product(WIDE, shapes):

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 import reference as te
-from optimized.recordings.case import WIDE, Case, Outputs, short
+from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
 from reference import philox
 from reference.nn.dropout import Generator
+from reference.ops.activation import KINDS as ACTIVATIONS
 
-HALVES = (torch.bfloat16, torch.float16)
 LEARNING_RATE = 0.03125
 GROWTH = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)  # of the inputs at each step, so that scales move
-ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
 FORMATS = {None: "16 bits", te.Format.HYBRID: "FP8", te.Format.E4M3: "FP8"}
 Make = Callable[[torch.dtype], torch.nn.Module]
 
@@ -118,9 +117,8 @@ def _case(
     recipe = None
     if fmt is not None:
         recipe = te.DelayedScaling(fp8_format=fmt, amax_history_len=3, amax_compute_algo=algorithm)
-    return Case(
-        f"{layer} ({precision})", name, partial(_trained, make, shape, dtype, recipe, extra or {}, seeded), live
-    )
+    run = partial(_trained, make, shape, dtype, recipe, extra or {}, seeded)
+    return Case(f"{layer} ({precision})", name, run, live)
 
 
 def _of(layer: str, *sizes: int, **arguments: Any) -> Make:

@@ -3,33 +3,30 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, every_word, numbers, short
+from optimized.recordings.case import (
+    FP8,
+    HALVES,
+    WIDE,
+    Case,
+    Outputs,
+    every_word,
+    named,
+    numbers,
+    random_state,
+    short,
+    state,
+)
 from reference import philox
+from reference.ops.activation import GATED
+from reference.ops.activation import KINDS as ACTIVATIONS
 from reference.ops.adam import correction
+from reference.ops.norm import KINDS as NORMS
 
 twin = torch.ops.twin
-HALVES = (torch.bfloat16, torch.float16)
-NORMS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
-GATED = ("geglu", "swiglu")
 EPSILON = 1e-5
-
-
-def _named(names: str, results: Any) -> Outputs:
-    return dict(zip(names.split(), results, strict=True))
-
-
-def _state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales, history) of three columns; the cases use column 1."""
-    return torch.tensor([1.0, 3.0, 1.0], device=device), torch.zeros(4, 3, device=device)
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.tensor([0x1234567890ABCDEF, 5], dtype=torch.int64, device=device)
 
 
 def _norm(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
@@ -39,17 +36,15 @@ def _norm(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.d
     weight, bias = (philox.normal((shape[1],), 1.0 - n, 0.3, seed=104 + n).to(dtype).to(device) for n in range(2))
     beta = bias if kind == "layernorm" else None
     y, mean, rstd = twin.norm(x, weight, beta, EPSILON, zero_centered, kind, dtype)
-    found = _named("y mean rstd", (y, mean, rstd))
+    found = named("y mean rstd", (y, mean, rstd))
     for name, extra in (("", None), (" + residual", residual)):
         results = twin.norm_backward(grad, x, weight, mean, rstd, zero_centered, kind, extra)
-        found |= _named(f"dx{name} dweight{name} dbias{name}".replace(" + ", "+"), results)
+        found |= named(f"dx{name} dweight{name} dbias{name}".replace(" + ", "+"), results)
     if shape[1] % 16 == 0:
         for target in FP8:
-            scales, history = _state(device)
-            cast = twin.norm_cast_transpose(
-                x, weight, beta, EPSILON, zero_centered, kind, scales, history, 1, target
-            )  # fmt: skip
-            found |= _named(" ".join(f"{n}.{short(target)}" for n in ("q", "q_t", "scale_inv", "m", "r")), cast)
+            scales, history = state(device)
+            cast = twin.norm_cast_transpose(x, weight, beta, EPSILON, zero_centered, kind, scales, history, 1, target)
+            found |= named(" ".join(f"{n}.{short(target)}" for n in ("q", "q_t", "scale_inv", "m", "r")), cast)
             found[f"amax.{short(target)}"] = history
     return found
 
@@ -77,12 +72,12 @@ def _activation_cast(shape: tuple[int, int], dtype: torch.dtype, kind: str, devi
     grad = numbers(shape, dtype, 122).to(device)
     found: Outputs = {}
     for target in FP8:
-        scales, history = _state(device)
+        scales, history = state(device)
         label = short(target)
         forward = twin.activation_cast_transpose(x, kind, scales, history, 1, target)
         backward = twin.activation_backward_cast_transpose_dbias(grad, x, kind, scales, history, 1, target)
-        found |= _named(f"q.{label} q_t.{label} scale_inv.{label}", forward)
-        found |= _named(f"dq.{label} dq_t.{label} dscale_inv.{label} dbias.{label}", backward)
+        found |= named(f"q.{label} q_t.{label} scale_inv.{label}", forward)
+        found |= named(f"dq.{label} dq_t.{label} dscale_inv.{label} dbias.{label}", backward)
         found[f"amax.{label}"] = history
     return found
 
@@ -124,12 +119,12 @@ def _attention(
     q, k, v, grad = heads(h, sq, 132), heads(hkv, skv, 133), heads(hkv, skv, 134), heads(h, sq, 135)
     hidden = _mask(mask, b, h, sq, skv)
     rest = (d**-0.5, mask_type, None if hidden is None else hidden.to(device), dropout)
-    state = _random_state(device) if dropout else None
-    before = None if state is None else state.clone()
-    out, m, inv = twin.attention(q, k, v, *rest, state)
+    drawn = random_state(device) if dropout else None
+    before = None if drawn is None else drawn.clone()
+    out, m, inv = twin.attention(q, k, v, *rest, drawn)
     gradients = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before)
-    found = _named("out m inv dq dk dv", (out, m, inv, *gradients))
-    return found if state is None else {**found, "rng_state": state}
+    found = named("out m inv dq dk dv", (out, m, inv, *gradients))
+    return found if drawn is None else {**found, "rng_state": drawn}
 
 
 def attentions() -> Iterator[Case]:
@@ -169,11 +164,11 @@ def _rotary(dtype: torch.dtype, interleaved: bool, device: torch.device) -> Outp
 def _dropout(dtype: torch.dtype, p: float, parts: str, device: torch.device) -> Outputs:
     x, residual = (numbers((45, 100), dtype, 161 + n).to(device) for n in range(2))
     bias = philox.normal((100,), seed=163).to(dtype).to(device)
-    state = _random_state(device) if p else None
-    before = None if state is None else state.clone()
-    out = twin.bias_dropout_add(x, bias if "b" in parts else None, residual if "r" in parts else None, p, state)
+    drawn = random_state(device) if p else None
+    before = None if drawn is None else drawn.clone()
+    out = twin.bias_dropout_add(x, bias if "b" in parts else None, residual if "r" in parts else None, p, drawn)
     found = {"out": out, "dx": twin.dropout_backward(x, p, before)}
-    return found if state is None else {**found, "rng_state": state}
+    return found if drawn is None else {**found, "rng_state": drawn}
 
 
 def _adam(dtype: torch.dtype, master: bool, decoupled: bool, device: torch.device) -> Outputs:

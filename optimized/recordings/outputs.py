@@ -1,7 +1,7 @@
 """data/parity_h200.npz: what an H200 computed for the cases of `twin parity`, small enough to be committed.
 
-An output of up to `WHOLE` words is stored as it is. Of a larger one the first `SHOWN` words are stored and a digest
-of all, in which every NaN of 16 and 32 bits is one NaN: the digest is equal if and only if (but for chance, 2⁻¹²⁸)
+An output of up to `WHOLE` words is stored as it is. A larger one is stored as its first `SHOWN` words and a digest of
+all words, in which every NaN of 16 and 32 bits is one NaN: the digest is equal if and only if (but for chance, 2⁻¹²⁸)
 every word is.
 """
 
@@ -16,12 +16,12 @@ import torch
 
 from optimized import compiler, measure
 from optimized.compare import FLOAT8, INTEGERS, Tally, differing
+from optimized.recordings.case import Outputs
 from optimized.recordings.reader import RESTORED
 from reference import files
 
 RECORDING = "parity_h200"
 WHOLE, SHOWN = 96, 32
-Outputs = dict[str, torch.Tensor]
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What an H200's tensor core computed: raw `wgmma` instructions, and cuBLASLt's products."""
+"""What an H200's tensor core computed: raw `wgmma` instructions, and GEMMs of cuBLASLt."""
 
 import functools
 from collections.abc import Iterator
@@ -12,20 +12,15 @@ from optimized.recordings import tensor_core_cases as inputs
 from optimized.recordings.reader import arrays
 from reference import tensor_core
 
-DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Where few tiles meet a long K, cuBLASLt computes slices of K apart and adds them in fp32, in order. (M, N, K) of the
-# recorded products where it did, with the length of the slices: found by trying all, and the words agree.
+# recorded GEMMs where it did, with the length of the slices: found by trying all, and the words agree.
 SLICES_OF_CUBLASLT = {(256, 256, 16384): 5504, (64, 64, 65536): 2688}
 
 
 @dataclass(frozen=True)
 class Product:
-    """A recorded corner of a product of cuBLASLt: out = a·bᵀ, fp32 [rows, columns], of operands [·, k]."""
+    """A recorded corner of a GEMM of cuBLASLt: out = a·bᵀ, fp32 [rows, columns], of operands [·, k]."""
 
     formats: str
     m: int
@@ -46,7 +41,7 @@ class Product:
         return SLICES_OF_CUBLASLT.get((self.m, self.n, self.k), self.k)
 
     def predict(self) -> torch.Tensor:
-        """The same product by the model of the tensor core, in cuBLASLt's order of additions."""
+        """The same GEMM by the model of the tensor core, in cuBLASLt's order of additions."""
         partial = [
             tensor_core.gemm(a.contiguous(), b.contiguous(), self.accumulate)
             for a, b in zip(self.a.split(self._slice, 1), self.b.split(self._slice, 1), strict=True)
@@ -117,7 +112,7 @@ def steps() -> Iterator[Steps]:
 
 
 def products() -> Iterator[Product]:
-    """Every product that cuBLASLt computed on an H200 through `torch._scaled_mm`."""
+    """Every GEMM that cuBLASLt computed on an H200 through `torch._scaled_mm`."""
     words = arrays("tensor_core_h200")
     for index, (formats, m, n, k) in enumerate(inputs.PRODUCTS):
         codes = inputs.product_inputs(index, corner=True)

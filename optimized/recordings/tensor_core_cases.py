@@ -52,12 +52,7 @@ class Bits:
         return (self.generator.random_raw(count) >> np.uint64(32)).astype(np.int64).reshape(shape) % limit
 
     def codes(
-        self,
-        fmt: model.Format,
-        shape: tuple[int, ...],
-        fields: tuple[int, int],
-        zeros: int = 0,
-        specials: int = 0,
+        self, fmt: model.Format, shape: tuple[int, ...], fields: tuple[int, int], zeros: int = 0, specials: int = 0
     ) -> np.ndarray:
         """Codes with exponent fields in `fields` (inclusive), finite.
 
@@ -206,7 +201,7 @@ PRODUCTS = [
     ("e4m3.e5m2", 512, 512, 2048),
     ("e4m3.e5m2", 1024, 2048, 16384),
 ]
-CORNER = (24, 16)  # how much of a product is stored: its first rows and columns
+CORNER = (24, 16)  # how much of a GEMM is stored: its first rows and columns
 
 
 def product_inputs(index: int, corner: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_cudnn, check_grid, check_mask, check_mask_type, check_qkv
-from reference.nn.context import BlockContext
+from reference.nn.context import BlockContext, Saved
 from reference.nn.dropout import Generator
 from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
@@ -26,13 +26,12 @@ from reference.ops.library import twin
 from reference.quantized import as_dtype
 from reference.recompute import checkpoint
 
-Saved = tuple[torch.Tensor | None, ...]
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 MASK_NAMES = ("attention_mask", "attn_mask_type")
 
 
 class CorePlan(NamedTuple):
-    """Of softmax(q·kᵀ·scale, masked)·v: Transformer Engine's mask type, the probability of dropping a weight, whose."""
+    """How to attend: the scale, Transformer Engine's mask type, the probability of dropping a weight, the backend."""
 
     scale: float
     mask_type: str
@@ -243,10 +242,9 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        if q.dtype == torch.float32:
-            p = self.attention_dropout if self.training else 0.0
-            return torch_attention(q, k, v, self.softmax_scale, kind, mask, p)
         core = self.core_plan(kind)
+        if q.dtype == torch.float32:
+            return torch_attention(q, k, v, core, mask)
         if core.backend == "cudnn":
             return cudnn_attention(q, k, v, core)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask,))
@@ -273,30 +271,24 @@ _say_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a comp
 
 
 def torch_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    kind: str,
-    mask: torch.Tensor | None,
-    p: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """`forward`'s out in fp32 by PyTorch, differentiable, outside the bit contract; dropout from torch's generator."""
     _say_fp32()
-    rule, sq, skv = MASK_TYPES[kind][0], q.shape[2], k.shape[2]
+    sq, skv = q.shape[2], k.shape[2]
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    shift = causal_shift(rule, sq, skv)
+    shift = causal_shift(MASK_TYPES[core.mask_type][0], sq, skv)
     if mask is None and not shift:
-        return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=shift == 0, scale=scale)
+        return scaled_dot_product_attention(q, k, v, dropout_p=core.p, is_causal=shift == 0, scale=core.scale)
     if shift is not None:
-        behind = torch.ones(sq, skv, dtype=torch.bool, device=q.device).triu(shift + 1)
-        mask = behind if mask is None else mask | behind
+        later = torch.ones(sq, skv, dtype=torch.bool, device=q.device).triu(shift + 1)
+        mask = later if mask is None else mask | later
     assert mask is not None
     mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels repeat a mask over every dimension but the last
     blind = mask.all(-1, keepdim=True)  # such a row sees everything and is then cleared: no backend makes NaN of it
-    out = scaled_dot_product_attention(q, k, v, attn_mask=blind | ~mask, dropout_p=p, scale=scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=blind | ~mask, dropout_p=core.p, scale=core.scale)
     return out.masked_fill(blind, 0.0)
 
 

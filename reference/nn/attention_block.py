@@ -21,14 +21,13 @@ from reference.compiled import before
 from reference.nn import attention, layernorm_linear, linear
 from reference.nn.attention import CorePlan, Mask, full_mask
 from reference.nn.autograd import wanted
-from reference.nn.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
+from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.dropout import Generator
 from reference.nn.layernorm import norm_plan
 from reference.nn.multihead_attention import Heads, angles_of
 from reference.ops.library import twin
 from reference.quantized import Quantized, fprop_residual, rows_of
 
-Saved = tuple[torch.Tensor | None, ...]
 Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -43,7 +42,7 @@ class Plan(NamedTuple):
         core, proj: of attention, and of the projection after it.
         heads: where q, k and v (or k and v) lie in their projection.
         shape, source_shape, sequence_first: of x, of the encoder's output (None for self-attention), of both.
-        p: probability of dropping an element behind proj.
+        p: probability of dropping an element after proj.
         rotary: None without angles, else whether the pairs that are turned are neighbours.
         recomputes: whether backward runs attention again instead of keeping what it saved.
     """
@@ -185,7 +184,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
 def _joined_grads(
     plan: Plan, context: BlockContext, saved: Saved, pieces: list[torch.Tensor], grad: torch.Tensor, proj_grads: Saved
 ) -> Saved:
-    """The gradients of x, γ, β, w and b, from those of q, k and v (or of q alone), and proj's behind them."""
+    """The gradients of x, γ, β, w and b, from those of q, k and v (or of q alone), and then proj's."""
     first, needs = context.modules[0], plan.first.needs
     if not any(needs):
         return (*[None] * 5, *proj_grads)
@@ -228,7 +227,7 @@ def prepared(
     angles: Angles = None,
     recomputes: bool = False,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
-    """The plan, the context and the tensors of one forward of a `MultiheadAttention` behind a norm of its own.
+    """The plan, the context and the tensors of one forward of a `MultiheadAttention` with a norm of its own.
 
     `TransformerLayer` has checked the arguments.
     """

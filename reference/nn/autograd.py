@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from reference import compiled, recompute
-from reference.autocast import first_module_pending, take_first_module
-from reference.nn.context import BlockContext, ModuleContext
+from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.threads import here
 
-Saved = tuple[torch.Tensor | None, ...]
 Context = ModuleContext | BlockContext
-Forward = Callable[..., tuple[Any, tuple[torch.Tensor | None, ...]]]
-Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+Forward = Callable[..., tuple[Any, Saved]]
+Backward = Callable[..., Saved]
 
 
 class Plain:
@@ -96,8 +95,8 @@ def differentiable(
     """`forward`'s output, with `backward` as its derivative with respect to `tensors`; `plan.needs` says which."""
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
-    updates = stateful and not recompute.replaying() and first_module_pending()
+    updates = stateful and not recompute.replaying() and here().first_module_pending
     out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
     if updates:
-        take_first_module()
+        here().first_module_pending = False
     return out

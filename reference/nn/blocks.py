@@ -21,9 +21,9 @@ from reference import recompute
 from reference.compiled import before
 from reference.nn import attention_block, layernorm_mlp
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_block import Dropout, Saved, before_dropout, parameters, whole
+from reference.nn.attention_block import Dropout, before_dropout, parameters, whole
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.context import BlockContext
+from reference.nn.context import BlockContext, Saved
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.nn.linear import Linear
@@ -36,7 +36,7 @@ _MLP_SAVED = 14
 
 
 class MLPPlan(NamedTuple):
-    """Of the MLP's half: which gradients are wanted, the MLP, the shape of h, the probability of dropping."""
+    """Which gradients the MLP's half wants, its MLP, the shape of h, and the probability of dropping."""
 
     needs: tuple[bool, ...]
     mlp: layernorm_mlp.Plan
@@ -131,7 +131,7 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
 
 
 def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether `attention_block` may run for it: attention behind a norm of its own."""
+    """Whether `attention_block` may run for it: attention with a norm of its own."""
     if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm:
         return False
     modules = module._modules

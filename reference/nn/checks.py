@@ -1,4 +1,4 @@
-"""What forwards look at before they change anything: activations, masks, rotary angles. Refusals are sentences.
+"""What forwards check before they change anything: activations, masks, rotary angles. Refusals are sentences.
 
 A layer that is made of layers checks here all that its parts would refuse, so that a refused call leaves every amax
 history, random state and cached weight as it was.

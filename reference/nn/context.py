@@ -15,10 +15,12 @@ from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.notice import say_once
 from reference.quantized import Quantized
 from reference.quantizer import Gemm, Quantizer
+from reference.recipe import Recipe
 
 if TYPE_CHECKING:
     from reference.nn.module import TransformerEngineBaseModule
 
+Saved = tuple[torch.Tensor | None, ...]
 State = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is read besides the pair's tensors, what of it is changed
 
 
@@ -26,13 +28,17 @@ class Precision:
     """The quantizers of a module's GEMMs, kept from forward to forward.
 
     Attributes:
+        recipe, forward, backward: in FP8 what they were made of, the recipe and the state of each direction; else None.
         kind: hashable; all that their launches depend on besides tensors.
         fp8: whether weights are cast to FP8.
         stateful: whether there are scales to be updated after a step.
     """
 
-    def __init__(self, gemms: tuple[Gemm, ...], stateful: bool = False) -> None:
-        self.gemms, self.stateful = gemms, stateful
+    def __init__(
+        self, gemms: tuple[Gemm, ...], recipe: Recipe | None = None, forward: Any = None, backward: Any = None
+    ) -> None:
+        self.gemms, self.recipe, self.forward, self.backward = gemms, recipe, forward, backward
+        self.stateful = recipe is not None and recipe.history_rows is not None
         self.kind: Hashable = tuple(gemm.kind for gemm in gemms)
         self.fp8 = gemms[0].weight.fp8
         self._distinct: list[list[Quantizer]] | None = None  # not yet: a compiler would guard the identity of tensors

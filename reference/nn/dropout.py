@@ -11,12 +11,10 @@ import torch
 from reference import philox, recompute
 from reference.compiled import before, order
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.context import BlockContext
+from reference.nn.context import BlockContext, Saved
 from reference.nn.parameters import forked
 from reference.ops.library import twin
 from reference.threads import here
-
-Saved = tuple[torch.Tensor | None, ...]
 
 
 class Generator(torch.nn.Module):

@@ -35,12 +35,8 @@ class WithFP8State(torch.nn.Module):
     quantized_init: model_init.QuantizedInit | None
     own_recipe: Recipe | None = None
     in_high_precision = False
-    _history_rows: int | None  # what the state is known to have: no need to look
+    _history_rows: int | None  # the rows that the state is known to have, which then need not be looked at
     _fp8_workspaces: dict[str, Quantized]
-
-    def _columns(self, key: str) -> int:
-        names = FORWARD_TENSORS if key == "scaling_fwd" else BACKWARD_TENSORS
-        return self.num_gemms * len(names)
 
     def _parameter_device(self) -> torch.device:
         return next(parameter for parameter in self._parameters.values() if parameter is not None).device
@@ -53,7 +49,7 @@ class WithFP8State(torch.nn.Module):
                 self.fp8_meta[key].reset()
             elif self.quantized_init is not None and self.fp8_weights:
                 rows = self.quantized_init.recipe.amax_history_len
-                self.fp8_meta[key] = FP8TensorMeta.fresh(self._columns(key), rows, device)
+                self.fp8_meta[key] = FP8TensorMeta.fresh(self.state_columns()[key], rows, device)
                 self.fp8_meta["recipe"] = self.quantized_init.recipe
 
     def _bind_weights(self) -> None:
@@ -104,7 +100,8 @@ class WithFP8State(torch.nn.Module):
 
     def state_columns(self) -> dict[str, int]:
         """How many columns `scaling_fwd` and `scaling_bwd` have."""
-        return {key: self._columns(key) for key in scaling.KEYS}
+        names = zip(scaling.KEYS, (FORWARD_TENSORS, BACKWARD_TENSORS), strict=True)
+        return {key: self.num_gemms * len(columns) for key, columns in names}
 
     def make_state(self, recipe: DelayedScaling) -> None:
         """Make or resize the FP8 state as a run under `recipe` would."""
@@ -142,7 +139,7 @@ def _make_state(identity: int, length: int) -> None:
     device = module._parameter_device()
     for key in scaling.KEYS:
         if key not in module.fp8_meta:
-            module.fp8_meta[key] = FP8TensorMeta.fresh(module._columns(key), length, device)
+            module.fp8_meta[key] = FP8TensorMeta.fresh(module.state_columns()[key], length, device)
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]
         meta.to(device)  # a loader may have replaced the parameters one by one

@@ -22,32 +22,14 @@ WEIGHT_STD = 0.023
 
 
 def normal_(tensor: torch.Tensor, mean: float = 0.0, std: float = WEIGHT_STD) -> torch.Tensor:
-    """Fill `tensor` in place with normal numbers of that mean and standard deviation, and return it."""
-    _check(tensor)
-    return _place(tensor, philox.normal(tensor.shape, mean, std))
+    """Fill `tensor` in place with normal numbers of that mean and standard deviation, and return it.
 
-
-def uniform_(tensor: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
-    """Fill `tensor` in place with numbers uniform in [low, high), and return it."""
-    _check(tensor)
-    return _place(tensor, philox.uniform(tensor.shape, low, high))
-
-
-def constant_(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """Fill `tensor` in place with `value` and return it; draws no seed."""
-    _check(tensor)
-    with torch.no_grad():
-        return tensor.fill_(value)
-
-
-def _check(tensor: torch.Tensor) -> None:
+    They are rounded to the tensor's dtype on the CPU, where the rounding is known.
+    """
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(
             f"tensor must be torch.float32, torch.bfloat16, torch.float16 or torch.float64; got {tensor.dtype}."
         )
-
-
-def _place(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Round fp32 `values` to tensor's dtype on the CPU, where the rounding is known, and copy them over."""
+    values = philox.normal(tensor.shape, mean, std).to(tensor.dtype)
     with torch.no_grad():
-        return tensor.copy_(distributed(values.to(tensor.dtype), tensor))
+        return tensor.copy_(distributed(values, tensor))

@@ -14,7 +14,7 @@ import torch
 from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import BlockContext
+from reference.nn.context import BlockContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import parameter_dtype
 from reference.ops.library import twin
@@ -23,7 +23,6 @@ from reference.quantizer import NormPlan
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """The ops' names of a `normalization` argument."""
-Saved = tuple[torch.Tensor | None, ...]
 
 
 class Plan(NamedTuple):
@@ -53,11 +52,11 @@ def register_norm(layer: Any, hidden: int, dtype: torch.dtype, device: torch.dev
 
 
 @torch.no_grad()
-def reset_norm(layer: Any) -> None:
+def reset_norm(weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: bool) -> None:
     """γ = 1, β = 0."""
-    layer.layer_norm_weight.fill_(0.0 if layer.zero_centered_gamma else 1.0)
-    if layer.layer_norm_bias is not None:
-        layer.layer_norm_bias.zero_()
+    weight.fill_(0.0 if zero_centered else 1.0)
+    if bias is not None:
+        bias.zero_()
 
 
 def with_extras(
@@ -157,14 +156,11 @@ class _Norm(TransformerEngineBaseModule):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """γ = 1, β = 0; from the meta device, move to the default one first."""
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
-        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-        if self.bias is not None:
-            self.bias.zero_()
+        reset_norm(self.weight, self.bias, self.zero_centered_gamma)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""

@@ -13,9 +13,9 @@ import torch
 from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import ModuleContext
+from reference.nn.context import ModuleContext, Saved
 from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
-from reference.nn.linear import LinearBase, Saved
+from reference.nn.linear import LinearBase
 from reference.nn.parameters import InitMethod, Split
 from reference.ops.library import twin
 from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
@@ -151,11 +151,7 @@ class LayerNormLinear(LinearBase):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
         self._set_up(
-            (in_features, out_features),
-            parameters_split,
-            (params_dtype, device),
-            init_method,
-            (get_rng_state_tracker, None),
+            in_features, out_features, parameters_split, params_dtype, device, init_method, get_rng_state_tracker
         )
 
     def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -165,7 +161,7 @@ class LayerNormLinear(LinearBase):
     def reset_parameters(self) -> None:
         """As `Linear`'s, and γ = 1, β = 0."""
         super().reset_parameters()
-        reset_norm(self)
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 
     def forward(
         self,

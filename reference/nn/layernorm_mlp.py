@@ -17,7 +17,7 @@ from reference.arguments import check_arguments
 from reference.nn import init
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import ModuleContext, WeightRequest, quantize_weights
+from reference.nn.context import ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
 from reference.nn.layernorm_linear import norm_output
 from reference.nn.module import TransformerEngineBaseModule
@@ -25,8 +25,6 @@ from reference.nn.parameters import InitMethod, forked, parameter_dtype
 from reference.ops.activation import GATED
 from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
 from reference.quantizer import ActivationPlan, NormPlan
-
-Saved = tuple[torch.Tensor | None, ...]
 
 
 class Plan(NamedTuple):
@@ -89,11 +87,7 @@ def forward(
 
 
 def backward(
-    plan: Plan,
-    context: ModuleContext,
-    saved: Saved,
-    *grads: torch.Tensor,
-    residual_grad: torch.Tensor | None = None,
+    plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor, residual_grad: torch.Tensor | None = None
 ) -> Saved:
     """Gradients of x, γ, β, fc1's w and b, fc2's w and b; the grads as in `LayerNormLinear`'s."""
     (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
@@ -218,7 +212,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default one first."""
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
-        reset_norm(self)
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
         for init_method, name in zip(self._init_methods, self.fp8_weights, strict=True):
             with forked(self._get_rng):
                 self.initialize(name, init_method)

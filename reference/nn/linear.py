@@ -3,15 +3,15 @@
 Shapes: x `[tokens, in]`, w `[out, in]`, b `[out]`, y and g = dL/dy `[tokens, out]`. `q(t)` is the cast to FP8 by
 `twin::cast_transpose`, with `t ≈ q(t)·t_inv`; E4M3 forward, E5M2 (HYBRID) or E4M3 for g.
 
-FP8 (activation dtype T is x's or torch.autocast's; every product accumulates as `reference.tensor_core` says):
+FP8 (activation dtype T is x's or torch.autocast's; every GEMM accumulates as `reference.tensor_core` says):
 
     y  = T( q(x)·q(w)ᵀ · (x_inv·w_inv) + b )        fast accumulation: one chain over `in`
     dx = T( q(g)·q(w) · (g_inv·w_inv) )             split accumulation, over `out`
     dw = T( q(g)ᵀ·q(x) · (g_inv·x_inv) )            split accumulation, over the tokens
     db = T( column sums of g )                      order: `reference.ops.dbias`
 
-16 bits: x, w, b are rounded to T, then y = T(x·wᵀ + b), dx = T(g·w), dw = T(gᵀ·x), each product one chain.
-fp32 outside FP8 is PyTorch's own product and outside the bit contract. In FP8 with T = fp32 the bias is rounded
+16 bits: x, w, b are rounded to T, then y = T(x·wᵀ + b), dx = T(g·w), dw = T(gᵀ·x), each GEMM one chain.
+fp32 outside FP8 is PyTorch's own GEMM and outside the bit contract. In FP8 with T = fp32 the bias is rounded
 to bf16 first. Each of these rounding points is Transformer Engine's `module/linear.py`.
 """
 
@@ -24,12 +24,10 @@ from reference.arguments import check_arguments
 from reference.nn import init
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import ModuleContext
+from reference.nn.context import ModuleContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
 from reference.quantized import Quantized, Transposed, dgrad, fprop, rows_of, wgrad
-
-Saved = tuple[torch.Tensor | None, ...]
 
 
 class Plan(NamedTuple):
@@ -73,11 +71,14 @@ class LinearBase(TransformerEngineBaseModule):
 
     def _set_up(
         self,
-        sizes: tuple[int, int],
+        in_features: int,
+        out_features: int,
         split: Split,
-        where: tuple[torch.dtype | None, torch.device | str | None],
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | None,
         init_method: InitMethod | None,
-        rng: tuple[Callable[[], Any] | None, str | None],
+        get_rng_state_tracker: Callable[[], Any] | None,
+        rng_tracker_name: str | None = None,
     ) -> None:
         """Create the parameters; `use_bias` and `fuse_wgrad_accumulation` are set before."""
         layer = type(self).__name__
@@ -91,11 +92,11 @@ class LinearBase(TransformerEngineBaseModule):
                 f"{layer}: parameters_split={split!r} in quantized_model_init is not offered (a weight in FP8 is one "
                 f"tensor with one scale; fuse_qkv_params=True of an attention makes it so); None is accepted."
             )
-        self.in_features, self.out_features = map(int, sizes)
+        self.in_features, self.out_features = int(in_features), int(out_features)
         parts = split_sizes(layer, split, self.out_features)
-        dtype, device = parameter_dtype(layer, where[0]), self.resolve_device(where[1])
+        dtype, device = parameter_dtype(layer, params_dtype), self.resolve_device(device)
         self._init_method = init_method or init.normal_
-        self._rng = rng
+        self._rng = (get_rng_state_tracker, rng_tracker_name)
         self._create_parameters(parts, dtype, device)
         if device.type == "meta":
             self.keep_in_fp8()
@@ -198,13 +199,8 @@ class Linear(LinearBase):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
-        self._set_up(
-            (in_features, out_features),
-            parameters_split,
-            (params_dtype, device),
-            init_method,
-            (get_rng_state_tracker, rng_tracker_name),
-        )
+        rng = (get_rng_state_tracker, rng_tracker_name)
+        self._set_up(in_features, out_features, parameters_split, params_dtype, device, init_method, *rng)
 
     def forward(
         self,

@@ -33,9 +33,9 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
-        self._history_rows: int | None = None  # what the state is known to have: no need to look
+        self._history_rows: int | None = None
         self._fp8_workspaces: dict[str, Quantized] = {}
-        self._precision: tuple[Any, Precision] | None = None  # that of the last forward, and what it was made of
+        self._precision: Precision | None = None  # that of the last forward in FP8
         self._membership: scaling.Membership | None = None
         self.quantized_init = model_init.current()
         scaling.register(self)
@@ -123,20 +123,19 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         """The quantizers of `recipe`; in a checkpoint's recomputation with the scales of its first run."""
         forward: Any = self.fp8_meta.get("scaling_fwd")
         backward: Any = self.fp8_meta.get("scaling_bwd")
-        stateful = recipe.history_rows is not None
-        if stateful and recompute.active():
-            scale = recompute.scale_for(self, forward.scale)
+        recalled = recipe.history_rows is not None and recompute.active()
+        if recalled:
+            scale = recompute.recalled(self, forward.scale)
             forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
-            return Precision(recipe.gemms(self.num_gemms, forward, backward), stateful)
-        if torch.compiler.is_compiling():
-            return Precision(recipe.gemms(self.num_gemms, forward, backward), stateful)
+        if recalled or torch.compiler.is_compiling():
+            return Precision(recipe.gemms(self.num_gemms, forward, backward), recipe, forward, backward)
         known = self._precision
-        if known is None or known[0][0] is not recipe or known[0][1] is not forward or known[0][2] is not backward:
-            precision = Precision(recipe.gemms(self.num_gemms, forward, backward), stateful)
-            if known is not None and type(known[0][0]) is not type(recipe):
+        if known is None or not (known.recipe is recipe and known.forward is forward and known.backward is backward):
+            if known is not None and type(known.recipe) is not type(recipe):
                 self._fp8_workspaces.clear()  # weights that another recipe has cast
-            known = self._precision = ((recipe, forward, backward), precision)
-        return known[1]
+            gemms = recipe.gemms(self.num_gemms, forward, backward)
+            known = self._precision = Precision(gemms, recipe, forward, backward)
+        return known
 
     def _calibrating(self, dtype: torch.dtype) -> Precision:
         """`dtype`, noting amaxes for the recipe to come."""

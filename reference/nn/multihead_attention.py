@@ -11,10 +11,10 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
-from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, Saved, check_groups
+from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
-from reference.nn.context import BlockContext
+from reference.nn.context import BlockContext, Saved
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
@@ -213,30 +213,21 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, rotary_pos_emb)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
-        normed = None
+        returns_norm = self.return_layernorm_output and self.input_layernorm
+        first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
+        mixed, *normed = first if returns_norm else (first,)
         if self.attention_type == "self":
-            mixed = self._first(hidden_states, is_first_microbatch)
-            mixed, normed = mixed if self._returns_norm() else (mixed, None)
             q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
         else:
-            query = self._first(hidden_states, is_first_microbatch)
-            query, normed = query if self._returns_norm() else (query, None)
-            q = query.view(*query.shape[:-1], self.num_attention_heads, self.channels)
+            q = mixed.view(*mixed.shape[:-1], self.num_attention_heads, self.channels)
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            q, k = (self._rotate(t, freqs) for t, freqs in zip((q, k), both, strict=True))
-        context = self.core_attention(
-            q,
-            k,
-            v,
-            attention_mask,
-            attn_mask_type=kind,
-            checkpoint_core_attention=checkpoint_core_attention,
-        )
-        out = self.proj(context, is_first_microbatch)
-        results = out if self.return_bias else (out,)
-        results = (*results, normed) if self.return_layernorm_output and self.input_layernorm else results
+            layout = (self.rotary_pos_interleaved, self.qkv_format)
+            q, k = (rotated(t, freqs, *layout) for t, freqs in zip((q, k), both, strict=True))
+        shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
+        out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
+        results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
 
     def check(
@@ -285,12 +276,6 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             elif dtype != torch.float32 and device.type == "cuda":
                 checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
 
-    def _first(self, hidden_states: torch.Tensor, is_first_microbatch: bool | None) -> Any:
-        return getattr(self, self._first_name)(hidden_states, is_first_microbatch)
-
-    def _returns_norm(self) -> bool:
-        return self.return_layernorm_output and self.input_layernorm
-
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """`[.., ..]` to q (if `queries` per group > 0), k, v as `[.., .., heads, channels]`."""
         plan = SplitPlan(wanted(mixed), self.heads(queries))
@@ -300,9 +285,6 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         """How q (if `queries` per group > 0), k and v lie in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
         return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
-
-    def _rotate(self, x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        return rotated(x, freqs, self.rotary_pos_interleaved, self.qkv_format)
 
 
 def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:

@@ -34,9 +34,9 @@ from collections.abc import Callable
 import torch
 
 from reference import elementary
-from reference.ops.amax import check_input
 from reference.ops.cast import Scaling, cast_rows, check_cast
 from reference.ops.cast_transpose import Four, Three, cast_outputs, transpose_codes
+from reference.ops.checks import check_input, check_like
 from reference.ops.dbias import sum_rows
 from reference.ops.library import define
 
@@ -89,28 +89,16 @@ def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
 
 
 def check_grad(op: str, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
-    """Refuse a gradient that is not y's: its shape, x's dtype and device."""
-    check_input(op, "grad", grad)
-    expected = (x.shape[0], width(kind, x.shape[1]))
-    if tuple(grad.shape) != expected:
-        raise ValueError(
-            f"{op}: grad must have the shape of the activation, {expected} for kind {kind!r} and x of shape "
-            f"{tuple(x.shape)}; got {tuple(grad.shape)}."
-        )
-    if grad.dtype != x.dtype:
-        raise ValueError(f"{op}: grad must have x's dtype, {x.dtype}; got {grad.dtype}.")
-    if grad.device != x.device:
-        raise ValueError(f"{op}: grad is on {grad.device}, x on {x.device}.")
+    """Refuse a gradient that is not the activation's: its shape, x's dtype and device."""
+    check_like(op, "grad", grad, x.dtype, (x.shape[0], width(kind, x.shape[1])), x.device)
 
 
 def activation_outputs(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Room for what `twin::activation` returns, after its checks."""
     check_activation("twin::activation", x, kind)
     return x.new_empty((x.shape[0], width(kind, x.shape[1])))
 
 
 def activation_backward_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Room for what `twin::activation_backward` returns, after its checks."""
     check_activation("twin::activation_backward", x, kind)
     check_grad("twin::activation_backward", grad, x, kind)
     return torch.empty_like(x)
@@ -133,7 +121,6 @@ forward_cast_outputs = functools.partial(forward_outputs, "twin::activation_cast
 
 
 def backward_cast_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str, *scaling: *Scaling) -> Four:
-    """Room for what `twin::activation_backward_cast_transpose_dbias` returns, after its checks."""
     op = "twin::activation_backward_cast_transpose_dbias"
     check_activation(op, x, kind)
     check_grad(op, grad, x, kind)

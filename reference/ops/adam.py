@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from reference import formats
+from reference.ops.checks import check_each, check_lengths
 from reference.ops.library import define
 
 OP = "twin::adam"
@@ -50,9 +51,7 @@ def outputs(
     """Refuse what `twin::adam` does not take: any scalars are accepted. It returns nothing."""
     lists = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists |= {"rounded": rounded} if len(rounded) else {}
-    for name, tensors in lists.items():
-        if len(tensors) != len(grads):
-            raise ValueError(f"{OP}: {name} must have {len(grads)} entries, one for each of grads; got {len(tensors)}.")
+    check_lengths(OP, "grads", len(grads), lists)
     if not len(grads):
         return
     wide = grads[0].dtype
@@ -64,13 +63,7 @@ def outputs(
     dtypes = {"params": params[0].dtype, "exp_avgs": torch.float32, "exp_avg_sqs": torch.float32, "rounded": wide}
     shapes, device = [grad.shape for grad in grads], grads[0].device
     for name, tensors in ({"grads": grads} | lists).items():
-        dtype = dtypes.get(name, wide)
-        for i, (x, shape) in enumerate(zip(tensors, shapes, strict=True)):
-            if x.dtype is not dtype or x.shape != shape or x.device != device or not x.is_contiguous():
-                raise ValueError(
-                    f"{OP}: {name}[{i}] must be contiguous {dtype} {list(shape)} on {device}; got {x.dtype} "
-                    f"{list(x.shape)} on {x.device}, strides {x.stride()}."
-                )
+        check_each(OP, name, tensors, dtypes.get(name, wide), shapes, device)
 
 
 @define(outputs, mutates=("params", "exp_avgs", "exp_avg_sqs", "rounded"))

@@ -8,40 +8,8 @@
 import torch
 
 from reference import formats
+from reference.ops.checks import check_history, check_input
 from reference.ops.library import define
-
-
-def check_input(op: str, name: str, x: torch.Tensor) -> None:
-    """Refuse an activation or gradient that is not `[rows, cols]`, row-major, in fp32, bf16 or fp16."""
-    if x.dim() != 2:
-        raise ValueError(f"{op}: {name} must be 2-D, [rows, cols]; got shape {tuple(x.shape)}.")
-    if x.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
-    if not x.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} must be contiguous (row-major); got strides {tuple(x.stride())} for shape "
-            f"{tuple(x.shape)}: call .contiguous() first."
-        )
-
-
-def check_history(op: str, x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
-    """Refuse an amax history that is not fp32 `[length, columns]` on x's device, or lacks the column."""
-    if amax_history.dim() != 2 or amax_history.shape[0] == 0:
-        raise ValueError(
-            f"{op}: amax_history must be 2-D, [length, columns], with at least one row; "
-            f"got shape {tuple(amax_history.shape)}."
-        )
-    if amax_history.dtype != torch.float32:
-        raise ValueError(f"{op}: amax_history must be torch.float32; got {amax_history.dtype}.")
-    if amax_history.device != x.device:
-        raise ValueError(f"{op}: amax_history is on {amax_history.device}, the data on {x.device}.")
-    if not 0 <= column < amax_history.shape[1]:
-        raise no_column(op, "amax_history", amax_history.shape[1], column)
-
-
-def no_column(op: str, name: str, columns: int, column: int) -> ValueError:
-    """What to raise for a column that `name` does not have."""
-    return ValueError(f"{op}: column must be from 0 to {columns - 1}, the columns of {name}; got {column}.")
 
 
 def record_amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
@@ -55,7 +23,6 @@ def record_amax(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> Non
 
 
 def outputs(x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
-    """Refuse what `twin::amax` does not take. It returns nothing."""
     check_input("twin::amax", "x", x)
     check_history("twin::amax", x, amax_history, column)
 

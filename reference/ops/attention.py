@@ -56,7 +56,7 @@ MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
 
 Options = tuple[float, str, torch.Tensor | None, float, torch.Tensor | None]
-"""What attention takes behind its tensors: scale, mask_type, mask, dropout, rng_state."""
+"""What attention takes after its tensors: scale, mask_type, mask, dropout, rng_state."""
 
 LOWEST = np.float32(-(2.0**100))
 _INFINITY = np.float32(np.inf)
@@ -70,6 +70,11 @@ def factor(scale: float) -> float:
 def causal_shift(mask_type: str, sq: int, skv: int) -> int | None:
     """Query i sees key j if j <= i + shift; None where there is no causal rule."""
     return {"none": None, "causal": 0, "causal_bottom_right": skv - sq}[mask_type]
+
+
+def blocks(length: int) -> list[slice]:
+    """Blocks of queries or keys."""
+    return [slice(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
 
 
 def visited(first: int, sq: int, skv: int, shift: int | None) -> int:
@@ -158,8 +163,11 @@ def hidden_pairs(
     return hidden
 
 
-def keep_pairs(head: int, sq: int, skv: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """Which pairs of one head (batch · h + head) dropout keeps: bool `[sq, skv]`."""
+def keep_pairs(head: int, sq: int, skv: int, p: float, rng_state: torch.Tensor | None) -> torch.Tensor | None:
+    """Which pairs of one head (batch · h + head) dropout keeps: bool `[sq, skv]`, or None where it drops none."""
+    if not threshold(p):
+        return None
+    assert rng_state is not None
     tiles_i, tiles_j = -(-sq // 16), -(-skv // 16)
     count = tiles_i * tiles_j * 32
     seed, offset = state_values(rng_state)
@@ -240,7 +248,6 @@ def _query_block(
 def outputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for what `twin::attention` returns, after its checks."""
     check_attention("twin::attention", q, k, v, *options)
     row = q.new_empty(q.shape[:3], dtype=torch.float32)
     return torch.empty_like(q), row, torch.empty_like(row)
@@ -275,16 +282,10 @@ def attention(
     shift = causal_shift(mask_type, sq, skv)
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, head in np.ndindex(b, h):
-        keep = None
-        if threshold(dropout):
-            assert rng_state is not None
-            keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-        for first in range(0, sq, BLOCK):
-            rows = slice(first, min(first + BLOCK, sq))
-            hidden = [
-                hidden_pairs((b, h, sq, skv), shift, mask, batch, head, first, j * BLOCK)
-                for j in range(visited(first, sq, skv, shift))
-            ]
+        keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+        for rows in blocks(sq):
+            keys = range(0, visited(rows.start, sq, skv, shift) * BLOCK, BLOCK)
+            hidden = [hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, key) for key in keys]
             total, m[batch, head, rows], inverses = _query_block(
                 q[batch, head, rows],
                 k[batch, head // group],

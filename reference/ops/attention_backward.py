@@ -20,8 +20,6 @@ D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (what is missing is 0): t = 
 order; then a halving tree over the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -30,8 +28,8 @@ from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
 from reference.ops.attention import (
-    BLOCK,
     Options,
+    blocks,
     causal_shift,
     check_attention,
     factor,
@@ -40,7 +38,8 @@ from reference.ops.attention import (
     rounded_weights,
     visited,
 )
-from reference.ops.dropout import keep_scale, threshold
+from reference.ops.checks import check_like
+from reference.ops.dropout import keep_scale
 from reference.ops.library import define
 
 
@@ -98,7 +97,6 @@ def outputs(
     inv: torch.Tensor,
     *options: *Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for what `twin::attention_backward` returns, after its checks."""
     op = "twin::attention_backward"
     check_attention(op, q, k, v, *options)
     for name, x in (("grad", grad), ("out", out)):
@@ -110,11 +108,7 @@ def outputs(
         if x.stride(3) != 1 and x.numel():
             raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
     for name, x in (("m", m), ("inv", inv)):
-        if x.shape != q.shape[:3] or x.dtype != torch.float32 or x.device != q.device or not x.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} must be contiguous torch.float32 {list(q.shape[:3])} on {q.device}, as the forward "
-                f"returned it; got {x.dtype} {list(x.shape)} on {x.device}."
-            )
+        check_like(op, name, x, torch.float32, q.shape[:3], q.device)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -136,11 +130,8 @@ class _Head:
         q, grad = of["q"][rows], of["grad"][rows]
         k, v = of["k"][keys], of["v"][keys]
         s, dp = tensor_core.gemm(q, k), tensor_core.gemm(grad, v)
-        keep = (
-            torch.ones(s.shape, dtype=torch.bool, device="cpu")
-            if self.keep is None
-            else self.keep[rows, keys].contiguous()
-        )
+        every = torch.ones(s.shape, dtype=torch.bool, device="cpu")
+        keep = every if self.keep is None else self.keep[rows, keys].contiguous()
         softmax_backward_tile(
             s.numpy(),
             dp.numpy(),
@@ -154,11 +145,6 @@ class _Head:
             elementary.powers_of_two(),
         )
         return rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
-
-
-def _slices(length: int) -> Iterator[tuple[int, slice]]:
-    for first in range(0, length, BLOCK):
-        yield first, slice(first, min(first + BLOCK, length))
 
 
 @define(outputs)
@@ -191,24 +177,17 @@ def attention_backward(
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
-        sum_k, sum_v = (
-            torch.zeros(skv, d, dtype=torch.float32, device="cpu"),
-            torch.zeros(skv, d, dtype=torch.float32, device="cpu"),
-        )
+        sum_k, sum_v = (torch.zeros(skv, d, dtype=torch.float32, device="cpu") for _ in range(2))
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
-            keep = None
-            if threshold(dropout):
-                assert rng_state is not None
-                keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-            tensors = {
-                name: x[batch, head] for name, x in (("q", q), ("grad", grad), ("out", out), ("m", m), ("inv", inv))
-            }
+            keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+            of_queries = {"q": q, "grad": grad, "out": out, "m": m, "inv": inv}
+            tensors = {name: x[batch, head] for name, x in of_queries.items()}
             tensors |= {"k": k[batch, key_head], "v": v[batch, key_head]}
             one = _Head(tensors, factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
-            for first, rows in _slices(sq):
-                for key, keys in list(_slices(skv))[: visited(first, sq, skv, shift)]:
-                    hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, first, key)
+            for rows in blocks(sq):
+                for keys in blocks(skv)[: visited(rows.start, sq, skv, shift)]:
+                    hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
                     p, ds = one.tile(rows, keys, hidden)
                     sum_q[rows] = sum_q[rows] + tensor_core.gemm(ds, tensors["k"][keys].t())
                     sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])

@@ -11,7 +11,8 @@ back into numbers; it is made here because `scale` has changed by the time of th
 import torch
 
 from reference import formats
-from reference.ops.amax import check_history, check_input, no_column, record_amax
+from reference.ops.amax import record_amax
+from reference.ops.checks import check_column, check_history, check_input
 from reference.ops.library import define
 
 Scaling = tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]
@@ -41,8 +42,7 @@ def check_scaling(
         raise ValueError(f"{op}: scale must be torch.float32; got {scale.dtype}.")
     if scale.device != x.device:
         raise ValueError(f"{op}: scale is on {scale.device}, the data on {x.device}.")
-    if not 0 <= column < scale.shape[0]:
-        raise no_column(op, "scale", scale.shape[0], column)
+    check_column(op, "scale", scale.shape[0], column)
     if amax_history is not None:
         check_history(op, x, amax_history, column)
 
@@ -65,7 +65,6 @@ def cast_rows(
 
 
 def outputs(x: torch.Tensor, *scaling: *Scaling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what `twin::cast` returns, after its checks."""
     check_cast("twin::cast", x, *scaling)
     return x.new_empty(x.shape, dtype=scaling[3]), x.new_empty(1, dtype=torch.float32)
 

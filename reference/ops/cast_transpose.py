@@ -42,13 +42,11 @@ def cast_outputs(x: torch.Tensor, cols: int, dtype: torch.dtype) -> Three:
 
 
 def cast_transpose_outputs(x: torch.Tensor, *scaling: *Scaling) -> Three:
-    """Room for what `twin::cast_transpose` returns, after its checks."""
     check_cast("twin::cast_transpose", x, *scaling)
     return cast_outputs(x, x.shape[1], scaling[3])
 
 
 def cast_transpose_dbias_outputs(x: torch.Tensor, *scaling: *Scaling) -> Four:
-    """Room for what `twin::cast_transpose_dbias` returns, after its checks."""
     check_cast("twin::cast_transpose_dbias", x, *scaling)
     return *cast_outputs(x, x.shape[1], scaling[3]), x.new_empty(x.shape[1])
 

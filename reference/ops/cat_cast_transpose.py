@@ -6,16 +6,16 @@ xs[i] is `[rows, groups·w_i]`. Each group of x takes w_i columns from every one
     q, q_t, scale_inv, dbias, amax of x                     in every bit `twin::cast_transpose_dbias`
 
 So the gradients of q, k and v become that of their projection (`groups` is 1 where its rows are `[part, head]`, the
-number of groups where they are `[group, part]`) without lying side by side in memory first.
+number of groups where they are `[group, part]`) without being concatenated in memory first.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from reference.ops.amax import check_input
 from reference.ops.cast import Scaling, check_scaling
 from reference.ops.cast_transpose import Four, cast_outputs, cast_transpose_dbias
+from reference.ops.checks import check_input
 from reference.ops.library import define
 
 OP = "twin::cat_cast_transpose_dbias"
@@ -30,7 +30,6 @@ def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
 
 
 def outputs(xs: Sequence[torch.Tensor], groups: int, *scaling: *Scaling) -> Four:
-    """Room for what `twin::cat_cast_transpose_dbias` returns, after its checks."""
     if not 1 <= len(xs) <= PARTS:
         raise ValueError(f"{OP}: xs must be 1 to {PARTS} matrices; got {len(xs)}.")
     first = xs[0]

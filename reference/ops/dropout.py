@@ -25,7 +25,8 @@ the offset by one. The backward takes a clone of the state from before that.
 import numpy as np
 import torch
 
-from reference import formats, philox
+from reference import philox
+from reference.ops.checks import check_input, check_like
 from reference.ops.library import define
 
 STEPS = 1 << 16
@@ -63,26 +64,12 @@ def check_dropout(op: str, name: str, x: torch.Tensor, p: float, rng_state: torc
         raise ValueError(f"{op}: rng_state is on {rng_state.device}, {name} on {x.device}.")
 
 
-def check_rows(op: str, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
-    """Refuse what is not `[rows, hidden]`, contiguous, and of x's dtype."""
-    if x.dim() != 2 or not x.is_contiguous():
-        raise ValueError(
-            f"{op}: x must be 2-D and contiguous, [rows, hidden]; got shape {tuple(x.shape)}, strides {x.stride()}."
-        )
-    if x.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{op}: x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
-    for name, other, shape in (("bias", bias, x.shape[1:]), ("residual", residual, x.shape)):
-        if other is None:
-            continue
-        if other.shape != shape or not other.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} must be contiguous and of shape {tuple(shape)}; "
-                f"got shape {tuple(other.shape)}, strides {other.stride()}."
-            )
-        if other.dtype != x.dtype or other.device != x.device:
-            raise ValueError(
-                f"{op}: {name} is {other.dtype} on {other.device} and x is {x.dtype} on {x.device}; they must agree."
-            )
+def check_addends(op: str, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+    """Refuse a bias that is not `[hidden]` and a residual that is not `[rows, hidden]`, of x's dtype and device."""
+    if bias is not None:
+        check_like(op, "bias", bias, x.dtype, x.shape[1:], x.device)
+    if residual is not None:
+        check_like(op, "residual", residual, x.dtype, x.shape, x.device)
 
 
 def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
@@ -110,15 +97,14 @@ def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
 def bias_dropout_add_outputs(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
 ) -> torch.Tensor:
-    """Room for what `twin::bias_dropout_add` returns, after its checks."""
-    check_rows("twin::bias_dropout_add", x, bias, residual)
+    check_input("twin::bias_dropout_add", "x", x)
+    check_addends("twin::bias_dropout_add", x, bias, residual)
     check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
     return torch.empty_like(x)
 
 
 def dropout_backward_outputs(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    """Room for what `twin::dropout_backward` returns, after its checks."""
-    check_rows("twin::dropout_backward", grad, None, None)
+    check_input("twin::dropout_backward", "grad", grad)
     check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
     return torch.empty_like(grad)
 
@@ -144,7 +130,7 @@ def bias_dropout_add(
 
 @define(dropout_backward_outputs)
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient before the dropout, of `grad` `[rows, hidden]` behind it.
+    """The gradient before the dropout, of `grad` `[rows, hidden]` after it.
 
     Args:
         p: as in the forward.

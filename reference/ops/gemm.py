@@ -1,10 +1,10 @@
-"""twin::gemm, a 16-bit product with a bias.
+"""twin::gemm, a 16-bit GEMM with a bias.
 
 acc = a * b^T         bf16 or fp16 tensor-core steps in one chain over K, fp32 (reference.tensor_core.gemm)
 out = acc + bias      rounded to fp32, where there is a bias
 out -> out_dtype      rounded to nearest even
 
-twin::gemm_accumulate adds such a product in fp32 to a gradient in place, as twin::gemm_fp8_accumulate does.
+twin::gemm_accumulate adds such a GEMM in fp32 to a gradient in place, as twin::gemm_fp8_accumulate does.
 """
 
 import torch
@@ -35,14 +35,12 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def outputs(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """Room for what `twin::gemm` returns, after its checks."""
     check_operands(a, b)
     check_epilogue(b.shape[0], bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def accumulate_outputs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Refuse what `twin::gemm_accumulate` does not take. It returns nothing."""
     check_operands(a, b)
     check_accumulate(a, b, out)
 
@@ -51,8 +49,8 @@ def accumulate_outputs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> N
 def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """a [M, K] and b [N, K], both bfloat16 or both float16, bias [N] or None -> [M, N] of out_dtype."""
     out = outputs(a, b, bias, out_dtype)
-    product = tensor_core.gemm(a, b)
-    return out.copy_(product if bias is None else product + bias.to(torch.float32))
+    acc = tensor_core.gemm(a, b)
+    return out.copy_(acc if bias is None else acc + bias.to(torch.float32))
 
 
 @define(accumulate_outputs, mutates=("out",))

@@ -1,4 +1,4 @@
-"""twin::gemm_fp8, an FP8 product with its scales and bias.
+"""twin::gemm_fp8, an FP8 GEMM with its scales and bias.
 
     acc = a * b^T                          tensor-core steps, fp32 (reference.tensor_core.gemm)
     scale = a_scale_inv * b_scale_inv      rounded to fp32
@@ -9,9 +9,9 @@
 `accumulate` = "fast": acc is one chain over K (fprop). "split": chains of K = 128, added in fp32 in order
 of K (dgrad and wgrad).
 
-twin::gemm_fp8_accumulate adds such a product, split and in fp32, to a gradient in place:
+twin::gemm_fp8_accumulate adds such a GEMM, split and in fp32, to a gradient in place:
 
-    out = round(fp32(out) + fp32 product)  one fp32 addition, one rounding to out's dtype
+    out = round(fp32(out) + fp32 a * b^T)  one fp32 addition, one rounding to out's dtype
 """
 
 import torch
@@ -35,9 +35,9 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, 
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
     if a.shape[1] % 16:
-        raise ValueError(f"a has K = {a.shape[1]}; FP8 products need a K that is a multiple of 16.")
+        raise ValueError(f"a has K = {a.shape[1]}; FP8 GEMMs need a K that is a multiple of 16.")
     if b.shape[0] % 16:
-        raise ValueError(f"b has N = {b.shape[0]} rows; FP8 products need an N that is a multiple of 16.")
+        raise ValueError(f"b has N = {b.shape[0]} rows; FP8 GEMMs need an N that is a multiple of 16.")
     for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; one float32 number is needed.")
@@ -60,7 +60,7 @@ def check_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Non
     if out.dtype not in OUT_DTYPES:
         raise TypeError(f"out is {out.dtype}; bfloat16, float16 or float32 is accepted.")
     if tuple(out.shape) != (a.shape[0], b.shape[0]):
-        raise ValueError(f"out has shape {tuple(out.shape)}; that of the product, {(a.shape[0], b.shape[0])}.")
+        raise ValueError(f"out has shape {tuple(out.shape)}; that of a * b^T, {(a.shape[0], b.shape[0])}.")
 
 
 def outputs(
@@ -72,7 +72,6 @@ def outputs(
     out_dtype: torch.dtype,
     accumulate: str,
 ) -> torch.Tensor:
-    """Room for what `twin::gemm_fp8` returns, after its checks."""
     check_operands(a, b, a_scale_inv, b_scale_inv)
     check_epilogue(b.shape[0], bias, out_dtype)
     if accumulate not in ("fast", "split"):
@@ -83,7 +82,6 @@ def outputs(
 def accumulate_outputs(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Refuse what `twin::gemm_fp8_accumulate` does not take. It returns nothing."""
     check_operands(a, b, a_scale_inv, b_scale_inv)
     check_accumulate(a, b, out)
 
@@ -100,8 +98,8 @@ def gemm_fp8(
 ) -> torch.Tensor:
     """a [M, K] and b [N, K] float8, scales fp32 [1], bias [N] or None -> [M, N] of out_dtype."""
     out = outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
-    product = tensor_core.gemm(a, b, accumulate) * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
-    return out.copy_(product if bias is None else product + bias.to(torch.float32))
+    acc = tensor_core.gemm(a, b, accumulate) * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
+    return out.copy_(acc if bias is None else acc + bias.to(torch.float32))
 
 
 @define(accumulate_outputs, mutates=("out",))

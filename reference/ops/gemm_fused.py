@@ -1,6 +1,6 @@
-"""FP8 products with what follows them in one op: an activation, its backward, or bias + dropout + residual.
+"""FP8 GEMMs with what follows them in one op: an activation, its backward, or bias + dropout + residual.
 
-Each is, in every bit, the ops that it names, one after the other: the product is rounded to the activation dtype T
+Each is, in every bit, the ops that it names, one after the other: the GEMM is rounded to the activation dtype T
 before the next op reads it, as it would be in memory between two kernels. With s = a_scale_inv · b_scale_inv:
 
     gemm_fp8_activation             h = T( a·bᵀ · s + bias )          `twin::gemm_fp8`, fast; kept for the backward
@@ -16,7 +16,6 @@ Accumulations are those of the layers: fast forward, split backward (`reference.
 
 import torch
 
-from reference.ops import gemm_fp8 as product
 from reference.ops.activation import (
     activation_backward_cast_transpose_dbias,
     activation_cast_transpose,
@@ -26,7 +25,9 @@ from reference.ops.activation import (
 )
 from reference.ops.cast import Scaling, check_cast
 from reference.ops.cast_transpose import Four, cast_outputs
-from reference.ops.dropout import bias_dropout_add, check_dropout, check_rows
+from reference.ops.dropout import bias_dropout_add, check_addends, check_dropout
+from reference.ops.gemm_fp8 import check_operands, gemm_fp8
+from reference.ops.gemm_fp8 import outputs as gemm_fp8_outputs
 from reference.ops.library import define
 
 
@@ -40,8 +41,7 @@ def activation_outputs(
     kind: str,
     *scaling: *Scaling,
 ) -> Four:
-    """Room for what `twin::gemm_fp8_activation` returns, after its checks."""
-    h = product.outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
+    h = gemm_fp8_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
     return h, *forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
 
 
@@ -54,14 +54,13 @@ def activation_backward_outputs(
     kind: str,
     *scaling: *Scaling,
 ) -> Four:
-    """Room for what `twin::gemm_fp8_activation_backward` returns, after its checks."""
     op = "twin::gemm_fp8_activation_backward"
     check_activation(op, x, kind)
-    product.check_operands(a, b, a_scale_inv, b_scale_inv)
+    check_operands(a, b, a_scale_inv, b_scale_inv)
     found, expected = (x.shape[0], width(kind, x.shape[1])), (a.shape[0], b.shape[0])
     if found != expected:
         raise ValueError(
-            f"{op}: x must be the pre-activation of the product, whose shape is {expected}; "
+            f"{op}: x must be the pre-activation of the GEMM, whose shape is {expected}; "
             f"got {tuple(x.shape)}, of kind {kind!r}, whose activation is {found}."
         )
     check_cast(op, x, *scaling)
@@ -79,10 +78,9 @@ def bias_dropout_add_outputs(
     p: float,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Room for what `twin::gemm_fp8_bias_dropout_add` returns, after its checks."""
     op = "twin::gemm_fp8_bias_dropout_add"
-    out = product.outputs(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
-    check_rows(op, out, bias, residual)
+    out = gemm_fp8_outputs(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
+    check_addends(op, out, bias, residual)
     check_dropout(op, "x", out, p, rng_state)
     return out
 
@@ -106,7 +104,7 @@ def gemm_fp8_activation(
     m is n, or n/2 for the gated kinds, whose first half of columns is activated. q and q_t are of `dtype`.
     """
     activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, scale, amax_history, column, dtype)
-    h = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
+    h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
     return h, *activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
 
 
@@ -128,7 +126,7 @@ def gemm_fp8_activation_backward(
     x is the pre-activation, of the activation dtype; n is m, or 2·m for the gated kinds. dbias is of x's dtype.
     """
     activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, scale, amax_history, column, dtype)
-    dact = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
+    dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
     return activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
 
 
@@ -149,5 +147,5 @@ def gemm_fp8_bias_dropout_add(
     p and rng_state as in `twin::bias_dropout_add`, which advances the state.
     """
     bias_dropout_add_outputs(a, b, a_scale_inv, b_scale_inv, bias, residual, out_dtype, p, rng_state)
-    x = product.gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
+    x = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, out_dtype, "fast")
     return bias_dropout_add(x, bias, residual, p, rng_state)

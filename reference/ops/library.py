@@ -107,8 +107,9 @@ def define(outputs: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable
     """Declare the op that the decorated function defines: its name, its signature, the CPU's implementation.
 
     Args:
-        outputs: takes the op's arguments, refuses bad ones in a sentence and makes room for what the op returns. It is
-            all that a compiler runs (the op's fake), and what both implementations call before they change anything.
+        outputs: takes the op's arguments, refuses bad ones in a sentence and makes room for what the op returns, if
+            anything. It is all that a compiler runs (the op's fake), and what both implementations call before they
+            change anything.
         mutates: names of the arguments that the op changes.
     """
 

@@ -12,6 +12,7 @@ import torch
 
 from reference.ops.cast import cast_rows, check_cast
 from reference.ops.cast_transpose import ceil16, transpose_codes
+from reference.ops.checks import check_each, check_lengths
 from reference.ops.library import define
 
 OP = "twin::multi_cast_transpose"
@@ -26,19 +27,9 @@ def outputs(
     q_t: Sequence[torch.Tensor],
     scale_inv: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse what `twin::multi_cast_transpose` does not take. It returns nothing."""
-    lists: dict[str, Sequence[object]] = {
-        "scales": scales,
-        "columns": columns,
-        "q": q,
-        "q_t": q_t,
-        "scale_inv": scale_inv,
-    }
-    if len(amax_histories):
-        lists["amax_histories"] = amax_histories
-    for name, values in lists.items():
-        if len(values) != len(xs):
-            raise ValueError(f"{OP}: {name} must have {len(xs)} entries, one for each of xs; got {len(values)}.")
+    lists: dict[str, Sequence[object]] = {"scales": scales, "columns": columns, "q": q, "q_t": q_t}
+    noted = {"amax_histories": amax_histories} if len(amax_histories) else {}
+    check_lengths(OP, "xs", len(xs), {**lists, "scale_inv": scale_inv, **noted})
     for i, x in enumerate(xs):
         check_cast(OP, x, scales[i], amax_histories[i] if len(amax_histories) else None, columns[i], q[i].dtype)
         if x.dtype != xs[0].dtype or q[i].dtype != q[0].dtype or x.device != xs[0].device:
@@ -46,17 +37,11 @@ def outputs(
                 f"{OP}: xs[{i}] is {x.dtype} on {x.device}, to {q[i].dtype}, and xs[0] {xs[0].dtype} on "
                 f"{xs[0].device}, to {q[0].dtype}; they must agree."
             )
-        rows, cols = x.shape
-        for name, out, shape, dtype in (
-            ("q", q[i], (rows, cols), q[0].dtype),
-            ("q_t", q_t[i], (cols, ceil16(rows)), q[0].dtype),
-            ("scale_inv", scale_inv[i], (1,), torch.float32),
-        ):
-            if out.shape != shape or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
-                raise ValueError(
-                    f"{OP}: {name}[{i}] must be contiguous {dtype} {list(shape)} on {x.device}; got {out.dtype} "
-                    f"{list(out.shape)} on {out.device}, strides {out.stride()}."
-                )
+    if len(xs):
+        dtype, device, sizes = q[0].dtype, xs[0].device, [x.shape for x in xs]
+        check_each(OP, "q", q, dtype, sizes, device)
+        check_each(OP, "q_t", q_t, dtype, [(cols, ceil16(rows)) for rows, cols in sizes], device)
+        check_each(OP, "scale_inv", scale_inv, torch.float32, [(1,)] * len(xs), device)
 
 
 @define(outputs, mutates=("amax_histories", "q", "q_t", "scale_inv"))

@@ -33,10 +33,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from reference import formats
-from reference.ops.amax import check_input
 from reference.ops.cast import Scaling, cast_rows, check_cast
 from reference.ops.cast_transpose import Three, cast_outputs, transpose_codes
+from reference.ops.checks import check_input, check_like, check_wide
 from reference.ops.library import define
 
 KINDS = ("layernorm", "rmsnorm")
@@ -100,39 +99,19 @@ def check_norm(
 ) -> None:
     """Refuse what the norms do not take. `op` names the caller in the sentence."""
     check_input(op, "x", x)
-    check_kind(op, kind)
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind must be 'layernorm' or 'rmsnorm'; got {kind!r}.")
     hidden = x.shape[1]
     if not 1 <= hidden <= MAX_HIDDEN:
         raise ValueError(f"{op}: x must have 1 to {MAX_HIDDEN} columns; got shape {tuple(x.shape)}.")
     if not 0 < ctypes.c_float(eps).value < float("inf"):
         raise ValueError(f"{op}: eps must be a positive finite number in fp32; got {eps}.")
-    check_parameter(op, "weight", weight, x)
+    check_wide(op, "weight", weight.dtype)
+    check_like(op, "weight", weight, weight.dtype, x.shape[1:], x.device)
     if bias is not None:
         if kind == "rmsnorm":
             raise ValueError(f"{op}: bias must be None for kind 'rmsnorm'; got a tensor.")
-        check_parameter(op, "bias", bias, x)
-        if bias.dtype != weight.dtype:
-            raise ValueError(f"{op}: bias must have weight's dtype, {weight.dtype}; got {bias.dtype}.")
-
-
-def check_kind(op: str, kind: str) -> None:
-    """Refuse a kind of norm that is neither "layernorm" nor "rmsnorm"."""
-    if kind not in KINDS:
-        raise ValueError(f"{op}: kind must be 'layernorm' or 'rmsnorm'; got {kind!r}.")
-
-
-def check_parameter(op: str, name: str, parameter: torch.Tensor, x: torch.Tensor) -> None:
-    """Refuse a weight or bias that is not `[hidden]`, contiguous, in fp32, bf16 or fp16, on x's device."""
-    if parameter.shape != x.shape[1:]:
-        raise ValueError(
-            f"{op}: {name} must have shape [{x.shape[1]}], the columns of x; got shape {tuple(parameter.shape)}."
-        )
-    if parameter.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {parameter.dtype}.")
-    if not parameter.is_contiguous():
-        raise ValueError(f"{op}: {name} must be contiguous; got strides {tuple(parameter.stride())}.")
-    if parameter.device != x.device:
-        raise ValueError(f"{op}: {name} is on {parameter.device}, the data on {x.device}.")
+        check_like(op, "bias", bias, weight.dtype, x.shape[1:], x.device)
 
 
 def _statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,12 +130,8 @@ def norm_outputs(
     kind: str,
     out_dtype: torch.dtype,
 ) -> Three:
-    """Room for what `twin::norm` returns, after its checks."""
     check_norm("twin::norm", x, weight, bias, eps, kind)
-    if out_dtype not in formats.WIDE_DTYPES:
-        raise ValueError(
-            f"twin::norm: out_dtype must be torch.float32, torch.bfloat16 or torch.float16; got {out_dtype}."
-        )
+    check_wide("twin::norm", "out_dtype", out_dtype)
     return x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind)
 
 
@@ -169,7 +144,6 @@ def norm_cast_transpose_outputs(
     kind: str,
     *scaling: *Scaling,
 ) -> Five:
-    """Room for what `twin::norm_cast_transpose` returns, after its checks."""
     check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
     check_cast("twin::norm_cast_transpose", x, *scaling)
     return *cast_outputs(x, x.shape[1], scaling[3]), *_statistics(x, kind)
@@ -185,31 +159,13 @@ def norm_backward_outputs(
     kind: str,
     residual_grad: torch.Tensor | None,
 ) -> Three:
-    """Room for what `twin::norm_backward` returns, after its checks."""
     op = "twin::norm_backward"
     check_norm(op, x, weight, None, 1.0, kind)
     for name, tensor in (("grad", grad), ("residual_grad", residual_grad)):
-        if tensor is None:
-            continue
-        check_input(op, name, tensor)
-        if tensor.shape != x.shape or tensor.dtype != x.dtype:
-            raise ValueError(
-                f"{op}: {name} must have x's shape {tuple(x.shape)} and dtype {x.dtype}; "
-                f"got {tuple(tensor.shape)} and {tensor.dtype}."
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, the data on {x.device}.")
-    for name, statistic, rows in (
-        ("mean", mean, x.shape[0] if kind == "layernorm" else 0),
-        ("rstd", rstd, x.shape[0]),
-    ):
-        if statistic.shape != (rows,) or statistic.dtype != torch.float32 or not statistic.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} must be contiguous torch.float32 of shape [{rows}], as the {kind} forward made it; "
-                f"got {statistic.dtype} of shape {tuple(statistic.shape)}."
-            )
-        if statistic.device != x.device:
-            raise ValueError(f"{op}: {name} is on {statistic.device}, the data on {x.device}.")
+        if tensor is not None:
+            check_like(op, name, tensor, x.dtype, x.shape, x.device)
+    check_like(op, "mean", mean, torch.float32, (x.shape[0] if kind == "layernorm" else 0,), x.device)
+    check_like(op, "rstd", rstd, torch.float32, x.shape[:1], x.device)
     return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(x.shape[1] if kind == "layernorm" else 0)
 
 

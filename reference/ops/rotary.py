@@ -17,8 +17,8 @@ and rounded to fp32. Accurate to half an ulp of fp32 for angles below 2^20; NaN 
 import numpy as np
 import torch
 
-from reference import formats
 from reference.numba_jit import jit
+from reference.ops.checks import check_wide
 from reference.ops.library import define
 
 OP = "twin::rotary"
@@ -83,8 +83,7 @@ def outputs(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: b
         raise ValueError(
             f"{OP}: x must be 4-D, [s, b, h, d], and contiguous in d; got shape {list(x.shape)}, strides {x.stride()}."
         )
-    if x.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{OP}: x must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
+    check_wide(OP, "x", x.dtype)
     if freqs.dim() != 2 or freqs.dtype != torch.float32 or not freqs.is_contiguous():
         raise ValueError(
             f"{OP}: freqs must be contiguous torch.float32 [positions, dimensions]; "

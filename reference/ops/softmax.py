@@ -18,45 +18,37 @@ softmax).
 import numpy as np
 import torch
 
-from reference import elementary, formats
+from reference import elementary
 from reference.elementary import ZERO, exp_scalar, fma
 from reference.numba_jit import jit
 from reference.ops.attention import causal_shift, check_mask, check_scale
+from reference.ops.checks import check_like, check_wide
 from reference.ops.library import define
 
 _INFINITY = np.float32(np.inf)
 _ONE = np.float32(1.0)
 
 
-def check_scores(op: str, name: str, x: torch.Tensor) -> None:
-    """Refuse scores that are not `[b, h, sq, skv]`, contiguous, in fp32, bf16 or fp16."""
+def check_scores(op: str, name: str, x: torch.Tensor, scale: float) -> None:
+    """Refuse scores that are not `[b, h, sq, skv]`, contiguous, in fp32, bf16 or fp16, and a bad scale."""
     if x.dim() != 4 or not x.is_contiguous():
         raise ValueError(
             f"{op}: {name} must be 4-D and contiguous, [b, h, sq, skv]; "
             f"got shape {list(x.shape)}, strides {x.stride()}."
         )
-    if x.dtype not in formats.WIDE_DTYPES:
-        raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {x.dtype}.")
+    check_wide(op, name, x.dtype)
+    check_scale(op, scale)
 
 
 def softmax_outputs(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | None) -> torch.Tensor:
-    """Room for what `twin::softmax` returns, after its checks."""
-    check_scores("twin::softmax", "x", x)
-    check_scale("twin::softmax", scale)
+    check_scores("twin::softmax", "x", x, scale)
     check_mask("twin::softmax", tuple(x.shape), x.device, mask_type, mask)
     return torch.empty_like(x)
 
 
 def softmax_backward_outputs(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """Room for what `twin::softmax_backward` returns, after its checks."""
-    check_scores("twin::softmax_backward", "grad", grad)
-    check_scores("twin::softmax_backward", "y", y)
-    if grad.shape != y.shape or grad.dtype != y.dtype or grad.device != y.device:
-        raise ValueError(
-            f"twin::softmax_backward: grad is {grad.dtype} {list(grad.shape)} on {grad.device} and y {y.dtype} "
-            f"{list(y.shape)} on {y.device}; they must agree."
-        )
-    check_scale("twin::softmax_backward", scale)
+    check_scores("twin::softmax_backward", "y", y, scale)
+    check_like("twin::softmax_backward", "grad", grad, y.dtype, y.shape, y.device)
     return torch.empty_like(y)
 
 

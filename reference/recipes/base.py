@@ -65,27 +65,20 @@ class Recipe:
     mxfp8 = nvfp4 = float8_block_scaling = custom = delayed
 
 
-def check_format(recipe: str, fp8_format: Any) -> None:
-    """Refuse a format that no recipe trains with."""
-    if not isinstance(fp8_format, Format) or fp8_format is Format.E5M2:
+def check_recipe(recipe: Any) -> None:
+    """Refuse a format that no recipe trains with, attention in FP8, and another precision in backward."""
+    name = type(recipe).__name__
+    if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format is Format.E5M2:
         raise ValueError(
-            f"{recipe}: fp8_format={fp8_format!s}; Format.HYBRID and Format.E4M3 are accepted "
+            f"{name}: fp8_format={recipe.fp8_format!s}; Format.HYBRID and Format.E4M3 are accepted "
             f"(E5M2 in the forward pass has too few mantissa bits to train with)."
         )
-
-
-def check_attention(recipe: str, fp8_dpa: Any, fp8_mha: Any) -> None:
-    """Refuse attention in FP8."""
-    if fp8_dpa is not False or fp8_mha is not False:
+    if recipe.fp8_dpa is not False or recipe.fp8_mha is not False:
         raise ValueError(
-            f"{recipe}: fp8_dpa={fp8_dpa!r}, fp8_mha={fp8_mha!r}; only False is accepted: "
+            f"{name}: fp8_dpa={recipe.fp8_dpa!r}, fp8_mha={recipe.fp8_mha!r}; only False is accepted: "
             f"attention in FP8 is not offered."
         )
-
-
-def check_backward(recipe: str, backward_override: Any) -> None:
-    """Refuse another precision in backward."""
-    if backward_override is not None:
+    if recipe.backward_override is not None:
         raise NotImplementedError(
-            f"{recipe}: backward_override={backward_override!r} is not offered; None is accepted."
+            f"{name}: backward_override={recipe.backward_override!r} is not offered; None is accepted."
         )

@@ -19,7 +19,7 @@ import torch
 from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Gemm, Quantizer
-from reference.recipes.base import Format, Recipe, check_attention, check_backward, check_format
+from reference.recipes.base import Format, Recipe, check_recipe
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ class Float8CurrentScaling(Recipe):
                 f"Float8CurrentScaling: use_power_2_scales={self.use_power_2_scales!r} is not offered; False is "
                 f"accepted."
             )
-        check_format("Float8CurrentScaling", self.fp8_format)
-        check_attention("Float8CurrentScaling", self.fp8_dpa, self.fp8_mha)
-        check_backward("Float8CurrentScaling", self.backward_override)
+        check_recipe(self)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:

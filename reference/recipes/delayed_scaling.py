@@ -14,7 +14,7 @@ from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Quantized, Transposed, gemm_bias
 from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
-from reference.recipes.base import Format, Recipe, check_attention, check_backward, check_format
+from reference.recipes.base import Format, Recipe, check_recipe
 
 MAX_MARGIN = 18
 """448 · 2^-18 is E4M3's smallest number when it is rounded; 448 · 2^-19 is 0, and with it all that is cast."""
@@ -39,7 +39,7 @@ class DelayedScaling(Recipe):
         reduce_amax: take the maximum of each amax over autocast's `amax_reduction_group`.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered.
         backward_override: another precision in backward; only None is offered.
-        override_linear_precision: an older Transformer Engine's switch for products in 16 bits, forward, dgrad and
+        override_linear_precision: an older Transformer Engine's switch for GEMMs in 16 bits, forward, dgrad and
             wgrad; only three times False is offered.
     """
 
@@ -60,7 +60,6 @@ class DelayedScaling(Recipe):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"DelayedScaling: {name}={value!r}; an int from {least} to {most} is accepted{why}.")
-        check_format("DelayedScaling", self.fp8_format)
         if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"DelayedScaling: amax_compute_algo={self.amax_compute_algo!r}; "
@@ -73,8 +72,7 @@ class DelayedScaling(Recipe):
             )
         if not isinstance(self.reduce_amax, bool):
             raise TypeError(f"DelayedScaling: reduce_amax={self.reduce_amax!r}; True and False are accepted.")
-        check_attention("DelayedScaling", self.fp8_dpa, self.fp8_mha)
-        check_backward("DelayedScaling", self.backward_override)
+        check_recipe(self)
         linear = self.override_linear_precision
         if not isinstance(linear, tuple) or len(linear) != 3 or any(one is not False for one in linear):
             raise NotImplementedError(
@@ -98,11 +96,7 @@ class DelayedScaling(Recipe):
         """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
         codes, grads = self.fp8_format.dtype(True), self.fp8_format.dtype(False)
         return tuple(
-            Gemm(
-                Delayed(forward, 3 * i, codes),
-                Delayed(forward, 3 * i + 1, codes),
-                Delayed(backward, 2 * i, grads),
-            )
+            Gemm(Delayed(forward, 3 * i, codes), Delayed(forward, 3 * i + 1, codes), Delayed(backward, 2 * i, grads))
             for i in range(count)
         )
 

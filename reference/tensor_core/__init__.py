@@ -1,6 +1,6 @@
 """What Hopper's tensor core computes, bit for bit, on any CPU.
 
-`step` is one `wgmma` instruction, `gemm` a whole product. `model` is the arithmetic, written to be read;
+`step` is one `wgmma` instruction, `gemm` a whole GEMM. `model` is the arithmetic, written to be read;
 `fast` and `kernels` compute the same bits on SIMD lanes and all cores.
 """
 
@@ -65,7 +65,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
     if split and left.instruction is not model.FP8_STEP:
         raise ValueError(
             f"accumulate='split' with {a.dtype}: split accumulation is defined for FP8 operands; "
-            f"16-bit products keep fp32's precision in one chain, use 'fast'."
+            f"16-bit GEMMs keep fp32's precision in one chain, use 'fast'."
         )
     start = None
     if c is not None:

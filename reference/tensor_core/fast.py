@@ -1,4 +1,4 @@
-"""Whole products on all cores: `gemm` gives the words of `model.gemm_words`, some thousand times sooner.
+"""Whole GEMMs on all cores: `gemm` gives the words of `model.gemm_words`, some thousand times sooner.
 
 The compiled tiles (`kernels`) take finite numbers. NaN and infinity are zeros to them, and the words that
 depend on one are put right afterwards: what infinities do to a sum does not depend on the finite terms
@@ -8,25 +8,22 @@ beside them.
 import functools
 import itertools
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reference.notice import announced
 from reference.tensor_core import model
 
 Codes = NDArray[np.unsignedinteger]
 _ROWS = 1024  # rows of C that a task holds at a time: 64 columns of them fill 256 KB of its core's cache
-_PACKED = 1 << 26  # numbers of A that are unpacked at a time
 _SMALL = 1 << 20  # products below which starting other threads costs more than it saves
 _compiling = threading.RLock()
-_PATIENCE = 2.0  # seconds of silence before a compilation says that it is running
 
 
 @functools.cache
@@ -45,23 +42,11 @@ def _tables(fmt: model.Format) -> tuple[NDArray[np.floating], NDArray[np.signedi
     return value, exponent.astype(np.int16)
 
 
-@contextmanager
-def _announced() -> Iterator[None]:
-    """Say so on stderr when the first call takes long: numba is compiling."""
-    text = "twin-engine: preparing the tensor-core model for this CPU (compiled once, then cached) ..."
-    timer = threading.Timer(_PATIENCE, lambda: print(text, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 @functools.cache
 def _compiled(half: bool) -> tuple[Any, Any, int]:
-    """(pack, tiles, columns of a tile) of FP8 or 16-bit operands, compiled by a product of one word."""
-    with _compiling, _announced():
+    """(pack, tiles, columns of a tile) of FP8 or 16-bit operands, compiled by a GEMM of one word."""
+    text = "preparing the tensor-core model for this CPU (compiled once, then cached) ..."
+    with _compiling, announced(text):
         from reference.tensor_core import kernels
 
         fmt, width = (model.BF16, kernels.HALF_WIDTH) if half else (model.E4M3, kernels.FP8_WIDTH)
@@ -122,11 +107,7 @@ def _finite(
     packed = np.zeros(size, a_values.dtype), np.full(size, a_exponents[0])
     small = m * n * depth < _SMALL
     threads = 1 if small else torch.get_num_threads()
-    _each(
-        pack,
-        [(a, a_values, a_exponents, *rows, step_k, *packed) for rows in _ranges(m, threads, 1)],
-        small,
-    )
+    _each(pack, [(a, a_values, a_exponents, *rows, step_k, *packed) for rows in _ranges(m, threads, 1)], small)
     # Rows are cut for the cache, columns for the threads; rows too where there are few columns.
     blocks = -(-m // _ROWS)
     if -(-n // width) * blocks < 2 * threads:

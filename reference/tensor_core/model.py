@@ -98,9 +98,7 @@ def decode(codes: NDArray[np.unsignedinteger], fmt: Format) -> Numbers:
 
 
 def _aligned(
-    negative: NDArray[np.bool_],
-    significand: NDArray[np.int64],
-    shift: NDArray[np.int64],
+    negative: NDArray[np.bool_], significand: NDArray[np.int64], shift: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """(-1)^negative * significand * 2^shift, truncated toward zero to an integer."""
     left = significand << np.clip(shift, 0, 25)

@@ -46,11 +46,7 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
     return Operands(
-        _codes(a),
-        FORMATS[a.dtype],
-        _codes(b),
-        FORMATS[b.dtype],
-        model.FP8_STEP if fp8 else model.HALF_STEP,
+        _codes(a), FORMATS[a.dtype], _codes(b), FORMATS[b.dtype], model.FP8_STEP if fp8 else model.HALF_STEP
     )
 
 

@@ -1,0 +1,72 @@
+"""Parameters with gradients for the tests of `FusedAdam`, and all that a step may change."""
+
+import copy
+import io
+from typing import Any
+
+import torch
+
+import reference as te
+from reference.nn.float8_tensor import Float8Tensor
+
+BF16 = torch.bfloat16
+RECIPE = te.DelayedScaling(amax_history_len=4)
+FusedAdam = te.optimizers.FusedAdam
+SHAPES = ((4, 3), (5,), (2, 2))
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameter(shape: tuple[int, ...] = (4, 3), dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
+    p = torch.nn.Parameter(numbers(seed, shape, dtype))
+    p.grad = numbers(seed + 100, shape, dtype)
+    return p
+
+
+def everything(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Copies of all that a step may change."""
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        found.append({name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+        for p in group["params"]:
+            data = p._data.view(torch.uint8) if isinstance(p, Float8Tensor) else p.detach()
+            state = optimizer.state.get(p, {})
+            found += [
+                data if data.is_meta or data.is_sparse else data.clone(),
+                {k: v.clone() for k, v in state.items()},
+            ]
+    return found
+
+
+def assert_unchanged(before: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    for a, b in zip(before, everything(optimizer), strict=True):
+        pairs = [(a, b)] if isinstance(a, torch.Tensor) else [(a[k], b[k]) for k in a.keys() | b.keys()]
+        for one, other in pairs:
+            if isinstance(one, torch.Tensor):
+                assert one.is_meta or torch.equal(one, other)
+            else:
+                assert one == other
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(numbers(i, shape, dtype)) for i, shape in enumerate(SHAPES)]
+
+
+def train(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for i, p in enumerate(params):
+            p.grad = numbers(10 * step + i, tuple(p.shape), p.dtype)
+        optimizer.step()
+
+
+def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "betas": (0.8, 0.9)}]
+
+
+def through_a_file(state: dict[str, Any]) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
