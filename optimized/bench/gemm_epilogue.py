@@ -17,11 +17,11 @@ from optimized.bench.gemm import FFN, HIDDEN, TOKENS, scaled_mm
 from optimized.bench.table import Table, origin, percent
 from optimized.ops import gemm_fused
 from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
-from reference.ops.activation import GATED, KINDS
+from reference.ops.activation import KINDS
 
 NAME = "gemm_epilogue"
 WHAT = "FP8 products fused with activations, dropout, accumulation, against the product alone"
-KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout", "dbias")
+KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 twin = torch.ops.twin
@@ -34,9 +34,9 @@ def codes(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, columns, device="cuda").to(dtype)
 
 
-def tile(a: torch.Tensor, b: torch.Tensor, split: bool) -> Tile:
-    """The tile that the product alone gets."""
-    return select_tile(a.shape[0], b.shape[0], a.shape[1], split, multiprocessors(0))
+def tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
+    """The tile that the GEMM alone gets."""
+    return select_tile(a.shape[0], b.shape[0], a.shape[1], False, multiprocessors(0))
 
 
 def products(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str) -> dict[str, Call]:
@@ -56,28 +56,9 @@ def activation(kind: str) -> Case:
         h = twin.gemm_fp8(x, w, s, s, bias, BF16, "fast")
         return h, twin.activation_cast_transpose(h, kind, *state)
 
-    fused = functools.partial(
-        gemm_fused.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state, tile=tile(x, w, False)
-    )
+    fused = functools.partial(gemm_fused.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state, tile=tile(x, w))
     calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
     return "fc1.fprop", kind, (TOKENS, FFN, HIDDEN), calls
-
-
-def backward(kind: str) -> Case:
-    """fc2's gradient of its input and the activation's backward behind it: ffn columns of pre-activation."""
-    columns = FFN // 2 if kind in GATED else FFN
-    g, w, s = codes(TOKENS, HIDDEN, E5M2), codes(columns, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
-    h, state = torch.randn(TOKENS, FFN, device="cuda", dtype=BF16), (torch.ones(1, device="cuda"), _history(), 0, E5M2)
-
-    def apart() -> object:
-        dact = twin.gemm_fp8(g, w, s, s, None, BF16, "split")
-        return twin.activation_backward_cast_transpose_dbias(dact, h, kind, *state)
-
-    fused = functools.partial(
-        gemm_fused.gemm_fp8_activation_backward, g, w, s, s, h, kind, *state, tile=tile(g, w, True)
-    )
-    calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(g, w, s, "split")}
-    return "fc2.dgrad", f"{kind} backward", (TOKENS, columns, HIDDEN), calls
 
 
 def residual(name: str, k: int, p: float) -> Case:
@@ -90,7 +71,7 @@ def residual(name: str, k: int, p: float) -> Case:
         return twin.bias_dropout_add(twin.gemm_fp8(x, w, s, s, None, BF16, "fast"), bias, rows, p, rng_state)
 
     rest = (bias, rows, BF16, p, rng_state)
-    fused = functools.partial(gemm_fused.gemm_fp8_bias_dropout_add, x, w, s, s, *rest, tile=tile(x, w, False))
+    fused = functools.partial(gemm_fused.gemm_fp8_bias_dropout_add, x, w, s, s, *rest, tile=tile(x, w))
     calls: dict[str, Call] = {"fused": fused, "apart": apart, **products(x, w, s, "fast")}
     return name, f"bias + dropout {p} + residual", (TOKENS, HIDDEN, k), calls
 
@@ -115,7 +96,6 @@ def _history() -> torch.Tensor:
 def cases() -> Iterator[Callable[[], Case]]:
     """Every case, made when its turn comes."""
     yield from (functools.partial(activation, kind) for kind in KINDS)
-    yield from (functools.partial(backward, kind) for kind in KINDS)
     yield from (functools.partial(residual, "proj.fprop", HIDDEN, p) for p in (0.0, 0.1))
     yield functools.partial(residual, "fc2.fprop", FFN, 0.1)
     yield from (functools.partial(accumulation, dtype) for dtype in (torch.float32, BF16))
@@ -160,8 +140,8 @@ def tables(payload: dict[str, Any]) -> list[Table]:
         "of the ops apart",
     )
     note = (
-        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast forward, split backward), and that "
-        "of the ops one after the other, interleaved in the same run. Where those win (the backward, a short K), the "
+        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast, of gradients split), and that "
+        "of the ops one after the other, interleaved in the same run. Where those win (a short K), the "
         f"op runs them instead. {origin(payload)}"
     )
     return [Table("Products with what follows them", columns, tuple(rows), note)]

@@ -80,6 +80,18 @@ class Tile:
         """Dynamic shared memory (kernels/gemm_tile.cuh)."""
         return self.stages * stage_bytes(self.block_m, self.block_n)
 
+    def macros(self, *names: str) -> dict[str, int | str]:
+        """Those of a kernel's macros, in this order."""
+        every = {
+            "WARPGROUPS": self.warpgroups,
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "CLUSTER": self.cluster,
+            "ACROSS": int(self.across),
+            "NARROW": self.narrow,
+        }
+        return {name: every[name] for name in names}
+
     @property
     def narrow(self) -> int:
         """Columns of the tiles that are mixed with those of `block_n`; the same where there are none."""
