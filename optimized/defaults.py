@@ -24,11 +24,11 @@ def _products() -> Iterator[Configuration]:
     for dtype, tile in itertools.product(WIDE, FP8_TILES):
         # A weight's gradient over at most 128 tokens is one chain, which "fast" computes.
         for a, accumulate in ((_E4M3, "fast"), (_E5M2, "split"), (_E5M2, "fast")):
-            yield "gemm_fp8", gemm_fp8.defines(a, _E4M3, dtype, accumulate, tile, _COLUMNS)
+            yield gemm_fp8.config(a, _E4M3, dtype, accumulate, tile, _COLUMNS).listed
     for dtype, tile in itertools.product(WIDE, TILES):
         for layout in _LAYOUTS:
-            yield "gemm", gemm.defines(dtype, dtype, *layout, tile)
-        yield "gemm", gemm.defines(dtype, torch.float32, True, True, tile, add=True)  # to main_grad
+            yield gemm.config(dtype, dtype, *layout, tile).listed
+        yield gemm.config(dtype, torch.float32, True, True, tile, add=True).listed  # to main_grad
 
 
 def _fused_products() -> Iterator[Configuration]:
@@ -38,11 +38,11 @@ def _fused_products() -> Iterator[Configuration]:
         for kind in ("gelu", "swiglu"):
             epilogue = gemm_fused.ACTIVATION
             shape = (gemm_fused.fused_tile(epilogue, tile), _COLUMNS, k)
-            yield "gemm_fp8_fused", gemm_fused.defines(epilogue, (_E4M3, _E4M3), dtype, *shape, kind, _E4M3)
+            yield gemm_fused.config(epilogue, (_E4M3, _E4M3), dtype, *shape, kind, _E4M3).listed
         for drop in (False, True):
             epilogue = gemm_fused.DROPOUT
             shape = (gemm_fused.fused_tile(epilogue, tile), _COLUMNS, k)
-            yield "gemm_fp8_fused", gemm_fused.defines(epilogue, (_E4M3, _E4M3), dtype, *shape, drop=drop)
+            yield gemm_fused.config(epilogue, (_E4M3, _E4M3), dtype, *shape, drop=drop).listed
 
 
 def configurations() -> list[Configuration]:

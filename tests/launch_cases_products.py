@@ -105,13 +105,10 @@ def fused_gemms(note: Notes) -> None:
         kind: str,
         half: torch.dtype,
         q: torch.dtype = E5M2,
-        tile: Tile | None = None,
-        **o: Any,
+        start: int = 0,
     ) -> None:
-        x = empty(m, cols * (2 if kind in GATED else 1), dtype=half, start=o.get("start", 0))
-        call = twin.gemm_fp8_activation_backward if tile is None else gemm_fused.gemm_fp8_activation_backward
-        tiles = [] if tile is None else [tile]
-        note(call, *fp8_operands(m, cols, k, E5M2), x, kind, *state(), 1, q, *tiles)
+        x = empty(m, cols * (2 if kind in GATED else 1), dtype=half, start=start)
+        note(twin.gemm_fp8_activation_backward, *fp8_operands(m, cols, k, E5M2), x, kind, *state(), 1, q)
 
     def residual(
         m: int,
@@ -135,7 +132,6 @@ def fused_gemms(note: Notes) -> None:
         backward(70, 96, 272, kind, half)
     for tile in TILES:
         forward(300, 272, 4096, "swiglu", BF16, tile=tile)
-        backward(300, 272, 4096, "gelu", BF16, tile=tile)
         for p in (0.0, 0.1):
             residual(300, 544, 4096, p, tile=tile)
     for k in (128, 1024, 2048, 4096):
@@ -146,8 +142,7 @@ def fused_gemms(note: Notes) -> None:
         backward(m, n, k, "geglu", BF16)
         for p in (0.0, 0.1):
             residual(m, n, k, p)
-    backward(70, 48, 272, "swiglu", BF16, tile=TILES[1])  # gated, an odd multiple of 16 columns
-    backward(70, 64, 272, "swiglu", BF16, tile=TILES[1], start=1)
+    backward(70, 64, 272, "swiglu", BF16, start=1)
     for parts in ("b", "r", ""):
         residual(70, 64, 2048, 0.1, parts=parts, start=1)
     forward(8, 16, 16, "gelu", FP32)
@@ -155,10 +150,11 @@ def fused_gemms(note: Notes) -> None:
     residual(1 << 19, 1 << 16, 4096, 0.1)
     residual(1 << 19, (1 << 16) - 16, 4096, 0.1)
     rows = []
-    for epilogue, tile in itertools.product((gemm_fused.ACTIVATION, gemm_fused.BACKWARD, gemm_fused.DROPOUT), TILES):
+    for epilogue, tile in itertools.product((gemm_fused.ACTIVATION, gemm_fused.DROPOUT), TILES):
         chosen = gemm_fused.fused_tile(epilogue, tile)
         steps = [gemm_fused.select_steps(epilogue, chosen, k, "swiglu") for k in (16, 129, 512, 1024, 2048, 4096)]
-        rows.append((epilogue, f"{tile}: {chosen}", *gemm_fused.resources(epilogue, chosen), *steps))
+        shared = chosen.shared_bytes + gemm_fused.epilogue_bytes(epilogue, chosen)
+        rows.append((epilogue, f"{tile}: {chosen}", chosen.threads, shared, *steps))
     note.table("epilogue, tile: as fused, threads, bytes, steps for K = 16 129 512 1024 2048 4096", rows)
 
 
@@ -167,10 +163,10 @@ def tiles(note: Notes) -> None:
     rows = []
     for m, n in itertools.product((1, 64, 129, 520, 2048, 8192), (16, 128, 272, 4096, 12288)):
         for k, split in itertools.product((64, 144, 4112, 16384), (False, True)):
-            every = {"": TILES, "fp8": FP8_TILES, "add": gemm_fp8.ADDING_TILES, "backward": gemm_fused.BACKWARD_TILES}
-            names = [FP8_TILES.index(gemm_tile.select_tile(m, n, k, split, 132, one)) for one in every.values()]
+            every = (TILES, FP8_TILES, gemm_fp8.ADDING_TILES)
+            names = [FP8_TILES.index(gemm_tile.select_tile(m, n, k, split, 132, one)) for one in every]
             rows.append((m, n, k, int(split), *names))
-    note.table("m n k split: number of the tile among TILES, FP8_TILES, ADDING_TILES, BACKWARD_TILES", rows)
+    note.table("m n k split: number of the tile among TILES, FP8_TILES, ADDING_TILES", rows)
     shapes = ((1, 16, 64), (300, 528, 4096), (4096, 4096, 4112), (8192, 12288, 4128), (0, 16, 16), (16, 0, 16))
     rows = [
         (str(tile), m, n, k, int(split), sms, f"{gemm_tile.modelled_cycles(tile, m, n, k, split, sms):.3f}")

@@ -18,11 +18,11 @@ from optimized.bench.gemm import FFN, HIDDEN, TOKENS, fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops import gemm_fused
 from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
-from reference.ops.activation import GATED, KINDS
+from reference.ops.activation import KINDS
 
 NAME = "gemm_epilogue"
 WHAT = "FP8 GEMMs with fused epilogues, against cuBLASLt"
-KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout", "dbias")
+KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 twin = torch.ops.twin
@@ -48,9 +48,9 @@ def beside(
     return {"fused": fused, "apart": apart, "plain": ours, "cublaslt": theirs}
 
 
-def tile(a: torch.Tensor, b: torch.Tensor, split: bool) -> Tile:
+def tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
     """The tile that the GEMM alone gets."""
-    return select_tile(a.shape[0], b.shape[0], a.shape[1], split, multiprocessors(0))
+    return select_tile(a.shape[0], b.shape[0], a.shape[1], False, multiprocessors(0))
 
 
 def activation(kind: str) -> Case:
@@ -62,26 +62,8 @@ def activation(kind: str) -> Case:
         h = twin.gemm_fp8(x, w, s, s, bias, BF16, "fast")
         return h, twin.activation_cast_transpose(h, kind, *state)
 
-    fused = functools.partial(
-        gemm_fused.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state, tile=tile(x, w, False)
-    )
+    fused = functools.partial(gemm_fused.gemm_fp8_activation, x, w, s, s, bias, BF16, kind, *state, tile=tile(x, w))
     return "fc1.fprop", kind, (TOKENS, FFN, HIDDEN), beside(x, w, s, "fast", fused, apart)
-
-
-def backward(kind: str) -> Case:
-    """fc2's gradient of its input, then the activation's backward: ffn columns of pre-activation."""
-    columns = FFN // 2 if kind in GATED else FFN
-    g, w, s = codes(TOKENS, HIDDEN, E5M2), codes(columns, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
-    h, state = wide(TOKENS, FFN), (torch.ones(1, device="cuda"), _history(), 0, E5M2)
-
-    def apart() -> object:
-        dact = twin.gemm_fp8(g, w, s, s, None, BF16, "split")
-        return twin.activation_backward_cast_transpose_dbias(dact, h, kind, *state)
-
-    fused = functools.partial(
-        gemm_fused.gemm_fp8_activation_backward, g, w, s, s, h, kind, *state, tile=tile(g, w, True)
-    )
-    return "fc2.dgrad", f"{kind} backward", (TOKENS, columns, HIDDEN), beside(g, w, s, "split", fused, apart)
 
 
 def residual(name: str, k: int, p: float) -> Case:
@@ -93,7 +75,7 @@ def residual(name: str, k: int, p: float) -> Case:
         return twin.bias_dropout_add(twin.gemm_fp8(x, w, s, s, None, BF16, "fast"), bias, rows, p, rng_state)
 
     rest = (bias, rows, BF16, p, rng_state)
-    fused = functools.partial(gemm_fused.gemm_fp8_bias_dropout_add, x, w, s, s, *rest, tile=tile(x, w, False))
+    fused = functools.partial(gemm_fused.gemm_fp8_bias_dropout_add, x, w, s, s, *rest, tile=tile(x, w))
     return name, f"bias + dropout {p} + residual", (TOKENS, HIDDEN, k), beside(x, w, s, "fast", fused, apart)
 
 
@@ -117,7 +99,7 @@ def _history() -> torch.Tensor:
 def cases() -> list[Callable[[], Case]]:
     """Every case, made when its turn comes."""
     return [
-        *(functools.partial(make, kind) for make in (activation, backward) for kind in KINDS),
+        *(functools.partial(activation, kind) for kind in KINDS),
         *(functools.partial(residual, "proj.fprop", HIDDEN, p) for p in (0.0, 0.1)),
         functools.partial(residual, "fc2.fprop", FFN, 0.1),
         *(functools.partial(accumulation, dtype) for dtype in (torch.float32, BF16)),

@@ -1,39 +1,33 @@
 // 16-bit GEMM.   out[M, N] = round(fp32(acc + bias)),   acc = A[M, K] B[N, K]^T
 //
-// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view): the tensor core
-// reads either from shared memory, so a transposed view costs no copy. M, N, K any. out bf16, fp16 or fp32.
-// acc is one chain over K in steps of k = 16 from +0, in order (docs/numerics.md); K beyond the end arrives as
-// zeros, and a step of zero products leaves its C as it is. No tile shape changes a bit of the result.
+// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view): the tensor core reads
+// either from shared memory, so a transposed view costs no copy. M, N, K any. out bf16, fp16 or fp32. acc is one chain
+// over K in steps of k = 16 from +0, in order (docs/numerics.md); K beyond the end arrives as zeros, and a step of zero
+// products leaves its C as it is. No tile shape changes a bit of the result.
+// ACCUMULATE: out = round(fp32(out) + acc), without a bias.
 //
-// One persistent block per multiprocessor, as in gemm_fp8.cu. An MN-major operand lies in shared memory as chunks
-// of 64 rows of M (or N): [64 k][64 m], 8 KB, swizzled by 128 bytes.
-//
-// wgmma gives lane q = lane % 4 columns 8 j + 2 q + e. For 16-bit output the four lanes of a quad transpose four
-// such blocks among themselves (8 shuffles for 16 words), so that each owns 8 consecutive columns: 16 bytes.
-//
-// ACCUMULATE: the product, without a bias, is added to what out holds:  out = round(fp32(out) + acc).
+// One persistent block per multiprocessor, as in gemm_fp8.cu. An MN-major operand lies in shared memory as chunks of 64
+// rows of M (or N): [64 k][64 m], 8 KB, swizzled by 128 bytes.
 //
 // Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major), ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B).
 #include "gemm_mainloop.cuh"
 #include "transpose.cuh"
 
-namespace twin {
+using namespace twin;
 
 constexpr int kBlockM = 64 * WARPGROUPS;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kBlockK = 64;
-constexpr int kStages = STAGES;
 constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;
 constexpr int kChunkBytes = 64 * kStageRowBytes;  // 64 rows of a K-major operand, or a chunk of an MN-major one
 constexpr bool kFP32 = same_type<OUT, FP32>;
-using Map = SharedMap<WARPGROUPS, kBlockN, kStages>;
-using Position = Stage<kStages>;
+using Map = SharedMap<WARPGROUPS, kBlockN, STAGES, CLUSTER>;
 using Tiles = Schedule<kBlockM, kBlockN, CLUSTER, kNarrow>;
 
-// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`. In a cluster the blocks
-// copy a part of B each, into all of them.
+// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`; kShared: into all blocks of
+// the cluster.
 template <bool kTransposed, bool kShared>
 __device__ __forceinline__ void load_operand(unsigned destination, const CUtensorMap* map, unsigned full, int row,
                                              int k, int rows) {
@@ -50,7 +44,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
                                         const Tiles& tiles, int k_blocks) {
     constexpr int kShare = kBlockN / CLUSTER;  // rows of B that this block copies
     const int first = tiles.rank * kShare;
-    Position stage;
+    Stage<STAGES> stage;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
         for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
@@ -58,7 +52,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
             const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
             const unsigned b = shared + Map::kB + stage.index * Map::kBBytes + first * kStageRowBytes;
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-            if (kb == 0) said<Map>(shared, stage.index) = tile;
+            if (kb == 0) tile_of_stage<Map>(shared, stage.index) = tile;
             mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
             load_operand<TRANSPOSE_A, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
             load_operand<TRANSPOSE_B, (CLUSTER > 1)>(b, b_map, full, tile.column + first, kb * kBlockK, kShare);
@@ -69,6 +63,9 @@ __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensor
 // The four wgmma of a k-block. Sixteen k are 32 bytes of a K-major row, or 16 rows of 128 bytes of a chunk.
 struct Issue {
     unsigned a_base, b_base;  // this warpgroup's rows of A, and B, in stage 0
+
+    __device__ __forceinline__ explicit Issue(unsigned shared)
+        : a_base(shared + Map::kA + warpgroup_index() * kChunkBytes), b_base(shared + Map::kB) {}
 
     template <int kCount>
     __device__ __forceinline__ void operator()(float (&acc)[kCount], int stage, bool first) const {
@@ -81,7 +78,7 @@ struct Issue {
     }
 };
 
-// In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds; kCount accumulators from `first`.
+// In place: acc -> fp32(stored + acc), for kCount accumulators from `first`.
 template <int kCount>
 __device__ __forceinline__ void add_stored_pairs(float (&acc)[kAcc], const Destination& to, int first) {
 #pragma unroll
@@ -91,7 +88,9 @@ __device__ __forceinline__ void add_stored_pairs(float (&acc)[kAcc], const Desti
     }
 }
 
-// The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q.
+// The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q. wgmma gives
+// lane q columns 8 j + 2 q + e: the four lanes of a quad transpose four such blocks (8 shuffles for 16 words), so that
+// each owns 8 consecutive columns, 16 bytes.
 __device__ __forceinline__ void pack_transposed(unsigned (&words)[kAcc / 2], const float (&acc)[kAcc]) {
 #pragma unroll
     for (int g = 0; g < kAcc / 16; g++)
@@ -115,7 +114,7 @@ __device__ __forceinline__ void store_ragged(const unsigned (&words)[kAcc / 2], 
     }
 }
 
-// ACCUMULATE: part by part, since all loads at once would not fit the registers, nor would what they are guarded by.
+// Part by part, since with ACCUMULATE all loads at once, and their guards, would not fit the registers.
 __device__ __forceinline__ void store_fp32_pairs(float (&acc)[kAcc], const Destination& to) {
     constexpr int kPart = 32;
 #pragma unroll
@@ -129,9 +128,49 @@ __device__ __forceinline__ void store_fp32_pairs(float (&acc)[kAcc], const Desti
     }
 }
 
-}  // namespace twin
+// Bias, or what is stored; one rounding; stores. A 16-bit tile waits in registers, if its rows are whole vectors.
+struct BiasStore {
+    using Loaded = Bias<2, kAcc>;
+    static constexpr int kSteps = kStoreSteps<8, kAcc>;
 
-using namespace twin;
+    void* out;
+    const void* bias;
+    int bias_type, m, n;
+    int row, quad;  // the thread's row of a tile, its lane of a quad
+    Destination to;
+    unsigned words[kAcc / 2];
+    bool pending;
+
+    __device__ __forceinline__ BiasStore(void* out, const void* bias, int bias_type, int m, int n)
+        : out(out), bias(bias), bias_type(bias_type), m(m), n(n), pending(false) {
+        const int lane = threadIdx.x % 32;
+        quad = lane % 4;
+        row = threadIdx.x / 32 * 16 + lane / 4;
+    }
+
+    __device__ __forceinline__ void load_ahead(Loaded& loaded, const Tile& tile) const {
+        loaded.load(bias, bias_type, tile.column + 2 * quad, n);
+    }
+    __device__ __forceinline__ void step(int s) const { store_step<8>(words, s, to); }
+
+    __device__ __forceinline__ void take(float (&acc)[kAcc], Loaded& loaded, const Tile& tile) {
+        loaded.add(acc);
+        to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n, tile.end);
+        if constexpr (kFP32) {
+            store_fp32_pairs(acc, to);
+        } else {
+            if constexpr (ACCUMULATE) add_stored_pairs<kAcc>(acc, to, 0);
+            pack_transposed(words, acc);
+            to = destination<2>(out, tile.row + row, tile.column + 8 * quad, m, n, tile.end);
+            pending = n % 8 == 0;
+            if (!pending) store_ragged(words, to);
+        }
+    }
+
+    __device__ __forceinline__ void finish() const {
+        if (pending) store_packed_tile<8>(words, to);
+    }
+};
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     gemm(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
@@ -142,38 +181,10 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks); };
     const auto consuming = [&] {
-        const int lane = threadIdx.x % 32, quad = lane % 4;
-        const int row = threadIdx.x / 32 * 16 + lane / 4;
-        const Issue issue{shared + Map::kA + warpgroup_index() * kChunkBytes, shared + Map::kB};
-        Position stage;
-        Destination to;
-        unsigned words[kAcc / 2];
-        bool pending = false;
-        Tile tile;
-        do {
-            tile = wait_for_tile<Map>(shared, stage);
-            float acc[kAcc];
-            Bias<2, kAcc> added;
-            const auto store = [&](int s) { store_step<8>(words, s, to); };
-            const bool narrow = kNarrow < kBlockN && tile.end - tile.column <= kNarrow;
-            constexpr int kSteps = kStoreSteps<8, kAcc>;
-            chain_tile<Map, CLUSTER, kSteps, kNarrow>(
-                acc, shared, stage, k_blocks, issue, narrow, pending, store,
-                [&] { added.load(bias, bias_type, tile.column + 2 * quad, n); });
-            added.add(acc);
-            to = destination<kFP32 ? 4 : 2>(out, tile.row + row, tile.column + 2 * quad, m, n, tile.end);
-            if constexpr (kFP32) {
-                store_fp32_pairs(acc, to);
-            } else {
-                if constexpr (ACCUMULATE) add_stored_pairs<kAcc>(acc, to, 0);
-                pack_transposed(words, acc);
-                to = destination<2>(out, tile.row + row, tile.column + 8 * quad, m, n, tile.end);
-                pending = n % 8 == 0;
-                if (!pending) store_ragged(words, to);
-            }
-        } while (!tile.last);
-        if (pending) store_packed_tile<8>(words, to);
+        BiasStore epilogue(out, bias, bias_type, m, n);
+        FastMainloop<Map, Issue, kNarrow> mainloop(shared, k_blocks);
+        consume<kAcc>(mainloop, epilogue);
     };
     // With an elected thread ptxas finds too few registers for the accumulating tiles (C7511).
-    run_block<Map, kStages, CLUSTER, WARPGROUPS, 232, 40, !ACCUMULATE>(shared, a_map, b_map, producing, consuming, [] {});
+    run_block<Map, 232, 40, !ACCUMULATE>(shared, a_map, b_map, producing, consuming);
 }

@@ -1,13 +1,13 @@
-// From accumulators to the output of a GEMM: scale, bias, one rounding, 16-byte stores.
+// The epilogue of a GEMM: scale, bias, one rounding, 16-byte stores.
 //
 //   out = round(fp32(fp32(acc * scale) + bias))        every step one fp32 rounding, then one to the output type
 //
-// A thread owns, in rows r and r + 8 of its warpgroup's 64, runs of `kRun` consecutive columns: acc[8 run..] of
-// wgmma (columns 8 j + 2 q + e) become columns 4 kRun g + kRun q + 2 j + e because the copy engine has put the
-// rows of B into shared memory in that order (see gemm_fp8.cu). So results go from registers to global memory
-// in whole vectors, with no detour through shared memory.
+// A thread owns, in rows r and r + 8 of its warpgroup's 64, runs of kRun consecutive columns: acc[8 run ..] of wgmma
+// (columns 8 j + 2 q + e) are columns 4 kRun g + kRun q + 2 j + e of the output, since the copy engine puts the rows of
+// B into shared memory in that order (gemm_fp8_mainloop.cuh). So results go to global memory as whole vectors.
 #pragma once
 
+#include "gemm_tile.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -29,29 +29,25 @@ __device__ __forceinline__ float widen_bias(unsigned short bits, int type) {
     return type == kBiasBF16 ? __uint_as_float(static_cast<unsigned>(bits) << 16) : cvt_f32_f16(bits);
 }
 
-// A tile's bias. Read where a thread needs it, one run of columns after the other, it took 8 to 13 % of a product with
-// K = 4096: every run waited for memory. So each lane reads a part of it ahead of its use: of the columns of a quad's lane
-// q, lane 4 i + q holds the runs i, i + 8, ... With kHalves 2 the second half of the runs are the same columns n / 2
-// further.
-template <int kRun, int kCount, int kHalves = 1>
+// A tile's bias. Loaded where a thread needs it, one run after the other, it took 8 to 13 % of a GEMM with K = 4096. So
+// each lane loads a part ahead of its use: of the columns of a quad's lane q, lane 4 i + q holds the runs i, i + 8, ...
+template <int kRun, int kCount>
 struct Bias {
     static constexpr int kRuns = kCount / (2 * kRun), kHeld = (kRuns + 7) / 8;
     static constexpr int kVector = kRun == 2 ? 1 : 4;  // values loaded together; 2: rows of any length
     int type;
     unsigned words[kHeld][kRun];  // as stored; vectors of 16-bit values two to a word
 
-    // `column` is the first of the tile for this lane of a quad. Columns beyond the last are read at the last: nobody
-    // stores what comes of them.
+    // `column` is this lane's first of the tile. Columns after the last repeat it: nobody stores their results.
     __device__ __forceinline__ void load(const void* bias, int bias_type, int column, int n) {
         type = bias_type;
         if (type == kNoBias) return;
-        constexpr int kHalf = kRuns / kHalves;
 #pragma unroll
         for (int i = 0; i < kHeld; i++)
 #pragma unroll
             for (int v = 0; v < kRun; v += kVector) {
                 const int run = min(threadIdx.x % 32 / 4 + 8 * i, kRuns - 1);
-                const int c = min(column + 4 * kRun * (run % kHalf) + v, n / kHalves - kVector) + run / kHalf * (n / kHalves);
+                const int c = min(column + 4 * kRun * run + v, n - kVector);
                 unsigned* to = words[i] + v;
                 if (type == kBiasFP32) {
                     const float* source = static_cast<const float*>(bias) + c;
@@ -73,19 +69,29 @@ struct Bias {
             }
     }
 
-    // Value c of a run that this lane holds, in fp32.
-    __device__ __forceinline__ float held(int i, int c) const {
-        if (type == kBiasFP32) return __uint_as_float(words[i][c]);
-        const unsigned word = words[i][kVector == 1 ? c : c / 4 * 4 + c % 4 / 2];
-        return widen_bias(static_cast<unsigned short>(word >> (kVector == 1 ? 0 : c % 2 * 16)), type);
+    // The values that this lane holds, in fp32.
+    template <int kType>
+    __device__ __forceinline__ void widen(float (&values)[kHeld][kRun]) const {
+#pragma unroll
+        for (int i = 0; i < kHeld * kRun; i++) {
+            const int run = i / kRun, c = i % kRun;
+            const unsigned word = words[run][kVector == 1 || kType == kBiasFP32 ? c : c / 4 * 4 + c % 4 / 2];
+            const int shift = kVector == 1 ? 0 : c % 2 * 16;
+            values[run][c] = kType == kBiasFP32 ? __uint_as_float(word)
+                                                : widen_bias(static_cast<unsigned short>(word >> shift), kType);
+        }
     }
 
     // In place: acc -> fp32(acc + bias).
     __device__ __forceinline__ void add(float (&acc)[kCount]) const {
         if (type == kNoBias) return;
         float values[kHeld][kRun];
-#pragma unroll
-        for (int i = 0; i < kHeld * kRun; i++) values[i / kRun][i % kRun] = held(i / kRun, i % kRun);
+        if (type == kBiasFP32)
+            widen<kBiasFP32>(values);
+        else if (type == kBiasBF16)
+            widen<kBiasBF16>(values);
+        else
+            widen<kBiasFP16>(values);
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
 #pragma unroll
@@ -107,11 +113,11 @@ __device__ __forceinline__ void scale_tile(float (&acc)[kCount], float scale) {
     for (int i = 0; i < kCount; i++) acc[i] = __fmul_rn(acc[i], scale);
 }
 
-// Where a thread's results of one tile go: its first column in its two rows, and what of it exists.
+// Where a thread's results of one tile go: its first column in its two rows, and which of them exist.
 struct Destination {
     char* pointer[2];  // row r and row r + 8
     bool valid[2];
-    int columns_left;  // of the tile, from the thread's first on
+    int columns_left;  // of the tile, from the thread's first column on
 };
 
 template <int kElementBytes>
@@ -134,7 +140,7 @@ __device__ __forceinline__ float stored(const char* row, int column) {
                       same_type<Out, BF16> ? kBiasBF16 : kBiasFP16);
 }
 
-// 8 or 16 bytes of an output; zeros where they do not exist. Not a branch: loads that stand behind one wait for each other.
+// 8 or 16 bytes of an output; zeros where they do not exist. Not a branch: loads after one wait for each other.
 template <int kWords>
 __device__ __forceinline__ void load_if(unsigned (&words)[kWords], const char* pointer, bool exists) {
     for (unsigned& word : words) word = 0;
@@ -150,8 +156,7 @@ __device__ __forceinline__ void load_if(unsigned (&words)[kWords], const char* p
                      : "memory");
 }
 
-// In place: acc -> fp32(stored + acc), for a product that is added to what `to` holds. As many runs are on their way as
-// the registers that the main loop has left can take.
+// In place: acc -> fp32(stored + acc). As many loads are in flight as the main loop leaves registers for.
 template <class Out, int kRun, int kCount>
 __device__ __forceinline__ void add_stored(float (&acc)[kCount], const Destination& to) {
     constexpr int kBytes = same_type<Out, FP32> ? 4 : 2, kWords = kRun * kBytes / 4;
@@ -186,7 +191,7 @@ __device__ __forceinline__ void pack_tile(unsigned (&words)[kCount / 2], const f
             }
 }
 
-// Store group g (the thread's run of kRun columns in both rows) of a packed tile.
+// Store group g of a packed tile: the thread's run of kRun columns in both rows.
 template <int kRun, int kWords>
 __device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], int g, const Destination& to) {
     static_assert(kRun == 8 || kRun == 4, "runs are 16 or 8 bytes of 16-bit values");
@@ -203,7 +208,7 @@ __device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], in
     }
 }
 
-// Behind how many k-blocks a packed tile is stored, and what of it behind one of them.
+// The number of steps in which a packed tile is stored, and one of them.
 template <int kRun, int kCount>
 constexpr int kStoreSteps = kCount / (2 * kRun) < 8 ? kCount / (2 * kRun) : 8;
 
@@ -238,5 +243,67 @@ __device__ __forceinline__ void store_fp32(const float (&acc)[kCount], const Des
         }
     }
 }
+
+// The epilogue of FP8 GEMMs. kDeferred: a 16-bit tile waits in registers and is stored beside the next tile's k-blocks.
+// kAccumulate: out = round(fp32(out) + fp32(acc * scale)), without a bias.
+template <class Out, int kRun, int kAcc, bool kMayDefer, bool kAccumulate>
+struct ScaleBiasStore {
+    static constexpr int kSteps = kStoreSteps<kRun, kAcc>;
+    static constexpr bool kFP32 = same_type<Out, FP32>, kDeferred = kMayDefer && !kFP32;
+    static constexpr bool kBiasAhead = kDeferred && kRun == 8;  // else there are no registers for it
+
+    using Loaded = Bias<kRun, kAcc>;
+
+    void* out;
+    const void* bias;
+    int bias_type, m, n;
+    float scale;
+    int row, column;  // of a tile, the thread's first
+    Destination to;
+    unsigned words[kAcc / 2];
+    bool pending;  // a tile waits in `words`
+
+    __device__ __forceinline__ ScaleBiasStore(void* out, const void* bias, int bias_type, int m, int n)
+        : out(out),
+          bias(bias),
+          bias_type(bias_type),
+          m(m),
+          n(n),
+          pending(false) {
+        const int lane = threadIdx.x % 32;
+        row = threadIdx.x / 32 * 16 + lane / 4;
+        column = lane % 4 * kRun;
+    }
+
+    __device__ __forceinline__ void load_bias(Loaded& loaded, int first) {
+        if constexpr (!kAccumulate) loaded.load(bias, bias_type, first, n);
+    }
+    __device__ __forceinline__ void load_ahead(Loaded& loaded, const Tile& tile) {
+        if constexpr (kBiasAhead) load_bias(loaded, tile.column + column);
+    }
+    __device__ __forceinline__ void step(int s) const { store_step<kRun>(words, s, to); }
+
+    __device__ __forceinline__ void take(float (&acc)[kAcc], Loaded& loaded, const Tile& tile) {
+        const int first = tile.column + column;
+        if constexpr (!kBiasAhead) load_bias(loaded, first);
+        scale_tile(acc, scale);
+        to = destination<kFP32 ? 4 : 2>(out, tile.row + row, first, m, n, tile.end);
+        if constexpr (kAccumulate)
+            add_stored<Out, kRun>(acc, to);
+        else
+            loaded.add(acc);
+        if constexpr (kFP32) {
+            store_fp32<kRun>(acc, to);
+        } else {
+            pack_tile<Out, kRun>(words, acc);
+            pending = kDeferred;
+            if constexpr (!kDeferred) store_packed_tile<kRun>(words, to);
+        }
+    }
+
+    __device__ __forceinline__ void finish() const {
+        if (pending) store_packed_tile<kRun>(words, to);
+    }
+};
 
 }  // namespace twin

@@ -1,14 +1,13 @@
-// The main loops of the FP8 GEMMs: copies, the chain of fast accumulation, the chains of split accumulation.
+// The main loops of the FP8 GEMMs: the producer's copies, fast and split accumulation. gemm_fp8.cu says what they
+// compute.
 //
-// Shared by gemm_fp8.cu and gemm_fp8_fused.cu, whose heads say what is computed and what the defines mean.
-//
-// Rows of B arrive permuted. wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e of B's tile; the tensor map
-// of B (optimized/ops/gemm_fp8.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so
-// a thread's results are RUN consecutive columns of the output.
+// Rows of B arrive permuted. wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e of B's tile; the tensor map of B
+// (optimized/ops/gemm_operands.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so
+// that a thread's results are RUN consecutive columns of the output.
 //
 // ACROSS 1: the blocks of a cluster compute tiles side by side and share A, instead of B.
 // STAGE_BLOCKS: k-blocks that share a stage and its barriers, of the STAGES in the ring.
-// B_HALVES 2: half of a tile's columns are of the first half of B's rows, and the others the same of the second, so
+// B_HALVES 2: half of a tile's columns come from the first half of B's rows, and the same columns from the second, so
 // that a thread holds x1 and x2 of a gated activation.
 #pragma once
 
@@ -19,9 +18,6 @@
 #endif
 #ifndef ACROSS
 #define ACROSS 0
-#endif
-#ifndef ALTERNATING_N
-#define ALTERNATING_N 128
 #endif
 #ifndef NARROW
 #define NARROW BLOCK_N
@@ -38,47 +34,46 @@ constexpr int kBlockK = 128;
 constexpr int kStageBlocks = STAGE_BLOCKS;
 constexpr int kStages = STAGES / kStageBlocks;
 constexpr int kRun = RUN;
-constexpr int kHalves = B_HALVES;
-constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
+constexpr int kBHalves = B_HALVES;
+constexpr int kTileN = kBlockN / kBHalves;  // columns from one tile to the next
 constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;                   // accumulators of a thread
 constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's columns, each through one temporary
-constexpr bool kAlternating = kBlockN <= ALTERNATING_N;  // split: a thread has registers for two temporaries
-using Map = SharedMap<WARPGROUPS, kBlockN, kStages, kStageBlocks>;
-using Position = Stage<kStages>;
+constexpr bool kAlternating = kBlockN <= 128;  // split: a thread has registers for two temporaries
+using Map = SharedMap<WARPGROUPS, kBlockN, kStages, CLUSTER, kStageBlocks>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow, ACROSS>;
-// A stage of an operand is one copy, or several: a part for each block of the cluster that shares it, which all receive, or
-// each half of the weight.
+// The copies of an operand's stage: one, or one for each block of the cluster that shares it (each copies a part into
+// all of them), or one for each half of B.
 constexpr int kSharingA = ACROSS ? CLUSTER : 1, kSharingB = ACROSS ? 1 : CLUSTER;
-constexpr int kParts = kHalves > kSharingB ? kHalves : kSharingB;
+constexpr int kParts = kBHalves > kSharingB ? kBHalves : kSharingB;
 constexpr int kPartRows = kBlockN / kParts;
 constexpr int kPartRowsA = kBlockM / kSharingA;
 
-// How the copy engine reads A and B: in boxes of a tile's rows (of one of B's parts), and at the matrix's edge in boxes
-// of the rows that remain there. Rows that do not exist are not asked for: to fill one with zeros takes three times as
-// long as to fetch one, and what stands in shared memory instead reaches only outputs that do not exist.
-struct Operands {
+// How the copy engine reads A and B: in boxes of a part's rows, and at the matrix's edge in boxes of the rows that
+// remain there. Rows that do not exist are not copied: the engine takes three times as long to fill one with zeros as
+// to fetch one, and what shared memory holds instead reaches only outputs that do not exist.
+struct OperandMaps {
     CUtensorMap a, b, a_edge, b_edge;
 };
 
-// How many rows are copied from `first` on, of `rows` in a full box: where fewer are left, only those. But the edge boxes have
-// as many as are left behind full ones, and where tiles of two widths are mixed the last may begin elsewhere.
+// How many rows to copy from `first` on: a full box of `rows`, or those that are left. An edge box has the rows left
+// after full ones; where tiles of two widths are mixed, the last may begin elsewhere and takes a full box.
 __device__ __forceinline__ int box_rows(int first, int end, int rows) {
     const int left = end - first;
     return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
 }
 
-// A is [m, ...], B [n, ...]; k-blocks from `begin` to before `end`. also(tile, kb) is called behind the copies of each. What a
-// stage has beyond the last k-block is not copied.
-// kProducers warps of the producer's warpgroup take turns: one alone issues a k-block's copies in some 210 cycles. Turns go on from
-// tile to tile: who skipped more stages than the ring has would take the phase before for the one that it waits for.
-template <int kProducers = 1, class Also>
-__device__ __forceinline__ void produce(const Operands& operands, unsigned shared, const Tiles& tiles, int begin, int end,
-                                        int m, int n, const Also& also) {
+// Copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...] for each tile; also(tile, kb) is called after the
+// copies of each. kProducers warps of the producer's warpgroup take turns, since one alone issues a k-block's copies in
+// some 210 cycles. Turns go on from tile to tile: a warp that skipped more stages than the ring has would mistake a
+// barrier's phase.
+template <int kProducers = 1, class Also = Nothing>
+__device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles, int begin,
+                                        int end, int m, int n, const Also& also = {}) {
     constexpr int kMine = kParts / kSharingB;  // parts of B that this block copies
     const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
     static_assert(kProducers <= kStages, "a producer's turn comes in each round of the ring");
-    Position stage;
+    Stage<kStages> stage;
     int turn = 0;
     for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
         const Tile tile = tiles[index];
@@ -89,7 +84,7 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
         for (int part = 0; part < kSharingA; part++) all_rows += box_rows(tile.row + part * kPartRowsA, m, kPartRowsA);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
-            const int rows = box_rows(tile.column + (kHalves == 1 ? part * kPartRows : 0), n / kHalves, kPartRows);
+            const int rows = box_rows(tile.column + (kBHalves == 1 ? part * kPartRows : 0), n / kBHalves, kPartRows);
             all_rows += rows;
             if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
         }
@@ -98,7 +93,7 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
             const unsigned full = shared + Map::kFull + 8 * stage.index;
             const int blocks = kStageBlocks == 1 ? 1 : min(kStageBlocks, end - kb);
             mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-            if (kb == begin) said<Map>(shared, stage.index) = tile;
+            if (kb == begin) tile_of_stage<Map>(shared, stage.index) = tile;
             mbarrier_arrive_expect_tx(full, blocks * all_rows * kStageRowBytes);
 #pragma unroll
             for (int block = 0; block < kStageBlocks; block++) {
@@ -107,7 +102,7 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
                 const unsigned a = shared + Map::kA + stage.index * Map::kABytes + block * kBlockM * kStageRowBytes;
                 const unsigned b = shared + Map::kB + stage.index * Map::kBBytes + block * kBlockN * kStageRowBytes;
                 if (a_rows > 0) {
-                    const CUtensorMap* map = a_rows == kPartRowsA ? &operands.a : &operands.a_edge;
+                    const CUtensorMap* map = a_rows == kPartRowsA ? &maps.a : &maps.a_edge;
                     const unsigned to = a + a_part * kPartRowsA * kStageRowBytes;
                     if constexpr (kSharingA == 1)
                         tma_load_2d(to, map, full, k, a_row);
@@ -117,9 +112,9 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
 #pragma unroll
                 for (int i = 0; i < kMine; i++) {
                     if (b_rows[i] == 0) continue;
-                    const CUtensorMap* map = b_rows[i] == kPartRows ? &operands.b : &operands.b_edge;
+                    const CUtensorMap* map = b_rows[i] == kPartRows ? &maps.b : &maps.b_edge;
                     const int part = kSharingB == 1 ? i : tiles.rank;
-                    const int group = (tile.column + part * (kHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
+                    const int group = (tile.column + part * (kBHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
                     const unsigned to = b + part * kPartRows * kStageRowBytes;
                     if constexpr (kSharingB == 1)
                         tma_load_5d(to, map, full, k, 0, 0, 0, group);
@@ -132,8 +127,8 @@ __device__ __forceinline__ void produce(const Operands& operands, unsigned share
     }
 }
 
-// A part for each k-block of: L2 fetches the tile's part of `matrix`, [m, n] of kBytes bytes an element, `stride` of them
-// from row to row. What is read or added to behind the product is there when it is needed.
+// L2 fetches the tile's part of `matrix` [m, n], kBytes bytes an element, `stride` of them from row to row: a share of
+// it beside each k-block, so that it is there when the epilogue reads it.
 template <int kBytes>
 __device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m,
                                               size_t stride) {
@@ -146,98 +141,123 @@ __device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& ti
 struct Issue {
     unsigned a_base, b_base;  // this warpgroup's rows of A, and B, in stage 0
 
+    __device__ __forceinline__ explicit Issue(unsigned shared)
+        : a_base(shared + Map::kA + warpgroup_index() * 64 * kStageRowBytes), b_base(shared + Map::kB) {}
+
+    __device__ __forceinline__ unsigned long long a(int stage) const {
+        return wgmma_descriptor(a_base + stage * Map::kABytes, 0, 1024);
+    }
+    __device__ __forceinline__ unsigned long long b(int stage) const {
+        return wgmma_descriptor(b_base + stage * Map::kBBytes, 0, 1024);
+    }
+
     template <int kCount>
     __device__ __forceinline__ void operator()(float (&acc)[kCount], int stage, bool first) const {
-        const auto a = wgmma_descriptor(a_base + stage * Map::kABytes, 0, 1024);
-        const auto b = wgmma_descriptor(b_base + stage * Map::kBBytes, 0, 1024);
+        const auto a = this->a(stage), b = this->b(stage);
 #pragma unroll
         for (int k = 0; k < 4; k++) wgmma_k32<A_FORMAT, B_FORMAT>(acc, a + 2 * k, b + 2 * k, !first || k > 0);
     }
 };
 
-// `k_blocks` chains of four wgmma, each from zero: take(partial) is called with each in order, while those of the next stage
-// are running. The chains of a stage run side by side, wgmma by wgmma: where there are few columns, one waits longer for the
-// one before it in its chain than it takes. Two temporaries for each: for tiles that leave room for them.
-template <class Take>
-__device__ __forceinline__ void alternate_chains(unsigned shared, const Issue& base, Position& stage, int k_blocks,
-                                                 const Take& take) {
-    static_assert(kStages >= 2, "a stage is waited for while the one before it is still held");
-    float even[kStageBlocks][kAcc], odd[kStageBlocks][kAcc];
-    int previous;
-    const auto start = [&](float(&partials)[kStageBlocks][kAcc]) {
-        // Then descriptors stay in uniform registers and are not moved there for each wgmma.
-        if constexpr (kStageBlocks > 1) stage.index = uniform(stage.index);
-        mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-        wgmma_fence();
-        const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
-        const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
+// The main loop of split accumulation: chains of four wgmma from zero, each promoted to the accumulators.
+struct SplitMainloop : Mainloop<Map> {
+    Issue operands;
+
+    __device__ __forceinline__ SplitMainloop(unsigned shared, int k_blocks)
+        : Mainloop<Map>(shared, k_blocks), operands(shared) {}
+
+    template <class Epilogue, class Last>
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], const Tile& tile, Epilogue&, const Last&) {
+        if (kNarrow < kBlockN && tile.end - tile.column <= kNarrow)
+            sum(columns<kNarrow>(acc), !tile.last);
+        else
+            sum(acc, !tile.last);
+    }
+
+    template <int kCount>
+    __device__ __forceinline__ void sum(float (&acc)[kCount], bool more) {
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
+        if constexpr (kAlternating) {
+            alternate([&](const float(&partial)[kCount]) {
+#pragma unroll
+                for (int i = 0; i < kCount; i++) acc[i] = __fadd_rn(acc[i], partial[i]);
+            });
+        } else {
+            promote_parts(acc, more);
+        }
+    }
+
+    // take(partial) is called with each k-block's chain in order, while those of the next stage run. The chains of a
+    // stage run side by side, wgmma by wgmma: with few columns one waits longer for the one before it than it takes. A
+    // thread has two temporaries for each.
+    template <class Take>
+    __device__ __forceinline__ void alternate(const Take& take) {
+        static_assert(kStages >= 2, "a stage is waited for while the one before it is still held");
+        float even[kStageBlocks][kAcc], odd[kStageBlocks][kAcc];
+        int previous;
+        const auto start = [&](float(&partials)[kStageBlocks][kAcc]) {
+            // Then descriptors stay in uniform registers and are not moved there for each wgmma.
+            if constexpr (kStageBlocks > 1) stage.index = uniform(stage.index);
+            wait_full();
+            wgmma_fence();
+            const auto a = operands.a(stage.index), b = operands.b(stage.index);
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+                for (int c = 0; c < kStageBlocks; c++)
+                    wgmma_k32<A_FORMAT, B_FORMAT>(partials[c], a + c * (kBlockM * kStageRowBytes >> 4) + 2 * k,
+                                                  b + c * (kBlockN * kStageRowBytes >> 4) + 2 * k, k > 0);
+            wgmma_commit();
+        };
+        // The last stage may hold fewer chains.
+        const auto finish = [&](float(&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
+#pragma unroll
+            for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
+            release<CLUSTER>(empty(previous));
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++)
-                wgmma_k32<A_FORMAT, B_FORMAT>(partials[c], a + c * (kBlockM * kStageRowBytes >> 4) + 2 * k,
-                                              b + c * (kBlockN * kStageRowBytes >> 4) + 2 * k, k > 0);
-        wgmma_commit();
-    };
-    // Of the last stage, the chains of what was copied are taken.
-    const auto finish = [&](float(&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
-#pragma unroll
-        for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
-        release<CLUSTER>(shared + Map::kEmpty + 8 * previous);
-#pragma unroll
-        for (int c = 0; c < kStageBlocks; c++)
-            if (c < count) take(partials[c]);
-    };
-    const auto next = [&] { previous = stage.index, stage.advance(); };
-    int stages = (k_blocks + kStageBlocks - 1) / kStageBlocks;
-    const int last = k_blocks - (stages - 1) * kStageBlocks;
-    start(even);
-    for (; stages > 2; stages -= 2) {
-        next(), start(odd), wgmma_wait<1>(), finish(even);
-        next(), start(even), wgmma_wait<1>(), finish(odd);
+                if (c < count) take(partials[c]);
+        };
+        const auto next = [&] { previous = stage.index, stage.advance(); };
+        int stages = (k_blocks + kStageBlocks - 1) / kStageBlocks;
+        const int last = k_blocks - (stages - 1) * kStageBlocks;
+        start(even);
+        for (; stages > 2; stages -= 2) {
+            next(), start(odd), wgmma_wait<1>(), finish(even);
+            next(), start(even), wgmma_wait<1>(), finish(odd);
+        }
+        next();
+        if (stages == 2) {
+            start(odd), wgmma_wait<1>(), finish(even);
+            next(), wgmma_wait<0>(), finish(odd, last);
+        } else {
+            wgmma_wait<0>(), finish(even, last);
+        }
     }
-    next();
-    if (stages == 2) {
-        start(odd), wgmma_wait<1>(), finish(even);
-        next(), wgmma_wait<0>(), finish(odd, last);
-    } else {
-        wgmma_wait<0>(), finish(even, last);
-    }
-}
 
-// All k-blocks of a tile with split accumulation. Where there is no room for two temporaries: for each part of the columns
-// a chain of four wgmma from zero, then its promotion. The stage has been waited for already, and at the end the next
-// tile's (if there is one: `more`) has too: the wait runs under a part's wgmma, so that nothing but the additions stands
-// between that part and the next.
-template <int kCount>
-__device__ __forceinline__ void split_tile(float (&acc)[kCount], unsigned shared, const Issue& base, Position& stage,
-                                           int k_blocks, bool more) {
-#pragma unroll
-    for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
-    if constexpr (kAlternating) {
-        alternate_chains(shared, base, stage, k_blocks, [&](const float(&partial)[kCount]) {
-#pragma unroll
-            for (int i = 0; i < kCount; i++) acc[i] = __fadd_rn(acc[i], partial[i]);
-        });
-    } else {
+    // One temporary, where there are no registers for two: a chain for each part of the columns, then its promotion.
+    // The stage has been waited for on entry, and the next tile's (if there is `more`) on return: that wait runs under
+    // a part's wgmma, so that nothing but the additions stands between it and the next part.
+    template <int kCount>
+    __device__ __forceinline__ void promote_parts(float (&acc)[kCount], bool more) {
         constexpr int kPart = kCount / kSplitParts;
-        const int followed = k_blocks - !more;  // stages of this tile behind which another comes
+        const int followed = k_blocks - !more;  // stages of this tile after which another comes
         for (int kb = 0; kb < k_blocks; kb++) {
-            const auto a = wgmma_descriptor(base.a_base + stage.index * Map::kABytes, 0, 1024);
-            const auto b = wgmma_descriptor(base.b_base + stage.index * Map::kBBytes, 0, 1024);
+            const auto a = operands.a(stage.index), b = operands.b(stage.index);
 #pragma unroll
             for (int part = 0; part < kSplitParts; part++) {
                 float partial[kPart];
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
-                    wgmma_k32<A_FORMAT, B_FORMAT>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k,
-                                                  k > 0);
+                    wgmma_k32<A_FORMAT, B_FORMAT>(
+                        partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k, k > 0);
                 wgmma_commit();
                 if (part == kSplitParts - 1) {
-                    const unsigned empty = shared + Map::kEmpty + 8 * stage.index;
+                    const unsigned empty = this->empty(stage.index);
                     stage.advance();
-                    if (kb < followed) mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+                    if (kb < followed) wait_full();
                     wgmma_wait<0>();
                     release<CLUSTER>(empty);
                 } else {
@@ -249,6 +269,6 @@ __device__ __forceinline__ void split_tile(float (&acc)[kCount], unsigned shared
             }
         }
     }
-}
+};
 
 }  // namespace twin

@@ -21,44 +21,43 @@
 
 using namespace twin;
 
-constexpr int kWarps = 8, kBatch = 32;  // add_in_order: of a block; slabs that a warp fetches together
+constexpr int kWarps = 8, kBatch = 32;  // add_in_order: warps of a block; slabs that a warp loads together
 
 // Block (tile, part) of a grid of tiles x parts: k-blocks [part * count, (part + 1) * count) of a tile.
 extern "C" __global__ void __launch_bounds__(256, 2)
-    partials(const __grid_constant__ Operands operands, float* workspace, int m, int n, int k_blocks, int count) {
+    partials(const __grid_constant__ OperandMaps maps, float* workspace, int m, int n, int k_blocks, int count) {
     let_next_grid_start();
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const Tiles tiles(m, n);
     const int begin = blockIdx.y * count, end = min(begin + count, k_blocks);
-    const auto producing = [&] { produce(operands, shared, tiles, begin, end, m, n, [](const Tile&, int) {}); };
+    const auto producing = [&] { produce(maps, shared, tiles, begin, end, m, n); };
     const auto consuming = [&] {
         const int lane = threadIdx.x % 32;
         const Tile tile = tiles[tiles.first()];
-        const Issue issue{shared + Map::kA, shared + Map::kB};
+        SplitMainloop mainloop(shared, end - begin);
         Destination to = destination<4>(workspace, tile.row + threadIdx.x / 32 * 16 + lane / 4,
                                         tile.column + lane % 4 * kRun, m, n, tile.end);
-        Position stage;
         const auto next_slab = [&](long long slabs) {
             for (char*& pointer : to.pointer) pointer += slabs * m * n * 4;
         };
         if (begin == 0) {
             float acc[kAcc];
-            split_tile(acc, shared, issue, stage, end, false);
+            mainloop.sum(acc, false);
             store_fp32<kRun>(acc, to);
         } else {
             next_slab(begin - count);
-            alternate_chains(shared, issue, stage, end - begin, [&](const float(&partial)[kAcc]) {
+            mainloop.alternate([&](const float(&partial)[kAcc]) {
                 next_slab(1);
                 store_fp32<kRun>(partial, to);
             });
         }
     };
-    run_block<Map, kStages, CLUSTER, WARPGROUPS, 0, 0>(shared, operands.a, operands.b, producing, consuming, [] {});
+    run_block<Map, 0, 0>(shared, maps.a, maps.b, producing, consuming);
 }
 
-// 32 outputs a block. Its warps fetch kBatch slabs each, all at once, so that their latencies overlap; then the sum goes from warp
-// to warp, in order of K.
+// 32 outputs a block. Its warps load kBatch slabs each, all in flight at once; then the sum goes from warp to warp, in
+// order of K.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     add_in_order(const float* workspace, void* out, const void* bias, int bias_type, const float* a_scale_inv,
                  const float* b_scale_inv, int m, int n, int slabs) {

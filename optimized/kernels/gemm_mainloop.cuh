@@ -1,11 +1,8 @@
-// The main loop of a GEMM whose accumulators are one chain over K, with the epilogue's stores hidden behind it.
+// The fast main loop of a GEMM, one chain over K, and the roles of a block's warps.
 //
-// `issue(acc, stage, first)` issues the four wgmma of one k-block from stage `stage` of shared memory; in the
-// first k-block of a tile the first of them starts from zero.
-//
-// While the tensor cores work on a k-block, the stage of the k-block before is handed back to the producer. A
-// finished 16-bit tile stays in registers, packed, and goes to memory a step after each of the first
-// k-blocks of the next tile ("deferred"), so that the tensor cores do not wait for stores.
+// While the tensor cores compute a k-block, the stage of the one before goes back to the producer. A finished tile
+// stays in the consumers' registers, packed in 16 bits, and its epilogue runs in steps after the first k-blocks of the
+// next tile ("deferred"), so that the tensor cores do not wait for it.
 #pragma once
 
 #include "gemm_epilogue.cuh"
@@ -14,6 +11,16 @@
 
 namespace twin {
 
+// A value that all threads of a warp share, in a form which tells the compiler so.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
+__device__ __forceinline__ int warpgroup_index() { return uniform(threadIdx.x / 128); }
+
+struct Nothing {
+    template <class... Arguments>
+    __device__ __forceinline__ void operator()(const Arguments&...) const {}
+};
+
 // The accumulators of a tile's first kColumns columns.
 template <int kColumns, int kAcc>
 __device__ __forceinline__ float (&columns(float (&acc)[kAcc]))[kColumns / 2] {
@@ -21,97 +28,134 @@ __device__ __forceinline__ float (&columns(float (&acc)[kAcc]))[kColumns / 2] {
     return reinterpret_cast<float(&)[kColumns / 2]>(acc);
 }
 
-template <class Map, int kCluster, int kStages, int kAcc, class Issue>
-__device__ __forceinline__ void chain_block(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int& previous,
-                                            bool first, const Issue& issue) {
-    mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-    wgmma_fence();
-    issue(acc, stage.index, first);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (!first) release<kCluster>(shared + Map::kEmpty + 8 * previous);
-    previous = stage.index;
-    stage.advance();
-}
+// What every main loop has: the ring of stages, and the number of k-blocks.
+template <class Map_>
+struct Mainloop {
+    using Map = Map_;
+    unsigned shared;
+    int k_blocks;
+    Stage<Map::kStages> stage{};
 
-struct Nothing {
-    __device__ __forceinline__ void operator()() const {}
+    __device__ __forceinline__ Mainloop(unsigned shared_memory, int count) : shared(shared_memory), k_blocks(count) {}
+    __device__ __forceinline__ void wait_full() const {
+        mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
+    }
+    __device__ __forceinline__ unsigned empty(int index) const { return shared + Map::kEmpty + 8 * index; }
+    __device__ __forceinline__ Tile wait_for_tile() const {
+        wait_full();
+        return tile_of_stage<Map>(shared, stage.index);
+    }
 };
 
-// The k-blocks of a tile from `kb` on, of which there was one at least, the last in stage `previous`. last() is called while
-// the tensor cores work on the last of them.
-template <class Map, int kCluster, int kStages, int kAcc, class Issue, class Last = Nothing>
-__device__ __forceinline__ void finish_chain(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                             const Issue& issue, int kb, int previous, const Last& last = {}) {
-    for (; kb < k_blocks; kb++) chain_block<Map, kCluster>(acc, shared, stage, previous, false, issue);
-    last();
-    wgmma_wait<0>();
-    wgmma_hold(acc);
-    release<kCluster>(shared + Map::kEmpty + 8 * previous);
-}
+// One chain. issue(acc, stage, first) issues the four wgmma of a k-block; in the first of a tile they start from zero.
+template <class Map, class Issue>
+struct Chain : Mainloop<Map> {
+    Issue issue;
+    int previous = 0;  // stage of the k-block before
 
-// The k-blocks of a tile behind its first, and the rest of the stores.
-template <class Map, int kCluster, int kSteps, int kStages, int kAcc, class Issue, class Store, class Last>
-__device__ __forceinline__ void continue_chain(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                               const Issue& issue, int previous, bool pending, const Store& store,
-                                               const Last& last) {
-    int kb = 1;
-    if (pending && k_blocks >= kSteps) {
-#pragma unroll
-        for (; kb < kSteps; kb++) {
-            chain_block<Map, kCluster>(acc, shared, stage, previous, false, issue);
-            store(kb);
-        }
-    } else if (pending) {
-#pragma unroll
-        for (int s = 1; s < kSteps; s++) store(s);
+    __device__ __forceinline__ Chain(unsigned shared, int k_blocks) : Mainloop<Map>(shared, k_blocks), issue(shared) {}
+
+    template <int kAcc>
+    __device__ __forceinline__ void block(float (&acc)[kAcc], bool first) {
+        this->wait_full();
+        wgmma_fence();
+        issue(acc, this->stage.index, first);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (!first) release<Map::kCluster>(this->empty(previous));
+        previous = this->stage.index;
+        this->stage.advance();
     }
-    finish_chain<Map, kCluster>(acc, shared, stage, k_blocks, issue, kb, previous, last);
+
+    // The k-blocks from kb on, after one at least; last() is called while the tensor cores compute the last of them.
+    template <int kAcc, class Last = Nothing>
+    __device__ __forceinline__ void finish(float (&acc)[kAcc], int kb, const Last& last = {}) {
+        for (; kb < this->k_blocks; kb++) block(acc, false);
+        last();
+        wgmma_wait<0>();
+        wgmma_hold(acc);
+        release<Map::kCluster>(this->empty(previous));
+    }
+};
+
+// The main loop of fast accumulation. The first Epilogue::kSteps k-blocks of a tile each have a step of the tile
+// before.
+template <class Map, class Issue, int kNarrow>
+struct FastMainloop : Chain<Map, Issue> {
+    using Chain<Map, Issue>::Chain;
+
+    template <int kAcc, class Epilogue, class Last>
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], const Tile& tile, Epilogue& epilogue,
+                                               const Last& last) {
+        compute(acc, kNarrow < 2 * kAcc && tile.end - tile.column <= kNarrow, epilogue, last);
+    }
+
+    // The first k-block of a narrow tile is as wide as any: ptxas serialises the wgmma of both widths unless they begin
+    // alike.
+    template <int kAcc, class Epilogue, class Last>
+    __device__ __forceinline__ void compute(float (&acc)[kAcc], bool narrow, Epilogue& epilogue, const Last& last) {
+        this->block(acc, true);
+        if (epilogue.pending) epilogue.step(0);
+        if (narrow)
+            rest(columns<kNarrow>(acc), epilogue, last);
+        else
+            rest(acc, epilogue, last);
+    }
+
+    template <int kAcc, class Epilogue, class Last>
+    __device__ __forceinline__ void rest(float (&acc)[kAcc], Epilogue& epilogue, const Last& last) {
+        constexpr int kSteps = Epilogue::kSteps;
+        int kb = 1;
+        if (epilogue.pending && this->k_blocks >= kSteps) {
+#pragma unroll
+            for (; kb < kSteps; kb++) {
+                this->block(acc, false);
+                epilogue.step(kb);
+            }
+        } else if (epilogue.pending) {
+#pragma unroll
+            for (int s = 1; s < kSteps; s++) epilogue.step(s);
+        }
+        this->finish(acc, kb, last);
+    }
+};
+
+// The work of the consumer warps: an epilogue takes the tiles that a main loop computes.
+template <int kAcc, class Mainloop, class Epilogue>
+__device__ __forceinline__ void consume(Mainloop& mainloop, Epilogue& epilogue) {
+    Tile tile;
+    do {
+        tile = mainloop.wait_for_tile();
+        float acc[kAcc];
+        typename Epilogue::Loaded loaded;
+        mainloop(acc, tile, epilogue, [&] { epilogue.load_ahead(loaded, tile); });
+        epilogue.take(acc, loaded, tile);
+    } while (!tile.last);
+    epilogue.finish();
 }
 
-// All k-blocks of a tile. If `narrow`, of kNarrow columns; its first k-block is multiplied as wide as any tile's, since
-// ptxas serialises the wgmma of both if the widths have no common beginning. If `pending`, store(s) is called on the way
-// for s = 0 .. kSteps - 1, one behind each of the first k-blocks; and last() beside the last.
-template <class Map, int kCluster, int kSteps, int kNarrow, int kStages, int kAcc, class Issue, class Store, class Last>
-__device__ __forceinline__ void chain_tile(float (&acc)[kAcc], unsigned shared, Stage<kStages>& stage, int k_blocks,
-                                           const Issue& issue, bool narrow, bool pending, const Store& store,
-                                           const Last& last) {
-    int previous = 0;
-    chain_block<Map, kCluster>(acc, shared, stage, previous, true, issue);
-    if (pending) store(0);
-    if (narrow)
-        continue_chain<Map, kCluster, kSteps>(columns<kNarrow>(acc), shared, stage, k_blocks, issue, previous, pending,
-                                              store, last);
-    else
-        continue_chain<Map, kCluster, kSteps>(acc, shared, stage, k_blocks, issue, previous, pending, store, last);
-}
-
-// A persistent block: barriers, the roles, the end. `consume` runs in the first warpgroups, `produce` in one thread of the
-// one after them, `assist` in every warp after that thread's.
-template <class Map, int kStages, int kCluster, int kWarpgroups, int kConsumer, int kOthers, bool kElect = true,
-          class Produce, class Consume, class Assist>
+// A persistent block: barriers, roles, end. `consume` runs in the first warpgroups, `produce` in one thread of the
+// producer's, `assist` in the producer's three other warps.
+template <class Map, int kConsumerRegisters, int kProducerRegisters, bool kElect = true, class Produce, class Consume,
+          class Assist = Nothing>
 __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_map, const CUtensorMap& b_map,
-                                          const Produce& produce, const Consume& consume, const Assist& assist) {
-    init_barriers<Map, kStages, kCluster, 4 * kWarpgroups>(shared);
-    if (threadIdx.x >= 128 * kWarpgroups) {
-        if constexpr (kWarpgroups == 2) setmaxnreg_dec<kOthers>();
-        if (threadIdx.x >= 128 * kWarpgroups + 32) {
+                                          const Produce& produce, const Consume& consume, const Assist& assist = {}) {
+    constexpr int kConsumers = 128 * Map::kWarpgroups;
+    init_barriers<Map>(shared);
+    if (threadIdx.x >= kConsumers) {
+        if constexpr (Map::kWarpgroups == 2) setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x >= kConsumers + 32) {
             assist();
-        } else if (kElect ? elect_one() : threadIdx.x == 128 * kWarpgroups) {
+        } else if (kElect ? elect_one() : threadIdx.x == kConsumers) {
             prefetch_tensor_map(&a_map);
             prefetch_tensor_map(&b_map);
             produce();
         }
     } else {
-        if constexpr (kWarpgroups == 2) setmaxnreg_inc<kConsumer>();
+        if constexpr (Map::kWarpgroups == 2) setmaxnreg_inc<kConsumerRegisters>();
         consume();
     }
-    end_together<kCluster>();
+    end_together<Map::kCluster>();
 }
-
-// What is the same in all threads of a warp, in a form of which the compiler knows it.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
-
-__device__ __forceinline__ int warpgroup_index() { return uniform(threadIdx.x / 128); }
 
 }  // namespace twin

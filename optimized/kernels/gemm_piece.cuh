@@ -1,7 +1,7 @@
-// Pieces: how what follows an FP8 product sees its tile. A piece is 16 rows, those of a consumer warp, x 32 columns.
+// Pieces of a tile, for epilogues fused into an FP8 GEMM: 16 rows, those of a consumer warp, x 32 columns.
 //
-// Lane 4 i + q holds rows i and i + 8 of eight columns of it: 8 q .. 8 q + 7, or with RUN 4 two fours, 4 q .. and
-// 16 + 4 q .. ; so it can write 16 bytes of a row of 16-bit values, and 8 of FP8 codes.
+// Lane 4 i + q holds rows i and i + 8 of eight columns: 8 q .. 8 q + 7, or with RUN 4 two fours, 4 q .. and 16 + 4 q ..
+// ; so it can write 16 bytes of a row of 16-bit values, and 8 of FP8 codes.
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
@@ -11,17 +11,16 @@ namespace twin {
 
 constexpr int kPieces = kBlockN / 32;
 constexpr int kSecond = kRun == 8 ? 4 : 16;  // from a lane's first four columns to the others
-static_assert(kPieces % kHalves == 0, "both halves of a gated tile are whole pieces");
+static_assert(kPieces % kBHalves == 0, "both halves of a gated tile are whole pieces");
 
-// Where a lane's part of a piece lies in a matrix, and what of it exists.
+// Where a lane's part of a piece lies in a matrix, and which rows and columns exist.
 struct Place {
     int row, column;  // of the first row and of the first four columns
     bool rows[2];     // row and row + 8
     bool second;      // the other four columns; the first four do
 };
 
-// Rows of eight values of kBytes bytes in four or two words, in memory: one vector, or two that are apart.
-// `pointer` is that of the first four columns.
+// Store eight values of a row, in four or two words: one vector, or two that are apart. `pointer`: of the first four.
 template <int kWords>
 __device__ __forceinline__ void store_eight_columns(void* pointer, const unsigned (&words)[kWords], bool second) {
     constexpr int kBytes = kWords / 2;  // of a value
@@ -36,23 +35,6 @@ __device__ __forceinline__ void store_eight_columns(void* pointer, const unsigne
         static_cast<unsigned*>(pointer)[0] = words[0];
         if (second) static_cast<unsigned*>(pointer)[kSecond * kBytes / 4] = words[1];
     }
-}
-
-// Eight 16-bit values of a row in global memory; zeros where `exists` is false.
-__device__ __forceinline__ Vector<8> load_eight_columns(const unsigned short* pointer, bool exists, bool second) {
-    Vector<8> v = {};
-    if (!exists) return v;
-    if constexpr (kRun == 8) {
-        v = load_once<8>(pointer);
-    } else {
-        const Vector<4> first = load_once<4>(pointer);
-        v.words[0] = first.words[0], v.words[1] = first.words[1];
-        if (second) {
-            const Vector<4> other = load_once<4>(pointer + kSecond);
-            v.words[2] = other.words[0], v.words[3] = other.words[1];
-        }
-    }
-    return v;
 }
 
 // Row half r of piece `piece` of a packed tile (pack_tile), a lane's eight columns.
@@ -71,14 +53,10 @@ __device__ __forceinline__ Vector<8> existing(Vector<8> row, int r, const Place&
     return row;
 }
 
-// A block's last tile waits in shared memory, where the stages were: what follows it has no k-block to stand beside, and a
-// loop over its pieces, which registers do not allow, is a tenth of the instructions to fetch. Row half r of piece p is
-// row 2 p + r; behind the tile's rows is room for others.
+// A block's last tile has no k-blocks to run beside. It is parked in shared memory, where the stages were, and a loop
+// finishes it, which needs a tenth of the instructions of the unrolled steps. Row half r of piece p is row 2 p + r.
 __device__ __forceinline__ uint4* parked(unsigned char* memory, int row) {
     return reinterpret_cast<uint4*>(memory) + row * (128 * WARPGROUPS) + threadIdx.x;
-}
-__device__ __forceinline__ void park_row(unsigned char* memory, int row, const Vector<8>& v) {
-    *parked(memory, row) = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
 }
 __device__ __forceinline__ Vector<8> parked_row(unsigned char* memory, int row) {
     const uint4 v = *parked(memory, row);
@@ -87,7 +65,32 @@ __device__ __forceinline__ Vector<8> parked_row(unsigned char* memory, int row) 
 __device__ __forceinline__ void park(unsigned char* memory, const unsigned (&words)[kAcc / 2]) {
     asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory");  // no consumer reads a stage any more
 #pragma unroll
-    for (int i = 0; i < 2 * kPieces; i++) park_row(memory, i, packed_row(words, i / 2, i % 2));
+    for (int i = 0; i < 2 * kPieces; i++) {
+        const Vector<8> v = packed_row(words, i / 2, i % 2);
+        *parked(memory, i) = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
+    }
 }
+
+// The main loop of an epilogue whose steps stand beside the k-blocks of the next tile, a step after every
+// `every` of them. The host chooses no more steps than there are k-blocks.
+struct SteppedMainloop : Chain<Map, Issue> {
+    using Chain<Map, Issue>::Chain;
+
+    template <class Epilogue, class Last>
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], const Tile&, Epilogue& epilogue, const Last&) {
+        int kb = 0;
+        if (epilogue.pending) {
+#pragma unroll
+            for (int s = 0; s < Epilogue::kSteps; s++) {
+#pragma unroll 1
+                for (int end = kb + epilogue.every; kb < end; kb++) block(acc, kb == 0);
+                epilogue.step(s);
+            }
+        } else {
+            block(acc, kb++ == 0);
+        }
+        finish(acc, kb);
+    }
+};
 
 }  // namespace twin

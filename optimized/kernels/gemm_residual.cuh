@@ -1,66 +1,50 @@
-// The residual behind a product: each consumer warp has the copy engine bring its part into shared memory.
+// The residual in shared memory: each consumer warp has the copy engine fetch its pieces, two ahead of their use.
 //
-// That takes less of a tile's time than loads into registers, however far ahead these are, and needs no prefetches into
-// L2, which delay the producer (docs/gemm.md). It comes in boxes, a piece of the warp each, into two places in
-// turn. Behind the bias and the mask lie
-//
-//   boxes     [4 * WARPGROUPS][2][16][32] of T
-//   arrived   [4 * WARPGROUPS][2] mbarriers, on which the copy engine counts its bytes
+// That costs less of a tile's time than loads into registers, however early, and needs no prefetches into L2, which
+// delay the producer (docs/gemm.md).
 #pragma once
 
-#include "gemm_mask.cuh"
+#include "gemm_piece.cuh"
 #include "ptx/elect.cuh"
+#include "ptx/tma.cuh"
 
 namespace twin {
 
-constexpr int kBoxes = 2, kBoxBytes = 16 * 32 * 2;
+constexpr int kBoxes = 2, kBoxBytes = 16 * 32 * 2;  // places of a warp; a piece of 16-bit values
 
-struct ResidualMap {
-    static constexpr int kBox = (MaskMap::kBytes + 127) / 128 * 128;
-    static constexpr int kArrived = kBox + 4 * WARPGROUPS * kBoxes * kBoxBytes;
-    static constexpr int kBytes = kArrived + 4 * WARPGROUPS * kBoxes * 8;
-    static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
-};
+// At a multiple of 128 bytes.
+struct SharedBoxes {
+    unsigned char boxes[4 * WARPGROUPS][kBoxes][kBoxBytes];
+    unsigned long long full[4 * WARPGROUPS][kBoxes];  // mbarriers; a warp knows itself when its places are empty
 
-// By one thread, before the block's first barrier.
-__device__ __forceinline__ void init_residual(unsigned shared) {
-    for (int box = 0; box < 4 * WARPGROUPS * kBoxes; box++) mbarrier_init(shared + ResidualMap::kArrived + 8 * box, 1);
-}
+    // By one thread, before the block's first barrier.
+    __device__ __forceinline__ void init() {
+        for (int box = 0; box < 4 * WARPGROUPS * kBoxes; box++) mbarrier_init(shared_address(full[0] + box), 1);
+    }
 
-// That of a consumer warp.
-struct Residual {
-    unsigned shared;
-    int warp;
-
-    __device__ __forceinline__ int box(int piece) const { return warp * kBoxes + piece % kBoxes; }
-
-    // Its piece at (row, column) is on its way. What of it lies outside the matrix arrives as zeros.
-    __device__ __forceinline__ void fetch(const CUtensorMap* map, int piece, int row, int column) const {
+    // Fetch a piece of consumer warp `warp`, at (row, column). What lies outside the matrix arrives as zeros.
+    __device__ __forceinline__ void fetch(int warp, const CUtensorMap* map, int piece, int row, int column) {
         if (!elect_one()) return;
-        const unsigned arrived = shared + ResidualMap::kArrived + 8 * box(piece);
-        mbarrier_arrive_expect_tx(arrived, kBoxBytes);
-        tma_load_2d(shared + ResidualMap::kBox + box(piece) * kBoxBytes, map, arrived, column, row);
+        const unsigned barrier = shared_address(&full[warp][piece % kBoxes]);
+        mbarrier_arrive_expect_tx(barrier, kBoxBytes);
+        tma_load_2d(shared_address(boxes[warp][piece % kBoxes]), map, barrier, column, row);
     }
 
     // `tile`: how many tiles the block has finished, modulo 2.
-    __device__ __forceinline__ void wait(int piece, unsigned tile) const {
-        mbarrier_wait(shared + ResidualMap::kArrived + 8 * box(piece),
-                      (piece / kBoxes + tile * (kPieces / kBoxes)) % 2);
+    __device__ __forceinline__ void wait_full(int warp, int piece, unsigned tile) {
+        mbarrier_wait(shared_address(&full[warp][piece % kBoxes]), (piece / kBoxes + tile * (kPieces / kBoxes)) % 2);
     }
 
-    // Row half r of the piece, a lane's eight columns.
-    __device__ __forceinline__ Vector<8> row(const unsigned char* memory, int piece, int r) const {
+    // Row half r of a piece, a lane's eight columns.
+    __device__ __forceinline__ Vector<8> row(int warp, int piece, int r) const {
         const int lane = threadIdx.x % 32;
-        const unsigned char* from =
-            memory + ResidualMap::kBox + box(piece) * kBoxBytes + (lane / 4 + 8 * r) * 64 + lane % 4 * kRun * 2;
+        const unsigned char* from = boxes[warp][piece % kBoxes] + (lane / 4 + 8 * r) * 64 + lane % 4 * kRun * 2;
         Vector<8> v;
         if constexpr (kRun == 8) {
-            const uint4 eight = *reinterpret_cast<const uint4*>(from);
-            v = {eight.x, eight.y, eight.z, eight.w};
+            reinterpret_cast<uint4*>(v.words)[0] = *reinterpret_cast<const uint4*>(from);
         } else {
-            const uint2 four = *reinterpret_cast<const uint2*>(from);
-            const uint2 other = *reinterpret_cast<const uint2*>(from + 2 * kSecond);
-            v = {four.x, four.y, other.x, other.y};
+            reinterpret_cast<uint2*>(v.words)[0] = *reinterpret_cast<const uint2*>(from);
+            reinterpret_cast<uint2*>(v.words)[1] = *reinterpret_cast<const uint2*>(from + 2 * kSecond);
         }
         return v;
     }

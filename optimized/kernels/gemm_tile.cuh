@@ -5,20 +5,20 @@
 //   producer: wait empty[s] -> expect the bytes on full[s] -> copy A and B into stage s
 //   consumer: wait full[s] -> wgmma -> (when those are done) arrive on empty[s], one arrival a warp
 //
-// In a cluster of two, the blocks compute tiles one below the other. Each copies its own A, and half of the B that
-// both need into both: so a stage is empty when the consumers of both blocks say so. Or they compute tiles side by side,
-// and share A.
+// The two blocks of a cluster compute tiles one below the other. Each copies its own A, and half of the B that both
+// need into both, so a stage is empty when the consumers of both blocks say so. Or they compute tiles side by side and
+// share A.
 //
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
 //   A   [kStages][kStageBlocks][64 * kWarpgroups rows][128 bytes of K]
 //   B   [kStages][kStageBlocks][kBlockN rows][128 bytes of K]
 //   full [kStages], empty [kStages]   mbarriers of 8 bytes
-//   tiles [kStages]   of the stage with which a tile begins: which one it is
+//   tiles [kStages]   the tile that begins with this stage, if one does
 #pragma once
 
+#include "mailbox.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/fence.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -40,18 +40,19 @@ constexpr int kRasterRows = RASTER_ROWS;  // tile rows that are walked together,
 
 struct alignas(16) Tile {
     int row, column;  // of the output's first element
-    int end;          // the column behind the last one
-    int last;         // whether this block has no tile after it
+    int end;          // the column after the last one
+    int last;         // whether this block has no further tile
 };
 
-// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of tiles
-// is kBlockM * kCluster rows of the output; or side by side (kAcross), and count as one of kBlockN * kCluster columns.
-// The host says how many tiles there are in all (optimized/ops/gemm_tile.py); each row of them has as many as the others
-// or, the last rows, one more. Where a row's tiles could hold more columns than n, as many of them as it takes have
-// kNarrow columns instead of kBlockN, spread evenly over the row.
+// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of
+// tiles is kBlockM * kCluster rows of the output; or side by side (kAcross), counting as one of kBlockN * kCluster
+// columns. The host gives the number of all tiles (optimized/ops/gemm_tile.py); the last rows of tiles may have one
+// more than the others. Where a row's tiles could hold more columns than n, some have kNarrow columns instead of
+// kBlockN, spread evenly.
 //
-// Clusters walk in bands of kRasterRows tile rows; inside a band, column after column. From one wave of tiles to the next
-// a cluster moves back by half a band, or it might get wide tiles only where rows of tiles repeat with the waves.
+// Clusters walk in bands of kRasterRows tile rows, inside a band column after column. From one wave of tiles to the
+// next a cluster moves back by half a band: else, where rows of tiles repeat with the waves, it might get wide tiles
+// only.
 template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false>
 struct Schedule {
     static_assert(!kAcross || kNarrow == kBlockN, "tiles side by side have one width");
@@ -59,9 +60,9 @@ struct Schedule {
     static constexpr int kRows = kRasterRows / kBelow;
     static constexpr int kLess = kBlockN - kNarrow;
     int n;
-    int tiles;    // all, counted in clusters' tiles as everything here
+    int tiles;    // all, counted in clusters' tiles like everything here
     int tiles_m;  // rows of tiles
-    int tiles_n;  // tiles of a row, but for the last rows
+    int tiles_n;  // tiles of a row, except the last rows
     int rank;     // this block's place in its cluster
 
     __device__ __forceinline__ Schedule(int m, int n, int tiles)
@@ -115,8 +116,9 @@ struct Schedule {
     }
 };
 
-template <int kWarpgroups, int kBlockN, int kStages, int kStageBlocks = 1>
+template <int kWarpgroups_, int kBlockN, int kStages_, int kCluster_, int kStageBlocks = 1>
 struct SharedMap {
+    static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_, kCluster = kCluster_;
     static constexpr int kABytes = kStageBlocks * 64 * kWarpgroups * kStageRowBytes;
     static constexpr int kBBytes = kStageBlocks * kBlockN * kStageRowBytes;
     static constexpr int kA = 0;
@@ -128,45 +130,24 @@ struct SharedMap {
     static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
 };
 
-// A position in the ring of stages. Its parity is that of the use of the stage which is being waited for.
-template <int kStages>
-struct Stage {
-    int index = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kStages) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// Where the producer says which tile begins with a stage.
+// The tile that begins with a stage. The producer writes it, since the divisions that find it would take the consumers
+// some hundred cycles between two tiles.
 template <class Map>
-__device__ __forceinline__ Tile& said(unsigned shared, int stage) {
+__device__ __forceinline__ Tile& tile_of_stage(unsigned shared, int stage) {
     return *static_cast<Tile*>(__cvta_shared_to_generic(shared + Map::kTiles + 16 * stage));
 }
 
-// The tile that begins with this stage, which has arrived then. The consumers do not work it out themselves: that takes
-// some hundred cycles of divisions, between two tiles.
-template <class Map, int kStages>
-__device__ __forceinline__ Tile wait_for_tile(unsigned shared, const Stage<kStages>& stage) {
-    mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-    return said<Map>(shared, stage.index);
-}
-
-// One thread initialises the barriers; nobody uses one, of any block of the cluster, before this returns.
-template <class Map, int kStages, int kCluster, int kConsumerWarps>
+// One thread initialises the barriers; no block of the cluster uses one before this returns.
+template <class Map>
 __device__ __forceinline__ void init_barriers(unsigned shared) {
     if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; s++) {
+        for (int s = 0; s < Map::kStages; s++) {
             mbarrier_init(shared + Map::kFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kEmpty + 8 * s, kConsumerWarps * kCluster);
+            mbarrier_init(shared + Map::kEmpty + 8 * s, 4 * Map::kWarpgroups * Map::kCluster);
         }
         fence_mbarrier_init();
     }
-    if constexpr (kCluster == 1) {
+    if constexpr (Map::kCluster == 1) {
         __syncthreads();
     } else {
         cluster_arrive();
@@ -174,8 +155,8 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     }
 }
 
-// A block of a cluster must not end while the other may still write to its shared memory, be it an arrival on a barrier:
-// this one's arrival orders what came before it.
+// A block of a cluster must not end while the other may still write to its shared memory, be it an arrival on a
+// barrier.
 template <int kCluster>
 __device__ __forceinline__ void end_together() {
     if constexpr (kCluster > 1) {
@@ -184,7 +165,7 @@ __device__ __forceinline__ void end_together() {
     }
 }
 
-// This warp will not read the stage of `empty` any more: say so to every block that copies into it.
+// This warp has read the stage of `empty`: tell every block that copies into it.
 template <int kCluster>
 __device__ __forceinline__ void release(unsigned empty) {
     const unsigned lane = threadIdx.x % 32;

@@ -9,53 +9,38 @@ import itertools
 import numpy as np
 import torch
 
-from optimized import launch
-from optimized.ops.gemm_fp8 import UNWRITABLE, tell_once, writable
-from optimized.ops.gemm_operands import OUTPUTS, bias_arguments, loadable
+from optimized.ops.gemm_config import HALVES, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemm_operands import UNWRITABLE, bias_arguments, check_devices, loadable, tell_once, writable
 from optimized.ops.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.gemm import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
 
-FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
-
-def defines(
+@functools.lru_cache(maxsize=1024)
+def config(
     dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile, add: bool = False
-) -> dict[str, int | str]:
-    """The macros of one configuration of kernels/gemm.cu; `add`: to what the output holds."""
-    return {
-        "FORMAT": FORMATS[dtype],
-        "OUT": OUTPUTS[out],
+) -> GemmConfig:
+    """One configuration of kernels/gemm.cu; `add`: to what the output holds."""
+    macros: dict[str, int | str] = {
+        "FORMAT": TYPES[dtype],
+        "OUT": TYPES[out],
         "TRANSPOSE_A": int(transpose_a),
         "TRANSPOSE_B": int(transpose_b),
         "ACCUMULATE": int(add),
-        "WARPGROUPS": tile.warpgroups,
-        "BLOCK_N": tile.block_n,
-        "STAGES": tile.stages,
-        "CLUSTER": tile.cluster,
-        "NARROW": tile.narrow,
+        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "NARROW"),
     }
+    return GemmConfig("gemm", tile, tuple(macros.items()))
 
 
 # What the CPU suite compiles: every tile with each layout, and every output and format in one tile.
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("gemm", defines(dtype, out, transpose_a, transpose_b, tile))
+    config(dtype, out, transpose_a, transpose_b, tile).listed
     for dtype, out, transpose_a, transpose_b, tile in [
         *itertools.product([torch.bfloat16], [torch.bfloat16], (False, True), (False, True), TILES),
-        *itertools.product(FORMATS, (torch.float16, torch.float32), [False], [False], TILES[:1]),
+        *itertools.product(HALVES, (torch.float16, torch.float32), [False], [False], TILES[:1]),
     ]
-] + [
-    ("gemm", defines(torch.bfloat16, out, True, True, tile, add=True))
-    for out, tile in itertools.product(OUTPUTS, TILES)
-]
-
-
-@functools.lru_cache(maxsize=1024)
-def _kernel(
-    dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile, add: bool
-) -> launch.Kernel:
-    return launch.function("gemm", "gemm", defines(dtype, out, transpose_a, transpose_b, tile, add), tile.shared_bytes)
+] + [config(torch.bfloat16, out, True, True, tile, add=True).listed for out, tile in itertools.product(OUTPUTS, TILES)]
 
 
 def _transposed(x: torch.Tensor) -> bool:
@@ -98,14 +83,8 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype:
     Each of a and b may be row-major or a transposed view; neither is copied unless its rows are not aligned.
     """
     out = outputs(a, b, bias, out_dtype)
-    _check_devices(a, b=b, bias=bias)
+    check_devices("gemm", a, b=b, bias=bias)
     return gemm_tiled(a, b, bias, out_dtype, _tile(a, b), out)
-
-
-def _check_devices(a: torch.Tensor, **others: torch.Tensor | None) -> None:
-    for name, other in others.items():
-        if other is not None and other.device != a.device:
-            raise ValueError(f"{name} is on {other.device} and a on {a.device}; gemm runs on one device.")
 
 
 def _tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
@@ -116,7 +95,7 @@ def _tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
 def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """a `[M, K]` and b `[N, K]`, both bf16 or both fp16; out `[M, N]` fp32, bf16 or fp16 is added to."""
     accumulate_outputs(a, b, out)
-    _check_devices(a, b=b, out=out)
+    check_devices("gemm", a, b=b, out=out)
     if writable(out):
         gemm_tiled(a, b, None, out.dtype, _tile(a, b), out, add=True)
     else:
@@ -166,7 +145,5 @@ def gemm_tiled(
         np.int32(k),
         np.int32(cut),
     )
-    kernel = _kernel(a.dtype, out_dtype, transpose_a, transpose_b, tile, add)
-    blocks = tile.blocks(cut, multiprocessors(index))
-    launch.launch(kernel, (blocks,), (tile.threads,), args, tile.shared_bytes, device=index)
+    config(a.dtype, out_dtype, transpose_a, transpose_b, tile, add).launch(index, cut, args)
     return out

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.gemm_operands import FORMATS, OUTPUTS, bias_arguments, loadable, operands
+from optimized.ops.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemm_operands import bias_arguments, loadable, operand_maps
 from optimized.ops.gemm_tile import FP8_TILES, K_BLOCK_BYTES, Tile, modelled_cycles, multiprocessors, select_tile
 
 TILE = Tile(1, 64, 6)
@@ -22,13 +23,15 @@ SUMS, SUMMING = 32, 256  # of a block of the second kernel: outputs, threads
 BLOCK, BYTE, ENDS = 1040, 1 / 670, 5500
 
 
-def defines(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> dict[str, int | str]:
-    """The macros of one configuration of kernels/gemm_fp8_split_k.cu."""
-    return {"A_FORMAT": FORMATS[a], "B_FORMAT": FORMATS[b], "OUT": OUTPUTS[out], "STAGES": TILE.stages}
+@functools.lru_cache(maxsize=1024)
+def config(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> GemmConfig:
+    """One configuration of kernels/gemm_fp8_split_k.cu."""
+    macros = {"A_FORMAT": TYPES[a], "B_FORMAT": TYPES[b], "OUT": TYPES[out], **TILE.macros("STAGES")}
+    return GemmConfig("gemm_fp8_split_k", TILE, tuple(macros.items()))
 
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("gemm_fp8_split_k", defines(*types)) for types in itertools.product(FORMATS, FORMATS, OUTPUTS)
+    config(*types).listed for types in itertools.product(FP8, FP8, OUTPUTS)
 ]
 
 
@@ -71,36 +74,23 @@ def gemm_fp8_split_k(
     if out is None:
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     bias = loadable(bias)
-    macros = defines(a.dtype, b.dtype, out_dtype)
+    defines = config(a.dtype, b.dtype, out_dtype).defines
+    maps = operand_maps(a, b, TILE, RUN)
+    sizes = np.int32(m), np.int32(n)
     launch.launch(
-        launch.function("gemm_fp8_split_k", "partials", macros, TILE.shared_bytes),
+        launch.function("gemm_fp8_split_k", "partials", defines, TILE.shared_bytes),
         (tiles, parts),
         (TILE.threads,),
-        (
-            operands(a, b, TILE, RUN),
-            workspace.data_ptr(),
-            np.int32(m),
-            np.int32(n),
-            np.int32(k_blocks),
-            np.int32(count),
-        ),
+        (maps, workspace.data_ptr(), *sizes, np.int32(k_blocks), np.int32(count)),
         TILE.shared_bytes,
         device=index,
     )
+    scales = a_scale_inv.data_ptr(), b_scale_inv.data_ptr()
     launch.launch(
-        launch.function("gemm_fp8_split_k", "add_in_order", macros),
+        launch.function("gemm_fp8_split_k", "add_in_order", defines),
         (-(-m * n // SUMS),),
         (SUMMING,),
-        (
-            workspace.data_ptr(),
-            out.data_ptr(),
-            *bias_arguments(bias),
-            a_scale_inv.data_ptr(),
-            b_scale_inv.data_ptr(),
-            np.int32(m),
-            np.int32(n),
-            np.int32(slabs),
-        ),
+        (workspace.data_ptr(), out.data_ptr(), *bias_arguments(bias), *scales, *sizes, np.int32(slabs)),
         device=index,
         early=True,
     )

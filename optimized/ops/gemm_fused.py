@@ -1,8 +1,8 @@
-"""FP8 products with what follows them, on Hopper: the host side of kernels/gemm_fp8_fused.cu.
+"""FP8 GEMMs with the next operations fused in, on Hopper: the host side of kernels/gemm_fp8_fused.cu.
 
-The definitions are reference/ops/gemm_fused.py: each op has the bits of the two that it names, so where the kernel has
-no form (fp32 activations, an empty matrix) the two kernels run one after the other; and so they do where the fused one
-has been measured to take longer (docs/gemm.md), unless a tile is named. Every tile gives the same bits.
+The definitions are reference/ops/gemm_fused.py: each op has the bits of the two that it names. So two kernels run, one
+after the other, where the fused one has no form (fp32 activations, an empty matrix) or has been measured to take longer
+(docs/gemm.md; naming a tile forces it). Every tile gives the same bits.
 """
 
 import functools
@@ -17,8 +17,8 @@ from optimized.ops import activation as activations
 from optimized.ops import dropout, gemm_fp8
 from optimized.ops.amax import WIDE, aligned, amax_pointer
 from optimized.ops.cast import FP8, scale_pointer
-from optimized.ops.dbias import add_blocks, new_partial
-from optimized.ops.gemm_operands import bias_arguments, loadable, operands, run
+from optimized.ops.gemm_config import GemmConfig
+from optimized.ops.gemm_operands import bias_arguments, check_devices, loadable, operand_maps, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from optimized.tensor_map import tensor_map_2d
 from reference.ops.activation import GATED, KINDS
@@ -27,36 +27,16 @@ from reference.ops.dropout import keep_scale, threshold
 from reference.ops.gemm_fused import activation_backward_outputs, activation_outputs, bias_dropout_add_outputs
 from reference.ops.library import on_cuda
 
-ACTIVATION, BACKWARD, DROPOUT = 1, 2, 3  # the macro EPILOGUE
+ACTIVATION, DROPOUT = "BiasActivation", "BiasDropoutAdd"  # the macro EPILOGUE: structs of the kernel
 SHARED_BYTES = 232448  # of a block, at most
-# 128 columns are fast with two temporaries a thread, for which the backward has no registers.
-BACKWARD_TILES = tuple(tile for tile in TILES if tile.block_n != 128)
-Inverses = tuple[torch.Tensor, torch.Tensor]
 
 
-def handoff_bytes(tile: Tile) -> int:
-    """Shared memory of kernels/gemm_handoff.cuh: a tile in 16 bits, two barriers a warpgroup."""
-    return 2 * tile.block_m * tile.block_n + 16 * tile.warpgroups
-
-
-def bias_bytes(epilogue: int, tile: Tile) -> int:
-    """Shared memory of kernels/gemm_bias.cuh: a tile's bias, behind a rounding in 16 bits, else fp32; two barriers."""
-    return (2 if epilogue == DROPOUT else 4) * tile.block_n + 16
-
-
-def mask_bytes(tile: Tile) -> int:
-    """Shared memory of kernels/gemm_mask.cuh: a bit for each element of a tile, two barriers."""
-    return tile.block_m * tile.block_n // 8 + 16
-
-
-def residual_bytes(tile: Tile) -> int:
-    """Shared memory of kernels/gemm_residual.cuh: two boxes a warp, from a multiple of 128 bytes on; their barriers."""
-    return 127 + tile.warpgroups * 4 * 2 * (16 * 32 * 2 + 8)
-
-
-def given_bytes(epilogue: int, tile: Tile) -> int:
-    """Shared memory of what the forward epilogues' consumers are given."""
-    return bias_bytes(epilogue, tile) + (mask_bytes(tile) + residual_bytes(tile) if epilogue == DROPOUT else 0)
+def epilogue_bytes(epilogue: str, tile: Tile) -> int:
+    """Shared memory of an epilogue's struct Shared: for each part its values and two barriers."""
+    if epilogue == ACTIVATION:
+        return 4 * tile.block_n + 16  # the bias in fp32
+    bias, mask = 2 * tile.block_n + 16, tile.block_m * tile.block_n // 8 + 16
+    return bias + mask + 127 + tile.warpgroups * 4 * 2 * (16 * 32 * 2 + 8)  # and two boxes of the residual a warp
 
 
 def residual_map(residual: torch.Tensor | None) -> list[int]:
@@ -68,39 +48,28 @@ def residual_map(residual: torch.Tensor | None) -> list[int]:
     return found.words.view(np.int64).tolist()
 
 
-def fused_tile(epilogue: int, tile: Tile) -> Tile:
-    """The kernel's form of `tile`: with shared memory for what is handed over; the backward's with registers, too."""
+def fused_tile(epilogue: str, tile: Tile) -> Tile:
+    """`tile` with as many stages as the epilogue's shared memory leaves room for."""
     if epilogue == ACTIVATION:
         return tile
-    if epilogue == DROPOUT:
-        stages = (SHARED_BYTES - given_bytes(epilogue, tile)) // stage_bytes(tile.block_m, tile.block_n)
-        return replace(tile, stages=min(tile.stages, stages))
-    columns = min(tile.block_n, 192)
-    stage = stage_bytes(tile.block_m, columns)
-    room = SHARED_BYTES - 2 * tile.block_m * columns - 16 * tile.warpgroups
-    return replace(tile, block_n=columns, stages=min(tile.stages, room // stage))
+    stages = (SHARED_BYTES - epilogue_bytes(epilogue, tile)) // stage_bytes(tile.block_m, tile.block_n)
+    return replace(tile, stages=min(tile.stages, stages))
 
 
-def resources(epilogue: int, tile: Tile) -> tuple[int, int]:
-    """Threads and bytes of shared memory of a block."""
-    if epilogue == BACKWARD:
-        return tile.threads + 128, tile.shared_bytes + handoff_bytes(tile)
-    return tile.threads, tile.shared_bytes + given_bytes(epilogue, tile)
-
-
-def halves(epilogue: int, kind: str | None) -> int:
+def halves(epilogue: str, kind: str | None) -> int:
     """Into how many halves a tile's columns fall: the two of a gated pre-activation."""
     return 2 if epilogue == ACTIVATION and kind in GATED else 1
 
 
-def select_steps(epilogue: int, tile: Tile, k: int, kind: str | None = None) -> int:
-    """Into how many steps what follows a tile falls, each beside a k-block of the tile after it."""
+def select_steps(epilogue: str, tile: Tile, k: int, kind: str | None = None) -> int:
+    """In how many steps the epilogue finishes a tile, each beside a k-block of the next tile."""
     units = tile.block_n // (16 if epilogue == DROPOUT else 8) // halves(epilogue, kind)
     return next(steps for steps in (units, units // 2, units // 4, 1) if (steps - 1) * K_BLOCK_BYTES < k)
 
 
-def defines(
-    epilogue: int,
+@functools.lru_cache(maxsize=1024)
+def config(
+    epilogue: str,
     formats: tuple[torch.dtype, torch.dtype],
     dtype: torch.dtype,
     tile: Tile,
@@ -109,11 +78,11 @@ def defines(
     kind: str | None = None,
     q: torch.dtype | None = None,
     drop: bool = False,
-) -> dict[str, int | str]:
-    """The macros of one configuration of kernels/gemm_fp8_fused.cu.
+) -> GemmConfig:
+    """One configuration of kernels/gemm_fp8_fused.cu.
 
     Args:
-        epilogue: ACTIVATION, BACKWARD or DROPOUT; the first two have a `kind` and cast to `q`.
+        epilogue: ACTIVATION, which has a `kind` and casts to `q`, or DROPOUT.
         formats: of a and b.
         dtype: T, bfloat16 or float16.
         tile: from `fused_tile`.
@@ -121,62 +90,41 @@ def defines(
         k: columns of a and b.
         drop: whether DROPOUT drops anything.
     """
-    accumulate = "split" if epilogue == BACKWARD else "fast"
-    macros = gemm_fp8.defines(*formats, dtype, accumulate, tile, columns)
+    macros = gemm_fp8.config(*formats, dtype, "fast", tile, columns).defines
     del macros["ACCUMULATE"], macros["NARROW"]
     macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
-    macros["STEPS"] = 1 if epilogue == BACKWARD else select_steps(epilogue, tile, k, kind)
+    macros["STEPS"] = select_steps(epilogue, tile, k, kind)
     if epilogue == DROPOUT:
         macros["DROP"] = int(drop)
     if kind is not None and q is not None:
         macros |= {"KIND": activations.KIND[kind], "FP8": FP8[q]}
-    return macros
+    return GemmConfig("gemm_fp8_fused", tile, tuple(macros.items()), epilogue_bytes(epilogue, tile))
 
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 _LONG = K_BLOCK_BYTES * 32  # a K with room for every step
 _CHOICES = [
-    *itertools.product(TILES, [32], [_LONG], (ACTIVATION, BACKWARD), ("gelu", "swiglu"), [_BF16], [_E4M3], [False]),
+    *itertools.product(TILES, [32], [_LONG], [ACTIVATION], ("gelu", "swiglu"), [_BF16], [_E4M3], [False]),
     *itertools.product(TILES, [16], [_LONG], [ACTIVATION], ("geglu",), [_BF16], [_E5M2], [False]),
-    *itertools.product(TILES, [16], [_LONG], [BACKWARD], ("silu",), [_BF16], [_E5M2], [False]),
-    *itertools.product(
-        TILES[1:2], [32], [_LONG], (ACTIVATION, BACKWARD), KINDS, (torch.bfloat16, torch.float16), [_E5M2], [False]
-    ),
+    *itertools.product(TILES[1:2], [32], [_LONG], [ACTIVATION], KINDS, (_BF16, torch.float16), [_E5M2], [False]),
     *itertools.product(TILES, (16, 32), [_LONG], [DROPOUT], [None], [_BF16], [None], (False, True)),
     *itertools.product(TILES[1:2], [32], [_LONG], [DROPOUT], [None], [torch.float16], [None], (False, True)),
     *itertools.product(TILES[:2], [32], [128, 1024, 2048], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
     *itertools.product(TILES[2:], [32], [272], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
 ]
-# What the CPU suite compiles: every tile with each epilogue, every kind and type in one tile, fewer steps. BACKWARD's
-# a is a gradient, in the format that it casts to.
+# What the CPU suite compiles: every tile with each epilogue, every kind and type in one tile, fewer steps.
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("gemm_fp8_fused", defines(epilogue, (a, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop))
+    config(epilogue, (_E4M3, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop).listed
     for tile, columns, k, epilogue, kind, dtype, q, drop in _CHOICES
-    for a in [q if q is not None and epilogue == BACKWARD else _E4M3]
 ]
 
 
-@functools.lru_cache(maxsize=1024)
-def _kernel(
-    epilogue: int,
-    formats: tuple[torch.dtype, torch.dtype],
-    dtype: torch.dtype,
-    tile: Tile,
-    columns: int,
-    k: int,
-    kind: str | None,
-    q: torch.dtype | None,
-    drop: bool,
-) -> launch.Kernel:
-    macros = defines(epilogue, formats, dtype, tile, columns, k, kind, q, drop)
-    return launch.function("gemm_fp8_fused", "gemm_fp8_fused", macros, resources(epilogue, tile)[1])
-
-
 def _launch(
-    epilogue: int,
+    epilogue: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    inverses: Inverses,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
     dtype: torch.dtype,
     arguments: list[int],
     tile: Tile | None,
@@ -184,38 +132,33 @@ def _launch(
     q: torch.dtype | None = None,
     drop: bool = False,
 ) -> None:
-    """Run the kernel; `arguments` are the 64-bit words of its struct Epilogue."""
+    """Run the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
-    if tile is None:
-        tiles = BACKWARD_TILES if epilogue == BACKWARD else TILES
-        tile = select_tile(m, n, k, epilogue == BACKWARD, multiprocessors(index), tiles)
-    tile = fused_tile(epilogue, tile)
+    tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), TILES))
     parts = halves(epilogue, kind)
     columns = n // parts
     args = (
-        operands(a, b, tile, run(columns, dtype), parts),
+        operand_maps(a, b, tile, run(columns, dtype), parts),
         launch.by_value(np.array(arguments, np.int64)),
-        inverses[0].data_ptr(),
-        inverses[1].data_ptr(),
+        a_scale_inv.data_ptr(),
+        b_scale_inv.data_ptr(),
         np.int32(m),
         np.int32(n),
         np.int32(k),
     )
-    # What of `columns` the configuration depends on.
-    width = 32 if columns % 32 == 0 else 16
-    kernel = _kernel(epilogue, (a.dtype, b.dtype), dtype, tile, width, min(k, _LONG), kind, q, drop)
-    blocks = tile.blocks(tile.count(m, n), multiprocessors(index))
-    threads, shared = resources(epilogue, tile)
-    launch.launch(kernel, (blocks,), (threads,), args, shared, device=index)
+    # The configuration depends on these alone.
+    width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
+    chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
+    chosen.launch(index, tile.count(m, n), args)
 
 
 def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel has a form for this product; fp32 has none, being no activation dtype of tensor cores."""
+    """Whether the kernel has a form for this GEMM; fp32 has none, being no activation dtype of tensor cores."""
     return dtype != torch.float32 and a.shape[0] > 0 and b.shape[0] > 0 and a.shape[1] > 0
 
 
 def _short(a: torch.Tensor, tile: Tile | None) -> bool:
-    """Many tiles with few k-blocks each: what follows a tile finds no room beside the next one (docs/gemm.md)."""
+    """Many tiles with few k-blocks each: the next tile leaves the epilogue too little time (docs/gemm.md)."""
     return tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
 
 
@@ -237,9 +180,9 @@ def gemm_fp8_activation(
     """a `[M, K]`, b `[n, K]` float8 -> (h `[M, n]` of out_dtype, q `[M, m]`, q_t `[m, ceil16(M)]`, scale_inv `[1]`)."""
     scaling = (scale, amax_history, column, dtype)
     h, q, q_t, scale_inv = activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, *scaling)
-    gemm_fp8.check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
+    check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias, scale=scale)
     if _short(a, tile) or not _fusible(a, b, out_dtype):
-        gemm_fp8.product(h, a, b, a_scale_inv, b_scale_inv, bias, "fast")
+        gemm_fp8.run_gemm(h, a, b, a_scale_inv, b_scale_inv, bias, "fast")
         activations.run_cast((q, q_t, scale_inv), kind, None, h, None, *scaling)
         return h, q, q_t, scale_inv
     bias = loadable(bias)
@@ -255,7 +198,7 @@ def gemm_fp8_activation(
         0,
         int(bias_type),
     ]
-    _launch(ACTIVATION, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, kind, dtype)
+    _launch(ACTIVATION, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, kind, dtype)
     return h, q, q_t, scale_inv
 
 
@@ -271,36 +214,15 @@ def gemm_fp8_activation_backward(
     amax_history: torch.Tensor | None,
     column: int,
     dtype: torch.dtype,
-    tile: Tile | None = None,
 ) -> Four:
     """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`)."""
     scaling = (scale, amax_history, column, dtype)
     out = activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, *scaling)
-    gemm_fp8.check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
-    # The two kernels take as long or less at every size measured (docs/gemm.md); gated, with an odd multiple of 16
-    # columns, the fused one lacks a register.
-    apart = tile is None or (kind in GATED and b.shape[0] % 32 != 0)
-    if apart or not _fusible(a, b, x.dtype):
-        dact = x.new_empty((a.shape[0], b.shape[0]))
-        gemm_fp8.product(dact, a, b, a_scale_inv, b_scale_inv, None, "split")
-        activations.run_backward_cast(out, kind, dact, x, *scaling)
-        return out
-    x = aligned(x)
-    q, q_t, scale_inv, dbias = out
-    partial = new_partial(x)
-    arguments = [
-        x.data_ptr(),
-        0,
-        scale_pointer(scale, column),
-        amax_pointer(amax_history, column),
-        q.data_ptr(),
-        q_t.data_ptr(),
-        scale_inv.data_ptr(),
-        partial.data_ptr(),
-        0,
-    ]
-    _launch(BACKWARD, a, b, (a_scale_inv, b_scale_inv), x.dtype, arguments, tile, kind, dtype)
-    add_blocks(partial, dbias)
+    check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
+    # In two kernels: fused into one they took as long or longer at every size (docs/log/gemm.md).
+    dact = x.new_empty((a.shape[0], b.shape[0]))
+    gemm_fp8.run_gemm(dact, a, b, a_scale_inv, b_scale_inv, None, "split")
+    activations.run_backward_cast(out, kind, dact, x, *scaling)
     return out
 
 
@@ -319,11 +241,11 @@ def gemm_fp8_bias_dropout_add(
 ) -> torch.Tensor:
     """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]`; advances `rng_state`."""
     out = bias_dropout_add_outputs(a, b, a_scale_inv, b_scale_inv, bias, residual, out_dtype, p, rng_state)
-    gemm_fp8.check_devices(a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
-    # Beside few k-blocks the mask is not drawn in time; and the kernel has 32 bits for a counter of eight elements.
+    check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
+    # Beside few k-blocks the mask is not drawn in time, and the kernel has 32 bits for a counter of eight elements.
     apart = threshold(p) > 0 and (_short(a, tile) or out.numel() >= 2**35)
     if apart or not _fusible(a, b, out_dtype):
-        x = gemm_fp8.product(torch.empty_like(out), a, b, a_scale_inv, b_scale_inv, None, "fast")
+        x = gemm_fp8.run_gemm(torch.empty_like(out), a, b, a_scale_inv, b_scale_inv, None, "fast")
         dropout.run(out, x, bias, residual, p, rng_state)
     else:
         bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
@@ -337,7 +259,7 @@ def gemm_fp8_bias_dropout_add(
             int(np.float32(keep_scale(p)).view(np.uint32)),
             *(0, 0),  # the struct ends at a multiple of the map's 64 bytes
         ]
-        _launch(DROPOUT, a, b, (a_scale_inv, b_scale_inv), out_dtype, arguments, tile, drop=threshold(p) > 0)
+        _launch(DROPOUT, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, drop=threshold(p) > 0)
     if threshold(p):
         assert rng_state is not None
         dropout.advance(rng_state)

@@ -1,4 +1,4 @@
-"""What the FP8 GEMM kernels are told about their operands and outputs."""
+"""What the GEMM ops share: how their kernels read operands and bias, and which outputs they can write."""
 
 import functools
 
@@ -8,9 +8,9 @@ import torch
 from optimized import launch
 from optimized.ops.gemm_tile import Tile
 from optimized.tensor_map import TensorMap, encode
+from reference.notice import say_once
 
-FORMATS = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+UNWRITABLE = "got an out that is not contiguous from a multiple of 16 bytes, and adds the product in a second pass"
 BIAS_TYPES = {
     None: np.int32(0),
     torch.bfloat16: np.int32(1),
@@ -19,13 +19,30 @@ BIAS_TYPES = {
 }
 
 
+def check_devices(op: str, a: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Refuse tensors that are not where `a` is, by their names."""
+    for name, other in others.items():
+        if other is not None and other.device != a.device:
+            raise ValueError(f"{name} is on {other.device} and a on {a.device}; {op} runs on one device.")
+
+
+def tell_once(op: str, what: str) -> None:
+    """Say once that an op goes a slower way."""
+    say_once(f"{op} {what}", f"twin::{op} {what}: a fallback")
+
+
+def writable(out: torch.Tensor) -> bool:
+    """Whether a kernel can write `out` in vectors."""
+    return out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
 def run(n: int, out: torch.dtype, block_n: int = 32) -> int:
     """Consecutive columns of the output that a thread owns: 16 bytes; 8 where N or a tile is an odd multiple of 16."""
     return 8 if n % 32 == block_n % 32 == 0 and out != torch.float32 else 4
 
 
 @functools.lru_cache(maxsize=1024)
-def _operands(
+def _operand_maps(
     a: int,
     b: int,
     formats: tuple[torch.dtype, torch.dtype],
@@ -48,17 +65,12 @@ def _operands(
         shape, strides = (k, 2, 4, width // 2, n // (4 * width)), (k, width * k, 2 * k, 4 * width * k)
         return encode(b, formats[1], shape, strides, (128, 2, 4, width // 2, rows // (4 * width)), 128, l2)
 
-    maps = [
-        a_map(a_part),
-        b_map(part),
-        a_map(m % a_part or a_part),
-        b_map(n // halves % part or part),
-    ]
+    maps = [a_map(a_part), b_map(part), a_map(m % a_part or a_part), b_map(n // halves % part or part)]
     return launch.by_value(np.concatenate([one.words for one in maps]))
 
 
-def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: int = 1) -> launch.ByValue:
-    """How the copy engine reads A and B, B with its rows permuted: the kernels' struct Operands.
+def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: int = 1) -> launch.ByValue:
+    """How the copy engine reads FP8 operands, B with its rows permuted: the kernels' struct OperandMaps.
 
     B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e: shared memory then holds the rows in
     the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are one box, or one for
@@ -72,7 +84,7 @@ def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: i
                 f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
             )
     (m, k), n = a.shape, b.shape[0]
-    return _operands(a.data_ptr(), b.data_ptr(), (a.dtype, b.dtype), m, n, k, tile, width, halves)
+    return _operand_maps(a.data_ptr(), b.data_ptr(), (a.dtype, b.dtype), m, n, k, tile, width, halves)
 
 
 def loadable(x: torch.Tensor | None) -> torch.Tensor | None:
