@@ -15,7 +15,7 @@
 namespace twin {
 
 // The high word of kConstant * value, by products of halves: an instruction that multiplies to 64 bits waits for the
-// tensor cores, and they for it; these do not (docs/gemm.md).
+// tensor cores, and they for it; these do not (docs/log/gemm.md).
 template <unsigned kConstant>
 __device__ __forceinline__ unsigned high_word(unsigned value) {
     constexpr unsigned kLow = kConstant & 0xFFFF, kHigh = kConstant >> 16;

@@ -1,7 +1,7 @@
 // The residual in shared memory: each consumer warp has the copy engine fetch its pieces, two ahead of their use.
 //
 // That costs less of a tile's time than loads into registers, however early, and needs no prefetches into L2, which
-// delay the producer (docs/gemm.md).
+// delay the producer (docs/log/gemm.md).
 #pragma once
 
 #include "gemm_piece.cuh"

@@ -43,7 +43,7 @@ __device__ __forceinline__ float widen(const Vector<kCount>& vector, int i) {
 }
 
 // A vector that is read once: 8 or 16 bytes, aligned to its size. The load is a plain one, because the hints made
-// for such data (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/kernels.md). `volatile` keeps the
+// for such data (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/log/cast.md). `volatile` keeps the
 // loads of an unrolled loop together and ahead of their uses.
 template <int kCount>
 __device__ __forceinline__ Vector<kCount> load_once(const wide_t* address) {

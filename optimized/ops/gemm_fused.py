@@ -2,7 +2,7 @@
 
 The definitions are reference/ops/gemm_fused.py: each op has the bits of the two that it names. So two kernels run, one
 after the other, where the fused one has no form (fp32 activations, an empty matrix) or has been measured to take longer
-(docs/gemm.md; naming a tile forces it). Every tile gives the same bits.
+(docs/log/gemm.md; naming a tile forces it). Every tile gives the same bits.
 """
 
 import functools
@@ -158,7 +158,7 @@ def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _short(a: torch.Tensor, tile: Tile | None) -> bool:
-    """Many tiles with few k-blocks each: the next tile leaves the epilogue too little time (docs/gemm.md)."""
+    """Many tiles with few k-blocks each: the next tile leaves the epilogue too little time (docs/log/gemm.md)."""
     return tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
 
 

@@ -7,7 +7,7 @@
 namespace twin {
 
 // Queue a copy of 16 bytes, both addresses 16-byte aligned; past L1, or through it: the faster way where L1 has room,
-// 64 KB or so (docs/activation.md).
+// 64 KB or so (docs/log/activation.md).
 template <bool kThroughL1 = false>
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
