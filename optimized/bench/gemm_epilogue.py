@@ -40,7 +40,7 @@ def tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
 
 
 def products(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str) -> dict[str, Call]:
-    """Our product and cuBLASLt's, with nothing behind them."""
+    """Our GEMM and cuBLASLt's, with no epilogue."""
     return {
         "plain": functools.partial(twin.gemm_fp8, a, b, s, s, None, BF16, accumulate),
         "cublaslt": functools.partial(scaled_mm, a, b, s, BF16, accumulate),
@@ -48,7 +48,7 @@ def products(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str)
 
 
 def activation(kind: str) -> Case:
-    """fc1's product and the activation behind it: ffn columns come out of the product."""
+    """fc1's GEMM and the activation after it; the GEMM has ffn columns."""
     x, w, s = codes(TOKENS, HIDDEN, E4M3), codes(FFN, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
     bias, state = torch.randn(FFN, device="cuda", dtype=BF16), (torch.ones(1, device="cuda"), _history(), 0, E4M3)
 
@@ -140,8 +140,8 @@ def tables(payload: dict[str, Any]) -> list[Table]:
         "of the ops apart",
     )
     note = (
-        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast, of gradients split), and that "
-        "of the ops one after the other, interleaved in the same run. Where those win (a short K), the "
+        "Speed of the fused kernel, bf16: 100 % is that of the product alone (fast forward, split backward), and that "
+        "of the ops one after the other, interleaved in the same run. Where those win (the backward, a short K), the "
         f"op runs them instead. {origin(payload)}"
     )
     return [Table("Products with what follows them", columns, tuple(rows), note)]

@@ -11,13 +11,15 @@
 // first_block on; the table is a kernel argument by value.
 #include "wide.cuh"
 
+using namespace twin;
+
 #if MASTER
-typedef float param_t;
+using param_t = float;
 #else
-typedef wide_t param_t;
+using param_t = wide_t;
 #endif
 
-constexpr int THREADS = 256;
+constexpr int kThreads = 256;
 constexpr int kElements = 8;
 
 struct Entry {
@@ -34,25 +36,25 @@ struct Table {
     Entry tensors[CAPACITY];
 };
 
-template <typename T>
+template <class T>
 struct alignas(16) Sixteen {
     T element[16 / sizeof(T)];
 };
 
-template <typename T>
+template <class T>
 __device__ __forceinline__ float wide_of(T x) {
     if constexpr (sizeof(T) == 4) return x;
     else return widen(static_cast<wide_t>(x));
 }
 
-template <typename T>
+template <class T>
 __device__ __forceinline__ T narrow_to(float x) {
     if constexpr (sizeof(T) == 4) return x;
     else return narrow(x);
 }
 
 // Elements from `at` on; those from `count` on read as zero. `whole`: all eight exist, at an aligned address.
-template <typename T>
+template <class T>
 __device__ __forceinline__ void load(float (&value)[kElements], const T* x, long long at, long long count, bool whole) {
     constexpr int lanes = 16 / sizeof(T);
     if (whole) {
@@ -60,33 +62,34 @@ __device__ __forceinline__ void load(float (&value)[kElements], const T* x, long
         for (int i = 0; i < kElements; i += lanes) {
             const Sixteen<T> part = *reinterpret_cast<const Sixteen<T>*>(x + at + i);
 #pragma unroll
-            for (int j = 0; j < lanes; ++j) value[i + j] = wide_of(part.element[j]);
+            for (int j = 0; j < lanes; j++) value[i + j] = wide_of(part.element[j]);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) value[i] = at + i < count ? wide_of(x[at + i]) : 0.0f;
+        for (int i = 0; i < kElements; i++) value[i] = at + i < count ? wide_of(x[at + i]) : 0.0f;
     }
 }
 
-template <typename T>
-__device__ __forceinline__ void store(T* x, const float (&value)[kElements], long long at, long long count, bool whole) {
+template <class T>
+__device__ __forceinline__ void store(T* x, const float (&value)[kElements], long long at, long long count,
+                                      bool whole) {
     constexpr int lanes = 16 / sizeof(T);
     if (whole) {
 #pragma unroll
         for (int i = 0; i < kElements; i += lanes) {
             Sixteen<T> part;
 #pragma unroll
-            for (int j = 0; j < lanes; ++j) part.element[j] = narrow_to<T>(value[i + j]);
+            for (int j = 0; j < lanes; j++) part.element[j] = narrow_to<T>(value[i + j]);
             *reinterpret_cast<Sixteen<T>*>(x + at + i) = part;
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < kElements; ++i)
+        for (int i = 0; i < kElements; i++)
             if (at + i < count) x[at + i] = narrow_to<T>(value[i]);
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void adam(
+extern "C" __global__ void __launch_bounds__(kThreads) adam(
     const __grid_constant__ Table table, int tensors, float lr, float beta1, float rest1, float beta2, float rest2,
     float eps, float decay, float c1, float c2, int decoupled) {
     // The last tensor whose first block is not beyond this one.
@@ -95,7 +98,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void adam(
         if (at + step < tensors && table.tensors[at + step].first_block <= static_cast<int>(blockIdx.x)) at += step;
     const Entry& t = table.tensors[at];
     const long long first =
-        (static_cast<long long>(blockIdx.x - t.first_block) * THREADS + threadIdx.x) * kElements;
+        (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
     if (first >= t.count) return;
     const bool whole = t.aligned && first + kElements <= t.count;
     float g[kElements], p[kElements], m[kElements], v[kElements];
@@ -104,7 +107,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void adam(
     load(m, t.exp_avg, first, t.count, whole);
     load(v, t.exp_avg_sq, first, t.count, whole);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
+    for (int i = 0; i < kElements; i++) {
         if (!decoupled) g[i] = g[i] + decay * p[i];
         m[i] = beta1 * m[i] + rest1 * g[i];
         v[i] = beta2 * v[i] + (rest2 * g[i]) * g[i];

@@ -5,13 +5,13 @@
 //
 // A block has 128 queries of one head: two consumer warpgroups of 64 rows and a producer that keeps keys and values
 // coming, 128 of each at a time. Scores, weights and the accumulator stay in registers: the weights are the A operand
-// of the second product just as they lie. grid: (query blocks, b h, chunks of N_OUT columns of d); scores are computed
+// of the second GEMM just as they lie. grid: (query blocks, b h, chunks of N_OUT columns of d); scores are computed
 // again for each chunk, of which there are two where d > 128.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, DROPOUT (0 | 1).
 #include "attention_tile.cuh"
 
-namespace twin {
+using namespace twin;
 
 struct Map {
     static constexpr int kChunk = kTileRows * 128;
@@ -221,10 +221,6 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, voi
     }
     store(o, rows, a, out, m, inv, row, batch, head);
 }
-
-}  // namespace twin
-
-using namespace twin;
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,

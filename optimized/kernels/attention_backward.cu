@@ -1,7 +1,7 @@
 // Attention backward. Definition, order and rounding points: reference/ops/attention_backward.py.
 //
 // Two kernels of one form. A block holds 128 rows of two "fixed" operands and streams 64 rows at a time of two
-// others past them; of each pair of tiles it computes two products over d, from them the weights and the gradient
+// others past them; of each pair of tiles it computes two GEMMs over d, from them the weights and the gradient
 // of the scores, and with those, straight from its registers, adds to its results:
 //
 //              fixed (128 rows)   streamed (64 rows)   rows x columns of a tile    results
@@ -16,7 +16,7 @@
 // Defines: as attention.cu, and DQ (0 | 1).
 #include "attention_tile.cuh"
 
-namespace twin {
+using namespace twin;
 
 constexpr int kStreamRows = 64;
 constexpr int kAcc = N_OUT / 2;
@@ -113,10 +113,11 @@ __device__ __forceinline__ bool is_hidden(const Arguments& a, const unsigned cha
     return hidden;
 }
 
-// Fill at.hidden and at.keep, ahead of the products, whose accumulators will need the registers.
+// Fill at.hidden and at.keep, ahead of the GEMMs, whose accumulators will need the registers.
 __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
     const int first_query = DQ ? at.row : at.column, first_key = DQ ? at.column : at.row;
-    const int last_query = first_query + (DQ ? 15 : kStreamRows - 1), last_key = first_key + (DQ ? kStreamRows - 1 : 15);
+    const int last_query = first_query + (DQ ? 15 : kStreamRows - 1);
+    const int last_key = first_key + (DQ ? kStreamRows - 1 : 15);
     at.hidden = 0, at.keep = ~0u;
     if (a.mask != nullptr || last_query >= a.sq || last_key >= key_limit(a, first_query)) {
         const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
@@ -145,7 +146,7 @@ struct Stats {
     const float* dots;
 };
 
-// The products s become the weights, in place; +0 where a pair is hidden.
+// The scores s become the weights, in place; +0 where a pair is hidden.
 __device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Pairs& at, const float2 (&own)[2],
                                       const float2* of_column) {
 #pragma unroll
@@ -171,7 +172,7 @@ __device__ __forceinline__ void pack_kept(unsigned (&weights)[4][4], const float
     }
 }
 
-// From the weights and the products dp to the gradients of the scores, as operands.
+// From the weights and dp to the gradients of the scores, as operands.
 __device__ __forceinline__ void differentiate(unsigned (&gradients)[4][4], const float (&s)[32], float (&dp)[32],
                                               const Arguments& a, const Pairs& at, const float (&own)[2],
                                               const float* of_column) {
@@ -246,7 +247,8 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, con
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(s, along_d(x1, Map::kFixedChunk, step), along_d(y1, Map::kChunk, step), step > 0);
+                wgmma_k16<FORMAT, 0, 0>(s, along_d(x1, Map::kFixedChunk, step), along_d(y1, Map::kChunk, step),
+                                        step > 0);
             wgmma_commit();
 #pragma unroll
             for (int step = 0; step < 4 * D_CHUNKS; step++)
@@ -297,10 +299,6 @@ __device__ __forceinline__ float element(const uint4& v, int i) {
     if constexpr (same_type<FORMAT, BF16>) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
     return cvt_f32_f16(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xFFFFu));
 }
-
-}  // namespace twin
-
-using namespace twin;
 
 // One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements.
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,17 +1,17 @@
 // What the attention kernels share: their arguments, tiles in shared memory, the mask, dropout.
 //
 // Operands are [rows][d] tiles in shared memory: chunks of 64 values of d, each [rows][128 bytes], swizzled by 128
-// bytes, as the copy engine leaves them. A chunk serves as a K-major operand (the product runs over d) and as an
-// MN-major one (the product runs over rows). What lies outside a tensor arrives as zeros.
+// bytes, as the copy engine leaves them. A chunk serves as a K-major operand (the GEMM runs over d) and as an
+// MN-major one (it runs over rows). What lies outside a tensor arrives as zeros.
 //
 // Arithmetic: reference/ops/attention.py and attention_backward.py.
 #pragma once
 
 #include "elementary.cuh"
+#include "mailbox.cuh"
 #include "philox.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma_registers.cuh"
@@ -33,20 +33,6 @@ struct Arguments {
     int shift;           // query i sees key j if j <= i + shift; 2^30 where there is no causal rule
     unsigned threshold;  // of dropout
     float c, kept, scale;
-};
-
-// A position in a ring of stages. Its parity is that of the use of the stage which is being waited for.
-template <int kStages>
-struct Stage {
-    int index = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == kStages) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 // A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`.

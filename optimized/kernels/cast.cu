@@ -12,20 +12,22 @@
 #include "wide.cuh"
 #include "quantize.cuh"
 
-constexpr int THREADS = 512;
-constexpr int UNROLL = 2;
+using namespace twin;
 
-__device__ __forceinline__ void store_codes(unsigned char* q, const Vector<LANES>& v, float scale, float& amax) {
-    unsigned words[LANES / 4];
+constexpr int kThreads = 512;
+constexpr int kUnroll = 2;
+
+__device__ __forceinline__ void store_codes(unsigned char* q, const Vector<kLanes>& v, float scale, float& amax) {
+    unsigned words[kLanes / 4];
 #pragma unroll
-    for (int i = 0; i < LANES; i += 4) {
+    for (int i = 0; i < kLanes; i += 4) {
         float x[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < 4; j++) {
             x[j] = widen(v, i + j);
             amax = amax_of(amax, x[j]);
         }
-        words[i / 4] = quantize2(x[0], x[1], scale) | quantize2(x[2], x[3], scale) << 16;
+        words[i / 4] = quantize4(x, scale);
     }
 #if WIDE == 0
     *reinterpret_cast<unsigned*>(q) = words[0];
@@ -34,24 +36,24 @@ __device__ __forceinline__ void store_codes(unsigned char* q, const Vector<LANES
 #endif
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void cast(
+extern "C" __global__ void __launch_bounds__(kThreads) cast(
     const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
     unsigned char* __restrict__ q, float* __restrict__ scale_inv, long long count) {
     const float scale = *scale_slot;
-    const long long vectors = count / LANES;
-    const long long first = static_cast<long long>(blockIdx.x) * THREADS * UNROLL + threadIdx.x;
+    const long long vectors = count / kLanes;
+    const long long first = static_cast<long long>(blockIdx.x) * kThreads * kUnroll + threadIdx.x;
     float amax = 0.0f;
-    Vector<LANES> v[UNROLL];
+    Vector<kLanes> v[kUnroll];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const long long i = first + u * THREADS;
-        if (i < vectors) v[u] = load_once<LANES>(x + i * LANES);
+    for (int u = 0; u < kUnroll; u++) {
+        const long long i = first + u * kThreads;
+        if (i < vectors) v[u] = load_once<kLanes>(x + i * kLanes);
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const long long i = first + u * THREADS;
-        if (i < vectors) store_codes(q + i * LANES, v[u], scale, amax);
+    for (int u = 0; u < kUnroll; u++) {
+        const long long i = first + u * kThreads;
+        if (i < vectors) store_codes(q + i * kLanes, v[u], scale, amax);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<THREADS / 32>(amax, amax_slot);
+    if (amax_slot != nullptr) commit_amax<kThreads / 32>(amax, amax_slot);
 }

@@ -13,16 +13,18 @@
 #include "cast_transpose.cuh"
 #include "ptx/grid.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS, 4) void cast_transpose(
+using namespace twin;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 4) cast_transpose(
     const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
-    if (DBIAS) twin::let_next_grid_start();  // `total`
+    if (DBIAS) let_next_grid_start();  // `total`
     const float scale = *scale_slot;
     float amax = 0.0f;
     // No division: it would keep the loads waiting.
     const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
     cast_tile<DBIAS>(Matrix{x}, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
     if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<WARPS>(amax, amax_slot);
+    if (amax_slot != nullptr) commit_amax<kWarps>(amax, amax_slot);
 }

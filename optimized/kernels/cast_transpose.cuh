@@ -1,10 +1,10 @@
-// A tile of the cast with the transposed copy: q, q_t, the amax, and with SUMS the sums of blocks of 64 rows. Formulas:
-// cast_transpose.cu.
+// A tile of the cast with the transposed copy: q, q_t, the amax, and with kSums the sums of blocks of 64 rows.
+// Formulas: cast_transpose.cu.
 //
-// Bound by memory: 4 bytes an element in bf16. The transposition happens in registers: a thread owns 16 rows of
-// one 16-byte column group, so a column of its codes is 16 bytes that are adjacent in q_t; all its 16 loads are in
-// flight at once. A warp is 4 runs of 16 rows by 8 column groups: it reads 128 bytes of a row and writes 64 (fp32: 32) of
-// q. Two by two warps make a tile of 128 rows. Its columns of codes, and the runs' sums, meet in shared memory, from where
+// Bound by memory: 4 bytes an element in bf16. The transposition happens in registers: a thread owns 16 rows of one
+// 16-byte column group, so a column of its codes is 16 bytes that are adjacent in q_t; all its 16 loads are in flight
+// at once. A warp is 4 runs of 16 rows by 8 column groups: it reads 128 bytes of a row and writes 64 (fp32: 32) of q.
+// Two by two warps make a tile of 128 rows. Its columns of codes, and the runs' sums, meet in shared memory, from where
 // they leave in full lines.
 #pragma once
 #include "ptx/l2_policy.cuh"
@@ -13,24 +13,26 @@
 #include "transpose.cuh"
 #include "wide.cuh"
 
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
-constexpr int WARP_COLS = 8 * LANES;
-constexpr int TILE_ROWS = 2 * BLOCK_ROWS, TILE_COLS = 2 * WARP_COLS;
-constexpr int GROUPS = TILE_COLS / LANES, RUNS = TILE_ROWS / RUN;
+namespace twin {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kWarpCols = 8 * kLanes;
+constexpr int kTileRows = 2 * kBlockRows, kTileCols = 2 * kWarpCols;
+constexpr int kGroups = kTileCols / kLanes, kRuns = kTileRows / kRunRows;
 
 // What a tile's threads leave for one another.
-template <bool SUMS>
+template <bool kSums>
 struct Tile {
-    uint4 columns[LANES][GROUPS][RUNS];  // [column of a group][group][swizzled(run, group)]: 16 rows of codes
-    float sums[SUMS ? RUNS : 1][TILE_COLS];
+    uint4 columns[kLanes][kGroups][kRuns];  // [column of a group][group][swizzled(run, group)]: 16 rows of codes
+    float sums[kSums ? kRuns : 1][kTileCols];
 };
 
 // Groups that lie side by side put the same run into different banks.
-__device__ __forceinline__ int swizzled(int run, int group) { return run ^ group % RUNS; }
+__device__ __forceinline__ int swizzled(int run, int group) { return run ^ group % kRuns; }
 
 // Where a thread's first row begins, and how far apart its rows are.
-template <typename Stride>
+template <class Stride>
 struct Rows {
     const wide_t* x;
     Stride stride;
@@ -42,59 +44,60 @@ struct Matrix {
     __device__ __forceinline__ Rows<size_t> rows(size_t at, size_t cols, int, int) const { return {x + at, cols}; }
 };
 
-// 16 rows, of which `left` exist (WHOLE: all), of N columns of a thread's group from `first` on: q to memory, the rest
-// into the tile.
-template <bool WHOLE, int N, bool SUMS, typename Stride>
+// 16 rows, of which `left` exist (kWhole: all), of kCount columns of a thread's group from `first` on: q to memory, the
+// rest into the tile.
+template <bool kWhole, int kCount, bool kSums, class Stride>
 __device__ __forceinline__ void cast_run(
-    const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<SUMS>& tile, int run, int group, int first, int left,
+    const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<kSums>& tile, int run, int group, int first, int left,
     float scale, float& amax) {
-    constexpr int WORDS = N / 4;  // of codes a row
-    Vector<N> v[RUN];
+    constexpr int kWords = kCount / 4;  // of codes a row
+    Vector<kCount> v[kRunRows];
 #pragma unroll
-    for (int r = 0; r < RUN; ++r)
-        v[r] = WHOLE || r < left ? load_once<N>(in.x + first + static_cast<size_t>(r) * in.stride) : Vector<N>{};
+    for (int r = 0; r < kRunRows; r++)
+        v[r] = kWhole || r < left ? load_once<kCount>(in.x + first + static_cast<size_t>(r) * in.stride)
+                                  : Vector<kCount>{};
 
     // Four columns at a time, from the loads to the transposed store, so that registers free up on the way.
-    unsigned codes[RUN][WORDS];
+    unsigned codes[kRunRows][kWords];
 #pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
+    for (int w = 0; w < kWords; w++) {
 #pragma unroll
-        for (int r = 0; r < RUN; ++r) {
+        for (int r = 0; r < kRunRows; r++) {
             float f[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < 4; i++) {
                 f[i] = widen(v[r], 4 * w + i);
                 amax = amax_of(amax, f[i]);
             }
-            codes[r][w] = quantize2(f[0], f[1], scale) | quantize2(f[2], f[3], scale) << 16;
+            codes[r][w] = quantize4(f, scale);
             // Not left to 0 * scale, which is NaN if scale is infinite.
-            if (!WHOLE && r >= left) codes[r][w] = 0;
+            if (!kWhole && r >= left) codes[r][w] = 0;
         }
-        if constexpr (SUMS) {
+        if constexpr (kSums) {
             float sum[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float column[RUN];
+            for (int i = 0; i < 4; i++) {
+                float column[kRunRows];
 #pragma unroll
-                for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], 4 * w + i);
+                for (int r = 0; r < kRunRows; r++) column[r] = widen(v[r], 4 * w + i);
                 sum[i] = halving_sum(column);
             }
-            *reinterpret_cast<float4*>(&tile.sums[run][group * LANES + first + 4 * w]) =
+            *reinterpret_cast<float4*>(&tile.sums[run][group * kLanes + first + 4 * w]) =
                 make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
         unsigned columns[4][4];  // [group of four rows][column]
 #pragma unroll
-        for (int g = 0; g < 4; ++g)
+        for (int g = 0; g < 4; g++)
             transpose4(codes[4 * g][w], codes[4 * g + 1][w], codes[4 * g + 2][w], codes[4 * g + 3][w], columns[g]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; i++)
             tile.columns[first + 4 * w + i][group][swizzled(run, group)] =
                 make_uint4(columns[0][i], columns[1][i], columns[2][i], columns[3][i]);
     }
 #pragma unroll
-    for (int r = 0; r < RUN; ++r) {
-        if (WHOLE || r < left) {
-            if constexpr (WORDS == 2)
+    for (int r = 0; r < kRunRows; r++) {
+        if (kWhole || r < left) {
+            if constexpr (kWords == 2)
                 *reinterpret_cast<uint2*>(q + first + r * cols) = make_uint2(codes[r][0], codes[r][1]);
             else
                 *reinterpret_cast<unsigned*>(q + first + r * cols) = codes[r][0];
@@ -103,57 +106,59 @@ __device__ __forceinline__ void cast_run(
 }
 
 // From the tile to memory: 128 bytes of a column by 8 threads; the sums of 64 rows, side by side.
-template <bool SUMS>
+template <bool kSums>
 __device__ __forceinline__ void store_tile(
-    const Tile<SUMS>& tile, unsigned char* q_t, float* partial, int rows, int cols, int first_row, int first_col) {
-    static_assert(THREADS == GROUPS * RUNS, "a thread takes all columns of a group");
+    const Tile<kSums>& tile, unsigned char* q_t, float* partial, int rows, int cols, int first_row, int first_col) {
+    static_assert(kThreads == kGroups * kRuns, "a thread takes all columns of a group");
     const size_t width = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
-    const int group = threadIdx.x / RUNS, run = threadIdx.x % RUNS;
-    const int col = first_col + group * LANES, row = first_row + run * RUN;
+    const int group = threadIdx.x / kRuns, run = threadIdx.x % kRuns;
+    const int col = first_col + group * kLanes, row = first_row + run * kRunRows;
     if (col < cols && row < rows) {
         q_t += col * q_t_stride + row;
 #pragma unroll
-        for (int c = 0; c < LANES; ++c)
+        for (int c = 0; c < kLanes; c++)
             *reinterpret_cast<uint4*>(q_t + c * q_t_stride) = tile.columns[c][group][swizzled(run, group)];
     }
-    if constexpr (SUMS) {
-        constexpr int COLUMNS = 2 * TILE_COLS / THREADS;
-        const int half = threadIdx.x / (THREADS / 2), within = threadIdx.x % (THREADS / 2) * COLUMNS;
-        float sum[COLUMNS];
+    if constexpr (kSums) {
+        constexpr int kColumns = 2 * kTileCols / kThreads;
+        const int half = threadIdx.x / (kThreads / 2), within = threadIdx.x % (kThreads / 2) * kColumns;
+        float sum[kColumns];
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
+        for (int c = 0; c < kColumns; c++) {
             float runs[4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) runs[r] = tile.sums[4 * half + r][within + c];
+            for (int r = 0; r < 4; r++) runs[r] = tile.sums[4 * half + r][within + c];
             sum[c] = halving_sum(runs);
         }
-        const int block_row = first_row + half * BLOCK_ROWS;
+        const int block_row = first_row + half * kBlockRows;
         if (block_row < rows && first_col + within < cols)
-            twin::store(partial + block_row / BLOCK_ROWS * width + first_col + within, sum, twin::evict_last());
+            store(partial + block_row / kBlockRows * width + first_col + within, sum, evict_last());
     }
 }
 
 // A tile of a source [rows, cols], for one block of threads.
-template <bool SUMS, typename Source>
+template <bool kSums, class Source>
 __device__ __forceinline__ void cast_tile(
     const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, int tile_row,
     int tile_col, float scale, float& amax) {
-    __shared__ Tile<SUMS> tile;
+    __shared__ Tile<kSums> tile;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int run = warp / 2 * 4 + lane / 8, group = warp % 2 * 8 + lane % 8;
-    const int first_row = tile_row * TILE_ROWS, first_col = tile_col * TILE_COLS;
-    const int row = first_row + run * RUN, col = first_col + group * LANES;
+    const int first_row = tile_row * kTileRows, first_col = tile_col * kTileCols;
+    const int row = first_row + run * kRunRows, col = first_col + group * kLanes;
     // Unsigned first: the upper halves are known to be zero, and need no registers.
     const size_t width = static_cast<unsigned>(cols), offset = static_cast<size_t>(row) * width + col;
     const auto in = source.rows(offset, width, row, col);
-    if (first_row + TILE_ROWS <= rows && first_col + TILE_COLS <= cols) {
-        cast_run<true, LANES>(in, q + offset, width, tile, run, group, 0, RUN, scale, amax);
+    if (first_row + kTileRows <= rows && first_col + kTileCols <= cols) {
+        cast_run<true, kLanes>(in, q + offset, width, tile, run, group, 0, kRunRows, scale, amax);
     } else {
         const int left = col < cols ? rows - row : 0;
 #pragma unroll 1  // it would take more registers
-        for (int first = 0; first < LANES; first += 4)
+        for (int first = 0; first < kLanes; first += 4)
             cast_run<false, 4>(in, q + offset, width, tile, run, group, first, left, scale, amax);
     }
     __syncthreads();
     store_tile(tile, q_t, partial, rows, cols, first_row, first_col);
 }
+
+}  // namespace twin

@@ -7,6 +7,8 @@
 #include "cast_transpose.cuh"
 #include "ptx/grid.cuh"
 
+using namespace twin;
+
 struct Part {
     const wide_t* x;
     int first, width;  // columns of a group
@@ -24,16 +26,16 @@ struct Parts {
     }
 };
 
-extern "C" __global__ __launch_bounds__(THREADS, 4) void cat_cast_transpose(
+extern "C" __global__ void __launch_bounds__(kThreads, 4) cat_cast_transpose(
     const __grid_constant__ Parts parts, const float* __restrict__ scale_slot, float* amax_slot,
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
-    twin::let_next_grid_start();  // `total`
+    let_next_grid_start();  // `total`
     const float scale = *scale_slot;
     float amax = 0.0f;
     // No division: it would keep the loads waiting.
     const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
     cast_tile<true>(parts, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
     if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<WARPS>(amax, amax_slot);
+    if (amax_slot != nullptr) commit_amax<kWarps>(amax, amax_slot);
 }

@@ -24,22 +24,22 @@
 
 using namespace twin;
 
-constexpr int CLUSTER = 8;
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
+constexpr int kCluster = 8;
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
 #if VECTOR
-constexpr int COLUMNS = LANES;
+constexpr int kColumns = kLanes;
 #else
-constexpr int COLUMNS = 1;
+constexpr int kColumns = 1;
 #endif
-constexpr int STRIP = 8 * COLUMNS;
-constexpr int SHARE = STRIP / CLUSTER;  // columns that a block adds up
-constexpr int SUMS = (COLUMNS + 3) / 4;  // of 64 rows that a lane ends with
-constexpr int AT_ONCE = 256;               // blocks of 64 rows whose sums are in shared memory at a time
+constexpr int kStrip = 8 * kColumns;
+constexpr int kShare = kStrip / kCluster;  // columns that a block adds up
+constexpr int kSums = (kColumns + 3) / 4;  // of 64 rows that a lane ends with
+constexpr int kAtOnce = 256;               // blocks of 64 rows whose sums are in shared memory at a time
 
-extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 5) void dbias(
+extern "C" __global__ __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 5) void dbias(
     const wide_t* __restrict__ grad, wide_t* __restrict__ out, int rows, int cols) {
-    __shared__ float sums[AT_ONCE][SHARE];
+    __shared__ float sums[kAtOnce][kShare];
     __shared__ unsigned long long barrier;
     const unsigned arrived = shared_address(&barrier);
     if (threadIdx.x == 0) {
@@ -52,86 +52,87 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
         if (!running) cluster_wait();
         running = true;
     };
-    const int lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
-    const int strip = blockIdx.x / CLUSTER * STRIP;
-    const int within = lane % 8 * COLUMNS;
-    const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int lane = threadIdx.x % 32, rank = blockIdx.x % kCluster;
+    const int strip = blockIdx.x / kCluster * kStrip;
+    const int within = lane % 8 * kColumns;
+    const int blocks = (rows + kBlockRows - 1) / kBlockRows;
     const size_t stride = cols;
     float total = 0.0f;
-    for (int first = 0; first < blocks; first += AT_ONCE) {
-        const int here = min(AT_ONCE, blocks - first);
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrived, here * SHARE * sizeof(float));
-        for (int b = rank * WARPS + threadIdx.x / 32; b < here; b += CLUSTER * WARPS) {
-            const int row = (first + b) * BLOCK_ROWS + lane / 8 * RUN;
-            const int left = strip + within < cols ? max(min(rows - row, RUN), 0) : 0;
+    for (int first = 0; first < blocks; first += kAtOnce) {
+        const int here = min(kAtOnce, blocks - first);
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrived, here * kShare * sizeof(float));
+        for (int b = rank * kWarps + threadIdx.x / 32; b < here; b += kCluster * kWarps) {
+            const int row = (first + b) * kBlockRows + lane / 8 * kRunRows;
+            const int left = strip + within < cols ? max(min(rows - row, kRunRows), 0) : 0;
             const wide_t* from = grad + (left > 0 ? static_cast<size_t>(row) * stride + strip + within : 0);
-            float run[COLUMNS], sum[SUMS];
+            float run[kColumns], sum[kSums];
 #if VECTOR
-            Vector<LANES> v[RUN];
+            Vector<kLanes> v[kRunRows];
 #pragma unroll
-            for (int r = 0; r < RUN; ++r) v[r] = r < left ? load_once<LANES>(from + r * stride) : Vector<LANES>{};
+            for (int r = 0; r < kRunRows; r++)
+                v[r] = r < left ? load_once<kLanes>(from + r * stride) : Vector<kLanes>{};
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) {
-                float column[RUN];
+            for (int c = 0; c < kColumns; c++) {
+                float column[kRunRows];
 #pragma unroll
-                for (int r = 0; r < RUN; ++r) column[r] = widen(v[r], c);
+                for (int r = 0; r < kRunRows; r++) column[r] = widen(v[r], c);
                 run[c] = halving_sum(column);
             }
 #else
-            float column[RUN];
+            float column[kRunRows];
 #pragma unroll
-            for (int r = 0; r < RUN; ++r) column[r] = r < left ? widen(from[r * stride]) : 0.0f;
+            for (int r = 0; r < kRunRows; r++) column[r] = r < left ? widen(from[r * stride]) : 0.0f;
             run[0] = halving_sum(column);
 #endif
-            const int at = within + block_sum<COLUMNS>(run, sum);
+            const int at = within + block_sum<kColumns>(run, sum);
             wait_for_blocks();
 #pragma unroll
-            for (int c = 0; c < SUMS; ++c) {
+            for (int c = 0; c < kSums; c++) {
                 // With one column to a lane all four runs hold the sum.
-                const int owner = (at + c) / SHARE;
-                if (COLUMNS > 1 || lane < 8)
-                    store_async(map_to_rank(shared_address(&sums[b][(at + c) % SHARE]), owner), sum[c],
+                const int owner = (at + c) / kShare;
+                if (kColumns > 1 || lane < 8)
+                    store_async(map_to_rank(shared_address(&sums[b][(at + c) % kShare]), owner), sum[c],
                                 map_to_rank(arrived, owner));
             }
         }
         wait_for_blocks();
-        mbarrier_wait(arrived, first / AT_ONCE & 1);
-        if (threadIdx.x < SHARE) {
+        mbarrier_wait(arrived, first / kAtOnce & 1);
+        if (threadIdx.x < kShare) {
             // Not 0 + block 0's sum: that would turn -0 into +0.
             if (first == 0) total = sums[0][threadIdx.x];
 #pragma unroll 16
-            for (int b = first == 0 ? 1 : 0; b < here; ++b) total = total + sums[b][threadIdx.x];
+            for (int b = first == 0 ? 1 : 0; b < here; b++) total = total + sums[b][threadIdx.x];
         }
-        if (first + AT_ONCE < blocks) {  // added everywhere, before the next sums come
+        if (first + kAtOnce < blocks) {  // added everywhere, before the next sums come
             cluster_arrive();
             cluster_wait();
         }
     }
     wait_for_blocks();
-    const int column = strip + rank * SHARE + threadIdx.x;
-    if (threadIdx.x < SHARE && column < cols) out[column] = narrow(total);
+    const int column = strip + rank * kShare + threadIdx.x;
+    if (threadIdx.x < kShare && column < cols) out[column] = narrow(total);
 }
 
-constexpr int TOTAL_COLS = 32;
-constexpr int TOTAL_THREADS = 256;
-constexpr int CHUNK = 128;  // blocks staged at a time: 8192 rows
-constexpr int AHEAD = 32;   // of them whose sums are on the way to registers at once
-constexpr int PIECES = TOTAL_COLS / 4;  // of 16 bytes
+constexpr int kTotalCols = 32;
+constexpr int kTotalThreads = 256;
+constexpr int kChunk = 128;  // blocks staged at a time: 8192 rows
+constexpr int kAhead = 32;   // of them whose sums are on the way to registers at once
+constexpr int kPieces = kTotalCols / 4;  // of 16 bytes
 
 // The additions of a column form a chain; what must not wait for one another are the loads. So all threads fetch
 // a chunk of partial sums, and one warp adds it from shared memory. cols is a multiple of 4. Launched early.
-extern "C" __global__ __launch_bounds__(TOTAL_THREADS) void total(
+extern "C" __global__ void __launch_bounds__(kTotalThreads) total(
     const float* __restrict__ partial, wide_t* __restrict__ dbias, int blocks, int cols) {
-    __shared__ __align__(16) float chunk[CHUNK][TOTAL_COLS];
-    const int first_col = blockIdx.x * TOTAL_COLS, piece = threadIdx.x % PIECES * 4;
+    __shared__ __align__(16) float chunk[kChunk][kTotalCols];
+    const int first_col = blockIdx.x * kTotalCols, piece = threadIdx.x % kPieces * 4;
     const unsigned long long policy = evict_first();
     wait_for_grid_before();
     float sum = blocks > 0 ? -0.0f : 0.0f;  // adding to -0 changes no number, not even -0
-    for (int first = 0; first < blocks; first += CHUNK) {
-        const int here = min(CHUNK, blocks - first);
+    for (int first = 0; first < blocks; first += kChunk) {
+        const int here = min(kChunk, blocks - first);
 #pragma unroll
-        for (int i = 0; i < CHUNK / (TOTAL_THREADS / PIECES); ++i) {
-            const int b = i * (TOTAL_THREADS / PIECES) + threadIdx.x / PIECES;
+        for (int i = 0; i < kChunk / (kTotalThreads / kPieces); i++) {
+            const int b = i * (kTotalThreads / kPieces) + threadIdx.x / kPieces;
             if (b < here && first_col + piece < cols)
                 cp_async_16(
                     &chunk[b][piece], partial + static_cast<size_t>(first + b) * cols + first_col + piece, policy);
@@ -139,11 +140,11 @@ extern "C" __global__ __launch_bounds__(TOTAL_THREADS) void total(
         cp_async_commit_group();
         cp_async_wait_group<0>();
         __syncthreads();
-        if (threadIdx.x < TOTAL_COLS) {
-#pragma unroll AHEAD
-            for (int b = 0; b < here; ++b) sum = sum + chunk[b][threadIdx.x];
+        if (threadIdx.x < kTotalCols) {
+#pragma unroll kAhead
+            for (int b = 0; b < here; b++) sum = sum + chunk[b][threadIdx.x];
         }
         __syncthreads();  // it has been added
     }
-    if (threadIdx.x < TOTAL_COLS && first_col + threadIdx.x < cols) dbias[first_col + threadIdx.x] = narrow(sum);
+    if (threadIdx.x < kTotalCols && first_col + threadIdx.x < cols) dbias[first_col + threadIdx.x] = narrow(sum);
 }

@@ -23,10 +23,10 @@ __device__ __forceinline__ Values load(const wide_t* x, long long at, long long 
     Values eight;
     if (whole) {
 #pragma unroll
-        for (int v = 0; v < kElements / LANES; v++) {
-            const Vector<LANES> vector = load_once<LANES>(x + at + v * LANES);
+        for (int v = 0; v < kElements / kLanes; v++) {
+            const Vector<kLanes> vector = load_once<kLanes>(x + at + v * kLanes);
 #pragma unroll
-            for (int i = 0; i < LANES; i++) eight.value[v * LANES + i] = widen(vector, i);
+            for (int i = 0; i < kLanes; i++) eight.value[v * kLanes + i] = widen(vector, i);
         }
     } else {
 #pragma unroll

@@ -1,9 +1,9 @@
 // 16-bit GEMM.   out[M, N] = round(fp32(acc + bias)),   acc = A[M, K] B[N, K]^T
 //
-// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view): the tensor core reads either
-// from shared memory, so a transposed view costs no copy. M, N, K any. out bf16, fp16 or fp32.
-// acc is one chain over K in steps of k = 16 from +0, in order (docs/numerics.md); K beyond the end arrives as zeros, and a
-// step of zero products leaves its C as it is. No tile shape changes a bit of the result.
+// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view): the tensor core reads
+// either from shared memory, so a transposed view costs no copy. M, N, K any. out bf16, fp16 or fp32. acc is one chain
+// over K in steps of k = 16 from +0, in order (docs/numerics.md); K beyond the end arrives as zeros, and a step of zero
+// products leaves its C as it is. No tile shape changes a bit of the result.
 // ACCUMULATE: out = round(fp32(out) + acc), without a bias.
 //
 // One persistent block per multiprocessor, as in gemm_fp8.cu. An MN-major operand lies in shared memory as chunks of 64
@@ -88,9 +88,9 @@ __device__ __forceinline__ void add_stored_pairs(float (&acc)[kAcc], const Desti
     }
 }
 
-// The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q. wgmma gives lane
-// q columns 8 j + 2 q + e: the four lanes of a quad transpose four such blocks (8 shuffles for 16 words), so that each owns
-// 8 consecutive columns, 16 bytes.
+// The tile as words of two values; words[8 g + 4 h + s] is row half h, columns 32 g + 8 q + 2 s of lane q. wgmma gives
+// lane q columns 8 j + 2 q + e: the four lanes of a quad transpose four such blocks (8 shuffles for 16 words), so that
+// each owns 8 consecutive columns, 16 bytes.
 __device__ __forceinline__ void pack_transposed(unsigned (&words)[kAcc / 2], const float (&acc)[kAcc]) {
 #pragma unroll
     for (int g = 0; g < kAcc / 16; g++)

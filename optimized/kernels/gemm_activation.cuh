@@ -3,8 +3,8 @@
 //   h = T(acc * scale + bias) [m, n], kept;   y [m, width] is its activation (activation.cuh)
 //   q = y in FP8, q_t its transpose [width, ceil16(m)], amax     (quantize.cuh, reference/ops/cast_transpose.py)
 //
-// n is twice `width` where the kind is gated; a tile then holds the same columns of h's two halves. The consumers finish a
-// tile in units: four columns of a row half of a piece, of both halves together where gated.
+// n is twice `width` where the kind is gated; a tile then holds the same columns of h's two halves. The consumers
+// finish a tile in units: four columns of a row half of a piece, of both halves together where gated.
 //
 // Defines: KIND (activation.cuh), FP8 (quantize.cuh).
 #pragma once
@@ -17,8 +17,8 @@
 
 namespace twin {
 
-// Codes of two rows, i and i + 8 of a piece (codes[row][four columns]), to one column's 16: those of column i % 8 of the
-// eight that lanes 4 i + q share.
+// Codes of two rows, i and i + 8 of a piece (codes[row][four columns]), to one column's 16: those of column i % 8 of
+// the eight that lanes 4 i + q share.
 __device__ __forceinline__ uint4 transpose_codes(const unsigned (&codes)[2][2]) {
     const bool upper = threadIdx.x & 16;  // lanes of rows 4 .. 7 and 12 .. 15: they take the second four columns
     unsigned w[4];                        // rows j, j + 4, j + 8, j + 12
@@ -57,11 +57,11 @@ struct BiasActivation {
 
     static constexpr int kSteps = kSteps_;
     static constexpr int kConsumerRegisters = 232;
-    static constexpr int kItems = kPieces / kHalves;  // of a tile's pieces; x1 and x2 of a gated one are one item
+    static constexpr int kItems = kPieces / kBHalves;  // of a tile's pieces; x1 and x2 of a gated one are one item
     static constexpr int kUnits = 4 * kItems;
     static constexpr int every = 1;  // k-blocks from step to step; a variable costs more
     static_assert(kUnits % kSteps == 0, "whole units after each k-block");
-    static_assert(kHalves == HALVES, "a gated activation reads B in halves");
+    static_assert(kBHalves == kHalves, "a gated activation reads B in halves");
     struct Loaded {};
 
     const Arguments& arguments;
@@ -80,7 +80,13 @@ struct BiasActivation {
 
     __device__ __forceinline__ BiasActivation(const Arguments& a, Shared& s, unsigned char* memory, float gemm_scale,
                                               int m, int n, int)
-        : arguments(a), shared(s), memory(memory), m(m), width(n / kHalves), gemm_scale(gemm_scale), scale(*a.scale_slot) {}
+        : arguments(a),
+          shared(s),
+          memory(memory),
+          m(m),
+          width(n / kBHalves),
+          gemm_scale(gemm_scale),
+          scale(*a.scale_slot) {}
 
     // By one thread, before the block's first barrier.
     __device__ __forceinline__ static void init(Shared& shared) { shared.bias.init(); }
@@ -104,7 +110,7 @@ struct BiasActivation {
         row = uniform(tile.row + threadIdx.x / 32 * 16);
         column = uniform(tile.column);
         const Place at = place(column);
-        h = arguments.h + static_cast<size_t>(at.row) * HALVES * width + at.column;
+        h = arguments.h + static_cast<size_t>(at.row) * kHalves * width + at.column;
         q = arguments.q + static_cast<size_t>(at.row) * width + at.column;
         q_t = arguments.q_t + own_column(at) * rows_t() + row;
         pending = true;
@@ -113,7 +119,8 @@ struct BiasActivation {
     __device__ __forceinline__ void step(int s) {
 #pragma unroll
         for (int unit = s * (kUnits / kSteps); unit < (s + 1) * (kUnits / kSteps); unit++)
-            finish_unit(unit / 4, unit / 2 % 2, unit % 2, [&](int piece, int r) { return packed_row(words, piece, r); });
+            finish_unit(unit / 4, unit / 2 % 2, unit % 2,
+                        [&](int piece, int r) { return packed_row(words, piece, r); });
     }
 
     // The last tile, and the block's amax.
@@ -123,7 +130,8 @@ struct BiasActivation {
         for (int item = 0; item < kItems; item++)
 #pragma unroll
             for (int unit = 0; unit < 4; unit++)
-                finish_unit(item, unit / 2, unit % 2, [&](int piece, int r) { return parked_row(memory, 2 * piece + r); });
+                finish_unit(item, unit / 2, unit % 2,
+                            [&](int piece, int r) { return parked_row(memory, 2 * piece + r); });
         const unsigned most = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
         if (threadIdx.x % 32 == 0 && arguments.amax_slot != nullptr && most != 0)
             atomicMax(reinterpret_cast<int*>(arguments.amax_slot), static_cast<int>(most));
@@ -152,22 +160,22 @@ private:
     __device__ __forceinline__ void finish_unit(int item, int r, int f, const Row& packed) {
         if (row >= m || column + 32 * item >= width) return;
         const Place at = place(column + 32 * item);
-        Vector<8> x[HALVES];
+        Vector<8> x[kHalves];
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) x[half] = existing(packed(item + half * kItems, r), r, at);
+        for (int half = 0; half < kHalves; half++) x[half] = existing(packed(item + half * kItems, r), r, at);
         float y[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            y[c] = forward(widen(x[0], 4 * f + c), widen(x[HALVES - 1], 4 * f + c));
+            y[c] = forward(widen(x[0], 4 * f + c), widen(x[kHalves - 1], 4 * f + c));
             amax = amax_of(amax, y[c]);
         }
-        const unsigned code = quantize2(y[0], y[1], scale) | quantize2(y[2], y[3], scale) << 16;
+        const unsigned code = quantize4(y, scale);
         codes[r][f] = at.rows[r] ? code : 0;  // not left to 0 * scale, which is NaN if scale is infinite
         const size_t rows = 8 * r, columns = 32 * item;  // from the lane's first place
         if (f == 0 && at.rows[r]) {
 #pragma unroll
-            for (int half = 0; half < HALVES; half++)
-                store_eight_columns(h + (rows * HALVES + half) * width + columns, x[half].words, at.second);
+            for (int half = 0; half < kHalves; half++)
+                store_eight_columns(h + (rows * kHalves + half) * width + columns, x[half].words, at.second);
         }
         if (f == 1 && at.rows[r]) store_eight_columns(q + rows * width + columns, codes[r], at.second);
         if (f == 1 && r == 1) {

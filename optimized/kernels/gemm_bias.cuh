@@ -23,16 +23,17 @@ struct alignas(16) SharedBias {
 
     __device__ __forceinline__ void init() { mailbox.init(1, 4 * WARPGROUPS); }
 
-    // By the producing warp. The second of kHalves of a tile's columns is n / 2 further.
+    // By the producing warp. The second of kBHalves of a tile's columns is n / 2 further.
     __device__ __forceinline__ void fill(const Tile& tile, const void* bias, int type, int n, unsigned parity) {
         if (type == kNoBias) return;
         constexpr int kHeld = kBlockN / 32;
-        const int lane = threadIdx.x % 32, width = n / kHalves;
+        const int lane = threadIdx.x % 32, width = n / kBHalves;
         const auto column = [&](int c) { return min(tile.column + c % kTileN, width - 1) + c / kTileN * width; };
         unsigned words[kHeld];  // as stored; all loads are in flight before one is waited for
         if (type == kBiasFP32)
 #pragma unroll
-            for (int i = 0; i < kHeld; i++) words[i] = __ldg(static_cast<const unsigned*>(bias) + column(lane + 32 * i));
+            for (int i = 0; i < kHeld; i++)
+                words[i] = __ldg(static_cast<const unsigned*>(bias) + column(lane + 32 * i));
         else
 #pragma unroll
             for (int i = 0; i < kHeld; i++)

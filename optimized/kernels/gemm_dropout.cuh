@@ -3,8 +3,8 @@
 //   out = T( T( dropout( T( x + bias ) ) ) + residual )         kernels/dropout.cu, reference/ops/dropout.py
 //
 // Each part may be absent. The mask is that of element row * n + column, eight neighbours to a Philox counter. The
-// consumers finish a tile in row halves of pieces, spread over the next tile's k-blocks; mask, bias and residual reach them
-// through shared memory (gemm_mask.cuh, gemm_bias.cuh, gemm_residual.cuh).
+// consumers finish a tile in row halves of pieces, spread over the next tile's k-blocks; mask, bias and residual reach
+// them through shared memory (gemm_mask.cuh, gemm_bias.cuh, gemm_residual.cuh).
 //
 // Defines: DROP (0: nothing is dropped).
 #pragma once
@@ -39,7 +39,7 @@ struct BiasDropoutAdd {
     struct Shared {
         SharedBias<unsigned short> bias;
         SharedMask mask;
-        unsigned char boxes[127 + sizeof(SharedBoxes)];  // from the first multiple of 128 bytes on
+        unsigned char boxes[127 + sizeof(SharedBoxes)];  // from its first multiple of 128 bytes on
     };
 
     static constexpr int kSteps = kSteps_;
@@ -181,7 +181,8 @@ private:
             if (arguments.bias != nullptr) two = add_two(two, bias.words[j]);
             if constexpr (DROP) {
                 const Vector<2> t = {two};
-                two = pack<OUT>(__fmul_rn(widen(t, 0), arguments.keep_scale), __fmul_rn(widen(t, 1), arguments.keep_scale));
+                two = pack<OUT>(__fmul_rn(widen(t, 0), arguments.keep_scale),
+                                __fmul_rn(widen(t, 1), arguments.keep_scale));
                 two &= kept_two(bits << i % 4 * 4, j);
             }
             if (arguments.residual != nullptr) two = add_two(two, residual.words[j]);

@@ -31,7 +31,7 @@ __device__ __forceinline__ float widen_bias(unsigned short bits, int type) {
 
 // A tile's bias. Loaded where a thread needs it, one run after the other, it took 8 to 13 % of a GEMM with K = 4096. So
 // each lane loads a part ahead of its use: of the columns of a quad's lane q, lane 4 i + q holds the runs i, i + 8, ...
-template <int kRun, int kCount, int kHalves = 1>
+template <int kRun, int kCount>
 struct Bias {
     static constexpr int kRuns = kCount / (2 * kRun), kHeld = (kRuns + 7) / 8;
     static constexpr int kVector = kRun == 2 ? 1 : 4;  // values loaded together; 2: rows of any length
@@ -42,13 +42,12 @@ struct Bias {
     __device__ __forceinline__ void load(const void* bias, int bias_type, int column, int n) {
         type = bias_type;
         if (type == kNoBias) return;
-        constexpr int kHalf = kRuns / kHalves;
 #pragma unroll
         for (int i = 0; i < kHeld; i++)
 #pragma unroll
             for (int v = 0; v < kRun; v += kVector) {
                 const int run = min(threadIdx.x % 32 / 4 + 8 * i, kRuns - 1);
-                const int c = min(column + 4 * kRun * (run % kHalf) + v, n / kHalves - kVector) + run / kHalf * (n / kHalves);
+                const int c = min(column + 4 * kRun * run + v, n - kVector);
                 unsigned* to = words[i] + v;
                 if (type == kBiasFP32) {
                     const float* source = static_cast<const float*>(bias) + c;
@@ -114,7 +113,7 @@ __device__ __forceinline__ void scale_tile(float (&acc)[kCount], float scale) {
     for (int i = 0; i < kCount; i++) acc[i] = __fmul_rn(acc[i], scale);
 }
 
-// Where a thread's results of one tile go: its first column in its two rows, and what of it exists.
+// Where a thread's results of one tile go: its first column in its two rows, and which of them exist.
 struct Destination {
     char* pointer[2];  // row r and row r + 8
     bool valid[2];

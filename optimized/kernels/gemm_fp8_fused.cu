@@ -34,7 +34,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     auto& epilogue_shared = *reinterpret_cast<Epilogue::Shared*>(memory + Map::kBytes);
-    const Tiles tiles(m, n / kHalves);
+    const Tiles tiles(m, n / kBHalves);
     const int k_blocks = (k + kBlockK - 1) / kBlockK;
     SteppedMainloop mainloop(shared, k_blocks);
     const auto producing = [&] { produce(maps, shared, tiles, 0, k_blocks, m, n); };

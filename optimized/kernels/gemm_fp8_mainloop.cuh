@@ -1,8 +1,9 @@
-// The main loops of the FP8 GEMMs: the producer's copies, fast and split accumulation. gemm_fp8.cu says what they compute.
+// The main loops of the FP8 GEMMs: the producer's copies, fast and split accumulation. gemm_fp8.cu says what they
+// compute.
 //
 // Rows of B arrive permuted. wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e of B's tile; the tensor map of B
-// (optimized/ops/gemm_operands.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so that
-// a thread's results are RUN consecutive columns of the output.
+// (optimized/ops/gemm_operands.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so
+// that a thread's results are RUN consecutive columns of the output.
 //
 // ACROSS 1: the blocks of a cluster compute tiles side by side and share A, instead of B.
 // STAGE_BLOCKS: k-blocks that share a stage and its barriers, of the STAGES in the ring.
@@ -33,41 +34,42 @@ constexpr int kBlockK = 128;
 constexpr int kStageBlocks = STAGE_BLOCKS;
 constexpr int kStages = STAGES / kStageBlocks;
 constexpr int kRun = RUN;
-constexpr int kHalves = B_HALVES;
-constexpr int kTileN = kBlockN / kHalves;  // columns from one tile to the next
+constexpr int kBHalves = B_HALVES;
+constexpr int kTileN = kBlockN / kBHalves;  // columns from one tile to the next
 constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;                   // accumulators of a thread
 constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's columns, each through one temporary
 constexpr bool kAlternating = kBlockN <= 128;  // split: a thread has registers for two temporaries
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages, CLUSTER, kStageBlocks>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow, ACROSS>;
-// The copies of an operand's stage: one, or one for each block of the cluster that shares it (each copies a part into all
-// of them), or one for each half of B.
+// The copies of an operand's stage: one, or one for each block of the cluster that shares it (each copies a part into
+// all of them), or one for each half of B.
 constexpr int kSharingA = ACROSS ? CLUSTER : 1, kSharingB = ACROSS ? 1 : CLUSTER;
-constexpr int kParts = kHalves > kSharingB ? kHalves : kSharingB;
+constexpr int kParts = kBHalves > kSharingB ? kBHalves : kSharingB;
 constexpr int kPartRows = kBlockN / kParts;
 constexpr int kPartRowsA = kBlockM / kSharingA;
 
-// How the copy engine reads A and B: in boxes of a part's rows, and at the matrix's edge in boxes of the rows that remain
-// there. Rows that do not exist are not copied: the engine takes three times as long to fill one with zeros as to fetch
-// one, and what shared memory holds instead reaches only outputs that do not exist.
+// How the copy engine reads A and B: in boxes of a part's rows, and at the matrix's edge in boxes of the rows that
+// remain there. Rows that do not exist are not copied: the engine takes three times as long to fill one with zeros as
+// to fetch one, and what shared memory holds instead reaches only outputs that do not exist.
 struct OperandMaps {
     CUtensorMap a, b, a_edge, b_edge;
 };
 
-// How many rows to copy from `first` on: a full box of `rows`, or those that are left. An edge box has the rows left after
-// full ones; where tiles of two widths are mixed, the last may begin elsewhere and takes a full box.
+// How many rows to copy from `first` on: a full box of `rows`, or those that are left. An edge box has the rows left
+// after full ones; where tiles of two widths are mixed, the last may begin elsewhere and takes a full box.
 __device__ __forceinline__ int box_rows(int first, int end, int rows) {
     const int left = end - first;
     return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
 }
 
-// Copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...] for each tile; also(tile, kb) is called after the copies of
-// each. kProducers warps of the producer's warpgroup take turns, since one alone issues a k-block's copies in some 210
-// cycles. Turns go on from tile to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
+// Copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...] for each tile; also(tile, kb) is called after the
+// copies of each. kProducers warps of the producer's warpgroup take turns, since one alone issues a k-block's copies in
+// some 210 cycles. Turns go on from tile to tile: a warp that skipped more stages than the ring has would mistake a
+// barrier's phase.
 template <int kProducers = 1, class Also = Nothing>
-__device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles, int begin, int end,
-                                        int m, int n, const Also& also = {}) {
+__device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles, int begin,
+                                        int end, int m, int n, const Also& also = {}) {
     constexpr int kMine = kParts / kSharingB;  // parts of B that this block copies
     const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
     static_assert(kProducers <= kStages, "a producer's turn comes in each round of the ring");
@@ -82,7 +84,7 @@ __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared
         for (int part = 0; part < kSharingA; part++) all_rows += box_rows(tile.row + part * kPartRowsA, m, kPartRowsA);
 #pragma unroll
         for (int part = 0; part < kParts; part++) {
-            const int rows = box_rows(tile.column + (kHalves == 1 ? part * kPartRows : 0), n / kHalves, kPartRows);
+            const int rows = box_rows(tile.column + (kBHalves == 1 ? part * kPartRows : 0), n / kBHalves, kPartRows);
             all_rows += rows;
             if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
         }
@@ -112,7 +114,7 @@ __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared
                     if (b_rows[i] == 0) continue;
                     const CUtensorMap* map = b_rows[i] == kPartRows ? &maps.b : &maps.b_edge;
                     const int part = kSharingB == 1 ? i : tiles.rank;
-                    const int group = (tile.column + part * (kHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
+                    const int group = (tile.column + part * (kBHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
                     const unsigned to = b + part * kPartRows * kStageRowBytes;
                     if constexpr (kSharingB == 1)
                         tma_load_5d(to, map, full, k, 0, 0, 0, group);
@@ -125,8 +127,8 @@ __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared
     }
 }
 
-// L2 fetches the tile's part of `matrix` [m, n], kBytes bytes an element, `stride` of them from row to row: a share of it
-// beside each k-block, so that it is there when the epilogue reads it.
+// L2 fetches the tile's part of `matrix` [m, n], kBytes bytes an element, `stride` of them from row to row: a share of
+// it beside each k-block, so that it is there when the epilogue reads it.
 template <int kBytes>
 __device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m,
                                               size_t stride) {
@@ -186,9 +188,9 @@ struct SplitMainloop : Mainloop<Map> {
         }
     }
 
-    // take(partial) is called with each k-block's chain in order, while those of the next stage run. The chains of a stage
-    // run side by side, wgmma by wgmma: with few columns one waits longer for the one before it than it takes. A thread
-    // has two temporaries for each.
+    // take(partial) is called with each k-block's chain in order, while those of the next stage run. The chains of a
+    // stage run side by side, wgmma by wgmma: with few columns one waits longer for the one before it than it takes. A
+    // thread has two temporaries for each.
     template <class Take>
     __device__ __forceinline__ void alternate(const Take& take) {
         static_assert(kStages >= 2, "a stage is waited for while the one before it is still held");
@@ -234,9 +236,9 @@ struct SplitMainloop : Mainloop<Map> {
         }
     }
 
-    // One temporary, where there are no registers for two: a chain for each part of the columns, then its promotion. The
-    // stage has been waited for on entry, and the next tile's (if there is `more`) on return: that wait runs under a part's
-    // wgmma, so that nothing but the additions stands between it and the next part.
+    // One temporary, where there are no registers for two: a chain for each part of the columns, then its promotion.
+    // The stage has been waited for on entry, and the next tile's (if there is `more`) on return: that wait runs under
+    // a part's wgmma, so that nothing but the additions stands between it and the next part.
     template <int kCount>
     __device__ __forceinline__ void promote_parts(float (&acc)[kCount], bool more) {
         constexpr int kPart = kCount / kSplitParts;

@@ -1,8 +1,8 @@
 // The fast main loop of a GEMM, one chain over K, and the roles of a block's warps.
 //
-// While the tensor cores compute a k-block, the stage of the one before goes back to the producer. A finished tile stays
-// in the consumers' registers, packed in 16 bits, and its epilogue runs in steps after the first k-blocks of the next
-// tile ("deferred"), so that the tensor cores do not wait for it.
+// While the tensor cores compute a k-block, the stage of the one before goes back to the producer. A finished tile
+// stays in the consumers' registers, packed in 16 bits, and its epilogue runs in steps after the first k-blocks of the
+// next tile ("deferred"), so that the tensor cores do not wait for it.
 #pragma once
 
 #include "gemm_epilogue.cuh"
@@ -78,7 +78,8 @@ struct Chain : Mainloop<Map> {
     }
 };
 
-// The main loop of fast accumulation. The first Epilogue::kSteps k-blocks of a tile each have a step of the tile before.
+// The main loop of fast accumulation. The first Epilogue::kSteps k-blocks of a tile each have a step of the tile
+// before.
 template <class Map, class Issue, int kNarrow>
 struct FastMainloop : Chain<Map, Issue> {
     using Chain<Map, Issue>::Chain;

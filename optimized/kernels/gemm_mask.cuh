@@ -1,7 +1,7 @@
 // The mask of dropout in shared memory, where the three warps of the producer's warpgroup that copy nothing draw it.
 //
-// They have the time of a whole tile: they draw a tile's mask while it is computed, as soon as the consumers have read the
-// one before. A word holds the bits of 32 elements, those of a consumer's lane in two pieces, in the order of use:
+// They have the time of a whole tile: they draw a tile's mask while it is computed, as soon as the consumers have read
+// the one before. A word holds the bits of 32 elements, those of a consumer's lane in two pieces, in the order of use:
 // columns 2 j and 2 j + 1 of its row half i are bits 15 and 31 of word i / 4, 4 (i % 4) + j lower.
 #pragma once
 
@@ -19,7 +19,7 @@ namespace twin {
 template <unsigned kConstant>
 __device__ __forceinline__ unsigned high_word(unsigned value) {
     constexpr unsigned kLow = kConstant & 0xFFFF, kHigh = kConstant >> 16;
-    static_assert(kLow + kHigh <= 0xFFFF, "what stands between the words fits 32 bits");
+    static_assert(kLow + kHigh <= 0xFFFF, "the part between the words fits 32 bits");
     const unsigned low = value & 0xFFFF, high = value >> 16;
     const unsigned between = high * kLow + (low * kHigh + (low * kLow >> 16));
     return high * kHigh + (between >> 16);
@@ -27,7 +27,7 @@ __device__ __forceinline__ unsigned high_word(unsigned value) {
 
 // Several of Philox's counters (philox.cuh) side by side, so that none waits for itself; the indices' high words are 0.
 template <int kCounters>
-__device__ __forceinline__ void philox_beside(unsigned (&words)[kCounters][4], const Generator& generator,
+__device__ __forceinline__ void philox_together(unsigned (&words)[kCounters][4], const Generator& generator,
                                               const unsigned (&counters)[kCounters]) {
     unsigned k0 = generator.key[0], k1 = generator.key[1];
     asm volatile("" : "+r"(k0), "+r"(k1));  // or the keys of all rounds would be kept, in registers needed here
@@ -86,12 +86,12 @@ struct SharedMask {
 #pragma unroll
             for (int piece = 1; piece >= 0; piece--) {
                 unsigned drawn[2][4];  // of row halves
-                philox_beside<2>(drawn, generator, {first + piece * 4, first + n + piece * 4});
+                philox_together<2>(drawn, generator, {first + piece * 4, first + n + piece * 4});
 #pragma unroll
                 for (int j = 7; j >= 0; j--)
                     bits = bits >> 1 | (greater_halves(drawn[j / 4][j % 4], limits) & 0x80008000);
             }
-            if constexpr (kRun == 4) {  // a lane's first four columns are half of one counter's, the others of another's
+            if constexpr (kRun == 4) {  // a lane's first four columns are half of a counter's, the others of another's
                 const unsigned one = __shfl_sync(0xFFFFFFFF, bits, lane / 4 * 4 + lane % 4 / 2);
                 const unsigned other = __shfl_sync(0xFFFFFFFF, bits, lane / 4 * 4 + 2 + lane % 4 / 2);
                 bits = ((lane % 2 ? one << 2 : one) & 0xCCCCCCCC) | ((lane % 2 ? other : other >> 2) & 0x33333333);

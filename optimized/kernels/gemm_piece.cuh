@@ -1,7 +1,7 @@
 // Pieces of a tile, for epilogues fused into an FP8 GEMM: 16 rows, those of a consumer warp, x 32 columns.
 //
-// Lane 4 i + q holds rows i and i + 8 of eight columns: 8 q .. 8 q + 7, or with RUN 4 two fours, 4 q .. and 16 + 4 q .. ;
-// so it can write 16 bytes of a row of 16-bit values, and 8 of FP8 codes.
+// Lane 4 i + q holds rows i and i + 8 of eight columns: 8 q .. 8 q + 7, or with RUN 4 two fours, 4 q .. and 16 + 4 q ..
+// ; so it can write 16 bytes of a row of 16-bit values, and 8 of FP8 codes.
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
@@ -11,9 +11,9 @@ namespace twin {
 
 constexpr int kPieces = kBlockN / 32;
 constexpr int kSecond = kRun == 8 ? 4 : 16;  // from a lane's first four columns to the others
-static_assert(kPieces % kHalves == 0, "both halves of a gated tile are whole pieces");
+static_assert(kPieces % kBHalves == 0, "both halves of a gated tile are whole pieces");
 
-// Where a lane's part of a piece lies in a matrix, and what of it exists.
+// Where a lane's part of a piece lies in a matrix, and which rows and columns exist.
 struct Place {
     int row, column;  // of the first row and of the first four columns
     bool rows[2];     // row and row + 8

@@ -1,7 +1,7 @@
 // The residual in shared memory: each consumer warp has the copy engine fetch its pieces, two ahead of their use.
 //
-// That costs less of a tile's time than loads into registers, however early, and needs no prefetches into L2, which delay
-// the producer (docs/gemm.md).
+// That costs less of a tile's time than loads into registers, however early, and needs no prefetches into L2, which
+// delay the producer (docs/gemm.md).
 #pragma once
 
 #include "gemm_piece.cuh"
@@ -12,7 +12,8 @@ namespace twin {
 
 constexpr int kBoxes = 2, kBoxBytes = 16 * 32 * 2;  // places of a warp; a piece of 16-bit values
 
-struct alignas(128) SharedBoxes {
+// At a multiple of 128 bytes.
+struct SharedBoxes {
     unsigned char boxes[4 * WARPGROUPS][kBoxes][kBoxBytes];
     unsigned long long full[4 * WARPGROUPS][kBoxes];  // mbarriers; a warp knows itself when its places are empty
 

@@ -5,8 +5,9 @@
 //   producer: wait empty[s] -> expect the bytes on full[s] -> copy A and B into stage s
 //   consumer: wait full[s] -> wgmma -> (when those are done) arrive on empty[s], one arrival a warp
 //
-// The two blocks of a cluster compute tiles one below the other. Each copies its own A, and half of the B that both need
-// into both, so a stage is empty when the consumers of both blocks say so. Or they compute tiles side by side and share A.
+// The two blocks of a cluster compute tiles one below the other. Each copies its own A, and half of the B that both
+// need into both, so a stage is empty when the consumers of both blocks say so. Or they compute tiles side by side and
+// share A.
 //
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
 //   A   [kStages][kStageBlocks][64 * kWarpgroups rows][128 bytes of K]
@@ -43,13 +44,15 @@ struct alignas(16) Tile {
     int last;         // whether this block has no further tile
 };
 
-// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of tiles
-// is kBlockM * kCluster rows of the output; or side by side (kAcross), counting as one of kBlockN * kCluster columns.
-// The host gives the number of all tiles (optimized/ops/gemm_tile.py); the last rows of tiles may have one more than the
-// others. Where a row's tiles could hold more columns than n, some have kNarrow columns instead of kBlockN, spread evenly.
+// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of
+// tiles is kBlockM * kCluster rows of the output; or side by side (kAcross), counting as one of kBlockN * kCluster
+// columns. The host gives the number of all tiles (optimized/ops/gemm_tile.py); the last rows of tiles may have one
+// more than the others. Where a row's tiles could hold more columns than n, some have kNarrow columns instead of
+// kBlockN, spread evenly.
 //
-// Clusters walk in bands of kRasterRows tile rows, inside a band column after column. From one wave of tiles to the next
-// a cluster moves back by half a band: else, where rows of tiles repeat with the waves, it might get wide tiles only.
+// Clusters walk in bands of kRasterRows tile rows, inside a band column after column. From one wave of tiles to the
+// next a cluster moves back by half a band: else, where rows of tiles repeat with the waves, it might get wide tiles
+// only.
 template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false>
 struct Schedule {
     static_assert(!kAcross || kNarrow == kBlockN, "tiles side by side have one width");
@@ -152,7 +155,8 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     }
 }
 
-// A block of a cluster must not end while the other may still write to its shared memory, be it an arrival on a barrier.
+// A block of a cluster must not end while the other may still write to its shared memory, be it an arrival on a
+// barrier.
 template <int kCluster>
 __device__ __forceinline__ void end_together() {
     if constexpr (kCluster > 1) {

@@ -5,6 +5,8 @@
 // there is nothing to copy to the device, and a CUDA graph captures the launch as it is.
 #include "cast_transpose.cuh"
 
+using namespace twin;
+
 struct Entry {
     const wide_t* x;
     const float* scale;
@@ -19,7 +21,7 @@ struct Table {
     Entry matrices[CAPACITY];
 };
 
-extern "C" __global__ __launch_bounds__(THREADS, 4) void multi_cast_transpose(
+extern "C" __global__ void __launch_bounds__(kThreads, 4) multi_cast_transpose(
     const __grid_constant__ Table table, int count) {
     // The last matrix whose first tile is not beyond this one.
     int at = 0;
@@ -27,11 +29,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void multi_cast_transpose(
         if (at + step < count && table.matrices[at + step].first_tile <= static_cast<int>(blockIdx.x)) at += step;
     const Entry& m = table.matrices[at];
     const unsigned tile = blockIdx.x - m.first_tile;
-    const unsigned column_tiles = max(1u, (static_cast<unsigned>(m.cols) + TILE_COLS - 1) / TILE_COLS);
+    const unsigned column_tiles = max(1u, (static_cast<unsigned>(m.cols) + kTileCols - 1) / kTileCols);
     const float scale = *m.scale;
     if (tile == 0 && threadIdx.x == 0) *m.scale_inv = 1.0f / scale;
     float amax = 0.0f;
     cast_tile<false>(
         Matrix{m.x}, m.q, m.q_t, nullptr, m.rows, m.cols, tile / column_tiles, tile % column_tiles, scale, amax);
-    if (m.amax != nullptr) commit_amax<WARPS>(amax, m.amax);
+    if (m.amax != nullptr) commit_amax<kWarps>(amax, m.amax);
 }

@@ -12,7 +12,9 @@
 // of warps has its next row on the way while it works on one, and gamma and beta stay in shared memory as fp32.
 #include "norm_held.cuh"
 
-constexpr int THREADS = 32 * ROW_WARPS * ROWS;  // ROWS: of a block at a time
+using namespace twin;
+
+constexpr int kThreads = 32 * ROW_WARPS * ROWS;  // ROWS: of a block at a time
 
 // One rounding to `out`: 0 fp32, 1 bf16, 2 fp16.
 __device__ __forceinline__ void store_output(void* y, int out, size_t at, const float (&v)[8]) {
@@ -33,7 +35,7 @@ __device__ __forceinline__ void store_output(void* y, int out, size_t at, const 
 
 extern __shared__ float affine[];  // gamma and beta
 
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_rows(
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_rows(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
     int zero_centered, int parameters, int out) {
@@ -60,7 +62,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_rows(
         row.store_statistics(mean, rstd, index, held);
         const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
         row.for_each_output(affine, held, [&](int i, const float(&v)[8]) {
-            store_output(y, out, start + STRIPE * i, v);
+            store_output(y, out, start + kStripe * i, v);
         });
         packed = next;
     }

@@ -5,14 +5,16 @@
 // order of the sums is norm_row.cuh's: sums of 256 go to shared memory, where the tree over them continues.
 #include "norm_block.cuh"
 
+using namespace twin;
+
 // The sum over the row of f(x); every thread gets it.
-template <typename F>
+template <class F>
 __device__ __forceinline__ float sum_of(const wide_t* row, int hidden, F f) {
 #if VECTOR
     return block_row_sum8(hidden, [&](int at, float(&v)[8]) {
         const Eight loaded = at < hidden ? load8(row + at) : Eight{};
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = at < hidden ? f(widen(loaded, j)) : 0.0f;
+        for (int j = 0; j < 8; j++) v[j] = at < hidden ? f(widen(loaded, j)) : 0.0f;
     });
 #else
     return block_row_sum(hidden, [&](int at) { return f(widen(row[at])); });
@@ -26,7 +28,7 @@ __device__ __forceinline__ void store_one(void* y, int out, size_t at, float val
         static_cast<unsigned short*>(y)[at] = out == 1 ? cvt_bf16_f32(value) : cvt_f16_f32(value);
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void norm_any(
+extern "C" __global__ void __launch_bounds__(kThreads) norm_any(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
     int zero_centered, int parameters, int out) {
@@ -46,7 +48,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void norm_any(
         if (KIND == 0) mean[blockIdx.x] = center;
         rstd[blockIdx.x] = inverse;
     }
-    for (int at = threadIdx.x; at < hidden; at += THREADS) {
+    for (int at = threadIdx.x; at < hidden; at += kThreads) {
         const float gamma = parameter(weight, parameters, at);
         float v = centered(widen(row[at]), center) * inverse;
         v = v * (zero_centered ? gamma + 1.0f : gamma);

@@ -8,8 +8,8 @@
 //
 // grad, x, residual, dx [rows, hidden] of type WIDE; weight [hidden] of type `parameters`; mean, rstd fp32 [rows];
 // partial fp32 [2 (rmsnorm: 1), blocks, hidden], which norm_total.cu adds up. rowsum: norm_row.cuh. Column sums: block
-// b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the chains
-// are added in pairs.
+// b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the
+// chains are added in pairs.
 //
 // Bound by memory: 6 bytes an element in bf16, 8 with a residual. ROW_WARPS warps hold a row, 256 * VECTORS
 // neighbouring columns each, 8 * VECTORS to a lane, so that a thread keeps its columns' sums in registers while rows
@@ -18,35 +18,37 @@
 // slots in shared memory) exchanges both of its sums. Rows too long for that: norm_backward_long.cu.
 #include "norm_backward.cuh"
 
-constexpr int TENSORS = 3;
+using namespace twin;
+
+constexpr int kTensors = 3;
 
 // Rows on their way: [stage][grad, x, residual][vector][piece][thread].
 extern __shared__ uint4 arriving[];
 
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
     const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
     const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
     wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count, int zero_centered,
     int parameters) {
-    const int hidden = WHOLE ? WIDTH : length;
+    const int hidden = WHOLE ? kWidth : length;
     __shared__ Slots slots[2][CHAINS];
     const int chain = threadIdx.x / (32 * ROW_WARPS);
-    const int column = threadIdx.x / 32 % ROW_WARPS * STRIPE * VECTORS + threadIdx.x % 32 * 8;
+    const int column = threadIdx.x / 32 % ROW_WARPS * kStripe * VECTORS + threadIdx.x % 32 * 8;
     const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
     const int left = hidden - column;
     const bool has_residual = residual != nullptr;
     const auto fetch_row = [&](int row, int stage) {
         if (row < end) {
-            uint4* const mine = arriving + stage * TENSORS * TENSOR + threadIdx.x;
+            uint4* const mine = arriving + stage * kTensors * kTensor + threadIdx.x;
             const size_t at = static_cast<size_t>(row) * hidden + column;
             fetch(mine, grad + at, left);
-            fetch(mine + TENSOR, x + at, left);
-            if (has_residual) fetch(mine + 2 * TENSOR, residual + at, left);
+            fetch(mine + kTensor, x + at, left);
+            if (has_residual) fetch(mine + 2 * kTensor, residual + at, left);
         }
         cp_async_commit_group();  // an empty group too, so that the count of groups is that of rows
     };
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch_row(begin + stage * CHAINS, stage);
+    for (int stage = 0; stage < STAGES - 1; stage++) fetch_row(begin + stage * CHAINS, stage);
     float center = 0.0f, inverse = 0.0f;
     const auto read_statistics = [&](int row) {
         if (row < end) {
@@ -55,11 +57,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         }
     };
     read_statistics(begin);
-    // Behind the first rows: before them, they would wait for it.
+    // After the first rows are on their way, which would wait for it.
     float gamma[VECTORS][8];
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
-        if (inside(i, left)) affine8(true, weight, parameters, zero_centered != 0, column + i * STRIPE, gamma[i]);
+    for (int i = 0; i < VECTORS; i++)
+        if (inside(i, left)) affine8(true, weight, parameters, zero_centered != 0, column + i * kStripe, gamma[i]);
     Columns columns = {};
     const float n = static_cast<float>(hidden);
     int stage = 0;
@@ -68,11 +70,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         cp_async_wait_group<STAGES - 1>();
         const float row_mean = center, row_rstd = inverse;
         read_statistics(row + CHAINS);
-        const uint4* const mine = arriving + stage * TENSORS * TENSOR + threadIdx.x;
+        const uint4* const mine = arriving + stage * kTensors * kTensor + threadIdx.x;
         float xhat[VECTORS][8], g[VECTORS][8];
         Sums sums;
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
+        for (int i = 0; i < VECTORS; i++) {
             float row_grad[8];
             normalize(mine, i, row_mean, row_rstd, gamma[i], row_grad, xhat[i], g[i]);
             add_vector(i, left, row_grad, xhat[i], g[i], sums, columns);
@@ -83,9 +85,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void norm_backward(
         const float2 c = row_means(slots[parity][chain], n);
         wide_t* const to = dx + static_cast<size_t>(row) * hidden + column;
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
+        for (int i = 0; i < VECTORS; i++)
             if (inside(i, left))
-                store_dx(to, i, xhat[i], g[i], c, row_rstd, has_residual ? mine + 2 * TENSOR : nullptr);
+                store_dx(to, i, xhat[i], g[i], c, row_rstd, has_residual ? mine + 2 * kTensor : nullptr);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     store_columns(columns, arriving, partial, hidden, column, chain);

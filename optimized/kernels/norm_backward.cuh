@@ -7,20 +7,20 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
 
-using namespace twin;
+namespace twin {
 
-constexpr int THREADS = 32 * ROW_WARPS * CHAINS;
-constexpr int WIDTH = STRIPE * VECTORS * ROW_WARPS;  // columns that the threads of a row hold
+constexpr int kThreads = 32 * ROW_WARPS * CHAINS;
+constexpr int kWidth = kStripe * VECTORS * ROW_WARPS;  // columns that the threads of a row hold
 static_assert(VECTORS == 1 || VECTORS == 2 || VECTORS == 4, "a warp's columns are a subtree of the row's sum");
-constexpr int PIECES = sizeof(Eight) / 16;
-constexpr int TENSOR = VECTORS * PIECES * THREADS;  // 16-byte pieces of the rows of one tensor
+constexpr int kPieces = sizeof(Eight) / 16;
+constexpr int kTensor = VECTORS * kPieces * kThreads;  // 16-byte pieces of the rows of one tensor
 
 // `mine`: the thread's first piece of a tensor at a stage.
 __device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
     Eight v;
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        const uint4 piece = mine[(vector * PIECES + p) * THREADS];
+    for (int p = 0; p < kPieces; p++) {
+        const uint4 piece = mine[(vector * kPieces + p) * kThreads];
         v.words[4 * p] = piece.x, v.words[4 * p + 1] = piece.y;
         v.words[4 * p + 2] = piece.z, v.words[4 * p + 3] = piece.w;
     }
@@ -28,17 +28,17 @@ __device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
 }
 
 // Whether the row, of which `left` elements are left from the thread's first on, reaches its vector.
-__device__ __forceinline__ bool inside(int vector, int left) { return WHOLE || vector * STRIPE < left; }
+__device__ __forceinline__ bool inside(int vector, int left) { return WHOLE || vector * kStripe < left; }
 
 // `from`: the thread's first element of the row; `left`: elements from there to the row's end.
 template <bool kThroughL1 = false>
 __device__ __forceinline__ void fetch(uint4* mine, const wide_t* from, int left) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
+    for (int i = 0; i < VECTORS; i++)
         if (inside(i, left))
 #pragma unroll
-            for (int p = 0; p < PIECES; ++p)
-                cp_async_16<kThroughL1>(mine + (i * PIECES + p) * THREADS, from + i * STRIPE + p * LANES);
+            for (int p = 0; p < kPieces; p++)
+                cp_async_16<kThroughL1>(mine + (i * kPieces + p) * kThreads, from + i * kStripe + p * kLanes);
 }
 
 // A thread's columns: the sums over the rows so far.
@@ -50,9 +50,9 @@ struct Columns {
 __device__ __forceinline__ void normalize(
     const uint4* mine, int i, float mean, float rstd, const float (&gamma)[8], float (&grad)[8], float (&xhat)[8],
     float (&g)[8]) {
-    const Eight incoming = arrived(mine, i), x = arrived(mine + TENSOR, i);
+    const Eight incoming = arrived(mine, i), x = arrived(mine + kTensor, i);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < 8; j++) {
         grad[j] = widen(incoming, j);
         xhat[j] = centered(widen(x, j), mean) * rstd;
         g[j] = grad[j] * gamma[j];
@@ -60,7 +60,7 @@ __device__ __forceinline__ void normalize(
 }
 
 // A thread's part of a row's sums: those of g of each vector, then those of g * xhat.
-typedef float Sums[2 * VECTORS];
+using Sums = float[2 * VECTORS];
 
 // What vector i adds to the row's sums and to the columns'.
 __device__ __forceinline__ void add_vector(
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_vector(
     Columns& columns) {
     float gx[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < 8; j++) {
         gx[j] = g[j] * xhat[j];
         columns.weight[i][j] = columns.weight[i][j] + grad[j] * xhat[j];
         if (KIND == 0) columns.bias[i][j] = columns.bias[i][j] + grad[j];
@@ -78,14 +78,14 @@ __device__ __forceinline__ void add_vector(
 }
 
 // Two sums of a row from its warps.
-typedef Leaves<ROW_WARPS> Slots[2];
+using Slots = Leaves<ROW_WARPS>[2];
 
 // The warp's part of both; whether this lane wrote one of them.
 __device__ __forceinline__ bool write_sums(const Sums& sums, Slots& slots) {
     const int lane = threadIdx.x % 32;
     float v = lane_sum(sums);
 #pragma unroll
-    for (int bit = 1; bit < VECTORS; bit *= 2) v = v + __shfl_xor_sync(ALL, v, bit);
+    for (int bit = 1; bit < VECTORS; bit *= 2) v = v + __shfl_xor_sync(kAllLanes, v, bit);
     const bool mine = lane % VECTORS == 0 && lane < 2 * VECTORS;
     if (mine) slots[lane / VECTORS].sum[threadIdx.x / 32 % ROW_WARPS] = v;
     return mine;
@@ -95,7 +95,7 @@ __device__ __forceinline__ bool write_sums(const Sums& sums, Slots& slots) {
 __device__ __forceinline__ float2 row_means(const Slots& slots, float n) {
     const int lane = threadIdx.x % 32;
     // Half of the lanes go on with each sum.
-    const float mine = tree<ROW_WARPS>(slots[lane / 16].sum) / n, other = __shfl_xor_sync(ALL, mine, 16);
+    const float mine = tree<ROW_WARPS>(slots[lane / 16].sum) / n, other = __shfl_xor_sync(kAllLanes, mine, 16);
     return lane < 16 ? make_float2(mine, other) : make_float2(other, mine);
 }
 
@@ -104,37 +104,37 @@ __device__ __forceinline__ void store_dx(
     wide_t* dx, int i, const float (&xhat)[8], const float (&g)[8], float2 c, float rstd, const uint4* residual) {
     float v[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < 8; j++) {
         v[j] = KIND == 0 ? g[j] - c.x : g[j];
         v[j] = rstd * (v[j] - xhat[j] * c.y);
     }
     if (residual != nullptr) {
         const Eight other = arrived(residual, i);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = widen(narrow(v[j])) + widen(other, j);
+        for (int j = 0; j < 8; j++) v[j] = widen(narrow(v[j])) + widen(other, j);
     }
-    store_eight(dx + i * STRIPE, v);
+    store_eight(dx + i * kStripe, v);
 }
 
 // The chains' sums in pairs, to partial[block]. They go through the rows' room in shared memory, so that warps write
 // whole lines: threads that write what they hold, 16 bytes of every 32, cost L2 twice the requests.
 __device__ __forceinline__ void store_partial(
     const float (&sums)[VECTORS][8], uint4* room, float* partial, int hidden, int column, int chain) {
-    float4* const staged = reinterpret_cast<float4*>(room);  // [CHAINS][WIDTH / 4]
+    float4* const staged = reinterpret_cast<float4*>(room);  // [CHAINS][kWidth / 4]
     __syncthreads();                                         // what lies there has been read
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
+    for (int i = 0; i < VECTORS; i++)
 #pragma unroll
         for (int j = 0; j < 8; j += 4)
-            staged[(chain * WIDTH + column + i * STRIPE + j) / 4] =
+            staged[(chain * kWidth + column + i * kStripe + j) / 4] =
                 make_float4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
     __syncthreads();
     const auto add = [](float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); };
 #pragma unroll 1  // unrolled, it takes more registers than there are
-    for (int at = threadIdx.x; 4 * at < hidden; at += THREADS) {
+    for (int at = threadIdx.x; 4 * at < hidden; at += kThreads) {
         float4 v = staged[at];
-        if constexpr (CHAINS > 1) v = add(v, staged[WIDTH / 4 + at]);
-        if constexpr (CHAINS == 4) v = add(v, add(staged[WIDTH / 2 + at], staged[WIDTH / 4 * 3 + at]));
+        if constexpr (CHAINS > 1) v = add(v, staged[kWidth / 4 + at]);
+        if constexpr (CHAINS == 4) v = add(v, add(staged[kWidth / 2 + at], staged[kWidth / 4 * 3 + at]));
         reinterpret_cast<float4*>(partial)[at] = v;
     }
 }
@@ -149,3 +149,5 @@ __device__ __forceinline__ void store_columns(
     store_partial(columns.weight, room, target, hidden, column, chain);
     if (KIND == 0) store_partial(columns.bias, room, target + stride, hidden, column, chain);
 }
+
+}  // namespace twin

@@ -1,11 +1,14 @@
-// norm_backward_any: norm_backward.cu's results for any hidden up to 2^21 and any alignment, at a fraction of the speed.
+// norm_backward_any: norm_backward.cu's results for any hidden up to 2^21 and any alignment, at a fraction of the
+// speed.
 //
 // `rows`: a block of threads to a row, dx. `columns`: a thread to a column of a block of rows, partial. Formulas,
 // shapes and orders: norm_backward.cu and norm_row.cuh; CHAINS at run time.
 #include "norm_row.cuh"
 #include "norm_block.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS) void rows(
+using namespace twin;
+
+extern "C" __global__ void __launch_bounds__(kThreads) rows(
     const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
     const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
     wide_t* __restrict__ dx, int hidden, int zero_centered, int parameters) {
@@ -20,7 +23,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void rows(
     float c1 = 0.0f;
     if (KIND == 0) c1 = block_row_sum(hidden, scaled) / n;
     const float c2 = block_row_sum(hidden, [&](int at) { return scaled(at) * xhat(at); }) / n;
-    for (int at = threadIdx.x; at < hidden; at += THREADS) {
+    for (int at = threadIdx.x; at < hidden; at += kThreads) {
         float g = scaled(at);
         if (KIND == 0) g = g - c1;
         float v = inverse * (g - xhat(at) * c2);
@@ -29,17 +32,17 @@ extern "C" __global__ __launch_bounds__(THREADS) void rows(
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void columns(
+extern "C" __global__ void __launch_bounds__(kThreads) columns(
     const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const float* __restrict__ mean,
     const float* __restrict__ rstd, float* __restrict__ partial, int rows, int hidden, int count, int chains) {
     const int blocks = (rows + count - 1) / count;
     const int block = blockIdx.x % blocks;
-    const int column = blockIdx.x / blocks * THREADS + threadIdx.x;
+    const int column = blockIdx.x / blocks * kThreads + threadIdx.x;
     if (column >= hidden) return;
     const int end = min((block + 1) * count, rows);
     float weight[4] = {}, bias[4] = {};
 #pragma unroll
-    for (int chain = 0; chain < 4; ++chain) {
+    for (int chain = 0; chain < 4; chain++) {
         if (chain >= chains) break;
         for (int row = block * count + chain; row < end; row += chains) {
             const size_t at = static_cast<size_t>(row) * hidden + column;

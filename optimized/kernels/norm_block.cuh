@@ -2,21 +2,23 @@
 #pragma once
 #include "norm_row.cuh"
 
-constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;
-constexpr int MAX_STRIPES = 8192;  // hidden up to 2^21
+namespace twin {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kMaxStripes = 8192;  // hidden up to 2^21
 
 // The sum over the row of 8 neighbours at a time, every thread gets it: each(at, v) fills v with elements
 // at .. at + 7, +0.0 beyond the end.
-template <typename Each>
+template <class Each>
 __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
-    __shared__ float sums[MAX_STRIPES], next[MAX_STRIPES / 2];
+    __shared__ float sums[kMaxStripes], next[kMaxStripes / 2];
     int stripes = 4;
-    while (stripes * STRIPE < hidden) stripes *= 2;
+    while (stripes * kStripe < hidden) stripes *= 2;
     __syncthreads();  // the sum before has been read
-    for (int i = threadIdx.x / 32; i < stripes; i += WARPS) {
+    for (int i = threadIdx.x / 32; i < stripes; i += kWarps) {
         float v[8];
-        each(STRIPE * i + static_cast<int>(threadIdx.x) % 32 * 8, v);
+        each(kStripe * i + static_cast<int>(threadIdx.x) % 32 * 8, v);
         const float lane[1] = {tree8(v)};
         const float sum = lane_sum(lane);
         if (threadIdx.x % 32 == 0) sums[i] = sum;
@@ -24,7 +26,7 @@ __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
     float *from = sums, *to = next;
     for (int n = stripes / 2; n > 0; n /= 2) {
         __syncthreads();
-        for (int i = threadIdx.x; i < n; i += THREADS) to[i] = from[2 * i] + from[2 * i + 1];
+        for (int i = threadIdx.x; i < n; i += kThreads) to[i] = from[2 * i] + from[2 * i + 1];
         float* const swapped = from;
         from = to, to = swapped;
     }
@@ -33,10 +35,12 @@ __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
 }
 
 // The same of value(at), element by element.
-template <typename Value>
+template <class Value>
 __device__ __forceinline__ float block_row_sum(int hidden, Value value) {
     return block_row_sum8(hidden, [&](int at, float(&v)[8]) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = at + j < hidden ? value(at + j) : 0.0f;
+        for (int j = 0; j < 8; j++) v[j] = at + j < hidden ? value(at + j) : 0.0f;
     });
 }
+
+}  // namespace twin

@@ -23,37 +23,37 @@
 
 using namespace twin;
 
-constexpr int VALUES = 16;  // neighbours in a lane
-constexpr int SPAN = 32 * VALUES;
-constexpr int SHARE = SPAN * STRIPES;     // columns of a block
-constexpr int LEAF = STRIPES & -STRIPES;  // stripes of a warp whose sum is a subtree of the row's
-constexpr int WARP_LEAVES = STRIPES / LEAF, LEAVES = WARP_LEAVES * CLUSTER;
-constexpr int LANE_SUMS = power_of_two(STRIPES);
-constexpr int THREADS = 32 * TILE_WARPS;
-constexpr int RUNS = TILE_ROWS / RUN;
-constexpr int SKEW = 128 / RUNS;  // bytes between runs of rows in shared memory: lanes read other banks
-constexpr int RUN_STRIDE = RUN * SHARE + SKEW;
-constexpr int PARAMETERS = KIND == 0 ? 2 : 1;
+constexpr int kValues = 16;  // neighbours in a lane
+constexpr int kSpan = 32 * kValues;
+constexpr int kShare = kSpan * STRIPES;     // columns of a block
+constexpr int kLeaf = STRIPES & -STRIPES;  // stripes of a warp whose sum is a subtree of the row's
+constexpr int kWarpLeaves = STRIPES / kLeaf, kLeaves = kWarpLeaves * CLUSTER;
+constexpr int kLaneSums = power_of_two(STRIPES);
+constexpr int kThreads = 32 * TILE_WARPS;
+constexpr int kRuns = TILE_ROWS / kRunRows;
+constexpr int kSkew = 128 / kRuns;  // bytes between runs of rows in shared memory: lanes read other banks
+constexpr int kRunStride = kRunRows * kShare + kSkew;
+constexpr int kParameters = KIND == 0 ? 2 : 1;
 
 // gamma and beta of the block's columns, as norm_held.cuh stages them: [gamma, beta][4 of 16 columns][16 columns][4].
 __device__ __forceinline__ void stage_share(
     float4* shared, const void* weight, const void* bias, int type, bool zero_centered, int first, int columns) {
-    for (int at = threadIdx.x * 8; at < columns; at += THREADS * 8) {
+    for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
 #pragma unroll
-        for (int which = 0; which < PARAMETERS; ++which) {
+        for (int which = 0; which < kParameters; which++) {
             float v[8];
             affine8(which == 0, which == 0 ? weight : bias, type, zero_centered, first + at, v);
-            float4* const to = shared + (4 * which + at % VALUES / 4) * (SHARE / VALUES) + at / VALUES;
+            float4* const to = shared + (4 * which + at % kValues / 4) * (kShare / kValues) + at / kValues;
             to[0] = make_float4(v[0], v[1], v[2], v[3]);
-            to[SHARE / VALUES] = make_float4(v[4], v[5], v[6], v[7]);
+            to[kShare / kValues] = make_float4(v[4], v[5], v[6], v[7]);
         }
     }
 }
 
-__device__ __forceinline__ void staged(const float4* shared, int at, float (&out)[VALUES]) {
+__device__ __forceinline__ void staged(const float4* shared, int at, float (&out)[kValues]) {
 #pragma unroll
-    for (int i = 0; i < VALUES; i += 4) {
-        const float4 four = shared[i / 4 * (SHARE / VALUES) + at / VALUES];
+    for (int i = 0; i < kValues; i += 4) {
+        const float4 four = shared[i / 4 * (kShare / kValues) + at / kValues];
         out[i] = four.x, out[i + 1] = four.y, out[i + 2] = four.z, out[i + 3] = four.w;
     }
 }
@@ -61,40 +61,40 @@ __device__ __forceinline__ void staged(const float4* shared, int at, float (&out
 // Where the warps of a row exchange a sum. There are two, used in turn: a warp sends to one again only when it has got
 // the sum of the other, for which all have read this one.
 struct Exchange {
-    Leaves<LEAVES> slots;
+    Leaves<kLeaves> slots;
     unsigned long long barrier;
 };
 
 // The row's sum from a lane's sums of its stripes; every lane of its warps gets it.
-__device__ __forceinline__ float row_sum(const float (&stripes)[LANE_SUMS], Exchange& exchange, int parity, int rank) {
+__device__ __forceinline__ float row_sum(const float (&stripes)[kLaneSums], Exchange& exchange, int parity, int rank) {
     float sum = lane_sum(stripes);
 #pragma unroll
-    for (int bit = 1; bit < LEAF; bit *= 2) sum = sum + __shfl_xor_sync(ALL, sum, bit);
-    if constexpr (LEAVES == 1) {
+    for (int bit = 1; bit < kLeaf; bit *= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, bit);
+    if constexpr (kLeaves == 1) {
         return sum;
     } else {
-        const int lane = threadIdx.x % 32, stripe = lane % LANE_SUMS;
+        const int lane = threadIdx.x % 32, stripe = lane % kLaneSums;
         const unsigned barrier = shared_address(&exchange.barrier);
-        if (lane == 0) mbarrier_arrive_expect_tx(barrier, LEAVES * sizeof(float));
-        const unsigned slot = shared_address(&exchange.slots.sum[rank * WARP_LEAVES + stripe / LEAF]);
-        if (stripe < STRIPES && stripe % LEAF == 0)
+        if (lane == 0) mbarrier_arrive_expect_tx(barrier, kLeaves * sizeof(float));
+        const unsigned slot = shared_address(&exchange.slots.sum[rank * kWarpLeaves + stripe / kLeaf]);
+        if (stripe < STRIPES && stripe % kLeaf == 0)
 #pragma unroll
-            for (int to = lane / LANE_SUMS; to < CLUSTER; to += 32 / LANE_SUMS)
+            for (int to = lane / kLaneSums; to < CLUSTER; to += 32 / kLaneSums)
                 store_async(map_to_rank(slot, to), sum, map_to_rank(barrier, to));
         mbarrier_wait(barrier, parity);
-        if constexpr (LEAVES <= 8) return tree<LEAVES>(exchange.slots.sum);
-        constexpr int PADDED = power_of_two(LEAVES);
-        sum = lane % PADDED < LEAVES ? exchange.slots.sum[lane % PADDED] : 0.0f;
+        if constexpr (kLeaves <= 8) return tree<kLeaves>(exchange.slots.sum);
+        constexpr int kPadded = power_of_two(kLeaves);
+        sum = lane % kPadded < kLeaves ? exchange.slots.sum[lane % kPadded] : 0.0f;
 #pragma unroll
-        for (int bit = 1; bit < PADDED; bit *= 2) sum = sum + __shfl_xor_sync(ALL, sum, bit);
+        for (int bit = 1; bit < kPadded; bit *= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, bit);
         return sum;
     }
 }
 
-// [gamma, beta]; codes [RUNS][16 rows][SHARE]; rows on the way [TILE_WARPS][RING][SHARE].
+// [gamma, beta]; codes [kRuns][16 rows][kShare]; rows on the way [TILE_WARPS][RING][kShare].
 extern __shared__ __align__(128) unsigned char shared[];
 
-extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) void norm_cast_transpose(
+extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1) void norm_cast_transpose(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
     unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
@@ -102,18 +102,18 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
     __shared__ Exchange exchanges[TILE_WARPS][2];
     __shared__ unsigned long long full[TILE_WARPS][RING];  // a row has arrived
     float4* const affine = reinterpret_cast<float4*>(shared);
-    unsigned char* const codes = shared + PARAMETERS * SHARE * sizeof(float);
-    const int hidden = WHOLE ? SHARE * CLUSTER : length;
+    unsigned char* const codes = shared + kParameters * kShare * sizeof(float);
+    const int hidden = WHOLE ? kShare * CLUSTER : length;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
     const int clusters = gridDim.x / CLUSTER;
-    const int columns = WHOLE ? SHARE : max(0, min(SHARE, hidden - rank * SHARE));
-    const int first = lane * VALUES;
-    const auto inside = [&](int stripe) { return WHOLE || first + SPAN * stripe < columns; };
-    wide_t* const ring = reinterpret_cast<wide_t*>(codes + RUNS * RUN_STRIDE) + warp * RING * SHARE;
+    const int columns = WHOLE ? kShare : max(0, min(kShare, hidden - rank * kShare));
+    const int first = lane * kValues;
+    const auto inside = [&](int stripe) { return WHOLE || first + kSpan * stripe < columns; };
+    wide_t* const ring = reinterpret_cast<wide_t*>(codes + kRuns * kRunStride) + warp * RING * kShare;
     if (lane == 0) {
-        for (int i = 0; i < 2; ++i) mbarrier_init(shared_address(&exchanges[warp][i].barrier), 1);
-        for (int i = 0; i < RING; ++i) mbarrier_init(shared_address(&full[warp][i]), 1);
+        for (int i = 0; i < 2; i++) mbarrier_init(shared_address(&exchanges[warp][i].barrier), 1);
+        for (int i = 0; i < RING; i++) mbarrier_init(shared_address(&full[warp][i]), 1);
         fence_mbarrier_init();
     }
     if (CLUSTER > 1) cluster_arrive_relaxed();
@@ -129,7 +129,7 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
             const unsigned barrier = shared_address(&full[warp][slot]), bytes = columns * sizeof(wide_t);
             mbarrier_arrive_expect_tx(barrier, bytes);
             if (WHOLE || bytes != 0)
-                bulk_load(shared_address(ring + slot * SHARE), x + static_cast<size_t>(row) * hidden + rank * SHARE,
+                bulk_load(shared_address(ring + slot * kShare), x + static_cast<size_t>(row) * hidden + rank * kShare,
                           bytes, barrier);
         }
         fill_local += TILE_WARPS;
@@ -138,15 +138,15 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
         }
     };
     if (lane == 0)
-        for (int slot = 0; slot < RING; ++slot) fill(slot);
+        for (int slot = 0; slot < RING; slot++) fill(slot);
     const float scale = *scale_slot, n = static_cast<float>(hidden);
-    stage_share(affine, weight, bias, parameters, zero_centered != 0, rank * SHARE, columns);
+    stage_share(affine, weight, bias, parameters, zero_centered != 0, rank * kShare, columns);
     __syncthreads();
     if (CLUSTER > 1) cluster_wait();  // all blocks run, and their barriers are there
 
     float amax = 0.0f;
     int slot = 0, parity = 0, turn = 0;
-    const auto sum_of_row = [&](const float (&stripes)[LANE_SUMS]) {
+    const auto sum_of_row = [&](const float (&stripes)[kLaneSums]) {
         const float sum = row_sum(stripes, exchanges[warp][turn & 1], turn >> 1 & 1, rank);
         ++turn;
         return sum;
@@ -159,22 +159,22 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
             const int row = tile + local;
             if (row >= rows) break;
             mbarrier_wait(shared_address(&full[warp][slot]), parity);
-            float v[STRIPES][VALUES], stripes[LANE_SUMS] = {}, center = 0.0f;
+            float v[STRIPES][kValues], stripes[kLaneSums] = {}, center = 0.0f;
 #pragma unroll
-            for (int i = 0; i < STRIPES; ++i) {
-                const uint4* const from = reinterpret_cast<const uint4*>(ring + slot * SHARE + SPAN * i + first);
-                Vector<VALUES> packed = {};
+            for (int i = 0; i < STRIPES; i++) {
+                const uint4* const from = reinterpret_cast<const uint4*>(ring + slot * kShare + kSpan * i + first);
+                Vector<kValues> packed = {};
                 if (inside(i)) {
 #pragma unroll
-                    for (int p = 0; p < sizeof(packed) / 16; ++p) {
+                    for (int p = 0; p < sizeof(packed) / 16; p++) {
                         const uint4 piece = from[p];
                         packed.words[4 * p] = piece.x, packed.words[4 * p + 1] = piece.y;
                         packed.words[4 * p + 2] = piece.z, packed.words[4 * p + 3] = piece.w;
                     }
                 }
 #pragma unroll
-                for (int j = 0; j < VALUES; ++j) v[i][j] = widen(packed, j);
-                stripes[i] = tree<VALUES>(v[i]);
+                for (int j = 0; j < kValues; j++) v[i][j] = widen(packed, j);
+                stripes[i] = tree<kValues>(v[i]);
             }
             const auto refill = [&] {  // every lane has its part in registers: its sum has been added
                 if (lane == 0) fill(slot);
@@ -184,14 +184,14 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
                 refill();
             }
 #pragma unroll
-            for (int i = 0; i < STRIPES; ++i) {
-                float squares[VALUES];
+            for (int i = 0; i < STRIPES; i++) {
+                float squares[kValues];
 #pragma unroll
-                for (int j = 0; j < VALUES; ++j) {
+                for (int j = 0; j < kValues; j++) {
                     v[i][j] = centered(v[i][j], center);
                     squares[j] = v[i][j] * v[i][j];
                 }
-                stripes[i] = inside(i) ? tree<VALUES>(squares) : 0.0f;
+                stripes[i] = inside(i) ? tree<kValues>(squares) : 0.0f;
             }
             const float inverse = 1.0f / sqrtf(sum_of_row(stripes) / n + eps);
             if (KIND == 1) refill();
@@ -199,36 +199,36 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS,
                 if (KIND == 0) mean[row] = center;
                 rstd[row] = inverse;
             }
-            unsigned char* const target = q + static_cast<size_t>(row) * hidden + rank * SHARE + first;
-            unsigned char* const copy = codes + local / RUN * RUN_STRIDE + local % RUN * SHARE + first;
+            unsigned char* const target = q + static_cast<size_t>(row) * hidden + rank * kShare + first;
+            unsigned char* const copy = codes + local / kRunRows * kRunStride + local % kRunRows * kShare + first;
 #pragma unroll
-            for (int i = 0; i < STRIPES; ++i) {
+            for (int i = 0; i < STRIPES; i++) {
                 if (!inside(i)) continue;
-                float gamma[VALUES], beta[VALUES], y[VALUES];
-                staged(affine, first + SPAN * i, gamma);
-                if (KIND == 0) staged(affine + SHARE / 4, first + SPAN * i, beta);
-                unsigned words[VALUES / 4];
+                float gamma[kValues], beta[kValues], y[kValues];
+                staged(affine, first + kSpan * i, gamma);
+                if (KIND == 0) staged(affine + kShare / 4, first + kSpan * i, beta);
+                unsigned words[kValues / 4];
 #pragma unroll
-                for (int j = 0; j < VALUES; ++j) {
+                for (int j = 0; j < kValues; j++) {
                     y[j] = (v[i][j] * inverse) * gamma[j];
                     if (KIND == 0) y[j] = y[j] + beta[j];
                     amax = amax_of(amax, y[j]);
                 }
 #pragma unroll
-                for (int j = 0; j < VALUES; j += 4)
+                for (int j = 0; j < kValues; j += 4)
                     words[j / 4] = quantize2(y[j], y[j + 1], scale) | quantize2(y[j + 2], y[j + 3], scale) << 16;
                 const uint4 sixteen = make_uint4(words[0], words[1], words[2], words[3]);
-                *reinterpret_cast<uint4*>(target + SPAN * i) = sixteen;
-                *reinterpret_cast<uint4*>(copy + SPAN * i) = sixteen;
+                *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
+                *reinterpret_cast<uint4*>(copy + kSpan * i) = sixteen;
             }
             if (++slot == RING) slot = 0, parity ^= 1;
         }
         __syncthreads();
-        for (int unit = threadIdx.x; unit < RUNS * columns / 8; unit += THREADS) {
-            const int run = unit % RUNS, column = unit / RUNS * 8, row = tile + run * RUN;
-            if (run * RUN < height && row < rows)
-                store_transposed(codes + run * RUN_STRIDE + column, SHARE,
-                                 q_t + (rank * SHARE + column) * q_t_stride(rows) + row, q_t_stride(rows), rows - row);
+        for (int unit = threadIdx.x; unit < kRuns * columns / 8; unit += kThreads) {
+            const int run = unit % kRuns, column = unit / kRuns * 8, row = tile + run * kRunRows;
+            if (run * kRunRows < height && row < rows)
+                store_transposed(codes + run * kRunStride + column, kShare,
+                                 q_t + (rank * kShare + column) * q_t_stride(rows) + row, q_t_stride(rows), rows - row);
         }
         __syncthreads();  // the codes have been read
     }

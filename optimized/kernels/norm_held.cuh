@@ -5,10 +5,12 @@
 #pragma once
 #include "norm_row.cuh"
 
-constexpr int STRIPES = 4;
+namespace twin {
+
+constexpr int kStripes = 4;
 
 struct Packed {
-    Eight stripe[STRIPES];
+    Eight stripe[kStripes];
 };
 
 // One lane's part of rows.
@@ -16,29 +18,29 @@ struct Held {
     int first, hidden;  // the lane's first element; the row's length
 
     __device__ __forceinline__ explicit Held(int length)
-        : first(threadIdx.x / 32 % ROW_WARPS * STRIPE * STRIPES + threadIdx.x % 32 * 8),
-          hidden(WHOLE ? STRIPE * STRIPES * ROW_WARPS : length) {}
+        : first(threadIdx.x / 32 % ROW_WARPS * kStripe * kStripes + threadIdx.x % 32 * 8),
+          hidden(WHOLE ? kStripe * kStripes * ROW_WARPS : length) {}
 
-    __device__ __forceinline__ bool inside(int stripe) const { return WHOLE || first + STRIPE * stripe < hidden; }
+    __device__ __forceinline__ bool inside(int stripe) const { return WHOLE || first + kStripe * stripe < hidden; }
 
     __device__ __forceinline__ Packed load(const wide_t* x, int row) const {
         const wide_t* const from = x + static_cast<size_t>(row) * hidden + first;
         Packed packed;
 #pragma unroll
-        for (int i = 0; i < STRIPES; ++i) packed.stripe[i] = inside(i) ? load8(from + STRIPE * i) : Eight{};
+        for (int i = 0; i < kStripes; i++) packed.stripe[i] = inside(i) ? load8(from + kStripe * i) : Eight{};
         return packed;
     }
 };
 
 // Where the warps of a row exchange their sums: one set for the mean, one for the squares; rmsnorm uses them in turn.
 // A set is written again only after the barrier of the sum between.
-typedef Leaves<ROW_WARPS> Slots[2];
+using Slots = Leaves<ROW_WARPS>[2];
 
 // The row's sum from a lane's sums of its stripes; every lane of its warps gets it.
-__device__ __forceinline__ float row_sum(const float (&stripes)[STRIPES], Leaves<ROW_WARPS>& slots, int barrier) {
+__device__ __forceinline__ float row_sum(const float (&stripes)[kStripes], Leaves<ROW_WARPS>& slots, int barrier) {
     float sum = lane_sum(stripes);
 #pragma unroll
-    for (int bit = 1; bit < STRIPES; bit *= 2) sum = sum + __shfl_xor_sync(ALL, sum, bit);
+    for (int bit = 1; bit < kStripes; bit *= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, bit);
     if constexpr (ROW_WARPS == 1) return sum;
     if (threadIdx.x % 32 == 0) slots.sum[threadIdx.x / 32 % ROW_WARPS] = sum;
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * ROW_WARPS) : "memory");
@@ -46,26 +48,26 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[STRIPES], Leaves
 }
 
 struct Row {
-    float v[STRIPES][8];  // centered
+    float v[kStripes][8];  // centered
     float mean, rstd;
 
     __device__ __forceinline__ Row(
         const Packed& packed, const Held& held, float eps, Slots& slots, int turn, int barrier)
         : mean(0.0f) {
         const float n = static_cast<float>(held.hidden);
-        float sums[STRIPES];
+        float sums[kStripes];
 #pragma unroll
-        for (int i = 0; i < STRIPES; ++i) {
+        for (int i = 0; i < kStripes; i++) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] = widen(packed.stripe[i], j);
+            for (int j = 0; j < 8; j++) v[i][j] = widen(packed.stripe[i], j);
             sums[i] = tree8(v[i]);
         }
         if constexpr (KIND == 0) mean = row_sum(sums, slots[0], barrier) / n;
 #pragma unroll
-        for (int i = 0; i < STRIPES; ++i) {
+        for (int i = 0; i < kStripes; i++) {
             float squares[8];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
+            for (int j = 0; j < 8; j++) {
                 v[i][j] = centered(v[i][j], mean);
                 squares[j] = v[i][j] * v[i][j];
             }
@@ -81,11 +83,11 @@ struct Row {
     }
 
     // y, 8 columns at a time: store(i, y) for the stripes inside the row.
-    template <typename Store>
+    template <class Store>
     __device__ __forceinline__ void for_each_output(const float* parameters, const Held& held, Store store) const;
 };
 
-constexpr int PARAMETERS = KIND == 0 ? 2 : 1;  // gamma, and layernorm's beta
+constexpr int kParameters = KIND == 0 ? 2 : 1;  // gamma, and layernorm's beta
 
 __device__ __forceinline__ void stage8(float* shared, int hidden, int at, const float (&v)[8]) {
     float4* const to = reinterpret_cast<float4*>(shared + at / 2);
@@ -99,7 +101,7 @@ __device__ __forceinline__ void stage_parameters(
     float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
     for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
 #pragma unroll
-        for (int which = 0; which < PARAMETERS; ++which) {
+        for (int which = 0; which < kParameters; which++) {
             float v[8];
             affine8(which == 0, which == 0 ? weight : bias, type, zero_centered, at, v);
             stage8(shared + which * hidden, hidden, at, v);
@@ -108,29 +110,29 @@ __device__ __forceinline__ void stage_parameters(
     __syncthreads();
 }
 
-// The same where a thread has more of them to load: AT_ONCE times 8 of both are on the way before any is used, so that
+// The same where a thread has more of them to load: kAtOnce times 8 of both are on the way before any is used, so that
 // the latency, often that of DRAM, is paid once.
-template <int TYPE, int AT_ONCE = 2>
+template <int kType, int kAtOnce = 2>
 __device__ __forceinline__ void stage_at_once(
     float* shared, const void* weight, const void* bias, bool zero_centered, int hidden) {
     const int step = blockDim.x * 8;
-    for (int first = threadIdx.x * 8; first < hidden; first += AT_ONCE * step) {
-        float v[AT_ONCE][PARAMETERS][8];
+    for (int first = threadIdx.x * 8; first < hidden; first += kAtOnce * step) {
+        float v[kAtOnce][kParameters][8];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
+        for (int k = 0; k < kAtOnce; k++)
 #pragma unroll
-            for (int which = 0; which < PARAMETERS; ++which) {
+            for (int which = 0; which < kParameters; which++) {
                 const void* const from = which == 0 || bias == nullptr ? weight : bias;
-                parameters8<TYPE>(from, min(first + k * step, hidden - 8), v[k][which]);
+                parameters8<kType>(from, min(first + k * step, hidden - 8), v[k][which]);
             }
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        for (int k = 0; k < kAtOnce; k++) {
             const int at = first + k * step;
             if (at >= hidden) break;
 #pragma unroll
-            for (int which = 0; which < PARAMETERS; ++which) {
+            for (int which = 0; which < kParameters; which++) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
+                for (int j = 0; j < 8; j++) {
                     if (which == 0 && zero_centered) v[k][which][j] = v[k][which][j] + 1.0f;
                     if (which == 1 && bias == nullptr) v[k][which][j] = -0.0f;  // as affine8
                 }
@@ -148,17 +150,17 @@ __device__ __forceinline__ void staged8(const float* shared, int hidden, int at,
     out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
 }
 
-template <typename Store>
+template <class Store>
 __device__ __forceinline__ void Row::for_each_output(const float* parameters, const Held& held, Store store) const {
 #pragma unroll
-    for (int i = 0; i < STRIPES; ++i) {
+    for (int i = 0; i < kStripes; i++) {
         if (held.inside(i)) {
-            const int at = held.first + STRIPE * i;
+            const int at = held.first + kStripe * i;
             float gamma[8], beta[8], y[8];
             staged8(parameters, held.hidden, at, gamma);
             if (KIND == 0) staged8(parameters + held.hidden, held.hidden, at, beta);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
+            for (int j = 0; j < 8; j++) {
                 y[j] = (v[i][j] * rstd) * gamma[j];
                 if (KIND == 0) y[j] = y[j] + beta[j];
             }
@@ -166,3 +168,5 @@ __device__ __forceinline__ void Row::for_each_output(const float* parameters, co
         }
     }
 }
+
+}  // namespace twin

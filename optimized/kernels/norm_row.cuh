@@ -10,13 +10,15 @@
 #include "wide.cuh"
 #include "wide_store.cuh"
 
-constexpr unsigned ALL = 0xFFFFFFFFu;
-constexpr int STRIPE = 256;  // elements of a row that a warp holds at a time, 8 a lane
+namespace twin {
 
-// 8 neighbouring parameters of type TYPE, widened. They are read by every row: kept in L1.
-template <int TYPE>
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
+constexpr int kStripe = 256;  // elements of a row that a warp holds at a time, 8 a lane
+
+// 8 neighbouring parameters of type kType, widened. They are read by every row: kept in L1.
+template <int kType>
 __device__ __forceinline__ void parameters8(const void* parameters, int at, float (&out)[8]) {
-    if constexpr (TYPE == 0) {
+    if constexpr (kType == 0) {
         const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(parameters) + at);
         const float4 low = __ldg(from), high = __ldg(from + 1);
         out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
@@ -25,9 +27,9 @@ __device__ __forceinline__ void parameters8(const void* parameters, int at, floa
         const uint4 v = __ldg(reinterpret_cast<const uint4*>(static_cast<const unsigned short*>(parameters) + at));
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 8; i++) {
             const unsigned word = words[i / 2];
-            if constexpr (TYPE == 1)
+            if constexpr (kType == 1)
                 out[i] = __uint_as_float(i & 1 ? word & 0xFFFF0000u : word << 16);
             else
                 out[i] = cvt_f32_f16(static_cast<unsigned short>(i & 1 ? word >> 16 : word & 0xFFFFu));
@@ -41,7 +43,7 @@ __device__ __forceinline__ void affine8(
     bool gamma, const void* parameters, int type, bool zero_centered, int at, float (&out)[8]) {
     if (parameters == nullptr) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) out[j] = -0.0f;
+        for (int j = 0; j < 8; j++) out[j] = -0.0f;
     } else if (type == 0) {
         parameters8<0>(parameters, at, out);
     } else if (type == 1) {
@@ -51,7 +53,7 @@ __device__ __forceinline__ void affine8(
     }
     if (gamma && zero_centered)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) out[j] = out[j] + 1.0f;
+        for (int j = 0; j < 8; j++) out[j] = out[j] + 1.0f;
 }
 
 // One parameter of a type known at run time, widened.
@@ -67,36 +69,38 @@ __device__ __forceinline__ float tree8(const float (&v)[8]) {
 
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// v[i], i < N, summed over the warp's lanes: lane l gets the sum of v[l % N]. Lanes trade halves, so that N sums cost
-// about N shuffles instead of 5 N: after the level of `BIT`, lanes with that bit hold odd values.
-template <int N, int BIT = 1>
-__device__ __forceinline__ float lane_sum(const float (&v)[N]) {
-    if constexpr (N == 1) {
+// v[i], i < kCount, summed over the warp's lanes: lane l gets the sum of v[l % kCount]. Lanes trade halves, so that
+// kCount sums cost about kCount shuffles instead of 5 kCount: after the level of `kBit`, lanes with that bit hold odd
+// values.
+template <int kCount, int kBit = 1>
+__device__ __forceinline__ float lane_sum(const float (&v)[kCount]) {
+    if constexpr (kCount == 1) {
         float sum = v[0];
 #pragma unroll
-        for (int bit = BIT; bit < 32; bit *= 2) sum = sum + __shfl_xor_sync(ALL, sum, bit);
+        for (int bit = kBit; bit < 32; bit *= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, bit);
         return sum;
     } else {
-        float half[N / 2];
-        const bool odd = threadIdx.x & BIT;
+        float half[kCount / 2];
+        const bool odd = threadIdx.x & kBit;
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
+        for (int i = 0; i < kCount / 2; i++) {
             const float keep = odd ? v[2 * i + 1] : v[2 * i], give = odd ? v[2 * i] : v[2 * i + 1];
-            half[i] = keep + __shfl_xor_sync(ALL, give, BIT);
+            half[i] = keep + __shfl_xor_sync(kAllLanes, give, kBit);
         }
-        return lane_sum<N / 2, 2 * BIT>(half);
+        return lane_sum<kCount / 2, 2 * kBit>(half);
     }
 }
 
-// The tree over N neighbours, +0.0 beyond them.
-template <int N, int SPAN = power_of_two(N)>
+// The tree over kCount neighbours, +0.0 beyond them.
+template <int kCount, int kSpan = power_of_two(kCount)>
 __device__ __forceinline__ float tree(const float* from) {
-    if constexpr (N <= 0)
+    if constexpr (kCount <= 0)
         return 0.0f;
-    else if constexpr (SPAN == 1)
+    else if constexpr (kSpan == 1)
         return from[0];
     else
-        return tree<(N < SPAN / 2 ? N : SPAN / 2), SPAN / 2>(from) + tree<N - SPAN / 2, SPAN / 2>(from + SPAN / 2);
+        return tree<(kCount < kSpan / 2 ? kCount : kSpan / 2), kSpan / 2>(from) +
+               tree<kCount - kSpan / 2, kSpan / 2>(from + kSpan / 2);
 }
 
 // x - mean; rmsnorm: x.
@@ -108,8 +112,10 @@ __device__ __forceinline__ float centered(float x, float mean) {
 #endif
 }
 
-// For the sums of N warps, where their tree reads them in whole vectors.
-template <int N>
+// For the sums of kCount warps, where their tree reads them in whole vectors.
+template <int kCount>
 struct alignas(16) Leaves {
-    float sum[N < 4 ? 4 : power_of_two(N)];
+    float sum[kCount < 4 ? 4 : power_of_two(kCount)];
 };
+
+}  // namespace twin

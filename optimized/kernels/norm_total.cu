@@ -14,35 +14,35 @@
 
 using namespace twin;
 
-constexpr int RUN = 16;
-constexpr int RUNS = 16;
-constexpr int COLUMNS = 32;
+constexpr int kRunRows = 16;
+constexpr int kRuns = 16;
+constexpr int kColumns = 32;
 
-extern "C" __global__ __launch_bounds__(COLUMNS * RUNS) void norm_total(
+extern "C" __global__ void __launch_bounds__(kColumns * kRuns) norm_total(
     const float* __restrict__ partial, wide_t* __restrict__ out0, wide_t* __restrict__ out1, int blocks, int hidden) {
-    __shared__ float runs[RUNS][COLUMNS];
+    __shared__ float runs[kRuns][kColumns];
     const int lane = threadIdx.x % 32, run = threadIdx.x / 32;
-    const int column = blockIdx.x * COLUMNS + lane;
+    const int column = blockIdx.x * kColumns + lane;
     const float* from = partial + static_cast<size_t>(blockIdx.y) * blocks * hidden + column;
     wait_for_grid_before();
-    float v[RUN];
+    float v[kRunRows];
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-        const int block = run * RUN + i;
+    for (int i = 0; i < kRunRows; i++) {
+        const int block = run * kRunRows + i;
         v[i] = block < blocks && column < hidden ? from[static_cast<size_t>(block) * hidden] : 0.0f;
     }
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) sum = sum + v[i];
+    for (int i = 0; i < kRunRows; i++) sum = sum + v[i];
     runs[run][lane] = sum;
     __syncthreads();
     // Read for the last time: without this, L2 would write them to memory. Only lines of this warp's alone.
-    if (hidden % COLUMNS == 0 && lane < RUN && run * RUN + lane < blocks)
-        discard_line(from - lane + static_cast<size_t>(run * RUN + lane) * hidden);
+    if (hidden % kColumns == 0 && lane < kRunRows && run * kRunRows + lane < blocks)
+        discard_line(from - lane + static_cast<size_t>(run * kRunRows + lane) * hidden);
     if (run == 0 && column < hidden) {
         float total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < RUNS; ++i) total = total + runs[i][lane];
+        for (int i = 0; i < kRuns; i++) total = total + runs[i][lane];
         (blockIdx.y == 0 ? out0 : out1)[column] = narrow(total);
     }
 }

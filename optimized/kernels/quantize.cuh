@@ -5,15 +5,17 @@
 #pragma once
 #include "ptx/cvt.cuh"
 
+namespace twin {
+
 // Codes of two values, each multiplied by `scale` with one fp32 rounding; the first in the low byte.
 __device__ __forceinline__ unsigned quantize2(float first, float second, float scale) {
-#if FP8 == 0
-    return cvt_e4m3x2(first * scale, second * scale);
-#elif FP8 == 1
-    return cvt_e5m2x2(first * scale, second * scale);
-#else
-#error "FP8 is 0 (E4M3) or 1 (E5M2)"
-#endif
+    static_assert(FP8 == 0 || FP8 == 1, "FP8 is 0 (E4M3) or 1 (E5M2)");
+    return FP8 == 0 ? cvt_e4m3x2(first * scale, second * scale) : cvt_e5m2x2(first * scale, second * scale);
+}
+
+// Codes of four values, the first in the low byte.
+__device__ __forceinline__ unsigned quantize4(const float (&v)[4], float scale) {
+    return quantize2(v[0], v[1], scale) | quantize2(v[2], v[3], scale) << 16;
 }
 
 // fmaxf gives the other operand where one is NaN, so NaN never gets in.
@@ -21,16 +23,18 @@ __device__ __forceinline__ float amax_of(float so_far, float x) { return fmaxf(s
 
 // Max the block's amax into *slot (fp32, not negative): for such numbers the order of the words as integers
 // is the order of the values, and an integer maximum does not depend on who comes first.
-template <int WARPS>
+template <int kWarps>
 __device__ __forceinline__ void commit_amax(float amax, float* slot) {
-    __shared__ unsigned words[WARPS];
-    const unsigned word = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(amax));
+    __shared__ unsigned words[kWarps];
+    const unsigned word = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
     if (threadIdx.x % 32 == 0) words[threadIdx.x / 32] = word;
     __syncthreads();
     if (threadIdx.x == 0) {
         unsigned most = words[0];
 #pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) most = max(most, words[warp]);
+        for (int warp = 1; warp < kWarps; warp++) most = max(most, words[warp]);
         if (most != 0) atomicMax(reinterpret_cast<int*>(slot), static_cast<int>(most));
     }
 }
+
+}  // namespace twin

@@ -1,15 +1,17 @@
 // Rotary position embedding, forward and backward. Definition: reference/ops/rotary.py.
 //
-// x, out [s, b, h, d], any strides with d contiguous; freqs [positions, d2] fp32. A block does one position: it computes
-// the sines and cosines of its angles once, in float64, and turns every head with them.
+// x, out [s, b, h, d], any strides with d contiguous; freqs [positions, d2] fp32. A block does one position: it
+// computes the sines and cosines of its angles once, in float64, and turns every head with them.
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16), VECTOR (1: heads, halves and lines at multiples of 16 bytes), INTERLEAVED.
 #include "wide.cuh"
 #include "wide_store.cuh"
 
+using namespace twin;
+
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // heads whose loads are in flight
-constexpr int kRun = VECTOR ? LANES : 2;  // elements of a thread
+constexpr int kRun = VECTOR ? kLanes : 2;  // elements of a thread
 
 struct SineCosine {
     float sine, cosine;

@@ -7,46 +7,50 @@
 // need 64.)
 #pragma once
 
-constexpr unsigned ALL = 0xFFFFFFFFu;
-constexpr int RUN = 16;  // rows of a thread
-constexpr int BLOCK_ROWS = 4 * RUN;
+namespace twin {
 
-// The halving tree over N rows of one column. By recursion: NVRTC leaves such a loop a loop in some callers.
-template <int N, int H = N / 2>
-__device__ __forceinline__ float halving_sum(float (&v)[N]) {
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
+constexpr int kRunRows = 16;  // rows of a thread
+constexpr int kBlockRows = 4 * kRunRows;
+
+// The halving tree over kCount rows of one column. By recursion: NVRTC leaves such a loop a loop in some callers.
+template <int kCount, int kStep = kCount / 2>
+__device__ __forceinline__ float halving_sum(float (&v)[kCount]) {
 #pragma unroll
-    for (int r = 0; r < H; ++r) v[r] = v[r] + v[r + H];
-    if constexpr (H == 1)
+    for (int r = 0; r < kStep; r++) v[r] = v[r] + v[r + kStep];
+    if constexpr (kStep == 1)
         return v[0];
     else
-        return halving_sum<N, H / 2>(v);
+        return halving_sum<kCount, kStep / 2>(v);
 }
 
-// The tree over the four runs, for N columns (1 or a multiple of 4) of a lane's group. Lanes trade halves:
-// each ends with N / 4 columns' sums (of 1 column: every lane has it), starting at the one returned.
-template <int N>
-__device__ __forceinline__ int block_sum(const float (&run)[N], float (&sum)[(N + 3) / 4]) {
+// The tree over the four runs, for kCount columns (1 or a multiple of 4) of a lane's group. Lanes trade halves:
+// each ends with kCount / 4 columns' sums (of 1 column: every lane has it), starting at the one returned.
+template <int kCount>
+__device__ __forceinline__ int block_sum(const float (&run)[kCount], float (&sum)[(kCount + 3) / 4]) {
     const int lane = threadIdx.x % 32;
-    if constexpr (N == 1) {
-        const float half = run[0] + __shfl_xor_sync(ALL, run[0], 16);
-        sum[0] = half + __shfl_xor_sync(ALL, half, 8);
+    if constexpr (kCount == 1) {
+        const float half = run[0] + __shfl_xor_sync(kAllLanes, run[0], 16);
+        sum[0] = half + __shfl_xor_sync(kAllLanes, half, 8);
         return 0;
     } else {
-        constexpr int HALF = N / 2, QUARTER = N / 4;
+        constexpr int kHalf = kCount / 2, kQuarter = kCount / 4;
         const bool upper = lane & 16, odd = lane & 8;
-        float half[HALF];
+        float half[kHalf];
 #pragma unroll
-        for (int c = 0; c < HALF; ++c) {
-            const float keep = upper ? run[c + HALF] : run[c];
-            const float give = upper ? run[c] : run[c + HALF];
-            half[c] = keep + __shfl_xor_sync(ALL, give, 16);
+        for (int c = 0; c < kHalf; c++) {
+            const float keep = upper ? run[c + kHalf] : run[c];
+            const float give = upper ? run[c] : run[c + kHalf];
+            half[c] = keep + __shfl_xor_sync(kAllLanes, give, 16);
         }
 #pragma unroll
-        for (int c = 0; c < QUARTER; ++c) {
-            const float keep = odd ? half[c + QUARTER] : half[c];
-            const float give = odd ? half[c] : half[c + QUARTER];
-            sum[c] = keep + __shfl_xor_sync(ALL, give, 8);
+        for (int c = 0; c < kQuarter; c++) {
+            const float keep = odd ? half[c + kQuarter] : half[c];
+            const float give = odd ? half[c] : half[c + kQuarter];
+            sum[c] = keep + __shfl_xor_sync(kAllLanes, give, 8);
         }
-        return (upper ? HALF : 0) + (odd ? QUARTER : 0);
+        return (upper ? kHalf : 0) + (odd ? kQuarter : 0);
     }
 }
+
+}  // namespace twin

@@ -9,9 +9,9 @@
 //
 // scaled_max = 2^-margin * fp8_max. One block per module and column. The table of modules is a kernel argument
 // by value, so there is nothing to copy to the device, and a CUDA graph captures the launch as it is.
-constexpr int THREADS = 256;
-constexpr int UNROLL = 4;
-constexpr float FP32_MAX = 3.402823466e+38f;
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+constexpr float kFP32Max = 3.402823466e+38f;
 
 struct Module {
     float* scale;
@@ -25,18 +25,18 @@ struct Table {
 };
 
 __device__ __forceinline__ float block_max(float value) {
-    __shared__ float warps[THREADS / 32];
+    __shared__ float warps[kThreads / 32];
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, lane));
+    for (int lane = 16; lane > 0; lane /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, lane));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
     value = warps[0];
 #pragma unroll
-    for (int warp = 1; warp < THREADS / 32; ++warp) value = fmaxf(value, warps[warp]);
+    for (int warp = 1; warp < kThreads / 32; warp++) value = fmaxf(value, warps[warp]);
     return value;
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void scale_update(
+extern "C" __global__ void __launch_bounds__(kThreads) scale_update(
     const __grid_constant__ Table table, float scaled_max) {
     const Module& module = table.modules[blockIdx.x];
     const int column = blockIdx.y, length = module.length, columns = module.columns;
@@ -49,17 +49,17 @@ extern "C" __global__ __launch_bounds__(THREADS) void scale_update(
     // Row r takes row r + 1: a chunk reads its successors before it writes, and what it writes no later chunk
     // reads. fmaxf ignores NaN, and starting from 0 is harmless because only a positive amax is used.
     float most = 0.0f;
-    for (int first = 0; first < length; first += THREADS * UNROLL) {
-        float next[UNROLL];
+    for (int first = 0; first < length; first += kThreads * kUnroll) {
+        float next[kUnroll];
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int r = first + u * THREADS + threadIdx.x;
+        for (int u = 0; u < kUnroll; u++) {
+            const int r = first + u * kThreads + threadIdx.x;
             next[u] = r < length - 1 ? history[static_cast<size_t>(r + 1) * columns] : last;
         }
         __syncthreads();
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int r = first + u * THREADS + threadIdx.x;
+        for (int u = 0; u < kUnroll; u++) {
+            const int r = first + u * kThreads + threadIdx.x;
             if (r < length) history[static_cast<size_t>(r) * columns] = r == 0 ? 0.0f : next[u];
             most = fmaxf(most, next[u]);
         }
@@ -70,5 +70,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void scale_update(
     const float amax = block_max(most);
 #endif
     // Comparisons with NaN are false: neither NaN nor infinity passes.
-    if (threadIdx.x == 0 && amax > 0.0f && amax <= FP32_MAX) module.scale[column] = fminf(scaled_max / amax, FP32_MAX);
+    if (threadIdx.x == 0 && amax > 0.0f && amax <= kFP32Max) module.scale[column] = fminf(scaled_max / amax, kFP32Max);
 }

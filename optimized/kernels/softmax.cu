@@ -4,8 +4,8 @@
 // 8 (32 i + l) + j.
 //
 // Bound by memory: 4 bytes an element in bf16, 6 backward. A row of up to 256 GROUPS elements stays in registers, as
-// loaded, and all of its loads are in flight at once; a longer one (GROUPS 0) is read again for each of maximum, sum and
-// result. VECTOR 1: cols a multiple of 8, rows at multiples of 16 bytes; VECTOR 0: element by element.
+// loaded, and all of its loads are in flight at once; a longer one (GROUPS 0) is read again for each of maximum, sum
+// and result. VECTOR 1: cols a multiple of 8, rows at multiples of 16 bytes; VECTOR 0: element by element.
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16), GROUPS, VECTOR, MASKED (1: with a mask beside the causal rule).
 #include "elementary.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store(wide_t* y, const float (&v)[kElements], in
 // What a row's scores are taken from. A hidden score is -inf, and exp(-inf - top) is 0 if top is a number.
 __device__ __forceinline__ float start_of(float top) {
 #pragma unroll
-    for (int h = 16; h > 0; h /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, h));
+    for (int h = 16; h > 0; h /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, h));
     return top == __int_as_float(static_cast<int>(0xFF800000u)) ? 0.0f : top;
 }
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ float tree(float (&sums)[kElements]) {
         for (int j = 0; j < h; j++) sums[j] = sums[j] + sums[j + h];
     float total = sums[0];
 #pragma unroll
-    for (int h = 16; h > 0; h /= 2) total = total + __shfl_xor_sync(ALL, total, h);
+    for (int h = 16; h > 0; h /= 2) total = total + __shfl_xor_sync(kAllLanes, total, h);
     return total;
 }
 
@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     for (int g = 0; g < GROUPS; g++) loaded[g] = load(x + kStride * g, visible - kStride * g);
 #endif
     const long long matrix = row / sq;
-    const unsigned char* const mask = m.pointer + matrix / heads * m.b + matrix % heads * m.h + query * m.i + first * m.j;
+    const unsigned char* const mask =
+        m.pointer + matrix / heads * m.b + matrix % heads * m.h + query * m.i + first * m.j;
     // Eight scores from kStride * g on.
     const auto scores_of = [&](float(&v)[kElements], const Eight& eight, int g) {
         scores(v, eight, visible - kStride * g, scale, mask + kStride * g * m.j, m.j);

@@ -1,6 +1,8 @@
 // Transposing bytes in registers, and words among lanes.
 #pragma once
 
+namespace twin {
+
 // Four rows of four codes to four columns of four codes, first row or column in the low byte.
 __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, unsigned d, unsigned (&out)[4]) {
     const unsigned ab_low = __byte_perm(a, b, 0x5140), cd_low = __byte_perm(c, d, 0x5140);
@@ -22,3 +24,5 @@ __device__ __forceinline__ void transpose_lanes(unsigned& w0, unsigned& w1, unsi
     exchange(w0, w1, kLane), exchange(w2, w3, kLane);
     exchange(w0, w2, 2 * kLane), exchange(w1, w3, 2 * kLane);
 }
+
+}  // namespace twin

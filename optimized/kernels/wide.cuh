@@ -1,65 +1,53 @@
 // Reading activations and gradients: 16 bytes at a time, widened to fp32 exactly.
 //
-// WIDE selects the element type: 0 fp32, 1 bf16, 2 fp16. A vector is 16 bytes, LANES elements.
+// WIDE selects the element type: 0 fp32, 1 bf16, 2 fp16. A vector is 16 bytes, kLanes elements.
 #pragma once
 #include "ptx/cvt.cuh"
 
+namespace twin {
+
 #if WIDE == 0
-typedef float wide_t;
+using wide_t = float;
 #elif WIDE == 1 || WIDE == 2
-typedef unsigned short wide_t;
+using wide_t = unsigned short;
 #else
 #error "WIDE is 0 (fp32), 1 (bf16) or 2 (fp16)"
 #endif
 
-constexpr int LANES = 16 / sizeof(wide_t);
+constexpr int kLanes = 16 / sizeof(wide_t);
 
-// N neighbouring elements of a row, as loaded.
-template <int N>
+// kCount neighbouring elements of a row, as loaded.
+template <int kCount>
 struct Vector {
-    unsigned words[N * sizeof(wide_t) / 4];
+    unsigned words[kCount * sizeof(wide_t) / 4];
 };
 
-// Element i (a constant after unrolling) of a vector.
-template <int N>
-__device__ __forceinline__ float widen(const Vector<N>& vector, int i) {
-#if WIDE == 0
-    return __uint_as_float(vector.words[i]);
-#elif WIDE == 1
-    return __uint_as_float(i & 1 ? vector.words[i / 2] & 0xFFFF0000u : vector.words[i / 2] << 16);
-#else
-    return cvt_f32_f16(static_cast<unsigned short>(i & 1 ? vector.words[i / 2] >> 16 : vector.words[i / 2] & 0xFFFFu));
-#endif
-}
-
-// One element in memory, widened.
+// Words of WIDE's type to fp32, and the one rounding back: nearest even.
 __device__ __forceinline__ float widen(wide_t element) {
-#if WIDE == 0
-    return element;
-#elif WIDE == 1
-    return __uint_as_float(static_cast<unsigned>(element) << 16);
-#else
+    if constexpr (WIDE == 0) return element;
+    if constexpr (WIDE == 1) return __uint_as_float(static_cast<unsigned>(element) << 16);
     return cvt_f32_f16(element);
-#endif
+}
+__device__ __forceinline__ wide_t narrow(float value) {
+    if constexpr (WIDE == 0) return value;
+    return WIDE == 1 ? cvt_bf16_f32(value) : cvt_f16_f32(value);
 }
 
-// The one rounding back: nearest even.
-__device__ __forceinline__ wide_t narrow(float value) {
-#if WIDE == 0
-    return value;
-#elif WIDE == 1
-    return cvt_bf16_f32(value);
-#else
-    return cvt_f16_f32(value);
-#endif
+// Element i (a constant after unrolling) of a vector.
+template <int kCount>
+__device__ __forceinline__ float widen(const Vector<kCount>& vector, int i) {
+    const unsigned word = vector.words[WIDE == 0 ? i : i / 2];
+    if constexpr (WIDE == 0) return __uint_as_float(word);
+    if constexpr (WIDE == 1) return __uint_as_float(i & 1 ? word & 0xFFFF0000 : word << 16);
+    return cvt_f32_f16(static_cast<unsigned short>(i & 1 ? word >> 16 : word & 0xFFFF));
 }
 
 // A vector that is read once: 8 or 16 bytes, aligned to its size. The load is a plain one, because the hints made
 // for such data (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/kernels.md). `volatile` keeps the
 // loads of an unrolled loop together and ahead of their uses.
-template <int N>
-__device__ __forceinline__ Vector<N> load_once(const wide_t* address) {
-    Vector<N> v;
+template <int kCount>
+__device__ __forceinline__ Vector<kCount> load_once(const wide_t* address) {
+    Vector<kCount> v;
     if constexpr (sizeof(v) == 16)
         asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
@@ -70,7 +58,7 @@ __device__ __forceinline__ Vector<N> load_once(const wide_t* address) {
 }
 
 // Eight neighbours, read once, at a multiple of 16 bytes.
-typedef Vector<8> Eight;
+using Eight = Vector<8>;
 
 __device__ __forceinline__ Eight load8(const wide_t* address) {
 #if WIDE == 0
@@ -82,17 +70,19 @@ __device__ __forceinline__ Eight load8(const wide_t* address) {
 #endif
 }
 
-// The first `count` of N neighbours, at any address, and zeros.
-template <int N>
-__device__ __forceinline__ Vector<N> load_elements(const wide_t* address, int count) {
-    Vector<N> v = {};
+// The first `count` of kCount neighbours, at any address, and zeros.
+template <int kCount>
+__device__ __forceinline__ Vector<kCount> load_elements(const wide_t* address, int count) {
+    Vector<kCount> v = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-#if WIDE == 0
-        if (i < count) v.words[i] = __float_as_uint(address[i]);
-#else
-        if (i < count) v.words[i / 2] |= static_cast<unsigned>(address[i]) << i % 2 * 16;
-#endif
+    for (int i = 0; i < kCount; i++) {
+        if (i >= count) continue;
+        if constexpr (WIDE == 0)
+            v.words[i] = __float_as_uint(address[i]);
+        else
+            v.words[i / 2] |= static_cast<unsigned>(address[i]) << i % 2 * 16;
     }
     return v;
 }
+
+}  // namespace twin

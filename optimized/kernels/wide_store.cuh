@@ -3,17 +3,16 @@
 
 #include "wide.cuh"
 
+namespace twin {
+
 __device__ __forceinline__ unsigned word_of(const float* values) {
-#if WIDE == 0
-    return __float_as_uint(values[0]);
-#else
+    if constexpr (WIDE == 0) return __float_as_uint(values[0]);
     return WIDE == 1 ? cvt_bf16x2(values[0], values[1]) : cvt_f16x2(values[0], values[1]);
-#endif
 }
 
-// 16 bytes: LANES values. `address` is a multiple of 16.
+// 16 bytes: kLanes values. `address` is a multiple of 16.
 __device__ __forceinline__ void store_vector(wide_t* address, const float* values) {
-    constexpr int kStep = LANES / 4;  // values in a word
+    constexpr int kStep = kLanes / 4;  // values in a word
     *reinterpret_cast<uint4*>(address) = make_uint4(word_of(values), word_of(values + kStep),
                                                     word_of(values + 2 * kStep), word_of(values + 3 * kStep));
 }
@@ -21,5 +20,7 @@ __device__ __forceinline__ void store_vector(wide_t* address, const float* value
 // `address` is a multiple of 16.
 __device__ __forceinline__ void store_eight(wide_t* address, const float (&values)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; i += LANES) store_vector(address + i, values + i);
+    for (int i = 0; i < 8; i += kLanes) store_vector(address + i, values + i);
 }
+
+}  // namespace twin

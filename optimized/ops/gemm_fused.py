@@ -146,7 +146,7 @@ def _launch(
         np.int32(n),
         np.int32(k),
     )
-    # What of `columns` and k the configuration depends on.
+    # The configuration depends on these alone.
     width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
     chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
     chosen.launch(index, tile.count(m, n), args)
@@ -158,7 +158,7 @@ def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _short(a: torch.Tensor, tile: Tile | None) -> bool:
-    """Many tiles with few k-blocks each: the epilogue finds no room beside the next tile (docs/gemm.md)."""
+    """Many tiles with few k-blocks each: the next tile leaves the epilogue too little time (docs/gemm.md)."""
     return tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
 
 

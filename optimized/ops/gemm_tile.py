@@ -15,7 +15,7 @@ A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores 
 
 The copy engine fetches a row of a k-block in 2.4 cycles or less if it starts at a multiple of 128 bytes, which the
 costs of k-blocks contain. Where K is no such multiple, most rows straddle two lines, and the last k-block reaches
-over the end of every row: then the copies may take longer than the products, and what counts is to copy few rows,
+over the end of every row: then the copies may take longer than the wgmma, and what counts is to copy few rows,
 which clusters do.
 Rows that do not exist are not copied.
 """
@@ -165,14 +165,14 @@ COSTS = {
     Tile(1, 32, 18, 2, across=True): (Cost(210, 900), Cost(215, 1870)),
 }
 TILES = tuple(COSTS)[:6]  # of every kernel
-FP8_TILES = tuple(COSTS)  # of the FP8 product alone
+FP8_TILES = tuple(COSTS)  # of the FP8 GEMM without a fused epilogue
 
 # Cycles of the copy engine for a row of a k-block: starting at a multiple of 32 bytes, of 16; reaching over its end.
 ROW_32, ROW_16, ROW_END = 2.5, 3.3, 8.5
 # Lines that L2 delivers in a cycle, to all multiprocessors; of them, those that such a row takes.
 L2_LINES, LINES_32, LINES_16 = 64, 1.5, 2.7
 CLUSTER_START = 1500  # cycles
-# A product that takes longer, in cycles, runs at the power limit, where copies cost besides their time.
+# Cycles from which on a GEMM runs at the power limit, where copies cost power too; how near to the best time is enough.
 LONG, NEARLY = 300_000, 1.01
 
 
@@ -205,7 +205,7 @@ def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: 
 def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
     """The tile with the least modelled time for `[m, k] · [n, k]ᵀ` on `sms` multiprocessors.
 
-    Of a long product's tiles with nearly that time it is the largest, whose operands are copied least often.
+    For a long GEMM it is the largest tile within 1 % of that time: it copies operands least often.
 
     Args:
         m: rows of the output.

@@ -4,7 +4,8 @@
 //
 // One block, one warpgroup (128 threads), one tile of 64 x 128. For each k-block of 128: every thread copies its share
 // of A and B to shared memory, 16 bytes at a time; then four wgmma (k = 32 each) add the products to the 64
-// accumulators of each thread. Copies and products take turns, and only other blocks on the multiprocessor fill the gaps.
+// accumulators of each thread. Copies and wgmma take turns, and only other blocks on the multiprocessor fill the
+// gaps.
 //
 // wgmma reads rows of 128 bytes whose eight 16-byte chunks are swizzled: chunk c of row r lies at place c ^ (r % 8), so
 // that neither the copy nor the tensor core meets a bank conflict.

@@ -4,7 +4,7 @@
 //
 // One thread asks for a box of 128 bytes x rows; the engine computes the addresses, swizzles, and reports the bytes on
 // an mbarrier, on which everybody waits. No thread computes an address or holds data on its way to shared memory.
-// Copy and product of one block still take turns.
+// Copies and wgmma of one block still take turns.
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"

@@ -4,7 +4,7 @@
 //
 // wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e (e = 0, 1) of its B: stores of 4 bytes, a quarter of a
 // 32-byte sector each. But which row of B is "column c" is our choice. The tensor map of B has five dimensions,
-// (k, e, q, j, g), and puts row 32 g + 8 q + 2 j + e there: the same product, and each thread owns 8 consecutive
+// (k, e, q, j, g), and puts row 32 g + 8 q + 2 j + e there: the same GEMM, and each thread owns 8 consecutive
 // columns, 16 bytes, of every 32. The engine fetches rows of 128 bytes either way, so this costs nothing.
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"

@@ -1,4 +1,4 @@
-// Rung 8: a tile is stored behind the next tile's products.
+// Rung 8: a tile is stored while the next one is computed.
 //
 //   D[M, N] = bf16(A[M, K] B[N, K]^T)     A, B E4M3, row-major; M % 256 = N % 256 = K % 1024 = 0; grid: multiprocessors
 //

@@ -4,8 +4,10 @@
 // wait_group; other threads need a barrier as well.
 #pragma once
 
-// Queue a copy of 16 bytes, both addresses 16-byte aligned; past L1, or through it: the faster way where L1 has room, 64
-// KB or so (docs/activation.md).
+namespace twin {
+
+// Queue a copy of 16 bytes, both addresses 16-byte aligned; past L1, or through it: the faster way where L1 has room,
+// 64 KB or so (docs/activation.md).
 template <bool kThroughL1 = false>
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -31,8 +33,10 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, un
 // Close a group: the copies queued since the last one (possibly none).
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until at most N of this thread's groups, the latest, are unfinished.
-template <int N>
+// Wait until at most kCount of this thread's groups, the latest, are unfinished.
+template <int kCount>
 __device__ __forceinline__ void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(kCount) : "memory");
 }
+
+}  // namespace twin

@@ -1,6 +1,8 @@
 // Conversions: cvt to FP8, and the 16-bit formats to fp32. One function per instruction.
 #pragma once
 
+namespace twin {
+
 // Two E4M3 codes, low in bits 0-7: nearest even, saturating to ±448, every NaN to 0x7F.
 __device__ __forceinline__ unsigned cvt_e4m3x2(float low, float high) {
     unsigned short codes;
@@ -49,3 +51,5 @@ __device__ __forceinline__ unsigned cvt_f16x2(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
+
+}  // namespace twin

@@ -1,5 +1,5 @@
-// elect.sync: one thread of a converged warp. ptxas then knows that a single thread runs what is guarded by it, and leaves
-// out the loop over the threads that it puts around each bulk copy otherwise.
+// elect.sync: one thread of a converged warp. ptxas then knows that a single thread runs what is guarded by it, and
+// leaves out the loop over the threads that it puts around each bulk copy otherwise.
 #pragma once
 
 namespace twin {

@@ -1,5 +1,5 @@
-// Programmatic dependent launch: a grid that is launched `early` (optimized/launch.py) may start while the one before it in
-// the stream is at its end, so that it has been set up when its input is there.
+// Programmatic dependent launch: a grid that is launched `early` (optimized/launch.py) may start while the one before
+// it in the stream is at its end, so that it has been set up when its input is there.
 #pragma once
 
 namespace twin {

@@ -49,9 +49,9 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
            static_cast<unsigned long long>(stride >> 4) << 32 | 1ull << 62;
 }
 
-// Operand lists, by the number of accumulators: wgmma names every register, and PTX has no shorter way to say it.
-// After the accumulators come the two descriptors, scale_d, and the transpositions of the 16-bit forms.
-#define TWIN_ACC_8(i) \
+// Lists of accumulators: wgmma names every register, and PTX has no shorter way to say it. After them come the two
+// descriptors, scale_d, and the transpositions of the 16-bit forms, whose places the last arguments below name.
+#define TWIN_ACC_8(i)                                                                                           \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define TWIN_ACC_16(i) TWIN_ACC_8(i), TWIN_ACC_8(i + 8)
@@ -69,100 +69,74 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #define TWIN_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TWIN_REGISTERS_16 TWIN_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TWIN_REGISTERS_32 \
-    TWIN_REGISTERS_16 \
+    TWIN_REGISTERS_16     \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TWIN_REGISTERS_40 TWIN_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define TWIN_REGISTERS_48 TWIN_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define TWIN_REGISTERS_56 TWIN_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define TWIN_REGISTERS_64 TWIN_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define TWIN_REGISTERS_80 \
-    TWIN_REGISTERS_64 \
+    TWIN_REGISTERS_64     \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define TWIN_REGISTERS_96 \
-    TWIN_REGISTERS_80 \
+    TWIN_REGISTERS_80     \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define TWIN_REGISTERS_112 \
-    TWIN_REGISTERS_96 \
+    TWIN_REGISTERS_96      \
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define TWIN_REGISTERS_128 \
-    TWIN_REGISTERS_112 \
+    TWIN_REGISTERS_112     \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define TWIN_DESCRIPTORS_8 "%8, %9"
-#define TWIN_SCALE_D_8 "%10"
-#define TWIN_DESCRIPTORS_16 "%16, %17"
-#define TWIN_SCALE_D_16 "%18"
-#define TWIN_DESCRIPTORS_32 "%32, %33"
-#define TWIN_SCALE_D_32 "%34"
-#define TWIN_TRANSPOSE_32 "%35, %36"
-#define TWIN_DESCRIPTORS_40 "%40, %41"
-#define TWIN_SCALE_D_40 "%42"
-#define TWIN_DESCRIPTORS_48 "%48, %49"
-#define TWIN_SCALE_D_48 "%50"
-#define TWIN_DESCRIPTORS_56 "%56, %57"
-#define TWIN_SCALE_D_56 "%58"
-#define TWIN_DESCRIPTORS_64 "%64, %65"
-#define TWIN_SCALE_D_64 "%66"
-#define TWIN_TRANSPOSE_64 "%67, %68"
-#define TWIN_DESCRIPTORS_80 "%80, %81"
-#define TWIN_SCALE_D_80 "%82"
-#define TWIN_DESCRIPTORS_96 "%96, %97"
-#define TWIN_SCALE_D_96 "%98"
-#define TWIN_DESCRIPTORS_112 "%112, %113"
-#define TWIN_SCALE_D_112 "%114"
-#define TWIN_TRANSPOSE_112 "%115, %116"
-#define TWIN_DESCRIPTORS_128 "%128, %129"
-#define TWIN_SCALE_D_128 "%130"
-#define TWIN_TRANSPOSE_128 "%131, %132"
 
 // D = A B^T + (scale_d ? D : 0), K = 32, FP8.
-#define TWIN_WGMMA_FP8_CASE(COUNT, N, A_TYPE, B_TYPE, NAMES)                                                  \
-    if constexpr (same_type<A, A_TYPE> && same_type<B, B_TYPE>)                                               \
-        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " TWIN_SCALE_D_##COUNT ", 0;\n"    \
-                     " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." NAMES " {" TWIN_REGISTERS_##COUNT     \
-                     "}, " TWIN_DESCRIPTORS_##COUNT ", accumulate, 1, 1;\n}"                                  \
-                     : TWIN_ACCUMULATORS_##COUNT                                                              \
-                     : "l"(a), "l"(b), "r"(scale_d)                                                           \
+#define TWIN_WGMMA_FP8_CASE(COUNT, N, A_TYPE, B_TYPE, NAMES, DESCRIPTORS, SCALE_D)                        \
+    if constexpr (same_type<A, A_TYPE> && same_type<B, B_TYPE>)                                           \
+        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D ", 0;\n"             \
+                     " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." NAMES " {" TWIN_REGISTERS_##COUNT \
+                     "}, " DESCRIPTORS ", accumulate, 1, 1;\n}"                                           \
+                     : TWIN_ACCUMULATORS_##COUNT                                                          \
+                     : "l"(a), "l"(b), "r"(scale_d)                                                       \
                      : "memory");
-#define TWIN_WGMMA_FP8(COUNT, N)                                                                              \
-    template <class A, class B>                                                                               \
-    __device__ __forceinline__ void wgmma_k32(float (&d)[COUNT], unsigned long long a, unsigned long long b,  \
-                                              int scale_d) {                                                  \
-        TWIN_WGMMA_FP8_CASE(COUNT, N, E4M3, E4M3, "e4m3.e4m3")                                                \
-        TWIN_WGMMA_FP8_CASE(COUNT, N, E4M3, E5M2, "e4m3.e5m2")                                                \
-        TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E4M3, "e5m2.e4m3")                                                \
-        TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E5M2, "e5m2.e5m2")                                                \
+#define TWIN_WGMMA_FP8(COUNT, N, DESCRIPTORS, SCALE_D)                                                       \
+    template <class A, class B>                                                                              \
+    __device__ __forceinline__ void wgmma_k32(float (&d)[COUNT], unsigned long long a, unsigned long long b, \
+                                              int scale_d) {                                                 \
+        TWIN_WGMMA_FP8_CASE(COUNT, N, E4M3, E4M3, "e4m3.e4m3", DESCRIPTORS, SCALE_D)                         \
+        TWIN_WGMMA_FP8_CASE(COUNT, N, E4M3, E5M2, "e4m3.e5m2", DESCRIPTORS, SCALE_D)                         \
+        TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E4M3, "e5m2.e4m3", DESCRIPTORS, SCALE_D)                         \
+        TWIN_WGMMA_FP8_CASE(COUNT, N, E5M2, E5M2, "e5m2.e5m2", DESCRIPTORS, SCALE_D)                         \
     }
-TWIN_WGMMA_FP8(8, 16)
-TWIN_WGMMA_FP8(16, 32)
-TWIN_WGMMA_FP8(32, 64)
-TWIN_WGMMA_FP8(40, 80)
-TWIN_WGMMA_FP8(48, 96)
-TWIN_WGMMA_FP8(56, 112)
-TWIN_WGMMA_FP8(64, 128)
-TWIN_WGMMA_FP8(80, 160)
-TWIN_WGMMA_FP8(96, 192)
-TWIN_WGMMA_FP8(112, 224)
-TWIN_WGMMA_FP8(128, 256)
+TWIN_WGMMA_FP8(8, 16, "%8, %9", "%10")
+TWIN_WGMMA_FP8(16, 32, "%16, %17", "%18")
+TWIN_WGMMA_FP8(32, 64, "%32, %33", "%34")
+TWIN_WGMMA_FP8(40, 80, "%40, %41", "%42")
+TWIN_WGMMA_FP8(48, 96, "%48, %49", "%50")
+TWIN_WGMMA_FP8(56, 112, "%56, %57", "%58")
+TWIN_WGMMA_FP8(64, 128, "%64, %65", "%66")
+TWIN_WGMMA_FP8(80, 160, "%80, %81", "%82")
+TWIN_WGMMA_FP8(96, 192, "%96, %97", "%98")
+TWIN_WGMMA_FP8(112, 224, "%112, %113", "%114")
+TWIN_WGMMA_FP8(128, 256, "%128, %129", "%130")
 
 // The same for 16-bit operands, K = 16. kTransposeA, kTransposeB: the operand is MN-major in shared memory.
-#define TWIN_WGMMA_16_CASE(COUNT, N, TYPE, NAMES)                                                             \
-    if constexpr (same_type<T, TYPE>)                                                                         \
-        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " TWIN_SCALE_D_##COUNT ", 0;\n"    \
-                     " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAMES " {" TWIN_REGISTERS_##COUNT     \
-                     "}, " TWIN_DESCRIPTORS_##COUNT ", accumulate, 1, 1, " TWIN_TRANSPOSE_##COUNT ";\n}"      \
-                     : TWIN_ACCUMULATORS_##COUNT                                                              \
-                     : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeA), "n"(kTransposeB)                       \
+#define TWIN_WGMMA_16_CASE(COUNT, N, TYPE, NAMES, DESCRIPTORS, SCALE_D, TRANSPOSE)                        \
+    if constexpr (same_type<T, TYPE>)                                                                     \
+        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D ", 0;\n"             \
+                     " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAMES " {" TWIN_REGISTERS_##COUNT \
+                     "}, " DESCRIPTORS ", accumulate, 1, 1, " TRANSPOSE ";\n}"                            \
+                     : TWIN_ACCUMULATORS_##COUNT                                                          \
+                     : "l"(a), "l"(b), "r"(scale_d), "n"(kTransposeA), "n"(kTransposeB)                   \
                      : "memory");
-#define TWIN_WGMMA_16(COUNT, N)                                                                               \
-    template <class T, int kTransposeA, int kTransposeB>                                                      \
-    __device__ __forceinline__ void wgmma_k16(float (&d)[COUNT], unsigned long long a, unsigned long long b,  \
-                                              int scale_d) {                                                  \
-        TWIN_WGMMA_16_CASE(COUNT, N, BF16, "bf16.bf16")                                                       \
-        TWIN_WGMMA_16_CASE(COUNT, N, FP16, "f16.f16")                                                         \
+#define TWIN_WGMMA_16(COUNT, N, DESCRIPTORS, SCALE_D, TRANSPOSE)                                             \
+    template <class T, int kTransposeA, int kTransposeB>                                                     \
+    __device__ __forceinline__ void wgmma_k16(float (&d)[COUNT], unsigned long long a, unsigned long long b, \
+                                              int scale_d) {                                                 \
+        TWIN_WGMMA_16_CASE(COUNT, N, BF16, "bf16.bf16", DESCRIPTORS, SCALE_D, TRANSPOSE)                     \
+        TWIN_WGMMA_16_CASE(COUNT, N, FP16, "f16.f16", DESCRIPTORS, SCALE_D, TRANSPOSE)                       \
     }
-TWIN_WGMMA_16(32, 64)
-TWIN_WGMMA_16(64, 128)
-TWIN_WGMMA_16(112, 224)
-TWIN_WGMMA_16(128, 256)
+TWIN_WGMMA_16(32, 64, "%32, %33", "%34", "%35, %36")
+TWIN_WGMMA_16(64, 128, "%64, %65", "%66", "%67, %68")
+TWIN_WGMMA_16(112, 224, "%112, %113", "%114", "%115, %116")
+TWIN_WGMMA_16(128, 256, "%128, %129", "%130", "%131, %132")
 
 }  // namespace twin
