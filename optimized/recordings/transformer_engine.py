@@ -1,0 +1,294 @@
+"""What Transformer Engine computed on an H200, and the same by `reference`, step by step and op by op.
+
+tests/golden/record_transformer_engine.py recorded it: six training steps of each of `transformer_engine_cases`, and of
+each step every call of an op of Transformer Engine, with its arguments and results.
+
+`steps` trains `reference`'s layer. Each step starts from what Transformer Engine had: parameters from its recorded
+gradients, scales and histories as recorded. `calls` repeats each recorded call by the op of this project that it
+corresponds to, on Transformer Engine's own arguments: a difference found there is that op's and no other's.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import reference as te
+from optimized.compare import Tally
+from optimized.recordings.reader import RESTORED, arrays
+from optimized.recordings.transformer_engine_cases import (
+    CASES,
+    STEPS,
+    Run,
+    Tensors,
+    first_parameters,
+    inputs,
+    known,
+    updated,
+)
+from reference import files
+from reference.ops.library import twin
+
+RECORDING = "transformer_engine_h200"
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+# Of each part of an op's result that may differ, why. What is not here must not differ.
+_NORM = "its norm adds a row in another order, contracts to fma, and takes rsqrtf"
+_SUM = "its order of the column sum"
+_GELU = "its GELU in tanhf, contracted to fma; ours are recorded fp32 words"
+_SILU = "its sigmoid in expf, contracted to fma; ours are recorded fp32 words"
+_ROUNDED = "it rounds a gated activation's gradient to 16 bits before the cast and the sum, which read fp32 here"
+WHY = {
+    ("norm", "codes"): _NORM,
+    ("norm", "amax"): _NORM,
+    ("norm", "mean"): _NORM,
+    ("norm", "rstd"): _NORM,
+    ("norm_backward", "dx"): _NORM,
+    ("norm_backward", "dgamma"): _SUM,
+    ("norm_backward", "dbeta"): _SUM,
+    ("gelu", "codes"): _GELU,
+    ("gelu", "amax"): _GELU,
+    ("gelu_backward", "codes"): _GELU,
+    ("gelu_backward", "amax"): _GELU,
+    ("gelu_backward", "dbias"): f"{_GELU}; {_SUM}",
+    ("swiglu", "codes"): _SILU,
+    ("swiglu", "amax"): _SILU,
+    ("swiglu_backward", "dx"): _SILU,
+    ("cast_dbias", "dbias"): _SUM,
+    ("dbias", "dbias"): _SUM,
+    ("swiglu_backward with its cast", "codes"): _ROUNDED,
+    ("swiglu_backward with its cast", "amax"): _ROUNDED,
+    ("swiglu_backward with its cast", "dbias"): f"{_ROUNDED}; {_SUM}",
+    ("bias_dropout_add", "out"): "torch.compile fuses it and keeps fp32 between its two additions",
+}
+
+
+class Step(NamedTuple):
+    """One recorded step: its start (x, g, parameters), the named results, and the calls."""
+
+    start: Tensors
+    results: Tensors
+    calls: list[dict[str, Any]]
+
+
+@cache
+def _file() -> tuple[dict[str, Any], np.ndarray]:
+    found = arrays(RECORDING)
+    try:
+        return json.loads(found["index"].tobytes()), found["data"]
+    except (TypeError, ValueError) as error:
+        raise files.Damaged(f"{RECORDING}.npz is damaged: {error!r}{RESTORED}.") from error
+
+
+def stored(place: list[Any], start: Tensors) -> torch.Tensor:
+    """The tensor of `[name or number, shape]`: of the step's start, or of the file."""
+    where, shape = place
+    if isinstance(where, str):
+        return start[where].reshape(shape)
+    index, data = _file()
+    dtype, first, size = index["arrays"][where]
+    return torch.from_numpy(data[first : first + size].copy()).view(getattr(torch, dtype)).reshape(shape)
+
+
+@cache
+def recorded(name: str) -> list[Step]:
+    """The six steps of a case."""
+    found: list[Step] = []
+    entries = _file()[0]["cases"][name]
+    if len(entries) != STEPS:
+        raise files.Damaged(f"{RECORDING}.npz is damaged: {name!r} has {len(entries)} steps{RESTORED}.")
+    parameters = first_parameters(name, Run(name, te, te, "cpu").shapes())
+    for number, entry in enumerate(entries):
+        start = known(*inputs(name, number), parameters)
+        results = {key: stored(place, start) for key, place in entry["results"].items()}
+        found.append(Step(start, results, entry["calls"]))
+        parameters = updated(parameters, results)
+    return found
+
+
+def steps(name: str) -> Iterator[Pairs]:
+    """Of each step of `reference`'s layer: its result and the recorded one, by name."""
+    run = Run(name, te, te, "cpu")
+    before: Tensors | None = None
+    for x, step in enumerate(recorded(name)):
+        run.load({key: step.start[key] for key in run.shapes()})
+        if before is not None:
+            _set_states(run, before)
+        given = run.step(*inputs(name, x))
+        if given.keys() != step.results.keys():
+            raise files.Damaged(
+                f"{RECORDING}.npz does not fit: {name!r} has {sorted(step.results)} and not {sorted(given)}{RESTORED}."
+            )
+        yield {key: (ours, step.results[key]) for key, ours in given.items()}
+        before = step.results
+
+
+@torch.no_grad()
+def _set_states(run: Run, results: Tensors) -> None:
+    for prefix, part in run.parts().items():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            part.fp8_meta[key].scale.copy_(results[f"{prefix}{key}.scale"])
+            part.fp8_meta[key].amax_history.copy_(results[f"{prefix}{key}.amax_history"])
+
+
+def calls(name: str) -> Iterator[tuple[str, Pairs]]:
+    """Of each recorded call: the op, and of each part of its result ours and Transformer Engine's."""
+    for step in recorded(name):
+        for call in step.calls:
+            given = {key: stored(place, step.start) for key, place in call["in"].items()}
+            ours = _OPS[call["op"]](call, given)
+            yield call["op"], _pairs(ours, call, step)
+            if call["op"] == "cast_dbias":
+                yield from _fused(call, given, step)
+
+
+def _pairs(ours: Tensors, call: dict[str, Any], step: Step) -> Pairs:
+    return {key: (ours[key], stored(place, step.start)) for key, place in call["out"].items()}
+
+
+def _fused(call: dict[str, Any], given: Tensors, step: Step) -> Iterator[tuple[str, Pairs]]:
+    """Where what is cast is a swiglu's gradient: the op that does both in one, as this project's layers do."""
+    for before in step.calls:
+        if before["op"] == "swiglu_backward" and before["out"]["dx"][0] == call["in"]["x"][0]:
+            scaling = _scaling(call, given)
+            operands = (stored(before["in"][key], step.start) for key in ("grad", "x"))
+            results = twin.activation_backward_cast_transpose_dbias(*operands, "swiglu", *scaling)
+            ours = _named("codes codes_t scale_inv dbias", results, scaling)
+            yield "swiglu_backward with its cast", _pairs(ours, call, step)
+
+
+def updates(name: str) -> Iterator[Pairs]:
+    """Of each module, direction and step: scales and history after it, ours from Transformer Engine's own amaxes."""
+    run, before = Run(name, te, te, "cpu"), None
+    recipe = run.recipe
+    for step in recorded(name):
+        for prefix in run.parts():
+            for key, forward in (("scaling_fwd", True), ("scaling_bwd", False)):
+                after = {part: step.results[f"{prefix}{key}.{part}"] for part in ("scale", "amax_history")}
+                scale, history = torch.ones_like(after["scale"]), torch.zeros_like(after["amax_history"])
+                if before is not None:
+                    scale, history = (before[f"{prefix}{key}.{part}"].clone() for part in ("scale", "amax_history"))
+                history[0] = after["amax_history"][-1]  # where the update has moved the step's amaxes to
+                fp8_max = recipe.fp8_format.fp8_max(forward)
+                twin.scale_update([scale], [history], fp8_max, recipe.margin, recipe.amax_compute_algo)
+                yield {"scale": (scale, after["scale"]), "amax_history": (history, after["amax_history"])}
+        before = step.results
+
+
+def _scaling(call: dict[str, Any], given: Tensors) -> tuple[torch.Tensor, torch.Tensor, int, torch.dtype]:
+    return given["scale"], torch.zeros(1, 1), 0, getattr(torch, call["dtype"])
+
+
+def _named(names: str, results: Any, scaling: Any = None) -> Tensors:
+    found = dict(zip(names.split(), results, strict=True))
+    return found if scaling is None else {**found, "amax": scaling[1][0]}
+
+
+def _cast(call: dict[str, Any], given: Tensors) -> Tensors:
+    scaling = _scaling(call, given)
+    return _named("codes scale_inv", twin.cast(given["x"], *scaling), scaling)
+
+
+def _cast_dbias(call: dict[str, Any], given: Tensors) -> Tensors:
+    scaling = _scaling(call, given)
+    return _named("codes codes_t scale_inv dbias", twin.cast_transpose_dbias(given["x"], *scaling), scaling)
+
+
+def _norm(call: dict[str, Any], given: Tensors) -> Tensors:
+    scaling = _scaling(call, given)
+    plan = (given["gamma"], given.get("beta"), call["eps"], call["zero_centered"], call["kind"])
+    return _named("codes codes_t scale_inv mean rstd", twin.norm_cast_transpose(given["x"], *plan, *scaling), scaling)
+
+
+def _norm_backward(call: dict[str, Any], given: Tensors) -> Tensors:
+    statistics = (given.get("mean", torch.empty(0)), given["rstd"])
+    operands = (given["grad"], given["x"], given["gamma"], *statistics)
+    return _named("dx dgamma dbeta", twin.norm_backward(*operands, call["zero_centered"], call["kind"], None))
+
+
+def _activation(call: dict[str, Any], given: Tensors) -> Tensors:
+    scaling = _scaling(call, given)
+    return _named("codes codes_t scale_inv", twin.activation_cast_transpose(given["x"], call["op"], *scaling), scaling)
+
+
+def _gelu_backward(call: dict[str, Any], given: Tensors) -> Tensors:
+    scaling = _scaling(call, given)
+    results = twin.activation_backward_cast_transpose_dbias(given["grad"], given["x"], "gelu", *scaling)
+    return _named("codes codes_t scale_inv dbias", results, scaling)
+
+
+def _gemm(call: dict[str, Any], given: Tensors) -> Tensors:
+    a, b = (given[key].t().contiguous() if call[f"{key}_t"] else given[key] for key in ("a", "b"))
+    scales = (given["a_scale_inv"], given["b_scale_inv"])
+    how = "split" if call["split"] else "fast"
+    return {"out": twin.gemm_fp8(a, b, *scales, given.get("bias"), getattr(torch, call["out_dtype"]), how)}
+
+
+_OPS = {
+    "cast": _cast,
+    "cast_dbias": _cast_dbias,
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "gelu": _activation,
+    "swiglu": _activation,
+    "gelu_backward": _gelu_backward,
+    "swiglu_backward": lambda call, given: {"dx": twin.activation_backward(given["grad"], given["x"], "swiglu")},
+    "gemm": _gemm,
+    "bias_dropout_add": lambda call, given: {
+        "out": twin.bias_dropout_add(given["x"], given["bias"], given["residual"], 0.0, None)
+    },
+    "add": lambda call, given: {"out": given["x"] + given["y"]},
+    "dbias": lambda call, given: {"dbias": twin.dbias(given["x"])},
+}
+
+
+def compare(name: str) -> Tally:
+    """Every part of every call that may not differ (`WHY`)."""
+    tally = Tally()
+    for op, parts in _every(name):
+        for part, pair in parts.items():
+            if (op, part) not in WHY:
+                tally.add(*pair)
+    return tally
+
+
+def _every(name: str) -> Iterator[tuple[str, Pairs]]:
+    yield from calls(name)
+    yield from (("scale_update", pairs) for pairs in updates(name))
+
+
+def summary() -> dict[str, Any]:
+    """Words compared and different: of every op's parts over all cases, and of every case's tensors.
+
+    Where a case's tensor differs, `steps` counts by step, and `ops` names what differs among that case's calls: the
+    source of the difference.
+    """
+    ops: dict[tuple[str, str], Tally] = {}
+    cases: list[dict[str, Any]] = []
+    for name in CASES:
+        different: set[str] = set()
+        for op, parts in _every(name):
+            for part, pair in parts.items():
+                if ops.setdefault((op, part), Tally()).add(*pair):
+                    different.add(f"{op}: {part}")
+        tensors: dict[str, list[Tally]] = {}
+        for pairs in steps(name):
+            for key, pair in pairs.items():
+                tensors.setdefault(key, []).append(Tally())
+                tensors[key][-1].add(*pair)
+        cases += [_row(name, key, tallies, sorted(different)) for key, tallies in tensors.items()]
+    rows = [
+        {"op": op, "part": part, "compared": tally.compared, "different": tally.different}
+        | ({"why": WHY.get((op, part), "not explained")} if tally.different else {})
+        for (op, part), tally in ops.items()
+    ]
+    return {"ops": rows, "cases": cases}
+
+
+def _row(name: str, tensor: str, tallies: list[Tally], ops: list[str]) -> dict[str, Any]:
+    counts = [tally.different for tally in tallies]
+    row = {"case": name, "tensor": tensor, "compared": sum(tally.compared for tally in tallies)}
+    return row | {"different": sum(counts)} | ({"steps": counts, "ops": ops} if any(counts) else {})

@@ -1,0 +1,182 @@
+"""Six training steps of Transformer Engine's layers: cases, inputs, and the step itself for either library.
+
+tests/golden/record_transformer_engine.py runs `Run` with Transformer Engine on an H200, and
+`optimized.recordings.transformer_engine` with `reference` on a CPU. Both get the same words: inputs and first
+parameters come from PCG64's raw stream (`linear.words`), later parameters from the recorded gradients.
+
+A whole layer runs without its own attention, whose order of sums is cuDNN's: in its place stands `select`, which only
+chooses and adds once, so that both libraries must agree about all that is around it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from optimized.recordings.linear import words
+
+STEPS = 6
+LEARNING_RATE = 0.125
+GROWTH = (1.0, 3.0, 0.5, 40.0, 0.125, 1.0)  # of the inputs from step to step, so that scales have to follow
+PARTS = ("Linear", "LayerNormLinear", "LayerNormMLP")  # modules with FP8 state
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Case(NamedTuple):
+    """One recorded training run: layer, dtype, delayed scaling, leading sizes of x, the layer's arguments."""
+
+    layer: str
+    dtype: torch.dtype
+    fp8_format: str
+    algorithm: str
+    history: int
+    lead: tuple[int, ...]
+    sizes: tuple[int, ...]
+    arguments: Mapping[str, Any] = {}
+    environment: Mapping[str, str] = {}  # Transformer Engine's switches, read when the layer is made
+
+
+_MAX, _RECENT = ("HYBRID", "max", 4), ("E4M3", "most_recent", 3)
+_BF16, _FP16 = torch.bfloat16, torch.float16
+_RMS = {"normalization": "RMSNorm"}
+_BLOCK = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "no_mask"}
+_LAYER = ((8, 2), (32, 32, 2))
+_UNFUSED = {"NVTE_BIAS_DROPOUT_FUSION": "0"}
+
+CASES = {
+    "Linear, bf16": Case("Linear", _BF16, *_MAX, (16,), (96, 16)),
+    "Linear, fp16": Case("Linear", _FP16, *_RECENT, (32,), (48, 16)),
+    "Linear without bias, bf16": Case("Linear", _BF16, *_RECENT, (16,), (96, 16), {"bias": False}),
+    "LayerNormLinear, bf16": Case("LayerNormLinear", _BF16, *_MAX, (16,), (96, 16)),
+    "LayerNormLinear, fp16": Case("LayerNormLinear", _FP16, *_RECENT, (32,), (64, 16)),
+    "LayerNormLinear, RMSNorm, bf16": Case(
+        "LayerNormLinear", _BF16, *_RECENT, (16,), (64, 16), {**_RMS, "bias": False, "zero_centered_gamma": True}
+    ),
+    "LayerNormLinear, RMSNorm, fp16": Case("LayerNormLinear", _FP16, *_MAX, (16,), (80, 16), _RMS),
+    "LayerNormMLP, gelu, bf16": Case("LayerNormMLP", _BF16, *_MAX, (16,), (32, 48)),
+    "LayerNormMLP, gelu, fp16": Case("LayerNormMLP", _FP16, *_RECENT, (16,), (32, 48)),
+    "LayerNormMLP, RMSNorm, swiglu, bf16": Case(
+        "LayerNormMLP", _BF16, *_MAX, (16,), (32, 32), {**_RMS, "activation": "swiglu"}
+    ),
+    "LayerNormMLP, swiglu, fp16": Case("LayerNormMLP", _FP16, *_RECENT, (16,), (32, 32), {"activation": "swiglu"}),
+    "TransformerLayer, bf16": Case("TransformerLayer", _BF16, *_MAX, *_LAYER, _BLOCK),
+    "TransformerLayer, fp16": Case("TransformerLayer", _FP16, *_RECENT, *_LAYER, _BLOCK),
+    "TransformerLayer, RMSNorm, bias_dropout_add unfused, bf16": Case(
+        "TransformerLayer", _BF16, *_MAX, *_LAYER, {**_BLOCK, **_RMS}, _UNFUSED
+    ),
+}
+
+
+def _seed(name: str) -> int:
+    return 100_000 + 1000 * list(CASES).index(name)
+
+
+def inputs(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and g = dL/dy of one step."""
+    case = CASES[name]
+    out = case.sizes[1] if case.layer.endswith("Linear") else case.sizes[0]
+    seed, growth = _seed(name) + 10 * step, GROWTH[step]
+    x = words(seed + 1, (*case.lead, case.sizes[0]), growth)
+    return x.to(case.dtype), words(seed + 2, (*case.lead, out), 1e-3 * growth).to(case.dtype)
+
+
+def first_parameters(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """The parameters before the first step, by name: weights and biases around 0, γ around 1 unless zero-centred."""
+    case, found = CASES[name], {}
+    for i, key in enumerate(sorted(shapes)):
+        is_gamma = key.endswith("layer_norm_weight")
+        scale = 0.25 if is_gamma else 0.05 if len(shapes[key]) == 2 else 0.1
+        value = words(_seed(name) + 900 + i, shapes[key], scale)
+        if is_gamma and not case.arguments.get("zero_centered_gamma", False):
+            value = value + 1
+        found[key] = value.to(case.dtype)
+    return found
+
+
+def updated(parameters: Tensors, gradients: Tensors) -> Tensors:
+    """p − (lr·g), each operation rounded to fp32, then to the parameter's dtype."""
+    return {
+        key: (value.float() - (gradients[f"d {key}"].float() * LEARNING_RATE)).to(value.dtype)
+        for key, value in parameters.items()
+    }
+
+
+def known(x: torch.Tensor, gradient: torch.Tensor, parameters: Tensors) -> Tensors:
+    """What a step starts from, by name; q's, k's and v's weights also as one, as their GEMM reads them."""
+    found = {"x": x, "g": gradient, **parameters}
+    for kind in ("weight", "bias"):
+        parts = [f"self_attention.layernorm_qkv.{part}_{kind}" for part in ("query", "key", "value")]
+        if parts[0] in parameters:
+            found[f"self_attention.layernorm_qkv.{kind}"] = torch.cat([parameters[part] for part in parts])
+    return found
+
+
+def select(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """v plus q in even and k in odd channels, `[s, b, heads·d]`: one rounding forward, none backward."""
+    even = torch.arange(q.shape[-1], device=q.device) % 2 == 0
+    return (v + torch.where(even, q, k)).flatten(2)
+
+
+def _stand_in(q: Any, k: Any, v: Any, *_: Any, qkv_layer: Any = None, qkv_interleave_dim: Any = None, **__: Any) -> Any:
+    """`select` with the arguments of a `DotProductAttention`; Transformer Engine may hand over q, k, v as one."""
+    if qkv_layer is not None:
+        q, k, v = qkv_layer.unbind(qkv_interleave_dim)
+    return select(q, k, v)
+
+
+class Run:
+    """A case's layer in `library` (`reference`, or Transformer Engine's package), and its steps.
+
+    Args:
+        library: where the layers and `autocast` are.
+        recipes: where `DelayedScaling` and `Format` are.
+    """
+
+    def __init__(self, name: str, library: Any, recipes: Any, device: str) -> None:
+        self.name, self.case, self.library, self.device = name, CASES[name], library, device
+        case = self.case
+        self.recipe = recipes.DelayedScaling(
+            fp8_format=getattr(recipes.Format, case.fp8_format),
+            amax_history_len=case.history,
+            amax_compute_algo=case.algorithm,
+        )
+        self.layer = getattr(library, case.layer)(*case.sizes, params_dtype=case.dtype, device=device, **case.arguments)
+        if case.layer == "TransformerLayer":
+            self.layer.self_attention.core_attention.forward = _stand_in
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        return {key: tuple(value.shape) for key, value in self.layer.named_parameters()}
+
+    def parts(self) -> dict[str, Any]:
+        """The modules with FP8 state, by a prefix for their tensors' names."""
+        found = {key: part for key, part in self.layer.named_modules() if type(part).__name__ in PARTS}
+        return {f"{key}." if key else "": part for key, part in found.items()}
+
+    @torch.no_grad()
+    def load(self, parameters: Tensors) -> None:
+        """Take over parameters."""
+        for key, parameter in self.layer.named_parameters():
+            parameter.copy_(parameters[key])
+
+    def step(self, x: torch.Tensor, gradient: torch.Tensor) -> Tensors:
+        """One step forward and backward: y, dx, gradients (`d <parameter>`), scales and histories after it."""
+        x = x.detach().to(self.device).requires_grad_()
+        self.layer.zero_grad(set_to_none=True)
+        with self.library.autocast(enabled=True, recipe=self.recipe):
+            y = self.layer(x)
+        y.backward(gradient.to(self.device))
+        found = {"y": y, "dx": x.grad}
+        found |= {f"d {key}": parameter.grad for key, parameter in self.layer.named_parameters()}
+        return {key: value.detach().cpu() for key, value in found.items()} | self.states()
+
+    def states(self) -> Tensors:
+        """Scales and amax histories."""
+        found = {}
+        for prefix, part in self.parts().items():
+            for key in ("scaling_fwd", "scaling_bwd"):
+                meta = part.fp8_meta[key]
+                found[f"{prefix}{key}.scale"] = meta.scale.detach().cpu().clone()
+                found[f"{prefix}{key}.amax_history"] = meta.amax_history.detach().cpu().clone()
+        return found
