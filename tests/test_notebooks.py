@@ -10,16 +10,17 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 
 
-def test_there_are_notebooks():
-    assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
-    assert len(NOTEBOOKS) >= 3
+def test_there_are_lessons():
+    assert [path.name[:2] for path in LESSONS] == [f"{n:02}" for n in range(1, len(LESSONS) + 1)]
+    assert len(LESSONS) >= 4
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_of_one_run_and_without_complaints(path):
-    assert path.stat().st_size < 1_000_000
+    assert path.stat().st_size < 300 << 10
     text = path.read_text()
     assert "/home/" not in text
     assert "site-packages" not in text
