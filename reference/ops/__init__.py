@@ -17,6 +17,7 @@ from reference.ops import (  # noqa: F401
     gemm_fused,
     multi_cast_transpose,
     norm,
+    normal,
     rotary,
     scale_update,
     softmax,

@@ -135,6 +135,11 @@ def on_cuda(function: _Function) -> _Function:
     return function
 
 
+def runs_on_cuda(name: str) -> bool:
+    """Whether `twin::<name>` has a CUDA implementation in this process: whether `optimized` is imported."""
+    return name in _IMPLEMENTATIONS["CUDA"]
+
+
 def _declare(name: str, written: str) -> None:
     """Declare `twin::<name>` with a schema, its rules, and the way past the dispatcher to its implementations."""
     LIBRARY.define(name + written)

@@ -1,0 +1,30 @@
+"""`twin::normal` on the GPU: kernels/normal.cu. Semantics: `reference.ops.normal`."""
+
+import struct
+
+import torch
+
+from optimized import launch
+from reference.ops.library import on_cuda
+from reference.ops.normal import outputs
+
+CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("normal", {})]
+
+_THREADS = 256
+_ELEMENTS = 8  # of a thread
+_kernel = launch.function("normal", "normal", {})
+
+
+def _word(x: float) -> int:
+    """The 64 bits of a float64, as a kernel's integer."""
+    return int(struct.unpack("=q", struct.pack("=d", x))[0])
+
+
+@on_cuda
+def normal(values: torch.Tensor, mean: float, std: float, seed: int) -> None:
+    """Fill `values`, fp32 and contiguous, of any shape."""
+    outputs(values, mean, std, seed)
+    if values.numel():
+        grid = (-(-values.numel() // (_THREADS * _ELEMENTS)),)
+        args = [values.data_ptr(), values.numel(), seed, _word(mean), _word(std)]
+        launch.launch(_kernel, grid, (_THREADS,), args, device=values.device.index)
