@@ -32,6 +32,7 @@ from optimized import device as device_checks
 from optimized.replay import calls, memory, player, watch
 from optimized.replay.launches import Copy, Launches
 from reference import compiled
+from reference.ops import library
 from reference.ops.library import _IMPLEMENTATIONS
 
 PROCESSORS = 132  # of an H200
@@ -144,6 +145,7 @@ class DryGpu(contextlib.ExitStack):
             (compiled, "_orders", {}),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (library, "runs_on_cuda", lambda name: False),  # parameters: what is noted are the layers' own launches
             (torch._C, "_cuda_exchangeDevice", lambda index: index),
         ]
         for owner, name, value in patches:

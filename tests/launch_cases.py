@@ -88,6 +88,16 @@ def dbiases(note: Notes) -> None:
         note(twin.cast_transpose_dbias, empty(64, cols), *state(), 0, E4M3)
 
 
+def normals(note: Notes) -> None:
+    for count, mean, std, seed in (
+        (1, 0.0, 1.0, 0),
+        (2048, 0.5, 0.023, 7),
+        (2049, -0.5, 0.0, 2**63 - 1),
+        (0, 0.0, 1.0, 1),
+    ):
+        note(twin.normal, empty(count, dtype=FP32), mean, std, seed)
+
+
 def dropouts(note: Notes) -> None:
     for dtype, p in itertools.product(WIDE, (0.0, 0.1)):
         x, bias, residual = empty(45, 100, dtype=dtype), empty(100, dtype=dtype), empty(45, 100, dtype=dtype)
@@ -312,6 +322,7 @@ FILES: dict[str, Callable[[Notes], None]] = {
     "layers": layers,
     "multi_cast_transpose": multi_cast_transposes,
     "norm": norms,
+    "normal": normals,
     "norm_cast_transpose": norm_casts,
     "rotary": rotaries,
     "scale_update": scale_updates,

@@ -33,6 +33,7 @@ from optimized.bench import (
     layer_models,
     layer_plot,
     layer_sweep,
+    training,
 )
 from optimized.commands import tables
 
@@ -147,7 +148,7 @@ def run_of_layers(module: Any) -> snapshots.Sections:
 
 
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
-    module.NAME: partial(run_of, module) for module in tables.BENCHMARKS
+    module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,

@@ -15,7 +15,7 @@ from optimized.commands import (
     walkthrough,
 )
 from optimized.commands.report import Report
-from optimized.commands.steps import speed, training, tutorial
+from optimized.commands.steps import Outcome, speed, training, tutorial
 from optimized.commands.steps.style import styled
 from optimized.compare import differing
 from optimized.training import corpus
@@ -245,3 +245,21 @@ def test_a_quick_walkthrough_reads_fewer_files_and_measures_nothing(
     assert main(["walkthrough", *["--quick"] * quick, "--output", str(tmp_path / "report.html")]) == 0
     ((_, _, count, _, without_speed),) = seen
     assert (count, without_speed) == (walkthrough.QUICK_FILES if quick else None, quick)
+
+
+def test_the_page_can_be_read_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each finding is printed when it is there; --full trains for longer."""
+    path = tmp_path / "report.html"
+    read: list[bool] = []
+
+    def steps(report: Report, settings: Settings, *rest: Any) -> Any:
+        assert settings.steps == walkthrough.FULL_STEPS > Settings().steps
+        for name in ("one", "two"):
+            read.append(path.exists() and "section one" in path.read_text())
+            report.section(f"section {name}")
+            yield Outcome(name, f"result of {name}", None)
+
+    monkeypatch.setattr(walkthrough, "_steps", steps)
+    assert main(["walkthrough", "--full", "--output", str(path)]) == 0
+    assert read == [False, True]
+    assert "section two" in path.read_text()

@@ -24,12 +24,14 @@ APART = {
     "parity": "twin parity --replay --write",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
     "mutation": "PYTHONPATH=. python tests/mutation.py --count 300 --seed 1",
+    "transformer_engine": "PYTHONPATH=. python tests/golden/record_transformer_engine.py --compare",
 }
 WHAT = {
     **{name: module.WHAT for name, module in BENCHMARKS.items()},
     "parity": "words of an H200 that a CPU computes again",
     "gpu_suite": "tests passed on a GPU, most against the CPU's bits",
     "mutation": "changes of the Python source that the tests notice",
+    "transformer_engine": "words of Transformer Engine, equal and different",
 }
 ALL = "all"
 
@@ -50,7 +52,7 @@ def _list() -> None:
         date = "not measured" if payload is None else payload["provenance"]["date"][:10]
         old = payload is not None and bool(measure.outdated(payload))
         stale |= old
-        print(f"{name:16}{what:51}{date}{'*' * old}")
+        print(f"{name:19}{what:48} {date}{'*' * old}")
     if stale:
         print("* measured before the last change of its kernels")
 

@@ -1,7 +1,8 @@
 """Compare the two sides op by op: how many words were compared, and how many of them differ.
 
 On a machine with a Hopper GPU both sides run (live). Elsewhere the CPU is compared with what an H200 recorded:
-outputs of this project's kernels, of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt. A recording
+outputs of this project's kernels, of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt and of
+Transformer Engine's layers (what must not differ: docs/numerics.md has all of it). A recording
 holds large outputs as digests: equal means equal in every word, and a difference counts as one word at least.
 The exit code is 1 if any word differs.
 """
@@ -20,7 +21,7 @@ from optimized import measure
 from optimized.commands import CommandError, check_folder
 from optimized.compare import Tally
 from optimized.device import hopper
-from optimized.recordings import cases, linear, outputs, reader, tensor_core
+from optimized.recordings import cases, linear, outputs, reader, tensor_core, transformer_engine
 from optimized.recordings.case import Case
 from optimized.recordings.outputs import RECORDING, Recording
 
@@ -75,6 +76,8 @@ def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, C
         yield f"cuBLASLt GEMM, {product.accumulate} accumulation", product.compare
     for name in linear.CASES:
         yield "Linear by cuBLASLt, 6 steps", partial(linear.compare, name)
+    for name in transformer_engine.CASES:
+        yield "Transformer Engine's layers, 6 steps", partial(transformer_engine.compare, name)
 
 
 def compare(gpu: torch.device | None, wanted: str | None, console: Console) -> Results:

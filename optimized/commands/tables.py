@@ -36,6 +36,45 @@ def parity(payload: Payload) -> list[Table]:
     return [Table("Recordings", columns, tuple(rows), how, note)]
 
 
+def transformer_engine(payload: Payload) -> list[Table]:
+    """Words of Transformer Engine's and ours: by op, on its own arguments, and by layer."""
+    ops = []
+    for op in dict.fromkeys(row["op"] for row in payload["ops"]):
+        rows = [row for row in payload["ops"] if row["op"] == op]
+        equal = [row for row in rows if not row["different"]]
+        if equal:
+            parts = ", ".join(row["part"] for row in equal)
+            ops.append((op, parts, f"{sum(row['compared'] for row in equal):,}", "0", ""))
+        for row in rows:
+            if row["different"]:
+                ops.append((op, row["part"], f"{row['compared']:,}", f"{row['different']:,}", row["why"]))
+    layers = []
+    for case in dict.fromkeys(row["case"] for row in payload["cases"]):
+        rows = [row for row in payload["cases"] if row["case"] == case]
+        different = [row for row in rows if row["different"]]
+        why = "; ".join(different[0]["ops"]) if different else ""
+        counts = (sum(row["compared"] for row in rows), sum(row["different"] for row in different))
+        layers.append((case, f"{len(rows) - len(different)} of {len(rows)}", *(f"{n:,}" for n in counts), why))
+    words = ("words compared", "words different", "why")
+    return [
+        table(
+            payload,
+            "Transformer Engine's ops",
+            ("op", "part", *words),
+            ops,
+            "Each call that its layers made on an H200, repeated by `reference` on the same arguments.",
+        ),
+        table(
+            payload,
+            "Transformer Engine's layers",
+            ("layer", "tensors equal", *words),
+            layers,
+            "Six training steps, each from the state that Transformer Engine had; the last column names the ops that "
+            "differ within a step.",
+        ),
+    ]
+
+
 def mutation(payload: Payload) -> list[Table]:
     """How many mutants the fast tests kill."""
     counts = payload["mutants"]
@@ -51,6 +90,7 @@ BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
     "parity": parity,
     "gpu_suite": gpu_suite,
     "mutation": mutation,
+    "transformer_engine": transformer_engine,
 }
 DETAILS = {  # more tables of a result, for docs/results.md
     "layer_ops": ("layer", layer_tables.layer_ops),
@@ -63,7 +103,7 @@ GROUPS = {
     "Optimizer": ("adam",),
     "The layer": ("layer", "layer_sweep", *DETAILS),
     "Training": ("training",),
-    "How it was tested": ("parity", "gpu_suite", "mutation"),
+    "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
 
 
@@ -120,7 +160,9 @@ def equality() -> str:
     recorded_rows, problems = _built("parity", lambda payload: payload["rows"]), _built("gemm_equality", dict)
     if recorded_rows is None or problems is None:
         return "Nothing has been recorded yet."
-    rows = [(f"CPU and {row['of']}", f"{row['words']:,}", f"{row['different']:,}", "") for row in recorded_rows]
+    rows: list[tuple[str, ...]] = [
+        (f"CPU and {row['of']}", f"{row['words']:,}", f"{row['different']:,}", "") for row in recorded_rows
+    ]
     whys = "; ".join(dict.fromkeys(row["why"] for row in problems["rows"] if row["differing_words"]))
     count, equal = problems["problems"], problems["problems_with_every_word_equal"]
     rows.append(
@@ -131,6 +173,15 @@ def equality() -> str:
             whys,
         )
     )
+    theirs = _built("transformer_engine", lambda payload: payload["ops"]) or []
+    for what, differs in (("all else", False), ("norms, activations, fused additions", True)):
+        names = {row["op"] for row in theirs if row["different"]}
+        mine = [row for row in theirs if (row["op"] in names) == differs]
+        if mine:
+            counts = (sum(row["compared"] for row in mine), sum(row["different"] for row in mine))
+            what = what if differs else ", ".join(dict.fromkeys(row["op"] for row in mine))
+            why = "its own roundings ([each op](docs/results.md#how-it-was-tested))" if differs else ""
+            rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
     how = "A word is one number of a result: 32, 16 or 8 bits."
     note = "`twin parity --replay` compares the recordings again, on any CPU, in half a minute."
     return Table("Equality", ("compared", "words", "words different", "why"), tuple(rows), how, note).markdown()

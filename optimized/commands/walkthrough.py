@@ -9,7 +9,7 @@ with a Hopper GPU every step runs on both sides, and any word that differs makes
 import argparse
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from optimized.commands import CommandError, check_folder, positive
 from optimized.commands.report import Report
@@ -32,6 +31,7 @@ from reference import files
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
 QUICK_FILES = 40
+FULL_STEPS = 240
 Bars = Callable[[str, int], Callable[[], None]]
 
 
@@ -41,11 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path("twin_report.html"), help="the report (default: ./twin_report.html)"
     )
     parser.add_argument("--steps", type=positive, default=None, help=f"training steps (default: {Settings().steps})")
-    parser.add_argument("--quick", action="store_true", help="a tiny model for a few steps, to see that it all runs")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--full", action="store_true", help=f"train for {FULL_STEPS} steps: minutes on a CPU")
+    length.add_argument("--quick", action="store_true", help="a tiny model for a few steps, to see that it all runs")
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    settings = replace(Settings(), **QUICK) if args.quick else Settings()
+    settings = replace(Settings(), **(QUICK if args.quick else {"steps": FULL_STEPS} if args.full else {}))
     return settings if args.steps is None else replace(settings, steps=args.steps)
 
 
@@ -67,42 +69,20 @@ def _machine() -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · {versions}"
 
 
-def _steps(
-    report: Report, settings: Settings, files: int | None, bars: Bars, quick: bool
-) -> list[tuple[Outcome, float]]:
-    """Run the steps in order; each with the seconds it took."""
-
-    def linear_step() -> Outcome:
-        tick = bars("one Linear, four ways", 1)
-        outcome = linear.run(report)
-        tick()
-        return outcome
-
-    found = []
-    for step in (
-        lambda: number_line.run(report),
-        linear_step,
-        lambda: tutorial.run(report, bars),
-        lambda: recorded.run(report, bars),
-        lambda: training.run(report, corpus.read(files), settings, bars),
-        lambda: speed.run(report, live=not quick),
-    ):
-        begun = time.perf_counter()
-        outcome = step()
-        found.append((outcome, time.perf_counter() - begun))
-    return found
+def _steps(report: Report, settings: Settings, files: int | None, bars: Bars, quick: bool) -> Iterator[Outcome]:
+    """Run the steps in order."""
+    yield number_line.run(report)
+    yield linear.run(report)
+    yield tutorial.run(report, bars)
+    yield recorded.run(report, bars)
+    yield training.run(report, corpus.read(files), settings, bars)
+    yield speed.run(report, live=not quick)
 
 
-def _table(found: list[tuple[Outcome, float]]) -> Table:
-    table = Table(title="Twin Engine walkthrough", title_justify="left")
-    table.add_column("step", no_wrap=True)
-    table.add_column("seconds", justify="right")
-    table.add_column("result", overflow="fold")
-    table.add_column("bits")
-    marks = {True: "[green]equal[/]", False: "[red]DIFFERENT[/]", None: ""}
-    for outcome, seconds in found:
-        table.add_row(outcome.step, f"{seconds:.1f}", escape(outcome.result), marks[outcome.equal])
-    return table
+def _line(outcome: Outcome) -> str:
+    """What a step found, as the terminal shows it."""
+    mark = {True: " [green]equal[/]", False: " [red]DIFFERENT[/]", None: ""}[outcome.equal]
+    return f"[bold]{escape(outcome.step)}:[/] {escape(outcome.result)}{mark}"
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -121,14 +101,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
             task = progress.add_task(name, total=total)
             return lambda: progress.advance(task)
 
-        found = _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick)
+        found = []
+        for outcome in _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick):
+            found.append(outcome)
+            progress.console.print(_line(outcome), highlight=False)
+            files.write(args.output, report.html())  # what there is so far can be read
     report.section("What this run found")
     verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
-    report.table(
-        ["step", "seconds", "result", "bits"],
-        [[o.step, f"{seconds:.1f}", o.result, verdicts[o.equal]] for o, seconds in found],
-    )
-    console.print(_table(found))
+    report.table(["step", "result", "bits"], [[o.step, o.result, verdicts[o.equal]] for o in found])
     files.write(args.output, report.html())
-    console.print(f"Report: {args.output.resolve()}")
-    return 1 if any(outcome.equal is False for outcome, _ in found) else 0
+    console.print(f"Report: {args.output.resolve()}", soft_wrap=True)
+    return 1 if any(outcome.equal is False for outcome in found) else 0

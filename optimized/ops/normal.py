@@ -1,7 +1,6 @@
 """`twin::normal` on the GPU: kernels/normal.cu. Semantics: `reference.ops.normal`."""
 
-import struct
-
+import numpy as np
 import torch
 
 from optimized import launch
@@ -15,9 +14,9 @@ _ELEMENTS = 8  # of a thread
 _kernel = launch.function("normal", "normal", {})
 
 
-def _word(x: float) -> int:
+def _word(x: float) -> np.int64:
     """The 64 bits of a float64, as a kernel's integer."""
-    return int(struct.unpack("=q", struct.pack("=d", x))[0])
+    return np.float64(x).view(np.int64)
 
 
 @on_cuda
@@ -26,5 +25,5 @@ def normal(values: torch.Tensor, mean: float, std: float, seed: int) -> None:
     outputs(values, mean, std, seed)
     if values.numel():
         grid = (-(-values.numel() // (_THREADS * _ELEMENTS)),)
-        args = [values.data_ptr(), values.numel(), seed, _word(mean), _word(std)]
+        args = [values.data_ptr(), np.int64(values.numel()), np.uint64(seed), _word(mean), _word(std)]
         launch.launch(_kernel, grid, (_THREADS,), args, device=values.device.index)

@@ -161,6 +161,12 @@ def _rotary(dtype: torch.dtype, interleaved: bool, device: torch.device) -> Outp
     return {"y": twin.rotary(x, freqs, interleaved, False), "dx": twin.rotary(grad, freqs, interleaved, True)}
 
 
+def _normal(mean: float, std: float, device: torch.device) -> Outputs:
+    values = torch.full((1 << 20,), torch.nan, device=device)
+    twin.normal(values, mean, std, 161)
+    return {"values": values}
+
+
 def _dropout(dtype: torch.dtype, p: float, parts: str, device: torch.device) -> Outputs:
     x, residual = (numbers((45, 100), dtype, 161 + n).to(device) for n in range(2))
     bias = philox.normal((100,), seed=163).to(dtype).to(device)
@@ -186,7 +192,7 @@ def _adam(dtype: torch.dtype, master: bool, decoupled: bool, device: torch.devic
 
 
 def elementwise() -> Iterator[Case]:
-    """Adam; softmax, rotary embedding, and bias + dropout + residual, forward and backward."""
+    """Adam; softmax, rotary embedding, normal numbers, and bias + dropout + residual, forward and backward."""
     for dtype, master, decoupled in product(WIDE, (False, True), (False, True)):
         if not (master and dtype == torch.float32):
             label = f"{short(dtype)}{', masters' * master}{', decoupled decay' * decoupled}"
@@ -198,6 +204,8 @@ def elementwise() -> Iterator[Case]:
     for dtype, interleaved in product(WIDE, (False, True)):
         label = f"{short(dtype)}{', interleaved' * interleaved}"
         yield Case("rotary", label, partial(_rotary, dtype, interleaved))
+    for mean, std in ((0.0, 1.0), (0.5, 0.023)):
+        yield Case("normal", f"mean {mean}, std {std}", partial(_normal, mean, std), live=True)  # not recorded yet
     for dtype, p, parts in product(WIDE, (0.0, 0.1), ("br", "b", "r", "-")):
         yield Case("bias_dropout_add", f"{short(dtype)} p={p} {parts}", partial(_dropout, dtype, p, parts))
 

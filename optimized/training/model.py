@@ -49,7 +49,7 @@ class Settings:
     heads: int = 2
     layers: int = 2
     rows: int = 8
-    steps: int = 240
+    steps: int = 80
     learning_rate: float = 0.002
     warmup: int = 10
     betas: tuple[float, float] = (0.9, 0.95)
