@@ -21,7 +21,7 @@ from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
 from reference.ops.activation import KINDS
 
 NAME = "gemm_epilogue"
-WHAT = "FP8 GEMMs with fused epilogues, against cuBLASLt"
+WHAT = "FP8 GEMMs with epilogues, against cuBLASLt"
 KERNELS = ("gemm_fp8_fused", "gemm_fp8", "gemm", "activation_cast_transpose", "dropout")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 

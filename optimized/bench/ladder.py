@@ -23,7 +23,7 @@ from optimized.ops.gemm_tile import multiprocessors
 from optimized.tensor_map import TensorMap, encode
 
 NAME = "ladder"
-WHAT = "FP8 GEMMs, naive to production, against cuBLASLt"
+WHAT = "eight GEMM kernels, from naive to production"
 # fc1's and fc2's forward product: a short K with many tiles, and a long K.
 SHAPES = {"fc1.fprop": (8192, 16384, 4096), "fc2.fprop": (8192, 4096, 16384)}
 E4M3 = torch.float8_e4m3fn

@@ -33,7 +33,7 @@ from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contes
 from reference.nn.float8_tensor import Float8Tensor
 
 NAME = "layer"
-WHAT = "GPT and Llama-like layers, against PyTorch and TE"
+WHAT = "GPT and Llama-like layers, against PyTorch, TE"
 tables = layer_tables.tables
 KERNELS = (
     *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),

@@ -17,7 +17,7 @@ from optimized.bench.layer_models import Case, few
 from optimized.bench.table import Table, table
 
 NAME = "layer_sweep"
-WHAT = "an FP8 layer by width and tokens, against PyTorch"
+WHAT = "a layer by width and tokens, against PyTorch"
 HIDDEN, TOKENS = 4096, 8192
 # One axis at a time, through the layer that everything else is measured at.
 SIZES = (

@@ -29,9 +29,9 @@ APART = {
 WHAT = {
     **{name: module.WHAT for name, module in BENCHMARKS.items()},
     "parity": "words of an H200 that a CPU computes again",
-    "gpu_suite": "tests passed on a GPU, most against the CPU's bits",
-    "mutation": "changes of the Python source that the tests notice",
-    "transformer_engine": "words of Transformer Engine, equal and different",
+    "gpu_suite": "tests on a GPU, most against the CPU's bits",
+    "mutation": "changes of the source that the tests notice",
+    "transformer_engine": "words of Transformer Engine, equal or not",
 }
 ALL = "all"
 
@@ -52,7 +52,7 @@ def _list() -> None:
         date = "not measured" if payload is None else payload["provenance"]["date"][:10]
         old = payload is not None and bool(measure.outdated(payload))
         stale |= old
-        print(f"{name:19}{what:48} {date}{'*' * old}")
+        print(f"{name:19}{what:48}{date}{'*' * old}")
     if stale:
         print("* measured before the last change of its kernels")
 
