@@ -180,7 +180,11 @@ class DryGpu(contextlib.ExitStack):
             self.enter_context(mock.patch.object(owner, name, run))
 
         def called(kind: str) -> Callable[[Any, int], None]:
-            return lambda entry, stream: self.lines.append(f"again {kind} {entry.func._schema.name}")
+            def note(entry: Any, stream: int) -> None:
+                schema = getattr(entry.func, "_schema", None)
+                self.lines.append(f"again {kind} {entry.func.__name__ if schema is None else schema.name}")
+
+            return note
 
         pretending(watch.Watch, "__torch_dispatch__")
         pretending(player.Player, "backward")

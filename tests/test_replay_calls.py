@@ -88,7 +88,6 @@ def test_copies_are_made_again_at_the_same_addresses(copied: list[int], monkeypa
         lambda x: (x + 1,),  # a kernel of torch's
         lambda x: (x,),  # a result that is an input
         lambda x: (torch.empty(calls.LARGEST + 1, dtype=torch.uint8, device=x.device)[:1].clone(),),
-        lambda x: (x.t().clone(),),  # a copy that is not of a whole tensor
         lambda x: (torch.zeros_like(x),),
     ],
 )
@@ -124,6 +123,21 @@ def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.
     monkeypatch.setattr(watch, "MOST_MOVED", x.nbytes - 1)
     for _ in range(3):
         assert calls.play(lambda: lambda: function(x), "large", (x,), [])[2] is None
+
+
+def test_a_copy_of_a_part_is_made_again(copied: list[int]) -> None:
+    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+        part = x[:, ::2].t().contiguous()
+        return (part.clone(),), (part,)
+
+    x = torch.rand(6, 8)
+    for step in range(6):
+        x.mul_(1.5)
+        (result,), saved, kind = calls.play(lambda: lambda: function(x), "part", (x,), [])
+        part = (saved if kind is None else kind.found(saved))[0]
+        for found in (result, part):
+            assert_same_bits(found, x[:, ::2].t())
+        assert (kind is None) == (step == 0)
 
 
 def test_an_op_of_torchs_writes_where_it_wrote(copied: list[int]) -> None:

@@ -105,6 +105,15 @@ def assert_apart(found: list[str], expected: list[str], gpu: DryGpu, plain: DryG
                 assert start + plain.size(number) <= at or at + plain.size(other) <= start, (number, other)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_layer_with_grouped_queries_in_one_weight_is_replayed(fp8: bool) -> None:
+    """Its queries are copied out of the groups."""
+    options = {"num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    taped = Steps(True, "fp8" if fp8 else "bf16", **options)
+    assert all(kind.usable for kind in taped.kinds)
+    assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
+
+
 def test_who_takes_saved_tensors_elsewhere_gets_tensors() -> None:
     seen: list[torch.Tensor] = []
 

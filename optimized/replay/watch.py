@@ -1,6 +1,6 @@
 """What a function does on the GPU besides launching: seen once, and put in its place while a tape is recorded.
 
-A tape holds our own launches, allocations, views and copies of whole tensors. cuDNN's attention puts its results where
+A tape holds our own launches, allocations, views and copies. cuDNN's attention puts its results where
 PyTorch allocates them; they are copied to where ours would lie. A function that does anything else is not `usable`.
 """
 
@@ -31,8 +31,14 @@ TORCH_OPS = {
 MOST_MOVED = 32 << 20  # bytes of such a result: copying more takes longer than what a tape saves
 _DRAWN = (6, 7)  # of cuDNN's attention with dropout: what it drew from torch's generator
 
-# Others, with their variants that write where a tape says: in 16 bits the gradients of q, k and v are put side by side.
-_OUT_VARIANTS = {aten.cat.default: aten.cat.out}
+
+def _copy(source: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(source)
+
+
+# Others, with what writes their result where a tape says: in 16 bits the gradients of q, k and v are put side by side;
+# with grouped queries q is taken out of the groups.
+_OUT_VARIANTS: dict[Any, Any] = {aten.cat.default: aten.cat.out, aten.clone.default: _copy}
 
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:
@@ -102,7 +108,7 @@ class Watch(TorchDispatchMode):
         if func in TORCH_OPS:
             return self.call(func, args, kwargs)
         if func in _OUT_VARIANTS:
-            return self.call_into(func, args)
+            return self.call_into(func, args, kwargs)
         self.usable = self.usable and (func.is_view or func in _VIEWS)
         return func(*args, **kwargs)
 
@@ -113,9 +119,9 @@ class Watch(TorchDispatchMode):
             made[position] = self.moved(made[position])
         return tuple(made)
 
-    def call_into(self, func: Any, args: Any) -> Any:
+    def call_into(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An op of torch's that a tape may hold, and that can write where ours would."""
-        return self.allocate(func, args, {})
+        return self.allocate(func, args, kwargs)
 
     def moved(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """A copy (cuDNN makes no sums of rows where no backward wants them)."""
@@ -153,8 +159,8 @@ class Record(Watch):
         self.tape.append(TorchOp(func, TensorRef.of(list(args)), kwargs, results))
         return made
 
-    def call_into(self, func: Any, args: Any) -> Any:
-        out = self.allocate(func, args, {})
+    def call_into(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = self.allocate(func, args, kwargs)
         self.tape.append(TorchOutOp(_OUT_VARIANTS[func], TensorRef.of(list(args)), TensorRef.of(out)))
         return _OUT_VARIANTS[func](*args, out=out)
 
