@@ -74,13 +74,13 @@ def test_a_folder_is_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.M
     assert main(["bench", "gemm", "--write"]) == 2
 
 
-def test_a_report_that_cannot_be_written_is_said_after_the_table(
+def test_a_report_that_cannot_be_written_is_said(
     no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(walkthrough, "_steps", lambda *given: [(Outcome("Speed", "it was fast"), 1.0)])
+    monkeypatch.setattr(walkthrough, "_steps", lambda *given: [Outcome("Speed", "it was fast", None)])
     monkeypatch.setattr(os, "fsync", full)
     path = tmp_path / "report.html"
     path.write_text("the last one")
