@@ -134,7 +134,7 @@ def fraction_step(a: np.ndarray, b: np.ndarray, c: np.ndarray, formats, instruct
     return sign | (((exponent + 126) << 23) + kept if kept >= 1 << 23 else kept)
 
 
-def number(code: int, fmt: model.Format) -> tuple[Fraction, int]:
+def number(code: int, fmt: model.FloatFormat) -> tuple[Fraction, int]:
     """(signed significand, exponent by the field) of a finite code."""
     fraction = code & ((1 << fmt.fraction_bits) - 1)
     field = (code >> fmt.fraction_bits) & ((1 << fmt.exponent_bits) - 1)

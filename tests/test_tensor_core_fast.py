@@ -21,7 +21,7 @@ from reference.tensor_core import fast, kernels, model
 ROOT = Path(__file__).parents[1]
 
 
-def codes(rng: np.random.Generator, fmt: model.Format, shape: tuple[int, int], style: str) -> np.ndarray:
+def codes(rng: np.random.Generator, fmt: model.FloatFormat, shape: tuple[int, int], style: str) -> np.ndarray:
     """Random codes of one style."""
     bits = 1 + fmt.exponent_bits + fmt.fraction_bits
     dtype = np.uint8 if bits == 8 else np.uint16

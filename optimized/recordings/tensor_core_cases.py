@@ -52,7 +52,7 @@ class Bits:
         return (self.generator.random_raw(count) >> np.uint64(32)).astype(np.int64).reshape(shape) % limit
 
     def codes(
-        self, fmt: model.Format, shape: tuple[int, ...], fields: tuple[int, int], zeros: int = 0, specials: int = 0
+        self, fmt: model.FloatFormat, shape: tuple[int, ...], fields: tuple[int, int], zeros: int = 0, specials: int = 0
     ) -> np.ndarray:
         """Codes with exponent fields in `fields` (inclusive), finite.
 
@@ -82,11 +82,11 @@ class Bits:
 Recipe = tuple[tuple[int, int], tuple[int, int], int, int, tuple[int, int], int, int]
 
 
-def _top(fmt: model.Format) -> int:
+def _top(fmt: model.FloatFormat) -> int:
     return (1 << fmt.exponent_bits) - (2 if fmt.has_infinity else 1)
 
 
-def recipes(a: model.Format, b: model.Format) -> dict[str, Recipe]:
+def recipes(a: model.FloatFormat, b: model.FloatFormat) -> dict[str, Recipe]:
     """The one-step cases of a kind."""
     all_a, all_b = (0, _top(a)), (0, _top(b))
     near = (max(0, a.bias - 2), a.bias + 2), (max(0, b.bias - 2), b.bias + 2)

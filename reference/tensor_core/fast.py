@@ -27,7 +27,7 @@ _compiling = threading.RLock()
 
 
 @functools.cache
-def _tables(fmt: model.Format) -> tuple[NDArray[np.floating], NDArray[np.signedinteger]]:
+def _tables(fmt: model.FloatFormat) -> tuple[NDArray[np.floating], NDArray[np.signedinteger]]:
     """Value and exponent of every code, as `kernels` wants them."""
     from reference.tensor_core import kernels
 
@@ -82,9 +82,9 @@ def _ranges(count: int, parts: int, multiple: int) -> list[tuple[int, int]]:
 
 def _finite(
     a: Codes,
-    a_format: model.Format,
+    a_format: model.FloatFormat,
     b: Codes,
-    b_format: model.Format,
+    b_format: model.FloatFormat,
     split_steps: int,
     compiled: tuple[Any, Any, int],
     c: NDArray[np.float32] | None = None,
@@ -123,9 +123,9 @@ def _finite(
 
 def gemm_words(
     a: Codes,
-    a_format: model.Format,
+    a_format: model.FloatFormat,
     b: Codes,
-    b_format: model.Format,
+    b_format: model.FloatFormat,
     instruction: model.Instruction,
     split_k: int | None = None,
     c: NDArray[np.uint32] | None = None,
@@ -154,7 +154,7 @@ def gemm_words(
     return words
 
 
-def _special_rows(codes: Codes, fmt: model.Format) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _special_rows(codes: Codes, fmt: model.FloatFormat) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The rows of codes [rows, K] that hold an infinity, and those that hold a NaN."""
     magnitude = codes & codes.dtype.type((1 << (fmt.exponent_bits + fmt.fraction_bits)) - 1)
     limit = ((1 << fmt.exponent_bits) - 1) << fmt.fraction_bits  # infinity; what is above is NaN
@@ -170,9 +170,9 @@ def _special_rows(codes: Codes, fmt: model.Format) -> tuple[NDArray[np.intp], ND
 def _with_infinities(
     finite: NDArray[np.uint32],
     a: Codes,
-    a_format: model.Format,
+    a_format: model.FloatFormat,
     b: Codes,
-    b_format: model.Format,
+    b_format: model.FloatFormat,
     instruction: model.Instruction,
 ) -> NDArray[np.uint32]:
     """The words of a * b^T with its infinities, from `finite`, the words with zeros in their place.
@@ -200,7 +200,7 @@ def _with_infinities(
     return np.where(nan, np.uint32(model.NAN_WORD), words)
 
 
-def _signs(codes: Codes, fmt: model.Format) -> tuple[NDArray[np.float64], ...]:
+def _signs(codes: Codes, fmt: model.FloatFormat) -> tuple[NDArray[np.float64], ...]:
     """Sign of each number (0 for zero and NaN), of each infinity (0 elsewhere), and 1 for each zero."""
     number = model.decode(codes, fmt)
     sign = np.where(number.negative, -1.0, 1.0)

@@ -32,7 +32,7 @@ LOWEST_EXPONENT = -133
 
 
 @dataclass(frozen=True)
-class Format:
+class FloatFormat:
     """A binary floating-point format: sign, exponent field, fraction field."""
 
     name: str
@@ -46,11 +46,11 @@ class Format:
         return (1 << (self.exponent_bits - 1)) - 1
 
 
-E4M3 = Format("e4m3", 4, 3, has_infinity=False)
-E5M2 = Format("e5m2", 5, 2, has_infinity=True)
-FP16 = Format("fp16", 5, 10, has_infinity=True)
-BF16 = Format("bf16", 8, 7, has_infinity=True)
-FP32 = Format("fp32", 8, 23, has_infinity=True)
+E4M3 = FloatFormat("e4m3", 4, 3, has_infinity=False)
+E5M2 = FloatFormat("e5m2", 5, 2, has_infinity=True)
+FP16 = FloatFormat("fp16", 5, 10, has_infinity=True)
+BF16 = FloatFormat("bf16", 8, 7, has_infinity=True)
+FP32 = FloatFormat("fp32", 8, 23, has_infinity=True)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Numbers(NamedTuple):
         return (self.significand == 0) & ~self.nan & ~self.inf
 
 
-def decode(codes: NDArray[np.unsignedinteger], fmt: Format) -> Numbers:
+def decode(codes: NDArray[np.unsignedinteger], fmt: FloatFormat) -> Numbers:
     """Split codes (any shape, unsigned integers) into sign, exponent and integer significand."""
     word = codes.astype(np.int64)
     fraction = word & ((1 << fmt.fraction_bits) - 1)
@@ -123,9 +123,9 @@ def _word(total: NDArray[np.int64], unit: NDArray[np.int64], fraction_bits: int)
 
 def step_words(
     a: NDArray[np.unsignedinteger],
-    a_format: Format,
+    a_format: FloatFormat,
     b: NDArray[np.unsignedinteger],
-    b_format: Format,
+    b_format: FloatFormat,
     c: NDArray[np.uint32],
     instruction: Instruction,
 ) -> NDArray[np.uint32]:
@@ -168,9 +168,9 @@ def step_words(
 
 def gemm_words(
     a: NDArray[np.unsignedinteger],
-    a_format: Format,
+    a_format: FloatFormat,
     b: NDArray[np.unsignedinteger],
-    b_format: Format,
+    b_format: FloatFormat,
     instruction: Instruction,
     split_k: int | None = None,
     c: NDArray[np.uint32] | None = None,

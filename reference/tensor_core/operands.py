@@ -21,9 +21,9 @@ class Operands(NamedTuple):
     """a [M, K] and b [N, K] as unsigned codes, their formats, and the instruction that takes them."""
 
     a: NDArray[np.unsignedinteger]
-    a_format: model.Format
+    a_format: model.FloatFormat
     b: NDArray[np.unsignedinteger]
-    b_format: model.Format
+    b_format: model.FloatFormat
     instruction: model.Instruction
 
 
