@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from optimized import measure
 from optimized.commands import main, parity
 from optimized.commands.report import Report
 from optimized.commands.steps import recorded
@@ -168,6 +169,21 @@ def test_the_recorder_goes_on_behind_a_case_that_fails(
     assert parity.record(tmp_path, CPU, Console(width=200)) == 1
     assert "bad op, case: not recorded: RuntimeError('no such kernel')" in capsys.readouterr().out
     assert parity.replay(_case(1.0, 2.0), outputs.read(tmp_path)) == Tally(2, 0)
+
+
+def test_the_stored_counts_say_whose_words_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name, _ in parity._jobs(None, list(cases.cases()))]
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(measure, "write_result", lambda name, payload: stored.update(payload))
+    parity._store({name: Tally(compared=1) for name in names})
+    counts = {row["of"].split(":")[0]: 0 for row in stored["rows"]}
+    for row in stored["rows"]:
+        counts[row["of"].split(":")[0]] += row["words"]
+    others = ("wgmma", "cuBLASLt", "Linear by cuBLASLt", "Transformer Engine")
+    ours = len({name for name in names if not name.startswith(others)})
+    assert counts["our kernels"] == ours
+    assert counts["Transformer Engine"] == 1
+    assert counts["cuBLASLt"] == 3
 
 
 def test_every_op_has_a_parity_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,10 +100,8 @@ class Kind:
         needed = sorted({place.number for place in places if place is not None})
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
-        same = not self.tapes or (self.needed, self.saved_places) == (
-            needed,
-            located,
-        )  # not if inputs share storage at times
+        # Another place than before: inputs share storage at times.
+        same = not self.tapes or (self.needed, self.saved_places) == (needed, located)
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
         self.needed, self.saved_places = needed, located
         self.add(addresses, tape)
