@@ -33,12 +33,10 @@ def train(
         windows, targets = lesson(seen, settings, step)
         logits = side.forward(windows)
         loss, gradient = cross_entropy(logits, targets)
-        side.backward(logits, gradient)
-        if not fp8 or step > 0:  # as in the walkthrough: FP8's first step finds the scales
-            side.update(settings.rate(step))
+        side.learn(logits, gradient, step)
         losses.append(round(loss, 4))
         if (step + 1) % EVERY == 0:
-            validation.append([step + 1, round(held_out_loss(side, settings, unseen), 4)])
+            validation.append([step + 1, round(held_out_loss(side, unseen), 4)])
         tick()
     return {"precision": "FP8" if fp8 else "bf16", "train": losses, "validation": validation}
 

@@ -150,7 +150,7 @@ class Side:
     """The model on one device with its optimizer."""
 
     def __init__(self, model: ByteModel, settings: Settings, fp8: bool) -> None:
-        self.model, self.device = model, model.device
+        self.model, self.device, self.settings = model, model.device, settings
         self.optimizer = te.optimizers.FusedAdam(model.parameters(), betas=settings.betas)
         self.recipe = te.DelayedScaling(amax_history_len=settings.amax_history_len) if fp8 else None
 
@@ -168,6 +168,12 @@ class Side:
         """One step of Adam."""
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
+
+    def learn(self, logits: torch.Tensor, gradient: torch.Tensor, step: int) -> None:
+        """Backward and Adam. All scales are 1 in an FP8 run's first step: it finds them, and updates nothing."""
+        self.backward(logits, gradient)
+        if self.recipe is None or step > 0:
+            self.update(self.settings.rate(step))
 
 
 @contextmanager
@@ -265,10 +271,7 @@ def train(
             outs = [side.forward(text) for side in sides]
             loss, gradient = cross_entropy(outs[0], targets)
             for side, out in zip(sides, outs, strict=True):
-                side.backward(out, gradient)
-                # All scales are 1 in an FP8 run's first step: it finds the scales, and its gradients are not used.
-                if not fp8 or step > 0:
-                    side.update(settings.rate(step))
+                side.learn(out, gradient, step)
         if fp8:
             for moment in moments:
                 _count_codes(run, moment, seen, last, used)
@@ -284,11 +287,14 @@ def train(
 
 
 @torch.no_grad()
-def held_out_loss(side: Side, settings: Settings, corpus: Corpus, batches: int = 8) -> float:
-    """The mean loss in nats over batches of a text that the model was not trained on, the same at each call."""
+def held_out_loss(side: Side, corpus: Corpus, batches: int = 8) -> float:
+    """The mean loss in nats over batches of a text that the model was not trained on, the same at each call.
+
+    In FP8 their amaxes enter the histories, as those of every forward do.
+    """
     found = []
     for batch in range(batches):
-        text, targets = lesson(corpus, settings, batch)
+        text, targets = lesson(corpus, side.settings, batch)
         found.append(cross_entropy(side.forward(text), targets)[0])
     return sum(found) / batches
 
