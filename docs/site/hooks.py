@@ -1,0 +1,125 @@
+"""What MkDocs has to know about this repository (mkdocs.yml).
+
+A file of the site has its path in the repository, so a link works on the host of the repository and on the site, and
+MkDocs checks it. README, CONTRIBUTING, docs/ and the notebooks are pages. What they link to comes with them: a source
+file as a page with its code, a folder as a list of its files. A notebook is shown with the outputs that it holds.
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "notebooks/*.ipynb")
+STATIC = (".png", ".svg", ".css", ".json", ".npz")
+CODE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+
+
+class Page(File):
+    """A page of any suffix, at its path and `.html`; a folder's list is the folder's index."""
+
+    def is_documentation_page(self) -> bool:
+        return True
+
+    @property
+    def dest_uri(self) -> str:
+        path = PurePosixPath(self.src_uri)
+        if path.name == "README.md":
+            return str(path.with_name("index.html"))
+        if not path.suffix:
+            return f"{path}/index.html"
+        return f"{path.with_suffix('') if path.suffix in ('.md', '.ipynb') else path}.html"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The theme's files, the pages, and everything that they link to."""
+    root = Path(config.config_file_path).parent.resolve()
+    site = Files([file for file in files if file.src_dir != config.docs_dir])
+    pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
+    waiting = [*pages, *(root / css for css in config.extra_css)]
+    for path in waiting:  # which grows: what a page links to is put at its end
+        uri = path.relative_to(root).as_posix()
+        if path.suffix in STATIC:
+            site.append(File(uri, str(root), config.site_dir, config.use_directory_urls))
+            continue
+        linked: list[Path] = []
+        if path.is_dir():
+            linked = sorted(one for one in path.iterdir() if one.is_file() and one.suffix in {*STATIC, *CODE, ".md"})
+            text = f"# {uri}\n\n" + "".join(f"- [{one.name}]({path.name}/{one.name})\n" for one in linked)
+        elif path.suffix == ".ipynb":
+            text, images = notebook(json.loads(path.read_text("utf-8")), path.stem)
+            for name, png in images.items():
+                site.append(File.generated(config, f"notebooks/{name}", content=png))
+        elif path.suffix == ".md":
+            text = blank_lines(path.read_text("utf-8"))
+        else:
+            text = f"# {uri}\n\n````{CODE.get(path.suffix, 'text')}\n{path.read_text('utf-8')}````\n"
+        in_nav = path in pages
+        level = InclusionLevel.UNDEFINED if in_nav else InclusionLevel.NOT_IN_NAV
+        content = text if in_nav else NOT_SEARCHED + text
+        site.append(Page.generated(config, uri, content=content, inclusion=level))
+        if path.suffix in (".md", ".ipynb"):
+            linked = [target for target in links(text, path.parent) if target.is_relative_to(root)]
+        waiting += [target for target in dict.fromkeys(linked) if target not in waiting]
+    config.nav = [entry for item in config.nav for entry in expanded(item, root)]
+    return site
+
+
+def expanded(item: object, root: Path) -> Iterator[object]:
+    """An entry of the navigation, with the files that its patterns stand for."""
+    if isinstance(item, dict):
+        for title, inside in item.items():
+            listed = isinstance(inside, list)
+            yield {title: [entry for one in inside for entry in expanded(one, root)] if listed else inside}
+    elif "*" in str(item):
+        yield from (path.relative_to(root).as_posix() for path in sorted(root.glob(str(item))))
+    else:
+        yield item
+
+
+def links(text: str, folder: Path) -> Iterator[Path]:
+    """The files and folders that a page links to and that exist; MkDocs reports the others."""
+    for link in re.findall(r"\]\((?!\w+:|/|#)([^)#\s]+)", text):
+        if (target := (folder / link).resolve()).exists():
+            yield target
+
+
+def notebook(content: dict, stem: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by name."""
+    parts: list[str] = []
+    images: dict[str, bytes] = {}
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        parts.append(blank_lines(source) if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{stem}_{len(images) + 1}.png"
+                images[name] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![What the cell above draws]({name})")
+            else:
+                text = "".join(output.get("text", data.get("text/plain", ())))
+                parts.append(f"```{{ .text .output .no-copy }}\n{text.rstrip()}\n```")
+    parts.insert(1, f"*A notebook, with the outputs of one run. `jupyter lab notebooks/{stem}.ipynb` runs it again.*")
+    return "\n\n".join(parts), images
+
+
+def blank_lines(text: str) -> str:
+    """The blank lines that Python-Markdown, unlike CommonMark, needs around code and before a paragraph's list."""
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    before_a_list = re.compile(r"^(?![-*+] |\d+\. |\s|$)(.+)\n(?=[-*+] |1\. )", re.MULTILINE)
+    return "\n".join(part if i % 2 else before_a_list.sub(r"\1\n\n", part) for i, part in enumerate(parts))
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Formulas as MathML, which browsers lay out without a script."""
+    formula = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[])]</\1>', re.DOTALL)
+    display = {"span": "inline", "div": "block"}
+    return formula.sub(lambda found: convert(html.unescape(found[2]), display=display[found[1]]), content)
