@@ -19,7 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "notebooks/*.ipynb")
 STATIC = (".png", ".svg", ".css", ".json", ".npz")
 CODE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
-NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+BESIDE = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"  # of a page that the navigation does not have
 
 
 class Page(File):
@@ -49,27 +49,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.suffix in STATIC:
             site.append(File(uri, str(root), config.site_dir, config.use_directory_urls))
             continue
-        linked: list[Path] = []
-        if path.is_dir():
-            linked = sorted(one for one in path.iterdir() if one.is_file() and one.suffix in {*STATIC, *CODE, ".md"})
-            text = f"# {uri}\n\n" + "".join(f"- [{one.name}]({path.name}/{one.name})\n" for one in linked)
-        elif path.suffix == ".ipynb":
-            text, images = notebook(json.loads(path.read_text("utf-8")), path.stem)
-            for name, png in images.items():
-                site.append(File.generated(config, f"notebooks/{name}", content=png))
-        elif path.suffix == ".md":
-            text = blank_lines(path.read_text("utf-8"))
-        else:
-            text = f"# {uri}\n\n````{CODE.get(path.suffix, 'text')}\n{path.read_text('utf-8')}````\n"
-        in_nav = path in pages
-        level = InclusionLevel.UNDEFINED if in_nav else InclusionLevel.NOT_IN_NAV
-        content = text if in_nav else NOT_SEARCHED + text
-        site.append(Page.generated(config, uri, content=content, inclusion=level))
-        if path.suffix in (".md", ".ipynb"):
-            linked = [target for target in links(text, path.parent) if target.is_relative_to(root)]
-        waiting += [target for target in dict.fromkeys(linked) if target not in waiting]
+        text, images = markdown(path, uri)
+        listed = path in pages
+        level = InclusionLevel.UNDEFINED if listed else InclusionLevel.NOT_IN_NAV
+        site.append(Page.generated(config, uri, content=text if listed else BESIDE + text, inclusion=level))
+        for name, png in images.items():
+            site.append(File.generated(config, f"{uri.removesuffix(path.name)}{name}", content=png))
+        if path.is_dir() or path.suffix in (".md", ".ipynb"):  # code may have what looks like a link
+            linked = dict.fromkeys(target for target in links(text, path.parent) if root in target.parents)
+            waiting += [target for target in linked if target not in waiting]
     config.nav = [entry for item in config.nav for entry in expanded(item, root)]
     return site
+
+
+def markdown(path: Path, uri: str) -> tuple[str, dict[str, bytes]]:
+    """A file or a folder as a page, and the page's pictures by name."""
+    if path.is_dir():
+        inside = sorted(one.name for one in path.iterdir() if one.suffix in {*STATIC, *CODE, ".md"})
+        return f"# {uri}\n\n" + "".join(f"- [{name}]({path.name}/{name})\n" for name in inside), {}
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        return notebook(json.loads(text), path.stem)
+    if path.suffix == ".md":
+        return blank_lines(text), {}
+    return f"# {uri}\n\n````{CODE.get(path.suffix, 'text')}\n{text}````\n", {}
 
 
 def expanded(item: object, root: Path) -> Iterator[object]:
