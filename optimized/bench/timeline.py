@@ -145,14 +145,13 @@ def tables(payload: Payload) -> list[Table]:
     for variant in payload["variants"]:
         times = [*milliseconds(variant).values(), idle(variant), sorted(variant["ms"])[len(variant["ms"]) // 2]]
         cells = (f"{ms:.2f}" for ms in times)
-        name = f"{variant['step']}, {variant['attention']} attention"
-        rows.append((name, str(len(variant["kernels"])), *cells))
+        rows.append((f"{variant['step']}; attention: {variant['attention']}", str(len(variant["kernels"])), *cells))
     columns = ("layer", "kernels", *(f"{what}, ms" for what in CATEGORIES), "no kernel, ms", "whole step, ms")
     how = "Milliseconds of GPU time of one recorded training step, by what its kernels are for."
     note = (
-        "Kernels: copies and fills included. A kernel with two jobs counts as the first of them here: a norm that "
-        "casts is a norm, an activation in a GEMM's epilogue is a part of that GEMM; plain PyTorch's attention is "
-        "GEMMs, too. The GPU has rested before the step, and the host's time is left out, so a step is shorter than "
-        f"in a training loop. Layer: {payload['case']['name']}, hidden {payload['case']['hidden']}."
+        "Kernels: copies and fills included. A kernel's name says what it is for; one with two jobs counts as the "
+        "first of them here: a norm that casts is a norm, an activation in a GEMM's epilogue is a part of that GEMM. "
+        "Attention by matmuls is GEMMs, too. The GPU has rested before the step, and the host's time is left out, so "
+        f"a step is shorter than in a training loop. {payload['case']['name']}, hidden {payload['case']['hidden']}."
     )
     return [table(payload, "A layer's step, kernel by kernel", columns, rows, how, note)]
