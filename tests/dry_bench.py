@@ -19,7 +19,7 @@ import torch
 from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
-from optimized.bench import cublaslt, layer, layer_models
+from optimized.bench import cublaslt, layer, layer_models, timeline
 from reference.nn import attention as attention_layers
 
 MS_PER_NOTE = 0.25
@@ -125,6 +125,7 @@ class DryBench(contextlib.ExitStack):
             (torch.UntypedStorage, "data_ptr", lambda storage: self._storage(storage)),
             (layer, "time", types.SimpleNamespace(perf_counter=lambda: now() / 1e3)),
             (layer, "timed", self._timed),
+            (timeline, "recorded", self._recorded),
             (layer, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect"))),
         ]
         self.backend = "PyTorch's choice"
@@ -181,6 +182,18 @@ class DryBench(contextlib.ExitStack):
             block(1)
         self.timings += 1
         return {name: samples(f"{self.timings} {name}", repeats) for name in blocks}
+
+    def _recorded(self, contestant: Any, steps: int) -> list[tuple[str, float, float]]:
+        """Each line that a step notes is a kernel of 10 microseconds and more, by the name that it begins with."""
+        found, at = list[tuple[str, float, float]](), 0.0
+        for step in range(steps):
+            before = len(self.gpu.lines)
+            contestant.block(1)
+            noted = [line.split(" ")[0].split("(")[0].split(".")[-1] for line in self.gpu.lines[before:]]
+            for name in (timeline.SPIN, *(f"void dry::{one}<float>(int)" for one in noted)):
+                found.append((name, at, at + 10 + step))
+                at += 12 + step
+        return found
 
     def _graph(self, call: Callable[[int], object], calls: int) -> Callable[[], object]:
         def replay() -> None:

@@ -33,6 +33,7 @@ from optimized.bench import (
     layer_models,
     layer_plot,
     layer_sweep,
+    timeline,
     training,
 )
 from optimized.commands import tables
@@ -135,7 +136,7 @@ def run_of_layer_sweep() -> snapshots.Sections:
 
 
 def run_of_layers(module: Any) -> snapshots.Sections:
-    """`layer` or `layer_sweep`, with the project's own layers in the place of Transformer Engine's."""
+    """`layer`, `layer_sweep` or `timeline`, with the project's own layers in the place of Transformer Engine's."""
     recipes = types.SimpleNamespace(DelayedScaling=optimized.DelayedScaling)
     pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 0))
     with (
@@ -153,6 +154,7 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
+    "timeline": partial(run_of_layers, timeline),
 }
 
 

@@ -232,11 +232,15 @@ def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Mo
         return kind(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
 
 
+_MODULES = {"te.Linear, te.LayerNorm": ModulesLayer, "LayerNormLinear, LayerNormMLP": FusedLayer}
+
+
 def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
     with torch.device("cuda"):
         layer = kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
+    context = functools.partial(te.autocast, recipe=RECIPE) if name.endswith("FP8") else contextlib.nullcontext
     # After the projection it uses PyTorch's dropout.
-    return Contestant(name, "exact", layer, case, in_contract=case.dropout == 0)
+    return Contestant(name, "exact", layer, case, context, in_contract=case.dropout == 0)
 
 
 def few(case: Case) -> Iterator[Build]:
@@ -253,6 +257,17 @@ def few(case: Case) -> Iterator[Build]:
     yield from theirs[0 if case.llama else 1 : 2]
 
 
+def stages(case: Case) -> Iterator[Build]:
+    """Plain PyTorch; in FP8 te's modules, fused modules and one layer, with exact attention; Transformer Engine's."""
+    theirs = _transformer_engine(case)
+    yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, BasicTransformerLayer), case)
+    yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
+    for name, kind in _MODULES.items():
+        yield functools.partial(_of_modules, f"{name}, FP8", case, kind)
+    for layers in (next(_ours(case)), theirs):
+        yield from layers[1:2]
+
+
 def contestants(case: Case) -> Iterator[Build]:
     """Each contestant, as a call that builds it."""
     if case.llama:
@@ -265,7 +280,7 @@ def contestants(case: Case) -> Iterator[Build]:
         yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
     if case.tokens <= 1024:
         yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case), case))
-    for name, kind in (("te.Linear, te.LayerNorm", ModulesLayer), ("LayerNormLinear, LayerNormMLP", FusedLayer)):
+    for name, kind in _MODULES.items():
         yield functools.partial(_of_modules, name, case, kind)
     for layers in _ours(case):
         yield from layers

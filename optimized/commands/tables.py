@@ -16,7 +16,7 @@ from reference import files
 
 ROOT = Path(__file__).parents[2]
 _GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
-_MODULES = (*_GEMMS, "cast", "norm", "activation", "attention", "adam", "layer", "layer_sweep", "training")
+_MODULES = (*_GEMMS, "cast", "norm", "activation", "attention", "adam", "layer", "layer_sweep", "timeline", "training")
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"optimized.bench.{name}") for name in _MODULES)
 
 
@@ -101,7 +101,7 @@ GROUPS = {
     "Casts, norms, activations": ("cast_transpose", "norm", "activation"),
     "Attention": ("attention",),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", *DETAILS),
+    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS),
     "Training": ("training",),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
