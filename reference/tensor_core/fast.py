@@ -50,7 +50,7 @@ def _compiled(half: bool) -> tuple[Any, Any, int]:
         from reference.tensor_core import kernels
 
         fmt, width = (model.BF16, kernels.HALF_WIDTH) if half else (model.E4M3, kernels.FP8_WIDTH)
-        compiled = kernels.pack, kernels.half_tiles if half else kernels.fp8_tiles, width
+        compiled = kernels.pack, kernels.tiles, width
         codes = np.zeros((1, 1), np.uint16 if half else np.uint8)
         _finite(codes, fmt, codes, fmt, 0, compiled)
         return compiled
