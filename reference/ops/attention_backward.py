@@ -1,7 +1,7 @@
-"""`twin::attention_backward`: the gradients of q, k and v, from the scores computed again.
+"""`twin::attention_backward`: the gradients of q, k and v; the scores are computed again.
 
-With c, G, the key blocks and `keep` of `reference.ops.attention`, and its m and inv, for a tile of 128 queries
-by 128 keys:
+c, G, the key blocks and `keep` are those of `reference.ops.attention`; m and inv are its results. For each tile of 128
+queries by 128 keys that the forward visits (the others would add zeros):
 
     S  = q kᵀ,  dP = grad vᵀ                       tensor-core chains over d, fp32
     D  = Σ_d grad · out                            per query, in the order below
@@ -13,11 +13,8 @@ by 128 keys:
     dk = round(scale · Σ dSᵀ q)                    the same
     dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 in order
 
-Tiles are those that the forward visits; the others would add zeros. dq's partial sums are what lets one kernel
-compute all three: a key block need not wait for the one before it, only its addition must.
-
-D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (what is missing is 0): t = fma(grad, out, t) from +0, in
-order; then a halving tree over the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
+D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (missing ones are 0). It computes t = fma(grad, out, t) from +0, in
+order. Then a halving tree adds the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
 """
 
 import numpy as np
@@ -45,7 +42,7 @@ from reference.ops.library import define
 
 @jit
 def row_dots(grad: np.ndarray, out: np.ndarray, dots: np.ndarray) -> None:
-    """dots[row] = Σ grad[row] · out[row] in the written order; fp32 `[rows, d]`."""
+    """dots[row] = Σ grad[row] · out[row] in the order of D; grad and out are fp32 `[rows, d]`."""
     rows, d = grad.shape
     lanes = np.zeros(32, np.float32)
     for row in range(rows):
@@ -113,7 +110,7 @@ def outputs(
 
 
 class _Head:
-    """One head's tensors, and its tiles."""
+    """One head's tensors and constants."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], c: float, dropout: float, keep: torch.Tensor | None) -> None:
         self.tensors = tensors
@@ -126,24 +123,14 @@ class _Head:
 
     def tile(self, rows: slice, keys: slice, hidden: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(P, dS), 16-bit `[rows, keys]`."""
-        of = self.tensors
-        q, grad = of["q"][rows], of["grad"][rows]
-        k, v = of["k"][keys], of["v"][keys]
-        s, dp = tensor_core.gemm(q, k), tensor_core.gemm(grad, v)
+        q, grad, m, inv = (self.tensors[name][rows] for name in ("q", "grad", "m", "inv"))
+        s = tensor_core.gemm(q, self.tensors["k"][keys])
+        dp = tensor_core.gemm(grad, self.tensors["v"][keys])
         every = torch.ones(s.shape, dtype=torch.bool, device="cpu")
         keep = every if self.keep is None else self.keep[rows, keys].contiguous()
-        softmax_backward_tile(
-            s.numpy(),
-            dp.numpy(),
-            hidden,
-            keep.numpy(),
-            self.c,
-            self.kept,
-            of["m"][rows].numpy(),
-            of["inv"][rows].numpy(),
-            self.dots[rows],
-            elementary.powers_of_two(),
-        )
+        pairs = (s.numpy(), dp.numpy(), hidden, keep.numpy())
+        per_row = (m.numpy(), inv.numpy(), self.dots[rows])
+        softmax_backward_tile(*pairs, self.c, self.kept, *per_row, elementary.powers_of_two())
         return rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
 
 
@@ -166,8 +153,8 @@ def attention_backward(
 
     Args:
         grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
-        q: as in the forward, with k, v, scale, mask_type, mask and dropout.
-        out: what the forward returned, with m and inv.
+        q, k, v, scale, mask_type, mask, dropout: those of the forward.
+        out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, scale, mask_type, mask, dropout, rng_state)

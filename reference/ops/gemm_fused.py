@@ -1,7 +1,7 @@
-"""FP8 GEMMs with what follows them in one op: an activation, its backward, or bias + dropout + residual.
+"""FP8 GEMMs fused with what follows: an activation, its backward, or bias + dropout + residual.
 
-Each is, in every bit, the ops that it names, one after the other: the GEMM is rounded to the activation dtype T
-before the next op reads it, as it would be in memory between two kernels. With s = a_scale_inv · b_scale_inv:
+Each has the bits of the named ops one after the other: the GEMM is rounded to the activation dtype T before the next
+op reads it. Forward GEMMs accumulate fast, backward ones split. With s = a_scale_inv · b_scale_inv:
 
     gemm_fp8_activation             h = T( a·bᵀ · s + bias )          `twin::gemm_fp8`, fast; kept for the backward
                                     q, q_t, scale_inv, amax of act(h)   `twin::activation_cast_transpose`
@@ -10,8 +10,6 @@ before the next op reads it, as it would be in memory between two kernels. With 
                                     of dact · act'(h)
     gemm_fp8_bias_dropout_add       x = T( a·bᵀ · s )                 `twin::gemm_fp8`, fast
                                     T( T( dropout( T( x + bias ) ) ) + residual )   `twin::bias_dropout_add`
-
-Accumulations are those of the layers: fast forward, split backward (`reference.nn.linear`).
 """
 
 import torch
@@ -101,7 +99,7 @@ def gemm_fp8_activation(
 ) -> Four:
     """a `[M, K]`, b `[n, K]` float8 -> (h `[M, n]` of out_dtype, q `[M, m]`, q_t `[m, ceil16(M)]`, scale_inv `[1]`).
 
-    m is n, or n/2 for the gated kinds, whose first half of columns is activated. q and q_t are of `dtype`.
+    m is n, or n/2 for the gated kinds. q and q_t are of `dtype`.
     """
     activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, scale, amax_history, column, dtype)
     h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
@@ -123,7 +121,7 @@ def gemm_fp8_activation_backward(
 ) -> Four:
     """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`).
 
-    x is the pre-activation, of the activation dtype; n is m, or 2·m for the gated kinds. dbias is of x's dtype.
+    x is the pre-activation in the activation dtype, which dbias has too; n is m, or 2·m for the gated kinds.
     """
     activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, scale, amax_history, column, dtype)
     dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")

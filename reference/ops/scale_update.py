@@ -1,9 +1,9 @@
 """`twin::scale_update`: from the amaxes of a step to the scales of the next one.
 
-Per module i and column j, with H = amax_histories[i] `[L, n]` fp32 (row 0 is the staging row that casts
-maximise their amax into), s = scales[i] `[n]` fp32, everything in fp32:
+Per module i and column j, with H = amax_histories[i] `[L, n]` fp32, in whose row 0 the casts collect their amax, and
+s = scales[i] `[n]` fp32, everything in fp32:
 
-1. last = H[0, j]. If last == 0 the column is left alone: no roll, same scale (nothing was cast).
+1. last = H[0, j]. If last == 0 (nothing was cast), the column stays as it is: no roll, same scale.
 2. a[r] = H[r + 1, j] for r < L - 1, a[L - 1] = last. H[:, j] becomes a with its first entry set to 0.
 3. amax = max(a) with NaN ignored ("max"), or last ("most_recent").
 4. If amax is finite and > 0: s[j] = (2^-margin · fp8_max) / amax, one IEEE division;
@@ -24,7 +24,7 @@ ALGORITHMS = ("max", "most_recent")
 def outputs(
     scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
 ) -> None:
-    """Refuse what `twin::scale_update` does not take: any fp8_max and margin is accepted. It returns nothing."""
+    """Refuse what `twin::scale_update` does not accept; any fp8_max and margin is accepted."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"twin::scale_update: algorithm={algorithm!r}; one of {ALGORITHMS} is accepted.")
     if len(scales) != len(amax_histories):
@@ -53,7 +53,7 @@ def outputs(
 def scale_update(
     scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
 ) -> None:
-    """Update every module's scale and amax history in place (CPU definition)."""
+    """Update every module's scale and amax history in place."""
     outputs(scales, amax_histories, fp8_max, margin, algorithm)
     scaled_max = torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32, device="cpu")
     for scale, history in zip(scales, amax_histories, strict=True):

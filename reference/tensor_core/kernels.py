@@ -1,7 +1,6 @@
-"""The tensor core's step on SIMD lanes: what `model.step_words` computes, for whole tiles, compiled.
+"""The tensor core's step on SIMD lanes: compiled, it computes what `model.step_words` computes, for whole tiles.
 
-A tile is one row of A against WIDTH columns of B: four registers of lanes, whatever the CPU's registers
-are. Of a step, for each column:
+A tile is one row of A against WIDTH columns of B, four registers of lanes on any CPU. For each column of a step:
 
     emax  = max over k of (exponent of a[k] + exponent of b[k]), and of C      narrow integers
     scale = 2^(F - emax)
@@ -10,12 +9,12 @@ are. Of a step, for each column:
 
 Every operation is exact, so the lanes give the model's bits: a[k] * b[k] has at most 8 (FP8) or 22 (fp16)
 significant bits, scale is a power of two, and sums of truncated terms are integers below 2^20 (FP8, in
-fp32 and int32) or 2^33 (16 bits, in float64). What underflows in a product would be truncated to zero.
-The vector code is written as LLVM IR, because numba does not vectorise this loop by itself; without
-fast-math, LLVM neither contracts nor reorders any of it.
+fp32 and int32) or 2^33 (16 bits, in float64). A product that underflows would be truncated to zero anyway.
+The vector code is LLVM IR because numba does not vectorise this loop by itself; without fast-math, LLVM neither
+contracts nor reorders any of it.
 
-Operands arrive as tables of values and exponents: a zero has the exponent NO_TERM, and so have NaN and
-infinity, which `fast.gemm` deals with afterwards.
+Operands are tables of values and exponents. Zero, NaN and infinity have the exponent NO_TERM; `fast.gemm_words`
+corrects the words of the latter two.
 """
 
 from typing import Any
@@ -32,10 +31,10 @@ _intrinsic: Any = intrinsic  # numba types what it makes by the emitter, not by 
 _HOST = binding.get_host_cpu_features()
 FLOAT_LANES = 16 if _HOST.get("avx512f") else 8 if _HOST.get("avx2") else 4
 FP8_WIDTH = 4 * FLOAT_LANES  # columns of a tile; their int8 exponents fill one register
-HALF_WIDTH = FP8_WIDTH // 2  # the same of float64 lanes and int16 exponents
+HALF_WIDTH = FP8_WIDTH // 2  # the same for float64 lanes and int16 exponents
 
 FP8_K, HALF_K = 32, 16
-FP8_NO_TERM = -64  # two of them are int8's -128; with any exponent of the other operand, below _FP8_ANY_TERM
+FP8_NO_TERM = -64  # two of them are int8's -128; with any exponent of the other operand the sum is below _FP8_ANY_TERM
 _FP8_ANY_TERM = -40  # the smallest product of FP8 codes has exponent -28
 HALF_NO_TERM = -1000
 _LOWEST = -133  # model.LOWEST_EXPONENT
@@ -67,14 +66,14 @@ class _Lanes:
         self.builder.store(value, pointer, align=4)
 
     def spread(self, scalar: Any) -> Any:
-        """A vector of one scalar."""
+        """A vector of equal elements."""
         one = ir.VectorType(scalar.type, self.lanes)
         single = self.builder.insert_element(ir.Constant(one, ir.Undefined), scalar, ir.Constant(_I32, 0))
         zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
         return self.builder.shuffle_vector(single, ir.Constant(one, ir.Undefined), zeros)
 
     def quarter(self, vector: Any, number: int) -> Any:
-        """The number-th `lanes` elements of a longer vector."""
+        """Part `number` of a longer vector: `lanes` elements."""
         picks = [number * self.lanes + lane for lane in range(self.lanes)]
         mask = ir.Constant(ir.VectorType(_I32, self.lanes), picks)
         return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
@@ -84,7 +83,7 @@ class _Lanes:
         return self.builder.select(self.builder.icmp_signed(">", left, right), left, right)
 
     def power_of_two(self, exponent: Any, element: Any) -> Any:
-        """2^exponent, of integers as wide as `element`; exponents in the normal range."""
+        """2^exponent, for integers as wide as `element` and exponents in the normal range."""
         bias, shift, integer = (127, 23, _I32) if element is _F32 else (1023, 52, _I64)
         field = self.builder.add(exponent, self.constant(integer, bias))
         bits = self.builder.shl(field, self.constant(integer, shift))
@@ -92,7 +91,7 @@ class _Lanes:
 
 
 def _pointers(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
-    """Data pointers of array arguments; other arguments as they are."""
+    """Data pointers of array arguments; other arguments unchanged."""
     return [
         context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
         for kind, value in zip(signature.args, args, strict=True)
@@ -111,7 +110,7 @@ def _largest_exponent(builder: Any, width: int, depth: int, element: Any, base_a
 
 
 def _c_exponent(lanes: _Lanes, word: Any) -> Any:
-    """The exponent of fp32 words (int32 lanes), subnormals -126; a zero's does not matter there."""
+    """The exponent of fp32 words (int32 lanes), -126 for subnormals and zeros."""
     builder = lanes.builder
     field = builder.lshr(builder.and_(word, lanes.constant(_I32, 0x7F800000)), lanes.constant(_I32, 23))
     return builder.sub(lanes.maximum(field, lanes.constant(_I32, 1)), lanes.constant(_I32, 127))
@@ -147,7 +146,7 @@ def _emit_fp8_step(context: Any, builder: Any, signature: Any, args: Any) -> Any
         total = builder.bitcast(builder.sitofp(sums[part], scales[part].type), sums[part].type)
         total = builder.bitcast(builder.and_(total, keep), scales[part].type)
         result = builder.bitcast(builder.fmul(total, units[part]), sums[part].type)
-        # With no product at all C is alone, however small it is; and a zero is +0.
+        # Without any product the result is C, however small it is, and a zero is +0.
         alone = builder.and_(words[part], keep)
         magnitude = builder.and_(alone, lanes.constant(_I32, 0x7FFFFFFF))
         alone = builder.select(builder.icmp_signed("==", magnitude, zero), zero, alone)
@@ -178,7 +177,7 @@ def _emit_half_step(context: Any, builder: Any, signature: Any, args: Any) -> An
         old = builder.fpext(builder.bitcast(word, ir.VectorType(_F32, count)), doubles)
         exponents.append(emax)
         scales.append(scale)
-        # + 0.0 turns a -0 into +0; the terms added below then leave a zero sum +0.
+        # + 0.0 turns -0 into +0; a zero sum then stays +0 with the terms added below.
         old = builder.call(trunc, [builder.fmul(old, scale)])
         sums.append(builder.fadd(old, lanes.constant(_F64, 0.0)))
     for k in range(HALF_K):
@@ -189,9 +188,8 @@ def _emit_half_step(context: Any, builder: Any, signature: Any, args: Any) -> An
             sums[part] = builder.fadd(sums[part], builder.call(trunc, [term]))
     for part in range(4):
         bits = builder.and_(builder.bitcast(sums[part], longs), lanes.constant(_I64, -1 << 29))  # 24 bits
-        # In units of 2^-149, so that truncation puts results below 2^-126 on fp32's grid. A sum of
-        # 2^128 and more becomes an infinity in the conversion, which is exact otherwise; an infinite C
-        # has gone through all of this unchanged.
+        # In units of 2^-149, so that truncation puts results below 2^-126 on fp32's grid. The conversion is exact,
+        # but a sum of 2^128 or more becomes an infinity. An infinite C passes through all of this unchanged.
         shift = lanes.power_of_two(builder.add(exponents[part], lanes.constant(_I64, 149 - 25)), _F64)
         value = builder.call(trunc, [builder.fmul(builder.bitcast(bits, doubles), shift)])
         value = builder.fmul(builder.fadd(value, lanes.constant(_F64, 0.0)), lanes.constant(_F64, 2.0**-149))
@@ -217,7 +215,7 @@ def _constants(typingctx, values):  # type: ignore[no-untyped-def]
 
 @jit
 def pack(codes, values, exponents, first, last, step_k, to_values, to_exponents):  # type: ignore[no-untyped-def]
-    """Rows `first` to `last` of codes [M, K] through the tables, into [steps, M, step_k] (flat)."""
+    """Rows `first` to `last` of codes [M, K] through the tables into [steps, M, step_k] (flat)."""
     rows, depth = codes.shape
     for row in range(first, last):
         for step in range((depth + step_k - 1) // step_k):

@@ -1,9 +1,9 @@
 """One step of Hopper's tensor core, written to be read.
 
-A `wgmma.mma_async` instruction of FP8 operands multiplies 32 pairs and adds them to the accumulator C
-(16 pairs for f16 and bf16). The hardware does not add them one after another: it aligns all products and
-C to the largest exponent among them, drops what falls below a fixed number of fraction bits, and adds the
-rest exactly. Everything here is an integer, so nothing here rounds unless it says so.
+A `wgmma.mma_async` instruction of FP8 operands multiplies 32 pairs and adds them to the accumulator C (16 pairs for
+fp16 and bf16). The hardware does not add them one after another: it aligns all products and C to the largest exponent
+among them, drops what falls below a fixed number of fraction bits, and adds the rest exactly. Everything here is an
+integer, so nothing rounds unless it says so.
 
     1. A term's exponent is the sum of the two exponent *fields* (subnormals have the smallest one), and
        its significand, in [0, 4), is not renormalised. C's is its own, with a significand in [0, 2).
@@ -12,7 +12,7 @@ rest exactly. Everything here is an integer, so nothing here rounds unless it sa
     3. Each term is truncated toward zero (in magnitude) to F fraction bits below 2^emax.
     4. The truncated terms are added exactly; the order inside a step does not matter.
     5. The sum is truncated toward zero: to F = 13 fraction bits for FP8 (an E8M13 number in an fp32
-       word, its low 10 bits zero), to fp32 for f16 and bf16 (F = 25). A zero sum is +0. Results below
+       word, its low 10 bits zero), to fp32 for fp16 and bf16 (F = 25). A zero sum is +0. Results below
        2^-126 keep their place on the grid of fp32's subnormals; nothing is flushed. Only bf16 can leave
        the range: a sum of 2^128 or more becomes infinity, but terms far beyond it that cancel do no harm.
     6. A NaN operand, inf * 0 and inf - inf give 0x7FFFFFFF; otherwise an infinity wins.
@@ -111,7 +111,7 @@ def _word(total: NDArray[np.int64], unit: NDArray[np.int64], fraction_bits: int)
     magnitude = np.abs(total)
     length = np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)  # exact: magnitude < 2^53
     exponent = unit + length - 1
-    # The lowest bit that is kept: `fraction_bits` below the leading one, and never below 2^-126's.
+    # The lowest bit kept is `fraction_bits` below the leading one, or below 2^-126 if that is higher.
     lowest = np.maximum(np.maximum(exponent, -126) - fraction_bits, unit)
     kept = magnitude >> np.minimum(lowest - unit, 62)
     # kept * 2^lowest has at most 24 bits and lies on fp32's grid, so every operation below is exact.
@@ -129,9 +129,9 @@ def step_words(
     c: NDArray[np.uint32],
     instruction: Instruction,
 ) -> NDArray[np.uint32]:
-    """D = a * b^T + c, one instruction: a [M, K], b [N, K] codes, c [M, N] fp32 words; K <= instruction.k.
+    """D = a · bᵀ + c, one instruction, fp32 words [M, N]: a [M, K], b [N, K] codes, c [M, N] fp32 words.
 
-    Returns fp32 words [M, N]. A K shorter than the instruction's stands for zeros in the rest.
+    K is at most instruction.k; a shorter one stands for zeros in the rest.
     """
     left = decode(a[:, None, :], a_format)
     right = decode(b[None, :, :], b_format)
@@ -175,11 +175,11 @@ def gemm_words(
     split_k: int | None = None,
     c: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.uint32]:
-    """a * b^T by chained steps: the slow definition of a whole GEMM, fp32 words [M, N].
+    """a · bᵀ by chained steps: the slow definition of a whole GEMM, fp32 words [M, N].
 
-    `split_k` None: one chain over all of K, C of one step being D of the step before ("fast"
-    accumulation), and that of the first step `c`, or +0. Otherwise: chains of `split_k` from zero, added in
-    order of K with ordinary fp32 additions to an accumulator that starts at +0 ("split").
+    Without `split_k` ("fast" accumulation) it is one chain over all of K: C of one step is D of the step before, that
+    of the first step `c`, or +0. Otherwise ("split") chains of `split_k` start from zero and are added in order of K,
+    with ordinary fp32 additions, to an accumulator that starts at +0.
     """
     depth = a.shape[1]
     total = np.zeros((a.shape[0], b.shape[0]), np.float32)
