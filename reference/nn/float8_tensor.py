@@ -24,6 +24,7 @@ Source: Transformer Engine's `pytorch/tensor/float8_tensor.py` (whose first scal
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -100,9 +101,14 @@ def _dispatch_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         written = [x for argument, x in (*given, *named) if argument.alias_info and argument.alias_info.is_write]
         write([(x, read[id(x)]) for x in tree_leaves(written) if isinstance(x, _Readable)])
     elif func.is_view:
+
+        def make(i: int | None, whole: torch.Tensor) -> Any:
+            made = func(whole, *args[1:], **kwargs)
+            return made if i is None else made[i]
+
         if isinstance(out, torch.Tensor):
-            return _View(out, args[0], lambda whole: func(whole, *args[1:], **kwargs))
-        return [_View(x, args[0], lambda whole, i=i: func(whole, *args[1:], **kwargs)[i]) for i, x in enumerate(out)]
+            return _View(out, args[0], functools.partial(make, None))
+        return [_View(like, args[0], functools.partial(make, i)) for i, like in enumerate(out)]
     return tree_map(lambda x: owners.get(id(x), x), out)
 
 

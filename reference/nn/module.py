@@ -13,7 +13,7 @@ from reference.nn.context import ModuleContext, Precision
 from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.quantized import Quantized
-from reference.quantizer import Calibrating, CalibratingWeight, Gemm, HighPrecision
+from reference.quantizer import Calibrating, Gemm, HighPrecision
 from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
 
@@ -41,9 +41,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         scaling.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the membership, which may hold a process group; cached weights as bytes, since torch pickles no
-        float8.
-        """
+        """Without the membership, which may hold a process group; cached weights as bytes: torch pickles no float8."""
         cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
         return {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
 
@@ -144,7 +142,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         forward, grad = self.fp8_meta["scaling_fwd"], HighPrecision(dtype)
         columns = range(0, 3 * self.num_gemms, 3)
         return Precision(
-            tuple(Gemm(Calibrating(dtype, forward, i), CalibratingWeight(dtype, forward, i + 1), grad) for i in columns)
+            tuple(Gemm(Calibrating(dtype, forward, i), Calibrating(dtype, forward, i + 1, True), grad) for i in columns)
         )
 
     def _check_kept_in_fp8(self) -> None:

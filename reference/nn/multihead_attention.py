@@ -247,29 +247,24 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         ours = isinstance(core, DotProductAttention)
         if ours:
             checks.check_mask_type(layer, names[1], kind)
+        batch, sequence, shape = self._batch, 1 - self._batch, hidden_states.shape
         if (
-            encoder_output is not None
-            or angles is not None
-            or (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
-            or (hidden_states.is_cuda and hidden_states.shape[self._batch] * self.num_attention_heads > MAX_ATTENTIONS)
+            encoder_output is angles is None
+            and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
+            and not (hidden_states.is_cuda and shape[batch] * self.num_attention_heads > MAX_ATTENTIONS)
         ):
-            self._check_sizes(layer, hidden_states, encoder_output, angles, (names, mask, kind) if ours else None)
-
-    def _check_sizes(self, layer: str, hidden_states: Any, encoder_output: Any, angles: Any, masked: Any) -> None:
-        """The checks that depend on the batch and the lengths."""
-        batch, sequence = self._batch, 1 - self._batch
-        shape = source = hidden_states.shape
+            return
+        source = shape
         if encoder_output is not None:
             checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, batch)
             source = encoder_output.shape
         lengths, device = (shape[sequence], source[sequence]), hidden_states.device
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
-        if masked is not None:
-            names, mask, kind = masked
+        if ours:
             checks.check_mask(layer, names, kind, mask, (shape[batch], self.num_attention_heads, *lengths), device)
             dtype = checks.activation_dtype(hidden_states)
-            if self.core_attention.attention_backend == "cudnn":
+            if core.attention_backend == "cudnn":
                 checks.check_cudnn(dtype, device, lengths, kind)
             elif dtype != torch.float32 and device.type == "cuda":
                 checks.check_grid(layer, shape[batch], self.num_attention_heads, device)

@@ -31,10 +31,10 @@ def _checks(attention: Any) -> bool:
 
 
 # Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
-_COMMON = ("bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype")
-_COMMON += ("get_rng_state_tracker", "fuse_wgrad_accumulation")
-_ATTENTION = ("kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params")
-_ATTENTION += ("qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend")
+_COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
+_COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
+_ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
+_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend"]
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -118,8 +118,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
     ) -> None:
         if use_fp8 is not None:
             raise TypeError(
-                f"TransformerLayer: use_fp8={use_fp8!r} is no argument, nor is it Transformer Engine's; a layer runs "
-                f"in FP8 where it is called inside autocast()."
+                f"TransformerLayer: use_fp8={use_fp8!r} is not offered; a layer runs in FP8 inside autocast()."
             )
         given = dict(locals())
         check_arguments("TransformerLayer", given)
@@ -243,14 +242,13 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         attention, mlp = self.self_attention, self.layernorm_mlp
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
+        follows = mlp if fused and self.layer_type == "encoder" else None
         if (
-            fused
-            and self.layer_type == "encoder"
+            follows is not None
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
             return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention)
-        follows = mlp if fused and self.layer_type == "encoder" else None
         hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from reference.denormals import check_denormals
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that wants to see the call
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may override the call
 
 
 class _Library(torch.library.Library):

@@ -15,8 +15,10 @@ in every bit.
 
 import torch
 
+from reference.ops.checks import check_lengths
 from reference.ops.library import define
 
+OP = "twin::scale_update"
 FP32_MAX = torch.finfo(torch.float32).max
 ALGORITHMS = ("max", "most_recent")
 
@@ -26,27 +28,20 @@ def outputs(
 ) -> None:
     """Refuse what `twin::scale_update` does not accept; any fp8_max and margin is accepted."""
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"twin::scale_update: algorithm={algorithm!r}; one of {ALGORITHMS} is accepted.")
-    if len(scales) != len(amax_histories):
-        raise ValueError(
-            f"twin::scale_update: {len(scales)} scales and {len(amax_histories)} amax_histories; "
-            f"one history per scale is accepted."
-        )
+        raise ValueError(f"{OP}: algorithm={algorithm!r}; one of {ALGORITHMS} is accepted.")
+    check_lengths(OP, "scales", len(scales), {"amax_histories": amax_histories})
     for i, (scale, history) in enumerate(zip(scales, amax_histories, strict=True)):
         if scale.dtype != torch.float32 or history.dtype != torch.float32:
             raise TypeError(
-                f"twin::scale_update: scales[{i}] is {scale.dtype} and amax_histories[{i}] is {history.dtype}; "
-                f"float32 is accepted."
+                f"{OP}: scales[{i}] is {scale.dtype}, amax_histories[{i}] {history.dtype}; float32 is accepted."
             )
         if scale.dim() != 1 or history.dim() != 2 or history.shape[0] < 1 or history.shape[1] != scale.shape[0]:
             raise ValueError(
-                f"twin::scale_update: scales[{i}] has shape {list(scale.shape)} and amax_histories[{i}] "
-                f"{list(history.shape)}; [n] and [L >= 1, n] are accepted."
+                f"{OP}: scales[{i}] has shape {list(scale.shape)} and amax_histories[{i}] {list(history.shape)}; "
+                f"[n] and [L >= 1, n] are accepted."
             )
         if not (scale.is_contiguous() and history.is_contiguous()):
-            raise ValueError(
-                f"twin::scale_update: scales[{i}] or amax_histories[{i}] is strided; contiguous is accepted."
-            )
+            raise ValueError(f"{OP}: scales[{i}] or amax_histories[{i}] is strided; contiguous is accepted.")
 
 
 @define(outputs, mutates=("scales", "amax_histories"))
