@@ -10,7 +10,6 @@ import torch
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

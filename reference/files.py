@@ -154,9 +154,9 @@ def record(path: Path, remedy: str = "") -> dict[str, Any]:
 
 
 def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
-    """Every array of an npz file, by name; errors as in `read`. An incomplete file is `Damaged`.
+    """Every array of an npz file, by name; errors as in `read`.
 
-    Its members carry checksums.
+    A file that is not whole (its members carry checksums) is `Damaged`, too.
     """
     content = read(path, remedy)
     try:

@@ -264,7 +264,6 @@ def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], 
 
 
 def _entry(what: str, entry: dict[str, Any], p: torch.Tensor, master_weights: bool, of_torch: bool) -> State:
-    """A copy of one parameter's state."""
     local = shard(p)
     if local.is_meta:
         raise ValueError(f"FusedAdam: the parameter of {what} is on meta; one with numbers (to_empty) is accepted.")

@@ -86,14 +86,6 @@ def active() -> bool:
     return len(here().recording) + len(here().replaying) > 0
 
 
-def state_for(module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
-    """The random state from which an op of `module` draws: its own, or in a recomputation a copy of the first run's."""
-    if replaying():
-        return recalled(module, state).clone()
-    recalled(module, state)
-    return state
-
-
 def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run record `tensor` as it is now and return it; in a recomputation return the recorded one."""
     thread = here()

@@ -6,7 +6,7 @@ looks their tensors up when it updates, so `.to()` and `copy.deepcopy` leave not
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +107,8 @@ _MODULES: "dict[weakref.ref[Any], None]" = {}
 
 def register(module: Any) -> None:
     """Add a module when it is constructed or copied; it is updated from its first FP8 forward on."""
-    _MODULES[weakref.ref(module, _forget)] = None
+    _MODULES[weakref.ref(module, lambda reference: _MODULES.pop(reference, None))] = None
     module._membership = None
-
-
-def _forget(reference: "weakref.ref[Any]") -> None:
-    _MODULES.pop(reference, None)
 
 
 def registered(identity: int) -> Any:
@@ -134,13 +130,6 @@ def join(module: Any, recipe: Recipe, group: Any) -> None:
         module._membership = Membership(recipe, group, thread)
 
 
-def _members(thread: int) -> Iterator[tuple[Any, Membership]]:
-    for reference in list(_MODULES):
-        module = reference()
-        if module is not None and module._membership is not None and module._membership.thread.number == thread:
-            yield module, module._membership
-
-
 @torch.no_grad()
 def update(forward: bool, thread: int) -> None:
     """Turn one direction's amaxes into the next scales, for every module that last ran in the thread of that number.
@@ -149,7 +138,11 @@ def update(forward: bool, thread: int) -> None:
     """
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
-    for module, (recipe, group, _) in _members(thread):
+    for reference in list(_MODULES):
+        module = reference()
+        if module is None or module._membership is None or module._membership.thread.number != thread:
+            continue
+        recipe, group, _ = module._membership
         if recipe.history_rows is None:
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]

@@ -68,8 +68,9 @@ STYLES = [
 def assert_equal(kind: str, a: np.ndarray, b: np.ndarray, split_k: int | None = None) -> None:
     """fast.gemm_words and model.gemm_words agree in every word."""
     a_format, b_format, instruction = inputs.KINDS[kind]
-    got = fast.gemm_words(a, a_format, b, b_format, instruction, split_k)
-    expected = model.gemm_words(a, a_format, b, b_format, instruction, split_k)
+    operands = model.Operands(a, a_format, b, b_format, instruction)
+    got = fast.gemm_words(operands, split_k)
+    expected = model.gemm_words(operands, split_k)
     wrong = np.argwhere(got != expected)
     if len(wrong):
         m, n = (int(i) for i in wrong[0])

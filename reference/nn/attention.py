@@ -249,7 +249,6 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         return differentiable(forward, backward, Plan(wanted(q, k, v), core), context, q, k, v)
 
     def core_plan(self, mask_type: str) -> CorePlan:
-        """The plan in the module's present mode."""
         p = self.attention_dropout if self.training else 0.0
         return CorePlan(self.softmax_scale, mask_type, p, self.attention_backend)
 

@@ -152,7 +152,6 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradients of forward's tensors."""
     (_, proj, *others), _, (mask, *angles), _ = context
     saved_first, saved_proj, (dropped, mixed, joined, q, k, *rest) = saved[:8], saved[8:12], saved[12:]
     saved_kv, saved_core = rest[: 4 if joined is not None else 0], rest[4 if joined is not None else 0 :]

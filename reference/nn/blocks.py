@@ -66,7 +66,6 @@ def mlp_forward(
 
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradients of forward's tensors."""
     grad = rows_of(grad)
     *kept, dropped = saved
     inner = before_dropout(grad, plan.p, dropped)
@@ -104,7 +103,6 @@ def layer_forward(
 
 
 def layer_backward(plan: LayerPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradients of forward's tensors."""
     first, second = _halves(context)
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved[-_MLP_SAVED:], grad)
     if dh is None:

@@ -36,7 +36,7 @@ def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.device) -> State:
-    """The inverse of `pack`, in new memory on `device`; on the meta device the state keeps its own."""
+    """The inverse of `pack`, in new memory on `device`; on the state's own device where `device` is meta."""
     device = packed.device if device.type == "meta" else device
     halves = packed.detach().to(device).split([columns[key] for key in KEYS], dim=1)
     return {

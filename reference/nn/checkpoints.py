@@ -25,7 +25,6 @@ class Checkpointed(WithFP8State):
         return checkpoint_format.pack(state)
 
     def set_extra_state(self, state: Any) -> None:
-        """Load the result of `get_extra_state`."""
         checkpoint_format.check_state(f"{type(self).__name__}.{checkpoint_format.STATE}", state, self.state_columns())
         self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._parameter_device()))
         self._bind_weights()

@@ -86,7 +86,6 @@ class ModuleContext:
 
     @property
     def modules(self) -> "tuple[ModuleContext, ...]":
-        """As in a BlockContext."""
         return (self,)
 
     @property
@@ -200,7 +199,6 @@ class BlockContext(NamedTuple):
         return next((one.module for one in self.modules if one.stateful is not None), None)
 
     def state(self, backward: bool) -> State:
-        """As `ModuleContext.state`, for all parts."""
         read: list[torch.Tensor] = []
         changed: list[torch.Tensor] = []
         for one in self.modules:

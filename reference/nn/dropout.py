@@ -73,7 +73,8 @@ class Generator(torch.nn.Module):
 
     def take(self) -> torch.Tensor:
         """The state for an op that advances it; in a recomputation a copy of the first run's."""
-        return recompute.state_for(self, self.state)
+        recorded = recompute.recalled(self, self.state)
+        return recorded.clone() if recompute.replaying() else self.state
 
 
 class Plan(NamedTuple):

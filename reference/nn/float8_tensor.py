@@ -265,7 +265,6 @@ class Float8Tensor(_Readable):
 
 
 def _rebuilt(codes: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """A pickled Float8Tensor."""
     *arguments, requires_grad, parameter = rest
     weight = Float8Tensor.of_codes(codes.view(FP8), *arguments)
     return torch.nn.Parameter(weight, requires_grad) if parameter else weight.requires_grad_(requires_grad)

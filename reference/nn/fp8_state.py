@@ -59,15 +59,16 @@ class WithFP8State(torch.nn.Module):
                 weight.bind(self.fp8_meta["scaling_fwd"])
 
     def _fp8_parameters(self) -> dict[str, Float8Tensor]:
-        """The weights that are kept in FP8."""
         parameters: dict[str, Any] = self._parameters
         return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
 
     def init_fp8_metadata(self) -> AutocastState:
         """Create or resize the FP8 state for the current autocast, if necessary, and return that autocast."""
         state = current()
-        if self.own_recipe is not None or self.in_high_precision:
-            state = self._own_settings(state)
+        if self.in_high_precision:
+            state = replace(state, enabled=False, calibrating=False)
+        elif self.own_recipe is not None:
+            state = replace(state, recipe=self.own_recipe)
         recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
         # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
         if torch.compiler.is_compiling() or self.fp8 != state.enabled:
@@ -117,12 +118,6 @@ class WithFP8State(torch.nn.Module):
             else:
                 self.fp8_meta[key] = new
         self._history_rows = None
-
-    def _own_settings(self, state: AutocastState) -> AutocastState:
-        """Autocast's settings with this layer's own recipe or precision."""
-        if self.in_high_precision or self.own_recipe is None:
-            return replace(state, enabled=False, calibrating=False)
-        return replace(state, recipe=self.own_recipe)
 
     def _check_fp8_sizes(self, where: str) -> None:
         for name in self.fp8_sizes:

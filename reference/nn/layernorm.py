@@ -170,7 +170,6 @@ class _Norm(TransformerEngineBaseModule):
         return differentiable(forward, backward, plan, BlockContext(), *tensors).view(input.shape)
 
     def extra_repr(self) -> str:
-        """Size, eps and the form of γ."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 

@@ -158,7 +158,6 @@ class LayerNormLinear(LinearBase):
         super()._create_parameters(parts, dtype, device)
 
     def reset_parameters(self) -> None:
-        """As `Linear`'s, and γ = 1, β = 0."""
         super().reset_parameters()
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 

@@ -248,7 +248,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return with_extras(self, inp, results, self.hidden_size, fc2_bias, dtype)
 
     def extra_repr(self) -> str:
-        """Sizes, activation, bias and the recipe of the last run in FP8."""
         recipe = self.fp8_meta.get("recipe")
         text = (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "

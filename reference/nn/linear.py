@@ -133,7 +133,6 @@ class LinearBase(TransformerEngineBaseModule):
         return _joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
     def extra_repr(self) -> str:
-        """Sizes, bias and the recipe of the last run in FP8."""
         recipe = self.fp8_meta.get("recipe")
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
         return text if recipe is None else f"{text}, recipe={recipe}"

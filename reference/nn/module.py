@@ -165,7 +165,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         if main_grad is None:
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
-                f"a float32 or bfloat16 tensor of the weight's shape is accepted."
+                f"a float32, bfloat16 or float16 tensor of the weight's shape is accepted."
             )
         fits = main_grad.shape == weight.shape and main_grad.device == weight.device
         if main_grad.dtype not in WIDE_DTYPES or not fits:

@@ -24,17 +24,8 @@ from reference import elementary, tensor_core
 from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
-from reference.ops.attention import (
-    Options,
-    blocks,
-    causal_shift,
-    check_attention,
-    factor,
-    hidden_pairs,
-    keep_pairs,
-    rounded_weights,
-    visited,
-)
+from reference.ops import attention
+from reference.ops.attention import Options
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
@@ -95,7 +86,7 @@ def outputs(
     *options: *Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_backward"
-    check_attention(op, q, k, v, *options)
+    attention.check_attention(op, q, k, v, *options)
     for name, x in (("grad", grad), ("out", out)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
@@ -110,8 +101,6 @@ def outputs(
 
 
 class _Head:
-    """One head's tensors and constants."""
-
     def __init__(self, tensors: dict[str, torch.Tensor], c: float, dropout: float, keep: torch.Tensor | None) -> None:
         self.tensors = tensors
         self.c = np.float32(c)
@@ -131,7 +120,7 @@ class _Head:
         pairs = (s.numpy(), dp.numpy(), hidden, keep.numpy())
         per_row = (m.numpy(), inv.numpy(), self.dots[rows])
         softmax_backward_tile(*pairs, self.c, self.kept, *per_row, elementary.powers_of_two())
-        return rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
+        return attention.rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
 
 
 @define(outputs)
@@ -160,21 +149,21 @@ def attention_backward(
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, scale, mask_type, mask, dropout, rng_state)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
-    shift = causal_shift(mask_type, sq, skv)
+    shift = attention.causal_shift(mask_type, sq, skv)
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
         sum_k, sum_v = (torch.zeros(skv, d, dtype=torch.float32, device="cpu") for _ in range(2))
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
-            keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+            keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
             of_queries = {"q": q, "grad": grad, "out": out, "m": m, "inv": inv}
             tensors = {name: x[batch, head] for name, x in of_queries.items()}
             tensors |= {"k": k[batch, key_head], "v": v[batch, key_head]}
-            one = _Head(tensors, factor(scale), dropout, keep)
+            one = _Head(tensors, attention.factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
-            for rows in blocks(sq):
-                for keys in blocks(skv)[: visited(rows.start, sq, skv, shift)]:
-                    hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
+            for rows in attention.blocks(sq):
+                for keys in attention.blocks(skv)[: attention.visited(rows.start, sq, skv, shift)]:
+                    hidden = attention.hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
                     p, ds = one.tile(rows, keys, hidden)
                     sum_q[rows] = sum_q[rows] + tensor_core.gemm(ds, tensors["k"][keys].t())
                     sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])

@@ -75,18 +75,12 @@ def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
     return seed % (1 << 64), offset % (1 << 64)
 
 
-def keep_mask(count: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """Which of `count` elements are kept: bool `[count]`. The state is not advanced."""
-    seed, offset = state_values(rng_state)
-    groups = -(-count // 8)
-    words = np.stack(philox.element_words(seed, 0, groups, offset), axis=1)  # [groups, 4]
-    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
-    return torch.from_numpy(halves.reshape(-1)[:count] >= threshold(p))
-
-
 def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """keep ? round(t · scale) : +0, of t's dtype."""
-    keep = keep_mask(t.numel(), p, rng_state).view(t.shape)
+    """keep ? round(t · scale) : +0, of t's dtype. The state is not advanced."""
+    seed, offset = state_values(rng_state)
+    words = np.stack(philox.element_words(seed, 0, -(-t.numel() // 8), offset), axis=1)  # [groups, 4]
+    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
+    keep = torch.from_numpy(halves.reshape(-1)[: t.numel()] >= threshold(p)).view(t.shape)
     scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32, device="cpu")).to(t.dtype)
     return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype, device="cpu"))
 

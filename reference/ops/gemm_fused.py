@@ -14,13 +14,7 @@ op reads it. Forward GEMMs accumulate fast, backward ones split. With s = a_scal
 
 import torch
 
-from reference.ops.activation import (
-    activation_backward_cast_transpose_dbias,
-    activation_cast_transpose,
-    check_activation,
-    forward_outputs,
-    width,
-)
+from reference.ops import activation
 from reference.ops.cast import Scaling, check_cast
 from reference.ops.cast_transpose import Four, cast_outputs
 from reference.ops.dropout import bias_dropout_add, check_addends, check_dropout
@@ -40,7 +34,7 @@ def activation_outputs(
     *scaling: *Scaling,
 ) -> Four:
     h = gemm_fp8_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
-    return h, *forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
+    return h, *activation.forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
 
 
 def activation_backward_outputs(
@@ -53,9 +47,9 @@ def activation_backward_outputs(
     *scaling: *Scaling,
 ) -> Four:
     op = "twin::gemm_fp8_activation_backward"
-    check_activation(op, x, kind)
+    activation.check_activation(op, x, kind)
     check_operands(a, b, a_scale_inv, b_scale_inv)
-    found, expected = (x.shape[0], width(kind, x.shape[1])), (a.shape[0], b.shape[0])
+    found, expected = (x.shape[0], activation.width(kind, x.shape[1])), (a.shape[0], b.shape[0])
     if found != expected:
         raise ValueError(
             f"{op}: x must be the pre-activation of the GEMM, whose shape is {expected}; "
@@ -103,7 +97,7 @@ def gemm_fp8_activation(
     """
     activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, scale, amax_history, column, dtype)
     h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
-    return h, *activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
+    return h, *activation.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
 
 
 @define(activation_backward_outputs, mutates=("amax_history",))
@@ -125,7 +119,7 @@ def gemm_fp8_activation_backward(
     """
     activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, scale, amax_history, column, dtype)
     dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
-    return activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
+    return activation.activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
 
 
 @define(bias_dropout_add_outputs, mutates=("rng_state",))

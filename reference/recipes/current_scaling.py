@@ -50,13 +50,11 @@ class Float8CurrentScaling(Recipe):
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """True."""
         return True
 
     float8_per_tensor_scaling = float8_current_scaling
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
-        """The same quantizers for each GEMM."""
         codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))
         grads = Current(self.fp8_format.dtype(False), self.fp8_format.fp8_max(False))
         return (Gemm(codes, codes, grads),) * count

@@ -81,14 +81,12 @@ class DelayedScaling(Recipe):
 
     @classmethod
     def delayed(cls) -> bool:
-        """True."""
         return True
 
     float8_per_tensor_scaling = delayed
 
     @property
     def history_rows(self) -> int:  # type: ignore[override]
-        """amax_history_len."""
         return self.amax_history_len
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:

@@ -39,8 +39,7 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
         raise ValueError(f"c is {c.dtype} {tuple(c.shape)} on {c.device}; float32 {shape} on the CPU is needed.")
     else:
         words = c.detach().view(torch.int32).numpy().view(np.uint32)
-    words = model.step_words(left.a, left.a_format, left.b, left.b_format, words, left.instruction)
-    return torch.from_numpy(words.view(np.float32))
+    return torch.from_numpy(model.step_words(left, words).view(np.float32))
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,5 +79,5 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
                 f"float32 {shape} on the CPU with 'fast' is needed."
             )
         start = c.detach().contiguous().view(torch.int32).numpy().view(np.uint32)
-    words = fast.gemm_words(*left, split_k=SPLIT_K if split else None, c=start)
+    words = fast.gemm_words(left, SPLIT_K if split else None, start)
     return torch.from_numpy(words.view(np.float32))

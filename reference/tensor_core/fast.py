@@ -51,7 +51,8 @@ def _compiled(half: bool) -> tuple[Any, Any, int]:
         fmt, width = (model.BF16, kernels.HALF_WIDTH) if half else (model.E4M3, kernels.FP8_WIDTH)
         compiled = kernels.pack, kernels.tiles, width
         codes = np.zeros((1, 1), np.uint16 if half else np.uint8)
-        _finite(codes, fmt, codes, fmt, 0, compiled)
+        instruction = model.HALF_STEP if half else model.FP8_STEP
+        _finite(model.Operands(codes, fmt, codes, fmt, instruction), 0, compiled)
         return compiled
 
 
@@ -80,27 +81,21 @@ def _ranges(count: int, parts: int, multiple: int) -> list[tuple[int, int]]:
 
 
 def _finite(
-    a: Codes,
-    a_format: model.FloatFormat,
-    b: Codes,
-    b_format: model.FloatFormat,
-    split_steps: int,
-    compiled: tuple[Any, Any, int],
-    c: NDArray[np.float32] | None = None,
+    operands: model.Operands, split_steps: int, compiled: tuple[Any, Any, int], c: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """a * b^T (+ c, of 16-bit operands) by the compiled tiles; NaN and infinity in a and b count as zeros."""
+    """a · bᵀ (+ c, of 16-bit operands) by the compiled tiles; NaN and infinity in a and b count as zeros."""
     pack, tiles, width = compiled
-    (m, depth), n = a.shape, b.shape[0]
+    a, a_format, b, b_format, instruction = operands
+    (m, depth), n, step_k = a.shape, b.shape[0], instruction.k
     # Tiles are as wide as the registers: the side that needs fewer tiles becomes the columns.
     if -(-m // width) * n < -(-n // width) * m:
-        swapped = None if c is None else c.T
-        return np.ascontiguousarray(_finite(b, b_format, a, a_format, split_steps, compiled, swapped).T)
+        swapped = model.Operands(b, b_format, a, a_format, instruction)
+        return np.ascontiguousarray(_finite(swapped, split_steps, compiled, None if c is None else c.T).T)
     out = np.zeros((m, n), np.float32) if c is None else np.array(c, order="C")
     if out.size == 0 or depth == 0:
         return out
     # The code is compiled for one memory layout: contiguous and writable.
     a, b = np.require(a, requirements=["C", "W"]), np.require(b, requirements=["C", "W"])
-    step_k = 32 if a.itemsize == 1 else 16
     (a_values, a_exponents), (b_values, b_exponents) = _tables(a_format), _tables(b_format)
     size = -(-depth // step_k) * step_k * m
     packed = np.zeros(size, a_values.dtype), np.full(size, a_exponents[0])
@@ -121,15 +116,10 @@ def _finite(
 
 
 def gemm_words(
-    a: Codes,
-    a_format: model.FloatFormat,
-    b: Codes,
-    b_format: model.FloatFormat,
-    instruction: model.Instruction,
-    split_k: int | None = None,
-    c: NDArray[np.uint32] | None = None,
+    operands: model.Operands, split_k: int | None = None, c: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
-    """What `model.gemm_words` gives for the same arguments, in every bit."""
+    """The words of `model.gemm_words` for the same arguments."""
+    a, a_format, b, b_format, instruction = operands
     half = instruction is model.HALF_STEP
     if split_k is not None and (half or split_k % instruction.k):
         raise ValueError(f"split_k is {split_k}: a multiple of {instruction.k} is needed, with FP8 operands.")
@@ -140,14 +130,14 @@ def gemm_words(
         # With infinities and a start value, which is rare, the model computes everything.
         specials = a_inf.size or b_inf.size or ((c & np.uint32(model.INF_WORD)) == model.INF_WORD).any()
         if specials or not half:
-            return model.gemm_words(a, a_format, b, b_format, instruction, split_k, c)
+            return model.gemm_words(operands, split_k, c)
     start = None if c is None else c.view(np.float32)
-    words = _finite(a, a_format, b, b_format, split_steps, _compiled(half), start).view(np.uint32)
+    words = _finite(operands, split_steps, _compiled(half), start).view(np.uint32)
     others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
     for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):
         if rows.size and columns.size:
             block = np.ix_(rows, columns)
-            words[block] = _with_infinities(words[block], a[rows], a_format, b[columns], b_format, instruction)
+            words[block] = _with_infinities(words[block], operands._replace(a=a[rows], b=b[columns]))
     words[a_nan] = model.NAN_WORD
     words[:, b_nan] = model.NAN_WORD
     return words
@@ -166,20 +156,13 @@ def _special_rows(codes: Codes, fmt: model.FloatFormat) -> tuple[NDArray[np.intp
     return np.flatnonzero((magnitude == limit).any(axis=1)), nan
 
 
-def _with_infinities(
-    finite: NDArray[np.uint32],
-    a: Codes,
-    a_format: model.FloatFormat,
-    b: Codes,
-    b_format: model.FloatFormat,
-    instruction: model.Instruction,
-) -> NDArray[np.uint32]:
+def _with_infinities(finite: NDArray[np.uint32], operands: model.Operands) -> NDArray[np.uint32]:
     """The words of a · bᵀ with its infinities, from `finite`, the words with zeros in their place.
 
     An infinite term decides the sum wherever it is; two of different signs, or one that is multiplied by a zero, give
     NaN. So it is enough to count them, by products of small integers, which are exact.
     """
-    left, right = _signs(a, a_format), _signs(b, b_format)
+    left, right = _signs(operands.a, operands.a_format), _signs(operands.b, operands.b_format)
 
     def count(which: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
         (sign_a, inf_a), (sign_b, inf_b) = map(which, left[:2]), map(which, right[:2])
@@ -195,7 +178,8 @@ def _with_infinities(
     late = (plus ^ minus) & ~nan & (finite ^ words == 0x80000000)
     for row in np.flatnonzero(late.any(axis=1)):
         columns = np.flatnonzero(late[row])
-        words[row, columns] = model.gemm_words(a[row : row + 1], a_format, b[columns], b_format, instruction)
+        alone = operands._replace(a=operands.a[row : row + 1], b=operands.b[columns])
+        words[row, columns] = model.gemm_words(alone)
     return np.where(nan, np.uint32(model.NAN_WORD), words)
 
 

@@ -51,7 +51,6 @@ class _Lanes:
         self.lanes = lanes
 
     def constant(self, element: Any, value: float) -> Any:
-        """A vector of equal constants."""
         return ir.Constant(ir.VectorType(element, self.lanes), [value] * self.lanes)
 
     def load(self, base: Any, index: Any, element: Any) -> Any:

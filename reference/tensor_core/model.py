@@ -66,6 +66,16 @@ FP8_STEP = Instruction(k=32, aligned_fraction_bits=13, result_fraction_bits=13)
 HALF_STEP = Instruction(k=16, aligned_fraction_bits=25, result_fraction_bits=23)
 
 
+class Operands(NamedTuple):
+    """a `[M, K]` and b `[N, K]` as unsigned codes, their formats, and the instruction that multiplies them."""
+
+    a: NDArray[np.unsignedinteger]
+    a_format: FloatFormat
+    b: NDArray[np.unsignedinteger]
+    b_format: FloatFormat
+    instruction: Instruction
+
+
 class Numbers(NamedTuple):
     """Decoded codes: value = (-1)^negative * significand * 2^(exponent - fraction_bits)."""
 
@@ -121,18 +131,12 @@ def _word(total: NDArray[np.int64], unit: NDArray[np.int64], fraction_bits: int)
     return np.where(kept == 0, np.float32(0), value).astype(np.float32).view(np.uint32)
 
 
-def step_words(
-    a: NDArray[np.unsignedinteger],
-    a_format: FloatFormat,
-    b: NDArray[np.unsignedinteger],
-    b_format: FloatFormat,
-    c: NDArray[np.uint32],
-    instruction: Instruction,
-) -> NDArray[np.uint32]:
-    """D = a · bᵀ + c, one instruction, fp32 words [M, N]: a [M, K], b [N, K] codes, c [M, N] fp32 words.
+def step_words(operands: Operands, c: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """D = a · bᵀ + c, one instruction, fp32 words `[M, N]`; c likewise.
 
-    K is at most instruction.k; a shorter one stands for zeros in the rest.
+    K is at most the instruction's; a shorter one stands for zeros in the rest.
     """
+    a, a_format, b, b_format, instruction = operands
     left = decode(a[:, None, :], a_format)
     right = decode(b[None, :, :], b_format)
     old = decode(c, FP32)
@@ -167,13 +171,7 @@ def step_words(
 
 
 def gemm_words(
-    a: NDArray[np.unsignedinteger],
-    a_format: FloatFormat,
-    b: NDArray[np.unsignedinteger],
-    b_format: FloatFormat,
-    instruction: Instruction,
-    split_k: int | None = None,
-    c: NDArray[np.uint32] | None = None,
+    operands: Operands, split_k: int | None = None, c: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
     """a · bᵀ by chained steps: the slow definition of a whole GEMM, fp32 words [M, N].
 
@@ -181,6 +179,7 @@ def gemm_words(
     of the first step `c`, or +0. Otherwise ("split") chains of `split_k` start from zero and are added in order of K,
     with ordinary fp32 additions, to an accumulator that starts at +0.
     """
+    a, a_format, b, b_format, instruction = operands
     depth = a.shape[1]
     total = np.zeros((a.shape[0], b.shape[0]), np.float32)
     if c is not None and depth == 0:
@@ -189,7 +188,7 @@ def gemm_words(
         words = np.zeros(total.shape, np.uint32) if c is None or split_k is not None else c
         for k in range(first, min(depth, first + (split_k or depth)), instruction.k):
             stop = min(k + instruction.k, depth)
-            words = step_words(a[:, k:stop], a_format, b[:, k:stop], b_format, words, instruction)
+            words = step_words(Operands(a[:, k:stop], a_format, b[:, k:stop], b_format, instruction), words)
         if split_k is None:
             return words
         with np.errstate(over="ignore", invalid="ignore"):

@@ -1,7 +1,5 @@
 """Torch tensors as operands of the tensor core: the formats that it multiplies, and their codes."""
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,23 +15,13 @@ FORMATS = {
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Operands(NamedTuple):
-    """a `[M, K]` and b `[N, K]` as unsigned codes, their formats, and the instruction that multiplies them."""
-
-    a: NDArray[np.unsignedinteger]
-    a_format: model.FloatFormat
-    b: NDArray[np.unsignedinteger]
-    b_format: model.FloatFormat
-    instruction: model.Instruction
-
-
 def check_depth(a: torch.Tensor, b: torch.Tensor) -> None:
     """Refuse two matrices of different K."""
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
 
 
-def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
+def operands(a: torch.Tensor, b: torch.Tensor) -> model.Operands:
     """Check a `[M, K]` and b `[N, K]` and view them as contiguous codes."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in FORMATS:
@@ -50,9 +38,8 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
             f"a is {a.dtype} and b is {b.dtype}; both must be FP8 (in any combination), both bfloat16, or both float16."
         )
     check_depth(a, b)
-    return Operands(
-        _codes(a), FORMATS[a.dtype], _codes(b), FORMATS[b.dtype], model.FP8_STEP if fp8 else model.HALF_STEP
-    )
+    instruction = model.FP8_STEP if fp8 else model.HALF_STEP
+    return model.Operands(_codes(a), FORMATS[a.dtype], _codes(b), FORMATS[b.dtype], instruction)
 
 
 def _codes(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
