@@ -27,8 +27,8 @@ import torch
 
 from reference.denormals import check_denormals
 
-# Elements converted at a time. They stay in the cache from multiplication to conversion, and are too few for torch to
-# use several threads, which would wait for each other at each step: ten times as long when another process runs.
+# Elements converted at a time. They stay in the cache from multiplication to conversion. They are also too few for
+# torch to use several threads, which would wait for each other: ten times as long when another process runs.
 _CHUNK = 1 << 15
 
 WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -248,9 +248,8 @@ def torch_conversion_is_exact(fmt: Format8) -> bool:
     pairs = _boundaries(fmt)
     for values in (pairs.reshape(-1), pairs[:, 0], pairs.reshape(-1)[:5]):
         out = torch.empty(values.shape, dtype=fmt.dtype, device="cpu")
-        scratch = torch.empty(2 * values.numel(), dtype=torch.float32, device="cpu")[:: values.stride(0)][
-            : values.numel()
-        ]
+        count, stride = values.numel(), values.stride(0)
+        scratch = torch.empty(2 * count, dtype=torch.float32, device="cpu")[::stride][:count]
         scratch.copy_(values)
         _encode_by_torch(scratch, fmt, out)
         if not torch.equal(out.view(torch.uint8), encode_by_integers(values, fmt)):

@@ -34,8 +34,8 @@ def check_tensor(layer: str, name: str, x: Any) -> None:
 def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: str = "") -> None:
     """Refuse all but `[..., features]` on the device of `module`'s parameters.
 
-    With `layer`, the layer of which `module` is a part and which errors name, only `[s, b, features]` and `[b, s,
-    features]` are accepted.
+    With `layer`, the layer of which `module` is a part and which errors name, only `[s, b, features]` and
+    `[b, s, features]` are accepted.
     """
     if (
         type(x) in _PLAIN

@@ -1,7 +1,7 @@
 """`Linear`: y = x·wᵀ + b, in fp32, in 16 bits, or in FP8.
 
-Shapes: x `[tokens, in]`, w `[out, in]`, b `[out]`, y and g = dL/dy `[tokens, out]`. `q(t)` is the cast to FP8, with `t
-≈ q(t)·t_inv`: E4M3 forward, E5M2 (HYBRID) or E4M3 for g. T is the activation dtype, x's or torch.autocast's.
+Shapes: x `[tokens, in]`, w `[out, in]`, b `[out]`, y and g = dL/dy `[tokens, out]`. q(t) is the cast to FP8, with
+t ≈ q(t)·t_inv: E4M3 forward, E5M2 (HYBRID) or E4M3 for g. T is the activation dtype, x's or torch.autocast's.
 
     y  = T( q(x)·q(w)ᵀ · (x_inv·w_inv) + b )        fast accumulation: one chain over `in`
     dx = T( q(g)·q(w) · (g_inv·w_inv) )             split accumulation, over `out`

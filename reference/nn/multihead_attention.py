@@ -36,8 +36,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         attention_type: "self" or "cross".
         input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
             `LayerNormLinear`.
-        fuse_qkv_params, qkv_weight_interleaved: one parameter for q, k and v, whose rows are `[group, q.. k v,
-            channel]` if interleaved, else `[q.. k v, group, channel]`.
+        fuse_qkv_params, qkv_weight_interleaved: one parameter for q, k and v, whose rows are
+            `[group, q.. k v, channel]` if interleaved, else `[q.. k v, group, channel]`.
         bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
@@ -247,14 +247,17 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         ours = isinstance(core, DotProductAttention)
         if ours:
             checks.check_mask_type(layer, names[1], kind)
-        batch, sequence, shape = self._batch, 1 - self._batch, hidden_states.shape
         if (
             encoder_output is angles is None
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
-            and not (hidden_states.is_cuda and shape[batch] * self.num_attention_heads > MAX_ATTENTIONS)
+            and (
+                not hidden_states.is_cuda
+                or hidden_states.shape[self._batch] * self.num_attention_heads <= MAX_ATTENTIONS
+            )
         ):
             return
-        source = shape
+        batch, sequence = self._batch, 1 - self._batch
+        shape = source = hidden_states.shape
         if encoder_output is not None:
             checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, batch)
             source = encoder_output.shape
