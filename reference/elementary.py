@@ -222,10 +222,7 @@ def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
         return _fp32(name, x)
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if x.dtype not in kinds:
-        raise TypeError(
-            f"{name}: x.dtype is {x.dtype}; the function is defined for torch.bfloat16, torch.float16 and "
-            "torch.float32."
-        )
+        raise TypeError(f"{name}: x.dtype is {x.dtype}; the function is defined for bfloat16, float16 and float32.")
     table = _recorded()[f"{name}_{kinds[x.dtype]}"].view(np.float32)
     words = x.detach().contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
     return torch.from_numpy(table[words]).view(x.shape)

@@ -67,9 +67,7 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
         if not any(name in found for name in checkpoint_format.names(prefix)):
             missing.append(prefix.rstrip(".") or "the module")
     if missing:
-        raise ValueError(
-            f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; state for all is accepted."
-        )
+        raise ValueError(f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; every layer needs it.")
     for prefix, layer in layers.items():
         layer.load_state({name: found[name] for name in checkpoint_format.names(prefix) if name in found}, prefix)
 

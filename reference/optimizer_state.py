@@ -171,9 +171,7 @@ def check_memory(spans: list[tuple[int, int, Where]]) -> None:
     end, last = 0, (0, 0)
     for start, stop, where in spans:
         if start < end:
-            raise ValueError(
-                f"FusedAdam: {named(last)} and {named(where)} overlap in memory; separate memory is accepted."
-            )
+            raise ValueError(f"FusedAdam: {named(last)} and {named(where)} share memory; separate memory is accepted.")
         if stop > start:
             end, last = stop, where
 
@@ -196,9 +194,7 @@ def read(
     saved, entries = _parts(state_dict)
     if [len(one["params"]) for one in saved] != [len(one["params"]) for one in groups]:
         sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
-        raise ValueError(
-            f"FusedAdam: state_dict has groups of {sizes[0]} parameters; {sizes[1]}, the optimizer's, are accepted."
-        )
+        raise ValueError(f"FusedAdam: state_dict has groups of {sizes[0]} parameters; the optimizer has {sizes[1]}.")
     known = {number for one in saved for number in one["params"]}
     extra = [number for number in entries if number not in known]
     if extra:
@@ -248,14 +244,10 @@ def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], 
             raise NotImplementedError(f"FusedAdam: {name}={group[name]!r}{where} is not offered; False is accepted.")
     decoupled = group.get("decoupled_weight_decay", adam_w_mode)
     if decoupled != adam_w_mode and group.get("weight_decay"):
-        raise ValueError(
-            f"FusedAdam: decoupled_weight_decay={decoupled!r}{where}; adam_w_mode={bool(decoupled)} accepts it."
-        )
+        raise ValueError(f"FusedAdam: decoupled_weight_decay={decoupled!r}{where} needs adam_w_mode={bool(decoupled)}.")
     steps = {whole(entry["step"], where) for entry in entries if entry and "step" in entry}
     if len(steps) > 1:
-        raise ValueError(
-            f"FusedAdam: step={sorted(steps)} for the parameters{where}; one step for all of a group is accepted."
-        )
+        raise ValueError(f"FusedAdam: step={sorted(steps)} for the parameters{where}; one step per group is accepted.")
     for name in TORCH_KEYS:
         group.pop(name, None)
     group["bias_correction"] = True
@@ -298,9 +290,7 @@ def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor) -> N
         found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else _described(x)
         raise TypeError(f"FusedAdam: {what} is {found}; a dense tensor with numbers is accepted.")
     if placed(x) != placed(p):
-        raise TypeError(
-            f"FusedAdam: {what} is {_kind(x)} and its parameter {_kind(p)}; the same placements are accepted."
-        )
+        raise TypeError(f"FusedAdam: {what} is {_kind(x)}, its parameter {_kind(p)}; the same placements are accepted.")
     dtypes = (torch.float32,) if name == "master_param" else formats.WIDE_DTYPES
     part = shard(x)
     if x.dtype not in dtypes or x.shape != p.shape or part.shape != local.shape:

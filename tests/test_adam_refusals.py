@@ -191,7 +191,7 @@ def test_parameters_that_overlap_in_memory_are_refused() -> None:
     for p in (a, b, c):
         p.grad = torch.ones(10)
     optimizer = FusedAdam([{"params": [c, b]}, {"params": [a]}])
-    with pytest.raises(ValueError, match=r"parameter 0 of group 1 and parameter 1 of group 0 overlap in memory"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 and parameter 1 of group 0 share memory"):
         optimizer.step()
     assert_same_bits(whole, numbers(0, (30,)))
     assert not optimizer.state

@@ -292,7 +292,7 @@ def test_constructor_refusals(make: Any, error: type[Exception], sentence: str) 
             torch.ones(2, 16, device="meta"),
             True,
             RuntimeError,
-            "inp is on meta and the parameters are on cpu",
+            "inp is on meta, the parameters on cpu",
         ),
         ((16, 16), [1.0] * 16, False, TypeError, "a tensor is accepted"),
     ],
@@ -330,7 +330,7 @@ def test_second_derivatives_are_refused(how: str, fp8: bool) -> None:
     x = torch.ones(2, 16, dtype=torch.bfloat16, requires_grad=True)
     with (
         te.autocast(enabled=fp8),
-        pytest.raises(RuntimeError, match="create_graph=True: the layers have no second derivative"),
+        pytest.raises(RuntimeError, match="create_graph=True: layers have no second derivative"),
     ):
         SECOND[how](layer, x)
     if fp8:

@@ -322,9 +322,7 @@ def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
     """The number of heads of keys and values, checked."""
     groups = heads if num_gqa_groups is None else int(num_gqa_groups)
     if heads % groups:
-        raise ValueError(
-            f"{layer}: num_gqa_groups={num_gqa_groups} with num_attention_heads={heads}; a divisor of it is accepted."
-        )
+        raise ValueError(f"{layer}: num_gqa_groups={groups} with num_attention_heads={heads}; a divisor is accepted.")
     return groups
 
 

@@ -73,9 +73,7 @@ class _Pair(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Gradients without a graph would make a second derivative silently zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "backward with create_graph=True: the layers have no second derivative; create_graph=False is accepted."
-            )
+            raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
         saved = ctx.saved_tensors
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:

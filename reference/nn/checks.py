@@ -55,9 +55,7 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
         raise ValueError(f"{speaker}: {name} has shape {list(x.shape)}; {accepted} is accepted.")
     device = device_of(module)
     if x.device != device and not (layer and (device is None or is_prepared(module))):
-        raise RuntimeError(
-            f"{speaker}: {name} is on {x.device} and the parameters are on {device}; one device is accepted."
-        )
+        raise RuntimeError(f"{speaker}: {name} is on {x.device}, the parameters on {device}; one device is accepted.")
 
 
 def device_of(module: Any) -> torch.device | None:
@@ -85,7 +83,7 @@ def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module
     if x.shape[batch] != hidden_states.shape[batch]:
         raise ValueError(
             f"{layer}: encoder_output has a batch of {x.shape[batch]} and hidden_states of "
-            f"{hidden_states.shape[batch]}; one is accepted."
+            f"{hidden_states.shape[batch]}; equal ones are accepted."
         )
     if x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
@@ -134,9 +132,7 @@ def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, kind: str, d
             f"the batch{' and of any other' if kind == 'arbitrary' else ''}."
         )
     if mask.device != device:
-        raise RuntimeError(
-            f"{layer}: {name} is on {mask.device} and the activations are on {device}; one device is accepted."
-        )
+        raise RuntimeError(f"{layer}: {name} is on {mask.device}, the activations on {device}; one device is accepted.")
 
 
 def _shown(x: torch.Tensor) -> str:
@@ -220,12 +216,10 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
             )
         if x.shape[batch] != q.shape[batch]:
             raise ValueError(
-                f"{layer}: {name} has a batch of {x.shape[batch]} and query_layer of {q.shape[batch]}; one is accepted."
+                f"{layer}: {name} has batch {x.shape[batch]}, query_layer {q.shape[batch]}; equal batches are accepted."
             )
     if k.shape != v.shape:
-        raise ValueError(
-            f"{layer}: key_layer has shape {list(k.shape)} and value_layer {list(v.shape)}; one shape is accepted."
-        )
+        raise ValueError(f"{layer}: key_layer is {list(k.shape)}, value_layer {list(v.shape)}; one shape is accepted.")
 
 
 def check_grid(layer: str, batch: int, heads: int, device: torch.device) -> None:

@@ -24,9 +24,7 @@ WEIGHT_STD = 0.023  # Transformer Engine's default
 def normal_(tensor: torch.Tensor, mean: float = 0.0, std: float = WEIGHT_STD) -> torch.Tensor:
     """Fill `tensor` in place with normal numbers and return it."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ValueError(
-            f"tensor must be torch.float32, torch.bfloat16, torch.float16 or torch.float64; got {tensor.dtype}."
-        )
+        raise ValueError(f"tensor is {tensor.dtype}; float32, bfloat16, float16 and float64 are accepted.")
     there = tensor.device if tensor.is_cuda and library.runs_on_cuda("normal") else "cpu"
     with torch.no_grad():
         values = torch.empty(tensor.shape, dtype=torch.float32, device=there)

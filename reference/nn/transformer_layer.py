@@ -117,9 +117,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         use_fp8: None = None,
     ) -> None:
         if use_fp8 is not None:
-            raise TypeError(
-                f"TransformerLayer: use_fp8={use_fp8!r} is not offered; a layer runs in FP8 inside autocast()."
-            )
+            raise TypeError(f"TransformerLayer: use_fp8={use_fp8!r} is not offered; autocast() switches FP8 on.")
         given = dict(locals())
         check_arguments("TransformerLayer", given)
         check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)

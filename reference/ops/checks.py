@@ -60,10 +60,7 @@ def check_lengths(op: str, of: str, count: int, lists: Mapping[str, Sequence[obj
 def check_history(op: str, x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
     """Refuse an amax history that is not fp32 `[length, columns]` on x's device, or has no such column."""
     if amax_history.dim() != 2 or amax_history.shape[0] == 0:
-        raise ValueError(
-            f"{op}: amax_history must be 2-D, [length, columns], with at least one row; "
-            f"got shape {tuple(amax_history.shape)}."
-        )
+        raise ValueError(f"{op}: amax_history must be [length >= 1, columns]; got shape {tuple(amax_history.shape)}.")
     if amax_history.dtype != torch.float32:
         raise ValueError(f"{op}: amax_history must be torch.float32; got {amax_history.dtype}.")
     if amax_history.device != x.device:

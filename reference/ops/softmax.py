@@ -32,10 +32,7 @@ _ONE = np.float32(1.0)
 def check_scores(op: str, name: str, x: torch.Tensor, scale: float) -> None:
     """Refuse scores that are not contiguous `[b, h, sq, skv]` in fp32, bf16 or fp16, and a bad scale."""
     if x.dim() != 4 or not x.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} must be 4-D and contiguous, [b, h, sq, skv]; "
-            f"got shape {list(x.shape)}, strides {x.stride()}."
-        )
+        raise ValueError(f"{op}: {name} must be contiguous [b, h, sq, skv]; got {list(x.shape)}, strides {x.stride()}.")
     check_wide(op, name, x.dtype)
     check_scale(op, scale)
 

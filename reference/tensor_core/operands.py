@@ -25,18 +25,14 @@ def operands(a: torch.Tensor, b: torch.Tensor) -> model.Operands:
     """Check a `[M, K]` and b `[N, K]` and view them as contiguous codes."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in FORMATS:
-            raise TypeError(
-                f"{name} is {tensor.dtype}; the tensor core takes float8_e4m3fn, float8_e5m2, bfloat16 or float16."
-            )
+            raise TypeError(f"{name} is {tensor.dtype}; float8_e4m3fn, float8_e5m2, bfloat16 and float16 are accepted.")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; the model of the tensor core runs on the CPU.")
         if tensor.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; a matrix [rows, K] is needed.")
     fp8 = a.dtype in FP8_DTYPES
     if a.dtype != b.dtype and not (fp8 and b.dtype in FP8_DTYPES):
-        raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}; both must be FP8 (in any combination), both bfloat16, or both float16."
-        )
+        raise TypeError(f"a is {a.dtype} and b {b.dtype}; both must be FP8 (of either format), bfloat16 or float16.")
     check_depth(a, b)
     instruction = model.FP8_STEP if fp8 else model.HALF_STEP
     return model.Operands(_codes(a), FORMATS[a.dtype], _codes(b), FORMATS[b.dtype], instruction)
