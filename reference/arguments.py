@@ -132,11 +132,6 @@ _DEVICE = Rule(
     lambda x: x is None or _is_device(x),
     "None, a torch.device or its name is accepted",
 )
-_PARALLEL_MODE = Rule(
-    lambda x: x is None or isinstance(x, str),
-    lambda x: x in (None, "row", "column"),
-    "None, 'row' and 'column' are accepted",
-)
 _FLAGS = Rule(
     lambda x: x is None or isinstance(x, bool) or (isinstance(x, tuple) and all(isinstance(one, bool) for one in x)),
     _any,
@@ -165,7 +160,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_NAME, "name ub_name rng_tracker_name"),
     (_DTYPE, "params_dtype dtype"),
     (_DEVICE, "device"),
-    (_PARALLEL_MODE, "parallel_mode"),
+    (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     (_one_of("sbhd", "bshd"), "qkv_format attn_input_format"),
     (_one_of(*ACTIVATIONS), "activation"),
