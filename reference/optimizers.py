@@ -105,7 +105,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Create the state of a parameter, which otherwise its first step does."""
+        """Create a parameter's state now instead of at its first step."""
         if store_param_remainders:
             raise NotImplementedError("FusedAdam: store_param_remainders=True is not offered; False is accepted.")
         self.state[param] = self._fresh(param, shard(param))

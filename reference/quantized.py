@@ -48,7 +48,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`; x itself if it has that dtype, which a compiler must not take for another tensor."""
+    """x in `dtype`; x itself if it has that dtype, so that a compiler sees one tensor."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -120,7 +120,7 @@ def dgrad(g: Quantized, w: Transposed, out_dtype: torch.dtype, how: Accumulation
 def wgrad(
     g: Quantized, x: Transposed, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """dw `[out, in]`; with main_grad None, after main_grad = round(fp32(main_grad) + fp32 dw)."""
+    """dw `[out, in]`; or None, after main_grad = round(fp32(main_grad) + fp32 dw)."""
     if main_grad is None:
         return gemm(g.codes_t, x.codes_t, (g.scales, x.scales), None, out_dtype, how.wgrad)
     assert g.codes_t is not None

@@ -268,7 +268,11 @@ def test_nan_and_inf_reach_the_output() -> None:
         (lambda: te.Linear(16, 16, tp_size=2), NotImplementedError, "tp_size=2 is not offered; 1 is accepted"),
         (lambda: te.Linear(16, 16, ub_overlap_ag=True), NotImplementedError, "ub_overlap_ag=True is not offered"),
         (lambda: te.Linear(16, 16, delay_wgrad_compute=True), NotImplementedError, "delay_wgrad_compute=True"),
-        (lambda: te.Linear(16, 16, parallel_mode="both"), ValueError, "parallel_mode='both'; None or one of .'row', 'column'."),
+        (
+            lambda: te.Linear(16, 16, parallel_mode="both"),
+            ValueError,
+            "parallel_mode='both'; None or one of .'row', 'column'.",
+        ),
         (lambda: te.Linear(16, 16, parameters_split={"q": 8}), ValueError, "sizes add up to out_features"),
         (lambda: te.Linear(16, 16, parameters_split=("q", "k", "v")), ValueError, "parameters_split="),
         (lambda: te.Linear(16, 16, parameters_split=()), ValueError, r"parameters_split=\(\)"),

@@ -268,6 +268,6 @@ def prepared(
 
 
 def parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
-    """Parameters by name, faster than by `Module.__getattr__`, which is the way for other attributes."""
+    """Parameters by name, faster than by `Module.__getattr__`, which finds other attributes."""
     plain = module._parameters
     return [plain[name] if name in plain else getattr(module, name) for name in names]

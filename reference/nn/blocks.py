@@ -150,7 +150,7 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
 
 
 def is_small(parameters: int, x: torch.Tensor) -> bool:
-    """Whether both halves should run as one pair: the host decides about the layer's time.
+    """Whether both halves should run as one pair, because the host's calls take longer than the kernels.
 
     Not in a checkpoint, which records a random state when a half's context is made, so the halves must take turns.
     """

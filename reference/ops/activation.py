@@ -88,7 +88,7 @@ def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
 
 
 def check_grad(op: str, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
-    """Refuse a gradient that has not y's shape and x's dtype and device."""
+    """Refuse a gradient of another shape than y, or of another dtype or device than x."""
     check_like(op, "grad", grad, x.dtype, (x.shape[0], width(kind, x.shape[1])), x.device)
 
 

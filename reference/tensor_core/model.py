@@ -42,7 +42,7 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """What the exponent field is offset by."""
+        """The offset of the exponent field."""
         return (1 << (self.exponent_bits - 1)) - 1
 
 
