@@ -1,7 +1,7 @@
-"""What the layers' arguments accept: one table for all layers, constructors and forwards.
+"""The accepted values of layers' arguments: one table for all constructors and forwards.
 
-`check_arguments` looks at every argument before anything is made or changed, and refuses it in a sentence: one of
-Transformer Engine's that is not offered (`OFF`), one of another type, one of another value (`RULES`).
+`check_arguments` checks every argument before anything is made or changed. An error names the argument: one of
+Transformer Engine's that is not offered (`OFF`), or one of another type or value than its rule accepts (`RULES`).
 """
 
 import numbers
@@ -15,7 +15,7 @@ from reference.ops.activation import KINDS as ACTIVATIONS
 from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.norm import MAX_HIDDEN
 
-# Transformer Engine's names → the op's causal rule, and whether an explicit mask is read.
+# Transformer Engine's names → the op's mask type, and whether an explicit mask is read.
 MASK_TYPES = {
     "no_mask": ("none", False),
     "padding": ("none", True),
@@ -28,7 +28,7 @@ MASK_TYPES = {
     "padding_causal_bottom_right": ("causal_bottom_right", True),
 }
 
-# Transformer Engine's arguments that ask for what is not here, by the values that mean "off".
+# Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "tp_group symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     ((None,), "qk_norm_type cp_group cp_global_ranks cp_stream inference_params core_attention_bias alibi_slopes"),
@@ -45,14 +45,11 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None, False), "pad_between_seqs LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
-    # Without ub_tp_comm_overlap, Transformer Engine's neither means a thing.
-    (
-        (True, False),
-        "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_overlap_rs_dgrad",
-    ),
-    ((True, False), "TransformerLayer.ub_bulk_dgrad TransformerLayer.ub_bulk_wgrad"),
+    # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
+    ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
+    ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
     ((True,), "fast_zero_fill"),
-    # Transformer Engine takes both for masks with and without a diagonal.
+    # In Transformer Engine both windows mean "no window", with and without a causal mask.
     ((None, (-1, -1), (-1, 0)), "window_size enc_dec_window_size"),
     ((0,), "sm_margin"),
     ((1,), "tp_size"),
@@ -71,7 +68,7 @@ OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 
 
 class Rule(NamedTuple):
-    """What an argument accepts: its type, its values, and both in words."""
+    """What an argument accepts: a test of its type, a test of its value, and both in words."""
 
     of_type: Callable[[Any], bool]
     fits: Callable[[Any], bool]
@@ -79,12 +76,12 @@ class Rule(NamedTuple):
 
 
 def is_int(x: Any) -> bool:
-    """Whether x is Python's or NumPy's; True and False are not."""
+    """Whether x is an int of Python or NumPy; True and False are not."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def is_real(x: Any) -> bool:
-    """Whether x is a number of Python's or NumPy's; complex ones, True and False are not."""
+    """Whether x is a real number of Python or NumPy; True and False are not."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
@@ -135,11 +132,6 @@ _DEVICE = Rule(
     lambda x: x is None or _is_device(x),
     "None, a torch.device or its name is accepted",
 )
-_PARALLEL_MODE = Rule(
-    lambda x: x is None or isinstance(x, str),
-    lambda x: x in (None, "row", "column"),
-    "None, 'row' and 'column' are accepted",
-)
 _FLAGS = Rule(
     lambda x: x is None or isinstance(x, bool) or (isinstance(x, tuple) and all(isinstance(one, bool) for one in x)),
     _any,
@@ -168,7 +160,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_NAME, "name ub_name rng_tracker_name"),
     (_DTYPE, "params_dtype dtype"),
     (_DEVICE, "device"),
-    (_PARALLEL_MODE, "parallel_mode"),
+    (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     (_one_of("sbhd", "bshd"), "qkv_format attn_input_format"),
     (_one_of(*ACTIVATIONS), "activation"),
@@ -181,7 +173,7 @@ RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 
 
 def _is_off(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether a value is one that means "off"; arrays and tensors are never compared."""
+    """Whether a value means "off"; arrays and tensors are never compared."""
     return any(value is one or (_is_like(value, one) and value == one) for one in accepted)
 
 
@@ -196,7 +188,7 @@ def _shown(value: Any) -> str:
 
 
 def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse what a constructor or forward does not accept; `arguments` may hold other names, too."""
+    """Refuse what a constructor or forward does not accept; other names in `arguments` are ignored."""
     for name, value in arguments.items():
         accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
         if accepted is not None and not _is_off(value, accepted):

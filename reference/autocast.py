@@ -1,7 +1,4 @@
-"""`autocast`: where FP8 is on, and under which recipe.
-
-A context holds for the thread that opened it (`reference.threads`).
-"""
+"""`autocast`: where FP8 is on, and under which recipe, in the thread that opened it (`reference.threads`)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +19,7 @@ __all__ = ["autocast", "fp8_autocast"]
 
 @dataclass(frozen=True)
 class AutocastState:
-    """What a module reads when it runs forward."""
+    """The settings that a module reads in its forward."""
 
     enabled: bool = False
     calibrating: bool = False
@@ -31,11 +28,11 @@ class AutocastState:
 
 
 _OFF = AutocastState()
-_DEFAULT = DelayedScaling()  # it is frozen; checking another one would cost each context microseconds
+_DEFAULT = DelayedScaling()  # frozen, so one serves all; checking a new one takes microseconds
 
 
 def _is_group(group: Any) -> bool:
-    """Whether torch.distributed takes it: a group, or what `new_group` gives a process outside of one."""
+    """Whether torch.distributed accepts it: a group, or what `new_group` returns to a process outside of one."""
     return dist.is_available() and (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER)
 
 
@@ -48,7 +45,7 @@ def current() -> AutocastState:
 
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
-    """Run with `state` and update nothing: a checkpoint's recomputation, the capture of a CUDA graph.
+    """Run with `state` and update nothing, in a checkpoint's recomputation or the capture of a CUDA graph.
 
     A context opened inside is not an outermost one either.
     """
@@ -65,21 +62,21 @@ def restored(state: AutocastState) -> Iterator[None]:
 class autocast(Context):
     """Run the modules inside in FP8.
 
-    When the outermost context ends without an error, and it was enabled with gradients on, the scales of the forward
-    tensors of every module that last ran in this thread are updated (`reference.scaling.update`). The gradients'
-    scales are updated after the backward of the first FP8 module that ran forward.
+    When the outermost context of a thread ends without an error, and it was enabled with gradients on, the scales of
+    the forward tensors of every module that last ran in the thread are updated (`reference.scaling.update`). The
+    gradients' scales are updated after the backward of the first FP8 module that ran forward. A module that runs twice
+    in one context keeps the larger of its amaxes.
 
-    A context holds for the thread that opened it, as torch.autocast does; several threads may each have their own.
-    Contexts of a thread end in reverse order, or the one that ends too early raises RuntimeError.
+    A context belongs to the thread that opened it. Contexts of a thread must end in reverse order; the one that ends
+    too early raises RuntimeError.
 
     Args:
-        enabled: FP8 on; off inside an enabled context runs those modules in their 16-bit form.
+        enabled: FP8 on; off inside an enabled context runs those modules in 16 bits.
         calibrating: with FP8 off, still collect amaxes.
         recipe: one of `te.recipe`; None is `DelayedScaling()`.
         amax_reduction_group: process group over which amaxes are maximised; None is the default group.
         _graph: only False is offered.
 
-    A module that runs twice in one context keeps the larger of its amaxes.
     Source: Transformer Engine's `autocast`.
     """
 

@@ -1,22 +1,20 @@
 """Whether this process computes with subnormal fp32 numbers ("denormals"), as every definition here assumes.
 
-`torch.set_flush_denormal(True)`, and libraries built with fast-math, switch the CPU to flushing them to zero:
-for PyTorch, NumPy and compiled code alike. Amaxes, casts and sums of small numbers would then differ from the
-hardware's without a word.
+`torch.set_flush_denormal(True)`, and libraries built with fast-math, make the CPU flush them to zero in PyTorch, NumPy
+and compiled code alike. Amaxes, casts and sums of small numbers would then silently differ from the hardware's.
 
-Each thread has a switch of its own, which a new thread inherits from the one that starts it. So every op checks on the
-CPU: a multiplication by Python, which follows the calling thread's switch as compiled code does, costs a few hundredths
-of a microsecond. Torch's worker threads are checked at import, and again whenever their number is a new one: threads
-that were there keep their switch.
+Each thread has its own switch, which a new thread inherits from the one that starts it. So every op on the CPU checks
+the calling thread by a multiplication in Python, which takes some hundredths of a microsecond. Torch's worker threads
+are checked at import, and again whenever their number is new: existing threads keep their switch.
 """
 
 import numpy as np
 import torch
 from torch import get_num_threads
 
-_SMALLEST = 5e-324  # not a constant of the product below, which Python would compute at compile time
-_GRAIN = 1 << 15  # elements for which torch takes one more thread
-_seen: set[int] = set()  # numbers of torch's threads with which subnormals were alive in all of them
+_SMALLEST = 5e-324  # a variable, because Python would compute a product of constants at compile time
+_GRAIN = 1 << 15  # elements for which torch uses one more thread
+_seen: set[int] = set()  # numbers of torch's threads for which subnormals were alive in every thread
 
 
 def denormals_are_alive() -> bool:

@@ -1,7 +1,6 @@
-"""DTensors (`fully_shard`, `distribute_tensor`): their local shards and back, without importing what makes them.
+"""DTensors (`fully_shard`, `distribute_tensor`): to local shards and back, without importing torch.distributed.tensor.
 
-torch.distributed.tensor takes its time to import, and a torch without distributed has none. A program that holds a
-DTensor has imported it.
+That import is slow, and fails in a torch without distributed. A program that holds a DTensor has imported it.
 """
 
 import sys
@@ -11,24 +10,23 @@ import torch
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def placed(x: Any) -> Any:
-    """Mesh and placements of a DTensor, None of any other tensor."""
+    """Mesh and placements of a DTensor; None for any other tensor."""
     return (x.device_mesh, tuple(x.placements)) if is_dtensor(x) else None
 
 
 def shard(x: Any) -> torch.Tensor:
-    """The local shard of a DTensor (under no_grad), any other tensor as it is."""
+    """The local shard of a DTensor (under no_grad), or any other tensor itself."""
     local: torch.Tensor = x.to_local() if is_dtensor(x) else x
     return local
 
 
 def like(p: Any, local: torch.Tensor) -> torch.Tensor:
-    """A local shard as a DTensor of p's shape and placements, where p is one; no communication."""
+    """A local shard as a DTensor like p, if p is one; without communication."""
     if not is_dtensor(p):
         return local
     mesh, placements = placed(p)
@@ -37,7 +35,7 @@ def like(p: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def distributed(values: torch.Tensor, p: Any) -> torch.Tensor:
-    """The whole tensor `values`, which every rank has, placed as the DTensor p is; no communication."""
+    """The whole tensor `values`, which every rank has, as a DTensor like p, if p is one; without communication."""
     if not is_dtensor(p):
         return values
     found: torch.Tensor = sys.modules["torch.distributed.tensor"].distribute_tensor(

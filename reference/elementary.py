@@ -1,4 +1,4 @@
-"""exp, rsqrt and the activations: what every layer outside the GEMMs is made of, bit for bit.
+"""exp, rsqrt and the activations, which every layer consists of besides GEMMs, bit for bit.
 
     exp(x)         e^x, x <= 0                          fp32 -> fp32   softmax
     exp2_grid(y)   2^(y to the nearest 2^-15)           fp32 -> fp32   attention's inner loop
@@ -6,19 +6,17 @@
     gelu, silu     x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) or x      bf16, fp16, fp32 -> fp32
     dgelu, dsilu   their derivatives                                           bf16, fp16, fp32 -> fp32
 
-Two kinds of definition (docs/elementary.md: why, the error of each, what it costs on an H200):
+There are two kinds of definition (docs/elementary.md says why, and gives errors and costs):
 
 * A function of one 16-bit value has 65,536 results. They are what Hopper's special function unit gives in the
   fast form of optimized/kernels/elementary.cuh, recorded on an H200 (tables/) and looked up here.
-* A function of an fp32 value is a short chain of correctly rounded operations, fma among them, and two
+* A function of an fp32 value is a short chain of correctly rounded operations, including fma, and two
   instructions whose results are known: `ex2.approx` on multiples of 2^-15 is an exact power of two times one
   of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx` with one Newton step is
   the correctly rounded 1/d on [1, 2].
 
-The functions of tensors take any shape on the CPU, in the dtypes above. The `*_scalar` functions are for use inside
-other numba kernels; `powers` is `powers_of_two()`.
-
-Provisional until the kernels that use them have been timed; then frozen in docs/numerics.md.
+The functions of tensors take any shape on the CPU, in these dtypes. The `*_scalar` functions are for other numba
+kernels; their argument `powers` is `powers_of_two()`.
 """
 
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -55,28 +54,21 @@ GELU_SLOPE = _F(0.21406444881780075)
 GELU1_LOG2E = _F(2.302208198144325)
 GELU3_LOG2E = _F(0.1029432395800235)
 SQUARE_LIMIT = _F(128.0)  # of x^2 in dgelu: keeps z' finite where sigmoid's slope is 0
+_intrinsic: Any = intrinsic  # numba types the result by the emitter, not by the call
 
 
-def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+@_intrinsic
+def fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
     """`a · b + c`, rounded once (LLVM's llvm.fma, which never becomes two operations)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
+    signature = types.float32(types.float32, types.float32, types.float32)
+    return signature, lambda context, builder, signature, args: builder.fma(*args)
 
 
-def _from_word(typingctx: Any, word: Any) -> Any:
+@_intrinsic
+def from_word(typingctx, word):  # type: ignore[no-untyped-def]
     """The fp32 value whose bits are an int32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), codegen
-
-
-fma: Any = intrinsic(_fma)
-from_word: Any = intrinsic(_from_word)
+    signature = types.float32(types.int32)
+    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
 
 
 @cache
@@ -130,7 +122,7 @@ def rsqrt_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
 
 @jit
 def _exp2_nonpositive(y: np.float32, powers: np.ndarray) -> np.float32:
-    """2^y for y <= 0, at least -127 (NaN gives 2^-127, that is 0: the callers' last multiplication is by x)."""
+    """2^y for y <= 0, at least -127. NaN gives 2^-127, that is 0; the callers' last factor is x."""
     if not y > EXP2_LOWEST:
         y = EXP2_LOWEST
     n = (y + GRID11) - GRID11
@@ -230,10 +222,7 @@ def _activation(name: str, x: torch.Tensor) -> torch.Tensor:
         return _fp32(name, x)
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if x.dtype not in kinds:
-        raise TypeError(
-            f"{name}: x.dtype is {x.dtype}; the function is defined for torch.bfloat16, torch.float16 and "
-            "torch.float32."
-        )
+        raise TypeError(f"{name}: x.dtype is {x.dtype}; the function is defined for bfloat16, float16 and float32.")
     table = _recorded()[f"{name}_{kinds[x.dtype]}"].view(np.float32)
     words = x.detach().contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
     return torch.from_numpy(table[words]).view(x.shape)
@@ -245,7 +234,7 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def exp2_grid(y: torch.Tensor) -> torch.Tensor:
-    """2^y with y rounded to a multiple of 2^-15: a relative error of at most 1.07e-5, at three instructions.
+    """2^y with y rounded to a multiple of 2^-15: a relative error of at most 1.07e-5, in three instructions.
 
     For probabilities that become bf16 or FP8 next. 0 below 2^-126, inf from 2^128 on, NaN where y is.
     """

@@ -1,8 +1,8 @@
-"""The only place that writes files: each is written whole or not at all, and a damaged one is named when it is read.
+"""The only place that writes files: each is written whole or not at all.
 
-`replacing` writes beside the file, waits until the disk has it, and renames it into place: whoever reads, and whoever
-is killed, sees the old file or the new one. What a killed process leaves beside it goes when somebody next writes to
-that folder, an hour later or more.
+`replacing` writes beside the file, waits until the disk has it, and renames it into place: a reader, or a process that
+is killed, sees the old file or the new one. Remains of killed processes are removed by a later write to that folder,
+after an hour or more. Reading a damaged file raises an error that names it.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ import numpy as np
 
 from reference.notice import say_once
 
-_SUFFIX = ".twin-tmp"  # of a file that is being written; no other file of anybody's is removed
+_SUFFIX = ".twin-tmp"  # of a file that is being written; no other file is ever removed
 _STALE = 3600.0  # seconds
 _DIGEST = hashlib.sha256().digest_size
 
 
 class NotWritten(OSError):
-    """A file could not be written; the text is a sentence that names it, and what was there before is as it was."""
+    """A file could not be written; the text names it. Its former content is unchanged."""
 
 
 class Damaged(ValueError):
-    """A file does not hold what it should; the text is a sentence that names it."""
+    """A file does not hold what it should; the text names it."""
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes have left in a folder."""
+    """Remove the remains of killed processes from a folder."""
     with contextlib.suppress(OSError):
         for left in folder.glob(f".*{_SUFFIX}"):
             if time.time() - left.stat().st_mtime > _STALE:
@@ -43,12 +43,12 @@ def _sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A binary file to write to, which takes the place of `path` when the block ends without an exception.
+    """A binary file to write to, which replaces `path` when the block ends without an exception.
 
-    Its folder is made where there is none, a link is followed, and the permissions of a file that is replaced stay.
+    The folder is made if it is missing, a link is followed, and a replaced file's permissions are kept.
 
     Raises:
-        NotWritten: the folder may not be written to, the disk is full, `path` is there and not a file, ...
+        NotWritten: the folder is not writable, the disk is full, `path` exists and is no file, ...
     """
     target = Path(os.path.realpath(path))
     aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}{_SUFFIX}")
@@ -96,12 +96,12 @@ def cache_folder(kind: str) -> Path:
 
 
 def _digest(name: str, content: bytes) -> bytes:
-    """A digest of name and content: an entry in another's place is damage, too."""
+    """A digest of name and content: an entry under another's name is damaged, too."""
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
 
 
 def keep(kind: str, name: str, content: bytes) -> bool:
-    """Put a file into a cache; where it cannot be written, which is logged once, return False."""
+    """Put a file into a cache; return False if it cannot be written, which is logged once."""
     try:
         write(cache_folder(kind) / name, _digest(name, content) + content)
     except NotWritten as error:
@@ -112,7 +112,7 @@ def keep(kind: str, name: str, content: bytes) -> bool:
 
 
 def kept(kind: str, name: str) -> bytes | None:
-    """What `keep` has put into a cache; None where there is nothing, or something damaged, which is logged."""
+    """The content of a cached file; None if there is none, or if it is damaged, which is logged."""
     try:
         path = cache_folder(kind) / name
         found = read(path)
@@ -128,11 +128,11 @@ def kept(kind: str, name: str) -> bytes | None:
 
 
 def read(path: Path, remedy: str = "") -> bytes:
-    """What a file holds.
+    """The content of a file; `remedy` ends the error's sentence.
 
     Raises:
         FileNotFoundError: there is no such file.
-        Damaged: it cannot be read; `remedy` ends the sentence.
+        Damaged: it cannot be read.
     """
     try:
         return path.read_bytes()
@@ -143,12 +143,7 @@ def read(path: Path, remedy: str = "") -> bytes:
 
 
 def record(path: Path, remedy: str = "") -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        Damaged: it holds no object, or cannot be read; `remedy` ends the sentence.
-    """
+    """The object in a JSON file; errors as in `read`. A file without one is `Damaged`."""
     try:
         found = json.loads(read(path, remedy).decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -159,11 +154,9 @@ def record(path: Path, remedy: str = "") -> dict[str, Any]:
 
 
 def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
-    """Every array of an npz file, by name.
+    """Every array of an npz file, by name; errors as in `read`.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        Damaged: it is not whole (its members carry checksums), or cannot be read; `remedy` ends the sentence.
+    A file that is not whole (its members carry checksums) is `Damaged`, too.
     """
     content = read(path, remedy)
     try:
@@ -171,5 +164,5 @@ def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
             raise ValueError("it is no npz file")
         with np.load(io.BytesIO(content)) as found:
             return {name: found[name] for name in found.files}
-    except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers have one each
+    except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers raise different ones
         raise Damaged(f"{path} is damaged ({error}){remedy}.") from error

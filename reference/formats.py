@@ -1,4 +1,4 @@
-"""FP8: what a code means, and the cast that every FP8 tensor comes from.
+"""FP8: the values of codes, and the cast that makes every FP8 tensor.
 
 Two formats of 8 bits, sign · exponent · mantissa ("FP8 Formats for Deep Learning", arXiv 2209.05433):
 
@@ -12,9 +12,9 @@ Two formats of 8 bits, sign · exponent · mantissa ("FP8 Formats for Deep Learn
          = ±largest where |v| is beyond it   infinities too: the cast saturates
          = 0x7F where v is NaN               whatever the NaN's sign, in both formats
 
-It is written twice. `encode_by_integers` is the definition, in shifts and adds that can be read; `cast`
-uses torch's conversion after a clamp, which is an order of magnitude faster, and only after it has been
-compared with the definition at every rounding boundary of the format on this very machine.
+It exists twice. `encode_by_integers` is the definition, in readable shifts and additions. `cast` uses torch's
+conversion after a clamp, an order of magnitude faster, but only if on this machine it agrees with the definition at
+every rounding boundary of the format.
 """
 
 import math
@@ -27,9 +27,8 @@ import torch
 
 from reference.denormals import check_denormals
 
-# Elements converted at a time. They stay in the cache between multiply, clamp and conversion, and torch does
-# not share so few among threads: one thread casts a [8192, 4096] tensor in 0.05 s, and two that wait for each
-# other five times a piece take ten times that wherever another process wants a core.
+# Elements converted at a time. They stay in the cache from multiplication to conversion. They are also too few for
+# torch to use several threads, which would wait for each other: ten times as long when another process runs.
 _CHUNK = 1 << 15
 
 WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,10 +36,9 @@ WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fields:
-    """One code taken apart.
+    """The parts of one code; `exponent` and `mantissa` are its fields.
 
-    `exponent` and `mantissa` are the fields as they stand in the code. A normal value is
-    ±(1 + mantissa / 2^mantissa_bits) · 2^(exponent - bias); a subnormal one, of exponent field 0, is
+    A normal value is ±(1 + mantissa / 2^mantissa_bits) · 2^(exponent - bias); a subnormal one, of exponent field 0, is
     ±(mantissa / 2^mantissa_bits) · 2^(1 - bias).
     """
 
@@ -59,9 +57,9 @@ class Fields:
 class Format8:
     """An 8-bit floating-point format: its fields, and the constants that follow from them.
 
-    `name` and `dtype` say which it is in Transformer Engine's and in torch's terms; a code is one sign bit,
-    `exponent_bits`, `mantissa_bits`, from the top. With `has_infinities` the highest exponent is IEEE's
-    (infinities and NaN); without, only the all-ones code is NaN and the rest of that exponent is finite.
+    `name` is Transformer Engine's, `dtype` torch's. A code is one sign bit, `exponent_bits`, `mantissa_bits`, from the
+    top. With `has_infinities` the highest exponent is IEEE's (infinities and NaN); without, only the all-ones code is
+    NaN and the rest of that exponent is finite.
     """
 
     name: str
@@ -107,7 +105,7 @@ class Format8:
         return tuple(sign | code for sign in (0x00, 0x80) for code in range(first, 0x80))
 
     def fields(self, code: int) -> Fields:
-        """Take a code (0..255) apart."""
+        """The parts of a code (0..255)."""
         if not 0 <= code <= 0xFF:
             raise ValueError(f"code must be an integer from 0 to 255; got {code}.")
         sign = code >> 7
@@ -171,7 +169,7 @@ def decode_table(fmt: Format8) -> torch.Tensor:
 def decode(codes: torch.Tensor, fmt: Format8 | None = None) -> torch.Tensor:
     """The fp32 values of FP8 codes, exactly; any shape.
 
-    `codes` is a float8 tensor, or uint8 with `fmt` saying which format its bytes are in.
+    `codes` is a float8 tensor, or uint8 with `fmt` as the format of its bytes.
     """
     if codes.dtype == torch.uint8:
         if fmt is None:
@@ -188,8 +186,8 @@ def decode(codes: torch.Tensor, fmt: Format8 | None = None) -> torch.Tensor:
 def encode_by_integers(values: torch.Tensor, fmt: Format8) -> torch.Tensor:
     """The codes (uint8) of fp32 `values` of any shape, by integer operations alone: the cast's definition.
 
-    The significand with its leading one is shifted down to the format's last place, in which the half and
-    the parity of what stays decide the rounding; a carry runs into the exponent by itself.
+    The significand with its leading one is shifted down to the format's last place; the bits that are shifted out, and
+    the parity of what stays, decide the rounding. A carry runs into the exponent by itself.
     """
     if values.dtype != torch.float32:
         raise ValueError(f"values must be torch.float32; got {values.dtype}.")
@@ -199,14 +197,14 @@ def encode_by_integers(values: torch.Tensor, fmt: Format8) -> torch.Tensor:
     exponent = (magnitude >> 23) - 127  # of the leading one; fp32 subnormals are far below every FP8 value
     significand = (magnitude & 0x7FFFFF) | 0x800000
 
-    # Below the smallest normal exponent the last place stays where it is (subnormals).
+    # Below the smallest normal exponent (subnormals) the last place does not move.
     below = (1 - fmt.bias - exponent).clamp(min=0)
-    shift = (23 - fmt.mantissa_bits + below).clamp(max=25)  # 25 leaves 0, and half of it is not reached
+    shift = (23 - fmt.mantissa_bits + below).clamp(max=25)  # a shift by 25 leaves 0, less than half a place
     kept = significand >> shift
     rest = significand & ((torch.ones_like(shift) << shift) - 1)
     half = torch.ones_like(shift) << (shift - 1)
     kept = kept + ((rest > half) | ((rest == half) & (kept & 1 == 1))).int()
-    # `kept` still has its leading one, if it is normal: that is one unit of the exponent field.
+    # The leading one of a normal `kept` adds one to the exponent field.
     field = ((exponent + fmt.bias).clamp(min=1) - 1) << fmt.mantissa_bits
     code = (field + kept).clamp(max=fmt.largest_code)
     return torch.where(magnitude > 0x7F800000, 0x7F, code | sign).to(torch.uint8)
@@ -217,18 +215,18 @@ def _encode_by_torch(values: torch.Tensor, fmt: Format8, out: torch.Tensor) -> N
     # clamp lets NaN through. Without it E5M2 would overflow to infinity and E4M3 to NaN.
     out.copy_(values.clamp_(-fmt.largest, fmt.largest))
     codes = out.view(torch.uint8)
-    # The only 0xFF that can be here is a NaN with its sign: the hardware drops the sign.
+    # 0xFF can only be a NaN with its sign, which the hardware drops.
     if codes.numel() and codes.max() == 0xFF:
         codes.masked_fill_(codes == 0xFF, 0x7F)
 
 
 @cache
 def _boundaries(fmt: Format8) -> torch.Tensor:
-    """fp32 words on which a conversion to `fmt` can go wrong: [n, 2], every one twice, side by side.
+    """fp32 numbers at which a conversion to `fmt` can go wrong: [n, 2], each twice, side by side.
 
-    Both neighbours of every value and of every midpoint between two values, and of the overflow threshold;
-    infinities, the fp32 extremes, NaN of both signs and several payloads. A monotone conversion that is
-    right at these is right everywhere.
+    They are every value, every midpoint between two values and the overflow threshold, each with both neighbours; and
+    infinities, the fp32 extremes, NaN of both signs and several payloads. A monotone conversion that is right at these
+    is right everywhere.
     """
     ladder = [fmt.value(code) for code in range(fmt.largest_code + 1)]
     ladder.append(fmt.largest + fmt.spacing(fmt.largest))
@@ -245,14 +243,13 @@ def _boundaries(fmt: Format8) -> torch.Tensor:
 def torch_conversion_is_exact(fmt: Format8) -> bool:
     """Whether this machine's torch gives the defined code at every rounding boundary of `fmt`.
 
-    Contiguous input (torch's vector loops and their tails) and strided input (its scalar loops) are tried.
+    It tries contiguous input (torch's vector loops and their tails) and strided input (its scalar loops).
     """
     pairs = _boundaries(fmt)
     for values in (pairs.reshape(-1), pairs[:, 0], pairs.reshape(-1)[:5]):
         out = torch.empty(values.shape, dtype=fmt.dtype, device="cpu")
-        scratch = torch.empty(2 * values.numel(), dtype=torch.float32, device="cpu")[:: values.stride(0)][
-            : values.numel()
-        ]
+        count, stride = values.numel(), values.stride(0)
+        scratch = torch.empty(2 * count, dtype=torch.float32, device="cpu")[::stride][:count]
         scratch.copy_(values)
         _encode_by_torch(scratch, fmt, out)
         if not torch.equal(out.view(torch.uint8), encode_by_integers(values, fmt)):
@@ -266,7 +263,7 @@ def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """`x` in fp32, exactly, as torch's `.float()` gives it, but by one thread as `cast` works."""
+    """`x` in fp32, exactly, like torch's `.float()`, but by one thread, as in `cast`."""
     if x.dtype == torch.float32:
         return x
     wide = torch.empty(x.shape, dtype=torch.float32, device="cpu")
@@ -278,9 +275,8 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
     """`x` times `scale`, as FP8 codes: a tensor of `fmt.dtype` and x's shape, row-major.
 
-    `x` is fp32, bf16 or fp16 of any shape; `scale` is one fp32 number (a tensor of one element, or a float
-    that is rounded to fp32). The module's docstring says what each code is. RuntimeError where subnormal numbers are
-    flushed to zero.
+    `x` is fp32, bf16 or fp16 of any shape; `scale` is one fp32 number (a tensor of one element, or a float that is
+    rounded to fp32). RuntimeError where subnormal numbers are flushed to zero.
     """
     check_denormals()
     if x.dtype not in WIDE_DTYPES:
@@ -292,7 +288,7 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
 
 
 def cast_into(out: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
-    """`cast`, arguments already checked, into `out`, row-major; `factor` is one fp32 number."""
+    """`cast` without checks into `out`, row-major; `factor` is one fp32 number."""
     fmt = format_of(out.dtype)
     exact = torch_conversion_is_exact(fmt)
     scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float32, device="cpu")
@@ -307,8 +303,8 @@ def cast_into(out: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
 def amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude in `x`, as an fp32 tensor of no dimensions: NaN is ignored, infinity counts.
 
-    `x` is fp32, bf16 or fp16 of any shape. With no elements, or none but NaN, it is +0. RuntimeError where subnormal
-    numbers are flushed to zero.
+    `x` is fp32, bf16 or fp16 of any shape. Without elements other than NaN the result is +0. RuntimeError where
+    subnormal numbers are flushed to zero.
     """
     check_denormals()
     if x.dtype not in WIDE_DTYPES:

@@ -1,9 +1,9 @@
-"""FP8 state apart from the weights: for loaders that do not bring it, and for distributed checkpoints.
+"""FP8 state without the weights: for loaders that ignore it, and for distributed checkpoints.
 
 `load_state_dict`, torch.distributed.checkpoint and Hugging Face's `from_pretrained` load a layer's state with its
-weights (`reference.nn.checkpoint_format`). Two things are left to do by hand:
+weights (`reference.nn.checkpoint_format`). Two cases need a call:
 
-    te.load_fp8_state(model, "folder")      where the weights came another way, or a loader has left the state out
+    te.load_fp8_state(model, "folder")      the weights were loaded in another way, or a loader ignored the state
     te.init_fp8_state(model, recipe)        before torch.distributed.checkpoint loads a history of another length than
                                             DelayedScaling's 1024: it fills tensors of the shapes that it finds
 """
@@ -33,7 +33,7 @@ def _layers(model: Any, caller: str) -> dict[str, TransformerEngineBaseModule]:
 
 
 def init_fp8_state(model: torch.nn.Module, recipe: DelayedScaling | None = None) -> None:
-    """Make the FP8 state that a run under `recipe` would make, where a layer has none, or resize what it has.
+    """Create the FP8 state that a run under `recipe` would create, or resize the existing one.
 
     Args:
         model: a layer, or a module with layers inside.
@@ -52,8 +52,8 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
     Args:
         model: a layer, or a module with layers inside.
         source: a state dict; a file of `torch.save` or safetensors; or a folder of torch.distributed.checkpoint or of
-            Hugging Face's `save_pretrained`. Keys as `model.state_dict()` has them; either form of
-            `reference.nn.checkpoint_format` is read.
+            Hugging Face's `save_pretrained`. Keys as in `model.state_dict()`; either form of
+            `reference.nn.checkpoint_format`.
 
     Raises:
         ValueError: the source has no state for some layer, or broken state.
@@ -67,9 +67,7 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
         if not any(name in found for name in checkpoint_format.names(prefix)):
             missing.append(prefix.rstrip(".") or "the module")
     if missing:
-        raise ValueError(
-            f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; state for all is accepted."
-        )
+        raise ValueError(f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; every layer needs it.")
     for prefix, layer in layers.items():
         layer.load_state({name: found[name] for name in checkpoint_format.names(prefix) if name in found}, prefix)
 

@@ -1,9 +1,9 @@
 """`make_graphed_callables`: modules whose forward and backward replay CUDA graphs, FP8 state included.
 
-Scales, amax histories and random states are tensors that kernels read and change in place, so a replay does to them
-what the module does. What a replay cannot do is the host's part, which therefore stays outside the graphs: autocast's
-updates of the scales, and the seeds that dropout draws, which come before each replay. Warm-up and capture change no
-state. A layer that runs twice in one graph takes its second mask from the first one's seed.
+Kernels read scales, amax histories and random states and change them in place, so a replay does so as well. The host's
+part stays outside the graphs: autocast's updates of the scales, and dropout's seeds, which are drawn before each
+replay. Warm-up and capture change no state. A layer that runs twice in one graph takes its second mask from the first
+one's seed.
 """
 
 import gc
@@ -60,20 +60,21 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: list[Any] | None = None,
 ) -> Any:
-    """Capture modules as CUDA graphs; on a CPU, where there is nothing to capture, give them back unchanged.
+    """Capture modules as CUDA graphs; on a CPU, where there is nothing to capture, return them unchanged.
 
-    Call the result as the module, under an `autocast` of the same settings: the updates of the scales are that
-    autocast's. In the other of training and evaluation mode the module runs without a graph. Outputs live in the
-    graph's memory and are overwritten by the next call.
+    Call the result like the module, under an `autocast` of the same settings, which updates the scales. In evaluation
+    mode a module captured in training mode runs without a graph, and vice versa. Outputs live in the graph's memory and
+    are overwritten by the next call.
 
     Args:
         modules: a layer, or a tuple of layers in the order in which they run.
-        sample_args: a tuple of tensors, or one such per module; shapes, dtypes and requires_grad as in later calls.
+        sample_args: a tuple of tensors, or one for each module; shapes, dtypes and requires_grad as in later calls.
         num_warmup_iters: runs before the capture.
         allow_unused_input: accept inputs that get no gradient.
-        sample_kwargs: keyword arguments, or one dict per module. Tensors may change from call to call, whatever else
-            is in them is fixed by the capture.
-        enabled, calibrating, recipe, amax_reduction_group: as in `autocast`; `enabled` may be one per module.
+        sample_kwargs: keyword arguments, or one dict for each module. Tensors may change from call to call; other
+            values are fixed by the capture.
+        enabled, calibrating, recipe, amax_reduction_group: as in `autocast`; `enabled` may be a tuple, one for each
+            module.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: their older names.
         pool: memory pool of another graph to share.
         clone_param_grads_on_return: copy the parameters' gradients out of the graph's memory, which the next backward
@@ -95,7 +96,7 @@ def make_graphed_callables(
             f"make_graphed_callables: enabled has {len(flags)} entries for {len(targets)} modules; one flag or as many "
             f"as modules are accepted."
         )
-    # As an autocast would refuse them.
+    # An autocast checks them.
     settings = autocast(recipe=given["recipe"], amax_reduction_group=given["amax_reduction_group"]).settings
     if _nothing_to_capture(args):
         say_once("graph", "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are")
@@ -107,9 +108,9 @@ def make_graphed_callables(
     ]
     kept = [tensor for graph in graphs for tensor in graph.state()]
     before = [tensor.clone() for tensor in kept]
-    gc.collect()  # an older graph that is garbage must not be destroyed while these are captured
+    gc.collect()  # destroying an older graph, which is garbage, would end a capture
     with warnings.catch_warnings():
-        # torch keeps the last warm-up's outputs alive into the capture, on another stream, and warns of it itself.
+        # torch itself keeps the last warm-up's outputs, of another stream, alive during the capture.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         torch.cuda.make_graphed_callables(
             targets,
@@ -151,7 +152,7 @@ def _nothing_to_capture(sample_args: tuple[tuple[torch.Tensor, ...], ...]) -> bo
 
 
 class _Graphed:
-    """One module: how it runs while it is captured, and around its replays."""
+    """One module, during its capture and around its replays."""
 
     def __init__(self, module: torch.nn.Module, keywords: Mapping[str, Any], settings: AutocastState) -> None:
         self.module = module
@@ -179,13 +180,13 @@ class _Graphed:
         return [tensor for meta in metas for tensor in (meta.scale, meta.amax_history)]
 
     def state(self) -> list[torch.Tensor]:
-        """What warm-up runs change: FP8 state, random states, gradients accumulated in main_grad."""
+        """The tensors that warm-up runs change: FP8 state, random states, gradients accumulated in main_grad."""
         found = [m.state for m in self.module.modules() if isinstance(m, Generator)] + self._fp8_state()
         main_grads = (getattr(parameter, "main_grad", None) for parameter in self.module.parameters())
         return found + [grad for grad in main_grads if grad is not None]
 
     def captured(self, *args: torch.Tensor) -> Any:
-        """The module's forward while it is warmed up and captured: under the settings, updating nothing."""
+        """The module's forward during warm-up and capture: under the settings, without updates."""
         count = len(args) - len(self.tensors)
         tensors = dict(zip(self.tensors, args[count:], strict=True))
         thread = here()
@@ -195,7 +196,7 @@ class _Graphed:
         return out
 
     def install(self, clone_gradients: bool) -> None:
-        """Let the module's forward replay."""
+        """Replace the module's forward by the replay."""
         self.held = self._fp8_state()
         for layer, membership in zip(self.layers, self.memberships, strict=True):
             layer._membership = membership
@@ -207,7 +208,7 @@ class _Graphed:
                     parameter.register_hook(torch.clone)
 
     def forward(self, *args: torch.Tensor, **kwargs: Any) -> Any:
-        """The module's forward from now on."""
+        """The module's forward after the capture."""
         if self.module.training != self.training:
             return self.original(*args, **kwargs)
         self._check(kwargs)
@@ -219,7 +220,7 @@ class _Graphed:
             generator.draw(generator.state.device)
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
-        # As in `reference.nn.autograd`: the first FP8 module runs backward last, then updates the gradients' scales.
+        # As in `reference.nn.autograd`: the first FP8 module runs backward last and updates the gradients' scales.
         thread = here()
         if state.enabled and self.layers and first.grad_fn is not None and thread.first_module_pending:
             thread.first_module_pending = False
@@ -227,7 +228,7 @@ class _Graphed:
         return out
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call that would want another graph."""
+        """Refuse a call that the graph was not captured for."""
         name = type(self.module).__name__
         state, captured = current(), self.settings
         for what, now, then in (
@@ -244,8 +245,8 @@ class _Graphed:
             held = self._fp8_state()
             if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
                 raise RuntimeError(
-                    f"{name}: its FP8 state lies elsewhere than when its CUDA graph was captured (a move, a checkpoint "
-                    f"or a recipe with another amax_history_len); capture it again with make_graphed_callables."
+                    f"{name}: its FP8 state has moved since its CUDA graph was captured (a move, a checkpoint or a "
+                    f"recipe with another amax_history_len); capture it again with make_graphed_callables."
                 )
         missing = [key for key in self.tensors if key not in kwargs]
         other = [key for key, value in kwargs.items() if key not in self.tensors and self.constants.get(key) != value]

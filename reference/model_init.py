@@ -1,11 +1,11 @@
 """`quantized_model_init`: layers made inside keep their weights in FP8 only.
 
-A weight is drawn in `params_dtype`, cast to FP8 with scale 1, its amax noted, and the 16-bit numbers are let go; what
-happens to it from then on is written in `reference.nn.float8_tensor`. Biases and norms stay as they are.
+A weight is drawn in `params_dtype` and cast to FP8 with scale 1, its amax is recorded, and the 16-bit numbers are
+dropped. `reference.nn.float8_tensor` says what follows. Biases and norms stay as they are.
 
-The first scale of delayed scaling is 1, which leaves few bits to weights far below 1: in training it is gone after the
-first step. Where nothing is written any more, as in inference, it stays; a checkpoint of 16-bit weights is cast with
-the scales that it brings, so take one of a model that has run in FP8.
+The first scale of delayed scaling, 1, leaves few bits to weights far below 1. In training it is replaced after the
+first step. In inference, where nothing is written any more, it stays, and a checkpoint of 16-bit weights is cast with
+the scales that it brings: use one of a model that has run in FP8.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ __all__ = ["fp8_model_init", "quantized_model_init"]
 
 
 class QuantizedInit(NamedTuple):
-    """What a layer made inside `quantized_model_init` reads."""
+    """The settings that a layer reads when it is made inside `quantized_model_init`."""
 
     recipe: DelayedScaling
     preserve: bool
@@ -33,14 +33,15 @@ def current() -> QuantizedInit | None:
 class quantized_model_init(Context):
     """Make layers whose weights are kept in FP8 only.
 
-    A context holds for the thread that opened it (`reference.threads`); those of a thread end in reverse order, or the
-    one that ends too early raises RuntimeError.
+    A context belongs to the thread that opened it. Contexts of a thread must end in reverse order; the one that ends
+    too early raises RuntimeError.
 
     Args:
         enabled: off inside an enabled context makes ordinary layers.
-        recipe: a `DelayedScaling`; None is `DelayedScaling()`. Its amax_history_len is that of the new state.
-        preserve_high_precision_init_val: keep what each weight was drawn as, on the CPU, for an optimizer's master
-            weights: `weight.get_high_precision_init_val()`, and `weight.clear_high_precision_init_val()` to let it go.
+        recipe: a `DelayedScaling`, whose amax_history_len is that of the new state; None is `DelayedScaling()`.
+        preserve_high_precision_init_val: keep each weight's initial values on the CPU, for an optimizer's master
+            weights: `weight.get_high_precision_init_val()` returns, `weight.clear_high_precision_init_val()` frees
+            them.
 
     Source: Transformer Engine's `quantized_model_init`.
     """

@@ -1,8 +1,7 @@
 """The names of Transformer Engine's Python API that Twin Engine does not offer, and why.
 
-Asked for one of them, a package says so: `te.GroupedLinear` raises an AttributeError, `from reference import
-GroupedLinear` an ImportError, each with a sentence. The names are those of Transformer Engine 2.20
-(tests/transformer_engine_api.json).
+`te.GroupedLinear` raises an AttributeError and `from reference import GroupedLinear` an ImportError; both give the
+reason. The names are those of Transformer Engine 2.20 (tests/transformer_engine_api.json).
 """
 
 import importlib.abc
@@ -21,7 +20,7 @@ _OFFLOAD = "activations are not offloaded"
 _INTERNAL = "it is a part of Transformer Engine's inside"
 _WHERE = "what is offered of it is an attribute of `te` itself"
 
-# Package as users call it -> reason -> names.
+# Package → reason → names.
 NAMES: dict[str, dict[str, str]] = {
     "te": {
         _EXPERTS: "GroupedLinear Fp8Padding Fp8Unpadding moe_permute moe_permute_and_pad_with_probs "
@@ -76,7 +75,7 @@ PACKAGES |= {f"{root}.{part}": part for root in ("reference", "optimized") for p
 
 
 def sentence(package: str, name: str) -> str | None:
-    """Why the module `package` has no `name`; None where Transformer Engine has no such name either."""
+    """Why the module `package` has no `name`; None if Transformer Engine has no such name."""
     known = PACKAGES.get(package, "")
     reason = REASONS.get(known, {}).get(name)
     return None if reason is None else f"{known}.{name} is not offered by Twin Engine: {reason}."
@@ -86,7 +85,7 @@ def explain(package: str) -> Callable[[str], NoReturn]:
     """A module's `__getattr__`."""
 
     def missing(name: str) -> NoReturn:
-        # As Python's own error, so that it may still guess what was meant.
+        # With Python's own attributes, so that Python can suggest similar names.
         text = sentence(package, name) or f"module {package!r} has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=sys.modules.get(package))
 
@@ -94,7 +93,7 @@ def explain(package: str) -> Callable[[str], NoReturn]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Python asks it last for a submodule, and does so, too, before `from package import name` fails."""
+    """Python's last finder for submodules; it also runs before `from package import name` fails."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         package, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Notices: said once per process on the logger `twin`, and on stderr where something takes long."""
+"""Notices: logged once per process by the logger `twin`, and on stderr for what takes long."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def say_once(topic: str, sentence: str) -> None:
-    """Warn, unless something has been said about `topic`; `sentence` ends without its full stop."""
+    """Warn, unless there was a warning about `topic`; `sentence` has no full stop."""
     if topic not in _said:
         _said.add(topic)
         _log.warning("%s (said once).", sentence)
@@ -20,7 +20,7 @@ def say_once(topic: str, sentence: str) -> None:
 
 @contextlib.contextmanager
 def announced(text: str) -> Iterator[None]:
-    """Say `text` on stderr if what is inside takes longer than a moment."""
+    """Print `text` on stderr if what is inside takes longer than a moment."""
     timer = threading.Timer(PATIENCE, lambda: print(f"twin-engine: {text}", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()

@@ -1,14 +1,14 @@
 """The only place where numba compiles. `jit` compiles a function when it is first called, and keeps the machine code.
 
-numba's own cache asks only whether the function's own file has changed, while compiled code holds what it calls from
-other files; it notices no damage; and two processes that store two signatures of one function can leave either with
-the other's code. So what is kept here is
+numba's own cache has three defects. It checks only the function's own file, although compiled code contains functions
+of other files; it does not notice damage; and two processes that store two signatures of one function can exchange
+their code. So compiled code is kept here instead:
 
     ~/.cache/twin-engine/numba/<function>-<hash>.bin = digest of what follows, stamp, numba's serialised code
 
-one file for each file of source, function, signature, CPU and version of Python, numba and llvmlite (the hash). The
-stamp is a digest of every file of this package that says `reference.numba_jit`, that is, of all that compiled code can
-hold: code with another stamp is stale, and is replaced. A call costs what numba's own does.
+There is one file for each file of source, function, signature, CPU and version of Python, numba and llvmlite (the
+hash). The stamp is a digest of every file of this package that mentions `reference.numba_jit`, which covers all that
+compiled code can contain; code with another stamp is replaced. A call is as fast as numba's own.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ _VERSIONS = (sys.version, numba.__version__, llvmlite.__version__)
 
 
 def _sources() -> bytes:
-    """The digest of all files of this package that take part in compiled code."""
+    """The digest of all files of this package whose code may be compiled."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        with contextlib.suppress(OSError):  # an editor's lock, which is a link to nowhere; a module would not import
+        with contextlib.suppress(OSError):  # such as an editor's lock, a dangling link
             text = path.read_bytes()
             if b"reference.numba_jit" in text:
                 digest.update(hashlib.sha256(text).digest())
     return digest.digest()
 
 
-_SOURCES = _sources()  # at import, before the modules that use `jit` are: the sources may change while this runs
+_SOURCES = _sources()  # now, before the modules that use `jit` are imported: the sources may change later
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def _stamp(file: str) -> bytes:
 
 
 class _Kept:
-    """What a numba dispatcher asks for code that it has not in memory, one signature at a time."""
+    """A numba dispatcher's cache of one function's code; an entry for each signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -75,8 +75,8 @@ class _Kept:
         return compiler.CompileResult._rebuild(target, *serialize.loads(content[len(self.stamp) :]))
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Keep what has been compiled for a signature."""
-        if not result.library.has_dynamic_globals:  # those are addresses in this process
+        """Keep the code compiled for a signature."""
+        if not result.library.has_dynamic_globals:  # which are addresses in this process
             code = serialize.dumps(result._reduce())
             files.keep("numba", self._name(signature, result.codegen), self.stamp + code)
 
@@ -89,8 +89,8 @@ class _Kept:
 def jit(function: Any) -> Any:
     """A function compiled by numba at its first call with arguments of certain types.
 
-    It is compiled anew in each process if its code alone does not describe it (it was made in another function), or
-    if its source is not at hand, so that a change of it would go unnoticed.
+    Its code is not kept if it is a closure, which its code alone does not describe, or if its source is no file, so
+    that changes would go unnoticed.
     """
     compiled = numba.njit(function, **OPTIONS)
     if function.__closure__ is None and Path(function.__code__.co_filename).is_file():

@@ -1,8 +1,8 @@
-"""What `FusedAdam` is given: hyperparameters, parameters with their gradients, and saved state.
+"""Checks of `FusedAdam`'s hyperparameters, parameters and gradients, and its saved state.
 
-Everything here reads and refuses; nothing here changes an optimizer. Errors name the group, the parameter or the entry.
-A DTensor (FSDP2's `fully_shard`, `distribute_tensor`) stands for its local shard: Adam works element by element, so a
-shard's numbers are those of the whole tensor.
+Nothing here changes an optimizer. Errors name the group, the parameter or the entry. A DTensor (FSDP2's `fully_shard`,
+`distribute_tensor`) is replaced by its local shard: Adam works element by element, so a shard's numbers are those of
+the whole tensor.
 """
 
 import copy
@@ -20,13 +20,13 @@ from reference.nn.float8_tensor import Float8Tensor
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLT_MAX = float(np.finfo(np.float32).max)
-# Keys of a group that torch.optim.Adam and AdamW save and FusedAdam does not have; the first two change numbers.
+# Keys that torch.optim.Adam and AdamW save in a group, but FusedAdam does not; the first two change numbers.
 TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 State = dict[str, torch.Tensor]
 
 
 class Numbers(NamedTuple):
-    """The hyperparameters of a group, and the steps that it has made."""
+    """The hyperparameters of a group, and its number of steps."""
 
     lr: float
     betas: tuple[float, float]
@@ -37,7 +37,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
-    """The numbers of a group, refused where `twin::adam` has no use for them; `where` ends the sentence's subject."""
+    """The numbers of a group, checked; `where` follows the argument's name in errors."""
     for name in ("lr", "betas", "eps", "weight_decay", "bias_correction"):
         if name not in group:
             raise ValueError(
@@ -54,14 +54,14 @@ def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
 
 
 def flag(name: str, value: Any, where: str = "") -> bool:
-    """A switch; Transformer Engine writes some of its own as 0 and 1."""
+    """A switch, checked; Transformer Engine passes some as 0 and 1."""
     if not isinstance(value, int) or value not in (0, 1):
         raise TypeError(f"FusedAdam: {name}={value!r}{where}; True and False are accepted.")
     return bool(value)
 
 
 def whole(value: Any, where: str) -> int:
-    """A count of steps as an int; a tensor of one element is read, never changed."""
+    """A number of steps as an int; a tensor of one element is accepted."""
     read = value
     if isinstance(read, torch.Tensor) and read.numel() == 1 and not read.is_meta and read.dtype != torch.bool:
         read = read.item()
@@ -85,7 +85,7 @@ Where = tuple[int, int]
 
 
 def named(where: Where | str) -> str:
-    """A parameter by the number of its group and its own in it."""
+    """A parameter, by the numbers of its group and of itself in the group."""
     return where if isinstance(where, str) else f"parameter {where[1]} of group {where[0]}"
 
 
@@ -95,7 +95,7 @@ def needs_master(local: torch.Tensor, master_weights: bool) -> bool:
 
 
 def unwrapped(where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local shards of a parameter and its gradient; refuse pairs and tensors of other kinds."""
+    """The local shards of a parameter and its gradient, whose kinds are checked."""
     if placed(p) != placed(grad):
         raise TypeError(
             f"FusedAdam: {named(where)} is {_kind(p)} and its gradient {_kind(grad)}; the same mesh and placements are "
@@ -103,7 +103,8 @@ def unwrapped(where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, torch.Tens
         )
     local, local_grad = shard(p), shard(grad)
     for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
-        if type(x) not in PLAIN and not (isinstance(x, Float8Tensor) and x is local) and not _behaves_plainly(x):
+        plain = type(x) in PLAIN or type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        if not plain and not (isinstance(x, Float8Tensor) and x is local):
             raise TypeError(
                 f"FusedAdam: {name} is a {type(x).__name__}; plain tensors, DTensors of them, and as parameters "
                 f"weights that are kept in FP8 are accepted."
@@ -111,25 +112,19 @@ def unwrapped(where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, torch.Tens
     return local, local_grad
 
 
-def _behaves_plainly(x: torch.Tensor) -> bool:
-    return type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-
-
 def _kind(x: Any) -> str:
     return f"a DTensor {list(x.placements)} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"
 
 
 def check_parameter(where: Where, p: torch.Tensor, grad: torch.Tensor, master_weights: bool) -> None:
-    """Refuse a parameter or a gradient (local shards) that `twin::adam` does not take."""
+    """Refuse a parameter or a gradient (local shards) that `twin::adam` does not accept."""
     dtype, shape, device = p.dtype, p.shape, p.device
     plain = dtype in formats.WIDE_DTYPES and not isinstance(p, Float8Tensor)
     fits = grad.dtype is dtype and grad.shape == shape and grad.device == device and grad.layout is torch.strided
     if plain and fits and p.is_contiguous():
         return
     if isinstance(p, Float8Tensor) and not master_weights:
-        raise ValueError(
-            f"FusedAdam: {named(where)}, a parameter is kept in FP8; master_weights=True is accepted then."
-        )
+        raise ValueError(f"FusedAdam: {named(where)} is kept in FP8; master_weights=True is accepted.")
     if dtype not in formats.WIDE_DTYPES:
         raise TypeError(f"FusedAdam: {named(where)} is {dtype}; float32, bfloat16 and float16 are accepted.")
     if p.layout is not torch.strided or not p.is_contiguous():
@@ -150,7 +145,7 @@ def check_parameter(where: Where, p: torch.Tensor, grad: torch.Tensor, master_we
 def checked_state(
     where: Where, state: State, p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The moments and the master that `FusedAdam` keeps for p, local shards as p is; refused if they are others."""
+    """The moments and the master of p (local shards, like p), checked."""
     shape, device, master = p.shape, p.device, state.get("master_param")
     first = check_part(where, "exp_avg", state.get("exp_avg"), shape, device)
     second = check_part(where, "exp_avg_sq", state.get("exp_avg_sq"), shape, device)
@@ -158,7 +153,7 @@ def checked_state(
 
 
 def check_part(where: Where | str, name: str, x: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """A part of the state, its local shard; refused where `twin::adam` does not take it."""
+    """The local shard of a part of the state, checked."""
     x = x if type(x) is torch.Tensor else shard(x)
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
         raise TypeError(f"FusedAdam: {named(where)}, its {name} is {_described(x)}; a dense tensor is accepted.")
@@ -176,9 +171,7 @@ def check_memory(spans: list[tuple[int, int, Where]]) -> None:
     end, last = 0, (0, 0)
     for start, stop, where in spans:
         if start < end:
-            raise ValueError(
-                f"FusedAdam: {named(last)} and {named(where)} overlap in memory; memory of their own is accepted."
-            )
+            raise ValueError(f"FusedAdam: {named(last)} and {named(where)} share memory; separate memory is accepted.")
         if stop > start:
             end, last = stop, where
 
@@ -193,17 +186,15 @@ def _described(x: Any) -> str:
 def read(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], master_weights: bool, adam_w_mode: bool
 ) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
-    """State and groups for the parameters of `groups`, of what FusedAdam, or torch.optim.Adam or AdamW has saved.
+    """State and groups for the parameters of `groups`, from the state dict of FusedAdam, torch.optim.Adam or AdamW.
 
-    The steps that torch's optimizers count by parameter become the group's, their moments are widened to fp32, and
-    masters are made of the parameters at the next step. Nothing is shared with `state_dict`.
+    torch's optimizers count steps by parameter; they become the group's. Their moments are widened to fp32, and the
+    next step makes masters from the parameters. Nothing is shared with `state_dict`.
     """
     saved, entries = _parts(state_dict)
     if [len(one["params"]) for one in saved] != [len(one["params"]) for one in groups]:
         sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
-        raise ValueError(
-            f"FusedAdam: state_dict has groups of {sizes[0]} parameters; {sizes[1]}, the optimizer's, are accepted."
-        )
+        raise ValueError(f"FusedAdam: state_dict has groups of {sizes[0]} parameters; the optimizer has {sizes[1]}.")
     known = {number for one in saved for number in one["params"]}
     extra = [number for number in entries if number not in known]
     if extra:
@@ -247,20 +238,16 @@ def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
 
 
 def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], adam_w_mode: bool, where: str) -> None:
-    """A group of torch.optim.Adam's or AdamW's as one of FusedAdam's."""
+    """Turn a group of torch.optim.Adam or AdamW into one of FusedAdam."""
     for name in TORCH_KEYS[:2]:
         if group.get(name):
             raise NotImplementedError(f"FusedAdam: {name}={group[name]!r}{where} is not offered; False is accepted.")
     decoupled = group.get("decoupled_weight_decay", adam_w_mode)
     if decoupled != adam_w_mode and group.get("weight_decay"):
-        raise ValueError(
-            f"FusedAdam: decoupled_weight_decay={decoupled!r}{where}; adam_w_mode={bool(decoupled)} loads it."
-        )
+        raise ValueError(f"FusedAdam: decoupled_weight_decay={decoupled!r}{where} needs adam_w_mode={bool(decoupled)}.")
     steps = {whole(entry["step"], where) for entry in entries if entry and "step" in entry}
     if len(steps) > 1:
-        raise ValueError(
-            f"FusedAdam: step={sorted(steps)} for the parameters{where}; one step for all of a group is accepted."
-        )
+        raise ValueError(f"FusedAdam: step={sorted(steps)} for the parameters{where}; one step per group is accepted.")
     for name in TORCH_KEYS:
         group.pop(name, None)
     group["bias_correction"] = True
@@ -269,13 +256,12 @@ def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], 
 
 
 def _entry(what: str, entry: dict[str, Any], p: torch.Tensor, master_weights: bool, of_torch: bool) -> State:
-    """The state of one parameter, copied."""
     local = shard(p)
     if local.is_meta:
         raise ValueError(f"FusedAdam: the parameter of {what} is on meta; one with numbers (to_empty) is accepted.")
     kept = (*MOMENTS, "master_param") if needs_master(local, master_weights) and not of_torch else MOMENTS
     wanted = (*kept, "step") if of_torch else kept
-    # Transformer Engine saves a master for a parameter in fp32 too, and never moves it.
+    # Transformer Engine saves a master of an fp32 parameter, too, but never changes it.
     spare = ("master_param",) if local.dtype == torch.float32 and not of_torch else ()
     absent = [name for name in wanted if name not in entry]
     other = [name for name in entry if name not in (*wanted, *spare)]
@@ -304,9 +290,7 @@ def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor) -> N
         found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else _described(x)
         raise TypeError(f"FusedAdam: {what} is {found}; a dense tensor with numbers is accepted.")
     if placed(x) != placed(p):
-        raise TypeError(
-            f"FusedAdam: {what} is {_kind(x)} and its parameter {_kind(p)}; the same placements are accepted."
-        )
+        raise TypeError(f"FusedAdam: {what} is {_kind(x)}, its parameter {_kind(p)}; the same placements are accepted.")
     dtypes = (torch.float32,) if name == "master_param" else formats.WIDE_DTYPES
     part = shard(x)
     if x.dtype not in dtypes or x.shape != p.shape or part.shape != local.shape:

@@ -23,20 +23,20 @@ Lists = tuple[list[torch.Tensor], ...]
 class FusedAdam(torch.optim.Optimizer):
     """Adam and AdamW with Transformer Engine's arguments and defaults; the arithmetic is `twin::adam`'s.
 
-    The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`: fp32, whatever the
-    parameter is. A parameter in fp32 is its own master. One that is kept in FP8 (`quantized_model_init`) needs a
-    master: it starts as what the weight was drawn as, where that was preserved and the weight still is its cast, and
-    is written to the weight by the cast of `reference.nn.float8_tensor` after each step. A DTensor's state are DTensors
-    like it, and each rank changes its own shard.
+    The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`, all fp32. A parameter
+    in fp32 is its own master. A weight kept in FP8 (`quantized_model_init`) needs a master. The master starts from the
+    weight's initial values, if those were preserved and the weight is still their cast; after each step it is written
+    to the weight by the cast of `reference.nn.float8_tensor`. A DTensor's state consists of DTensors like it, and each
+    rank changes its own shard.
 
-    A group counts its steps in `step`, an int. Everything is checked before a step changes anything: a step that is
-    refused leaves every tensor and every count as it was.
+    A group counts its steps in `step`, an int. A step checks everything before it changes anything: a refused step
+    leaves every tensor and every count as it was.
 
     Args:
         params: parameters, or dicts that define groups of them.
         lr, betas, eps, weight_decay: Adam's; Python numbers.
         bias_correction: divide the moments by 1 − beta^step.
-        adam_w_mode: weight decay apart from the gradient.
+        adam_w_mode: decouple weight decay from the gradient.
         master_weights: keep an fp32 copy of each parameter that is not in fp32.
         amsgrad, capturable, use_decoupled_grad, store_param_remainders, set_grad_none, and other dtypes of the state:
             only "off" is offered.
@@ -73,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {name: defaults[name] for name in names})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; numbers that a step would refuse, and a parameter that is listed twice, are refused here."""
+        """As torch's; also refuses numbers that a step would refuse, and a parameter that is listed twice."""
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"FusedAdam: param_group={param_group!r}; a dict with 'params' is accepted.")
         where = f" in group {len(self.param_groups)}"
@@ -84,14 +84,12 @@ class FusedAdam(torch.optim.Optimizer):
             seen = [id(one[1]) if isinstance(one, tuple) else id(one) for one in params]
             if len(set(seen)) < len(seen):
                 twice = next(i for i, one in enumerate(seen) if one in seen[:i])
-                raise ValueError(
-                    f"FusedAdam: parameter {twice}{where} is listed a second time; each parameter once is accepted."
-                )
+                raise ValueError(f"FusedAdam: parameter {twice}{where} is listed twice; each one once is accepted.")
         super().add_param_group(param_group)
         param_group.update({name: value for name, value in found.items() if name in param_group})
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or a pickle, with the two modes, which torch's would leave out."""
+        """The state of a copy or a pickle, with the two modes, which torch's method omits."""
         modes = {"adam_w_mode": self.adam_w_mode, "master_weights": self.master_weights}
         return {**super().__getstate__(), **modes}
 
@@ -107,21 +105,21 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Make the state of a parameter now; otherwise its first step does."""
+        """Create a parameter's state now instead of at its first step."""
         if store_param_remainders:
             raise NotImplementedError("FusedAdam: store_param_remainders=True is not offered; False is accepted.")
         self.state[param] = self._fresh(param, shard(param))
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """`exp_avg`, `exp_avg_sq` or `master_param` of a parameter, fp32; of a DTensor its local shard."""
+        """`exp_avg`, `exp_avg_sq` or `master_param` of a parameter, fp32; a DTensor's local shard."""
         state = self.state.get(param) or {}
         _check_name(state_name, state)
         return shard(state[state_name])
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Write fp32 numbers into a part of a parameter's state, which is made where it is missing."""
+        """Write fp32 numbers into a part of a parameter's state, which is created if it is missing."""
         local = shard(param)
         state = self.state.get(param) or self._fresh(param, local)
         _check_name(state_name, state)
@@ -159,13 +157,13 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _checked(self) -> tuple[dict[torch.Tensor, State], list[Any]]:
-        """State to be made, and for each group its numbers, the op's calls and the casts; it changes nothing."""
+        """The state to create, and for each group its numbers, the op's calls and the casts; changes nothing."""
         made: dict[torch.Tensor, State] = {}
         work = []
         spans: list[tuple[int, int, tuple[int, int]]] = []
         for g, group in enumerate(self.param_groups):
             numbers = numbers_of(group, f" in group {g}")
-            # One call of the op takes tensors of one device and kind.
+            # A call of the op accepts tensors of one device and kind.
             calls: dict[Any, Lists] = {}
             cast: list[tuple[torch.Tensor, torch.Tensor]] = []
             for i, p in enumerate(group["params"]):
@@ -207,7 +205,7 @@ class FusedAdam(torch.optim.Optimizer):
     # --- checkpoints -------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what a FusedAdam, or torch.optim.Adam or AdamW has saved; `reference.optimizer_state.read` says how.
+        """Load the state dict of a FusedAdam, torch.optim.Adam or AdamW (`reference.optimizer_state.read`).
 
         torch's own method would round the state to the parameters' dtypes, and checks too little.
         """
@@ -229,7 +227,7 @@ def _check_name(name: str, state: State) -> None:
 
 
 def _check_device(device: torch.device) -> None:
-    """Refuse a device on which `twin::adam` does not run."""
+    """Refuse a device without an implementation of `twin::adam`."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"FusedAdam: a parameter is on {device}; parameters on cpu and cuda are accepted.")
     if device.type == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key("twin::adam", "CUDA"):
@@ -242,7 +240,7 @@ def _master(p: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(p: Float8Tensor) -> torch.Tensor | None:
-    """What a weight in FP8 was drawn as, in fp32, where that was preserved and the weight still is its cast."""
+    """A weight's initial values in fp32, if they were preserved and the FP8 weight is still their cast."""
     drawn = getattr(p, "get_high_precision_init_val", lambda: None)()
     if drawn is None:
         return None

@@ -1,18 +1,18 @@
-"""Random numbers that are the same on every machine: Philox4x32-10, and what is made of its words.
+"""Random numbers that are the same on every machine: Philox4x32-10, and distributions made from its words.
 
-Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) has no state to carry along: it
-turns a 128-bit counter into four 32-bit words by ten rounds of multiplication under a 64-bit key. So element
-i of a tensor can be drawn alone, by any thread, on either device:
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) has no running state: ten rounds of
+multiplication under a 64-bit key turn a 128-bit counter into four 32-bit words. So any thread can draw element i of a
+tensor alone, on either device:
 
     key = (low, high) half of the seed         counter = (low, high) half of i, (low, high) half of offset
     words[0..3](i) = philox4x32(counter, key)
 
-`uniform` and `normal` are made of those words by additions, multiplications, divisions and square roots in
-float64, each correctly rounded, and by integer operations; one rounding to fp32 comes last. There is no
-library logarithm or cosine in them, since those differ from machine to machine.
+`uniform` and `normal` compute with those words by additions, multiplications, divisions and square roots in float64,
+each correctly rounded, and by integer operations; one rounding to fp32 comes last. They use no library's logarithm or
+cosine, which differ from machine to machine.
 
-The seed of a tensor is drawn from torch's default CPU generator, so `torch.manual_seed` fixes it on either
-device, and every tensor gets its own. `offset` is there for generators that draw many times from one seed.
+The seed of a tensor is drawn from torch's default CPU generator, so `torch.manual_seed` fixes it on either device, and
+every tensor gets its own. `offset` is for generators that draw many times from one seed.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,15 +33,14 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
-# Elements drawn at a time: 64 KiB an array, so that the rounds work in the cache.
+# Elements drawn at a time: 64 KiB an array, so that the rounds stay in the cache.
 _CHUNK = 1 << 13
 
 
 def philox4x32(counter: Sequence[npt.ArrayLike], key: tuple[int, int], rounds: int = 10) -> list[Words]:
-    """The four words of each counter.
+    """The four words of each counter: four uint64 arrays that hold 32-bit words.
 
     counter: four arrays (broadcast against each other) of 32-bit words; key: two 32-bit words.
-    Returns four uint64 arrays that hold 32-bit words.
     """
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     k0, k1 = key
@@ -73,11 +72,11 @@ def draw_seed() -> int:
 
 
 def new_state(device: torch.device | str = "cpu") -> torch.Tensor:
-    """A generator's state: int64 `[2]`, (seed, offset 0), the seed drawn as by `draw_seed`, on any device.
+    """A generator's state: int64 `[2]`, (seed, offset 0), with a newly drawn seed; without one on the meta device.
 
-    Ops with dropout take it and advance the offset; a clone replays the mask. On the meta device it has no seed.
+    Ops with dropout advance the offset; a clone replays the mask.
     """
-    with torch.inference_mode(False):  # tensors of inference mode could never be advanced outside of it
+    with torch.inference_mode(False):  # tensors of inference mode cannot be advanced outside of it
         state = torch.empty(2, dtype=torch.int64, device=device)
         return state if state.is_meta else reseed(state)
 
@@ -165,9 +164,9 @@ def _unit_interval(seed: int, start: int, count: int) -> Floats:
 
 
 def _draw(shape: Sequence[int], piece: Callable[[int, int], Floats]) -> torch.Tensor:
-    """fp32 of `shape`, of which piece(start, count) gives the float64 values in row-major order.
+    """fp32 of `shape`; piece(start, count) gives its float64 values in row-major order.
 
-    It runs on as many threads as torch does; each element depends on its index alone, so they cannot matter.
+    It uses as many threads as torch; their number cannot matter, because each element depends on its index alone.
     RuntimeError where subnormal numbers are flushed to zero.
     """
     check_denormals()
@@ -191,8 +190,8 @@ def _draw(shape: Sequence[int], piece: Callable[[int, int], Floats]) -> torch.Te
 def uniform(shape: Sequence[int], low: float = 0.0, high: float = 1.0, *, seed: int | None = None) -> torch.Tensor:
     """fp32 of `shape` on the CPU, uniform in [low, high): low + (high - low) · u, where u is 24 bits.
 
-    u is the top 24 bits of word 0 over 2^24: with the default bounds the values are exact. Other bounds
-    round once from float64, which can give `high`. `seed` None draws one from torch's CPU generator.
+    u is the top 24 bits of word 0 over 2^24: with the default bounds the values are exact. Other bounds round once from
+    float64, which can give `high`. `seed` None draws one from torch's CPU generator.
     """
     if not low <= high:
         raise ValueError(f"low must not be greater than high; got low={low}, high={high}.")

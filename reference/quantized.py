@@ -1,7 +1,7 @@
-"""Matrices as GEMMs read them, and the three GEMMs of a linear layer.
+"""Matrices as operands of GEMMs, and the three GEMMs of a linear layer.
 
 Shapes: x `[tokens, in]`, w `[out, in]`, g = dL/dy `[tokens, out]`; y = x·wᵀ + b, dx = g·w, dw = gᵀ·x. A GEMM reads both
-operands along K, so a backward wants transposed copies: FP8 has them as tensors of their own, 16 bits as views.
+operands along K, so a backward needs transposes: tensors of their own in FP8, views in 16 bits.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import torch
 from reference.ops.library import twin
 
 PER_TENSOR = "per-tensor"
-"""The layout of FP8 codes with one scale a tensor."""
+"""Layout: FP8 codes with one scale for the tensor."""
 
 
 class Quantized(NamedTuple):
-    """A matrix as GEMMs read it.
+    """A matrix as an operand of GEMMs.
 
     Attributes:
         codes: `[rows, cols]`, FP8, or plain numbers (then layout is None).
         codes_t: the transpose (in FP8 padded with zeros to a multiple of 16 columns); None where no backward reads it.
-        scales: fp32 `[1]`, what a code is multiplied by; None for plain numbers.
-        layout: how scales belong to codes: `PER_TENSOR`, or None for plain numbers.
+        scales: fp32 `[1]`, the factor of a code; None for plain numbers.
+        layout: `PER_TENSOR`, or None for plain numbers.
     """
 
     codes: torch.Tensor
@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 
     @property
     def saved(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What a backward reads of it, for `save_for_backward`; nothing where there is no transpose."""
+        """What a backward reads of it, for `save_for_backward`; nothing without a transpose."""
         return (None, None) if self.codes_t is None else (self.codes_t, self.scales)
 
 
@@ -48,7 +48,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`; x itself where it has it, which a compiler does not take for another tensor."""
+    """x in `dtype`; x itself if it has that dtype, so that a compiler sees one tensor."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -79,7 +79,7 @@ def gemm(
 
 
 def gemm_bias(x: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
-    """A bias as the GEMM of x takes it: in FP8 never fp32 but bf16 (cuBLAS takes no fp32 bias, and we follow it)."""
+    """A bias in the dtype that the GEMM of x takes: in FP8 bf16 instead of fp32, because cuBLAS takes no fp32 bias."""
     if bias is None:
         return None
     return as_dtype(bias, torch.bfloat16 if x.layout is not None and out_dtype == torch.float32 else out_dtype)
@@ -101,7 +101,10 @@ def fprop_residual(
     out_dtype: torch.dtype,
     how: Accumulation,
 ) -> torch.Tensor:
-    """residual + dropout(x·wᵀ + bias) `[tokens, out]`, as `twin::bias_dropout_add` rounds it; (p, its random state)."""
+    """residual + dropout(x·wᵀ + bias) `[tokens, out]`, rounded as by `twin::bias_dropout_add`.
+
+    `dropout` is (p, rng_state).
+    """
     bias = gemm_bias(x, bias, out_dtype)
     if x.layout == PER_TENSOR and how.fprop == "fast":
         operands = (x.codes, w.codes, x.scales, w.scales)
@@ -117,7 +120,7 @@ def dgrad(g: Quantized, w: Transposed, out_dtype: torch.dtype, how: Accumulation
 def wgrad(
     g: Quantized, x: Transposed, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """dw `[out, in]`; or None after main_grad = round(fp32(main_grad) + fp32 dw)."""
+    """dw `[out, in]`; or None, after main_grad = round(fp32(main_grad) + fp32 dw)."""
     if main_grad is None:
         return gemm(g.codes_t, x.codes_t, (g.scales, x.scales), None, out_dtype, how.wgrad)
     assert g.codes_t is not None

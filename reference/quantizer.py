@@ -1,8 +1,8 @@
-"""Quantizers: what becomes of each tensor role of a GEMM, its input, its weight and the gradient of its output.
+"""Quantizers of a GEMM's tensor roles: its input, its weight and the gradient of its output.
 
-A layer is written once over quantizers; a recipe (`reference.recipes`) is the choice of one for each role. Each can
-quantize alone, and at the end of the op before it (a norm, a GEMM with activation, a gradient put together of parts).
-The base class does that in two steps, through the activation dtype T; a recipe that has fused kernels overrides it.
+A layer is written once over quantizers; a recipe (`reference.recipes`) chooses one for each role. A quantizer can also
+be the end of the op before it (a norm, a GEMM with activation, a join of gradients). The base class runs that op and
+then quantizes, through the activation dtype T; a recipe with fused kernels overrides it.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +16,7 @@ from reference.quantized import Accumulation, Quantized, Transposed, as_dtype, d
 
 
 class NormPlan(NamedTuple):
-    """A norm: what is added to the variance, whether γ is kept as γ − 1, and "layernorm" or "rmsnorm"."""
+    """A norm: eps, whether γ is kept as γ − 1, and "layernorm" or "rmsnorm"."""
 
     eps: float
     zero_centered: bool
@@ -31,16 +31,16 @@ class ActivationPlan(NamedTuple):
     how: Accumulation
 
 
-Produced = tuple[Quantized, torch.Tensor | None]  # a gradient, and its column sums where they are wanted
+Produced = tuple[Quantized, torch.Tensor | None]  # a gradient, and its column sums or None
 
 
 class Quantizer:
     """The quantizer of one tensor role.
 
     Attributes:
-        kind: hashable; all that its launches depend on besides tensors.
+        kind: hashable; everything but tensors that its launches depend on.
         dtype: of the codes.
-        fp8: whether it gives FP8 codes.
+        fp8: whether the codes are FP8.
     """
 
     kind: Hashable
@@ -48,19 +48,19 @@ class Quantizer:
     fp8 = False
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What it reads besides its arguments."""
+        """The tensors that it reads besides its arguments."""
         return ()
 
     def changes(self) -> tuple[torch.Tensor, ...]:
-        """Those of them that it changes."""
+        """The tensors among them that it changes."""
         return ()
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
-        """x `[rows, cols]`; with its transpose where a backward will read that."""
+        """x `[rows, cols]` quantized, with its transpose if a backward will read it."""
         raise NotImplementedError
 
     def quantize_together(self, others: "Sequence[Quantizer]", xs: list[torch.Tensor]) -> list[Quantized]:
-        """Several matrices of one dtype, transposed, too; the first is this quantizer's, the next are `others`'."""
+        """Several matrices of one dtype, with transposes: the first by this quantizer, the next by `others`."""
         return [quantizer.quantize(x, True) for quantizer, x in zip((self, *others), xs, strict=True)]
 
     def norm(
@@ -72,34 +72,34 @@ class Quantizer:
         dtype: torch.dtype,
         transpose: bool,
     ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
-        """The normalised x, and the rows' mean and rstd."""
+        """The normalised x, quantized, and the rows' mean and rstd."""
         y, mean, rstd = twin.norm(x, gamma, beta, *plan, dtype)
         return self.quantize(y, transpose), mean, rstd
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
     ) -> tuple[torch.Tensor, Quantized]:
-        """The pre-activation h = x·wᵀ + bias `[tokens, out]` in T, and its activation."""
+        """The pre-activation h = x·wᵀ + bias `[tokens, out]` in T, and its activation, quantized."""
         h = fprop(x, w, bias, plan.dtype, plan.how)
         return h, self.quantize(twin.activation(h, plan.kind), transpose)
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
-        """A gradient, and its column sums."""
+        """A gradient, quantized, and its column sums."""
         return self.quantize(g, transpose), twin.dbias(g) if dbias else None
 
     def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
-        """`grad` of matrices side by side in each of `groups` groups of columns."""
+        """`grad` of several matrices side by side, in each of `groups` groups of columns."""
         return self.grad(side_by_side(parts, groups), transpose, dbias)
 
     def activation_grad(
         self, g: Quantized, w: Transposed, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
     ) -> Produced:
-        """The gradient of the pre-activation h; g·w is that of the activation."""
+        """The gradient of the pre-activation h from g·w, that of the activation."""
         return self.grad(twin.activation_backward(dgrad(g, w, plan.dtype, plan.how), h, plan.kind), transpose, dbias)
 
 
 class HighPrecision(Quantizer):
-    """16 bits (or fp32, with GEMMs that are PyTorch's own): x rounded to `dtype`."""
+    """x rounded to `dtype`, 16 bits or fp32 (whose GEMMs are PyTorch's own)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -114,12 +114,12 @@ class HighPrecision(Quantizer):
 
 
 class Calibrating(HighPrecision):
-    """16 bits, noting in a column of an amax history the amax of what FP8 would cast."""
+    """16 bits; records the amax of what FP8 would cast, for a weight before it is rounded, in a column of a history."""
 
-    def __init__(self, dtype: torch.dtype, meta: Any, column: int) -> None:
+    def __init__(self, dtype: torch.dtype, meta: Any, column: int, is_weight: bool = False) -> None:
         super().__init__(dtype)
         self.kind = ("calibrating", dtype, column)
-        self.meta, self.column = meta, column
+        self.meta, self.column, self.is_weight = meta, column, is_weight
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.meta.amax_history,)
@@ -128,23 +128,13 @@ class Calibrating(HighPrecision):
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = super().quantize(x, transpose)
-        self._note(found.codes)
+        cast = x if self.is_weight else found.codes
+        twin.amax(cast.detach().contiguous(), self.meta.amax_history, self.column)
         return found
-
-    def _note(self, x: torch.Tensor) -> None:
-        twin.amax(x.detach().contiguous(), self.meta.amax_history, self.column)
-
-
-class CalibratingWeight(Calibrating):
-    """The same of a weight, whose amax FP8 would take before it is rounded."""
-
-    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
-        self._note(x)
-        return HighPrecision.quantize(self, x, transpose)
 
 
 class Gemm(NamedTuple):
-    """The quantizers of one GEMM of a layer, and how it accumulates: a linear layer has one, an MLP two."""
+    """The quantizers of one GEMM of a layer, and how it accumulates. A linear layer has one GEMM, an MLP two."""
 
     input: Quantizer
     weight: Quantizer
@@ -153,5 +143,5 @@ class Gemm(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """All that its launches depend on besides tensors."""
+        """Everything but tensors that its launches depend on."""
         return self.input.kind, self.weight.kind, self.grad.kind, self.how

@@ -1,20 +1,19 @@
 """The random numbers of dropout: which of torch's seeds and states decide about a mask, and CUDA graphs.
 
-In each forward a layer that drops draws a seed from torch's default CPU generator, on every device (attention one, a
-TransformerLayer one more for its hidden states), and makes its masks of it by Philox (`reference.ops.dropout`). So
-after the same `torch.manual_seed`, or with the same `torch.get_rng_state`, the same model drops the same elements, on
-a CPU and on a GPU, in eager mode, under `torch.compile`, from `make_graphed_callables`, after resuming, inside
-`torch.random.fork_rng`, and when a checkpoint recomputes. `torch.cuda.manual_seed` alone decides nothing.
+In each forward a layer with dropout draws a seed from torch's default CPU generator, on every device (attention one, a
+TransformerLayer one more for its hidden states), and makes its masks from it by Philox (`reference.ops.dropout`). So
+`torch.manual_seed` or `torch.set_rng_state` decides about the masks on a CPU and on a GPU, in eager mode, under
+`torch.compile`, from `make_graphed_callables`, and in a checkpoint's recomputation. `torch.cuda.manual_seed` alone has
+no effect.
 
-A CUDA graph that you capture yourself replays kernels and no Python, so it draws nothing: the seed is the one that the
-state held at the capture, and each replay advances the state's offset, which gives a new mask. PyTorch has no way to
-tell such a graph of a new seed. Three functions reach its states, which are those of the modules that were captured:
+A CUDA graph that you capture yourself replays kernels and no Python, so it draws nothing. Each replay advances the
+offset of the state that was captured, which gives a new mask. Three functions reach the states of captured modules, and
+one context makes eager mode behave like such a graph, so that a CPU reproduces its masks:
 
     te.random.seed(7, model)              torch.manual_seed(7), and every state in `model` follows from 7
     saved = te.random.get_state(model)    plain tensors, for a checkpoint: torch's generators and every state in `model`
     te.random.set_state(saved, model)
-
-`with te.random.undrawn():` makes eager mode do what such a graph does: on a CPU it reproduces a graph's masks.
+    with te.random.undrawn(): ...
 """
 
 import contextlib
@@ -30,7 +29,7 @@ __all__ = ["fork", "get_state", "seed", "set_state", "undrawn"]
 
 
 def _generators(module: torch.nn.Module | None) -> dict[str, Generator]:
-    """The states in `module`, by name."""
+    """The dropout states in `module`, by name."""
     if module is None:
         return {}
     if not isinstance(module, torch.nn.Module):
@@ -43,7 +42,7 @@ def seed(seed: int, module: torch.nn.Module | None = None) -> None:
 
     Args:
         seed: an int from -2^63 to 2^64 - 1, as torch takes it.
-        module: with layers that drop; None is torch's generators alone.
+        module: contains layers with dropout; None seeds torch's generators alone.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"te.random.seed: seed={seed!r}; an int from -2^63 to 2^64 - 1 is accepted.")
@@ -55,11 +54,11 @@ def seed(seed: int, module: torch.nn.Module | None = None) -> None:
 
 
 def get_state(module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """All that masks follow from, as plain tensors on the CPU.
+    """Everything that masks follow from, as plain tensors on the CPU.
 
     Returns:
-        `"torch"` and `"torch.cuda.<i>"`, the states of torch's generators (uint8), and by its name in `module` each
-        layer's `[seed, offset]` (int64 `[2]`).
+        `"torch"` and `"torch.cuda.<i>"`, the states of torch's generators (uint8), and under its name in `module` each
+            layer's `[seed, offset]` (int64 `[2]`).
     """
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -68,12 +67,12 @@ def get_state(module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
 
 
 def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None = None) -> None:
-    """Put back what `get_state` gave.
+    """Restore the result of `get_state`.
 
     Args:
-        state: with `"torch"`, and an entry for each layer of `module` that drops. The states of GPUs that this process
-            does not have are left out.
-        module: with the same layers.
+        state: `"torch"`, and an entry for each layer with dropout in `module`. States of GPUs that this process does
+            not have are ignored.
+        module: has the same layers.
     """
     generators = _generators(module)
     wanted = {"torch", *generators}
@@ -81,8 +80,8 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
     unknown = sorted(name for name in state.keys() - wanted if not name.startswith("torch.cuda."))
     if missing or unknown:
         raise ValueError(
-            f"te.random.set_state: state has no {missing} and too much {unknown}; what get_state gave for the same "
-            f"module is accepted."
+            f"te.random.set_state: state lacks {missing} and has unknown {unknown}; the result of get_state for the "
+            f"same module is accepted."
         )
     for name, value in state.items():
         fits = isinstance(value, torch.Tensor) and value.device.type == "cpu"
@@ -91,7 +90,7 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
         else:
             fits = fits and value.dtype == torch.uint8 and value.dim() == 1
         if not fits:
-            raise ValueError(f"te.random.set_state: state[{name!r}]={value!r}; what get_state gave is accepted.")
+            raise ValueError(f"te.random.set_state: state[{name!r}]={value!r}; the result of get_state is accepted.")
     torch.set_rng_state(state["torch"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for name, value in state.items():
@@ -103,7 +102,7 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
 
 @contextlib.contextmanager
 def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
-    """Run what is inside and then put every random state back."""
+    """Run what is inside and then restore every random state."""
     saved = get_state(module)
     try:
         yield
@@ -113,7 +112,7 @@ def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """Inside, layers draw no seeds and go on from the states that they have, as in a CUDA graph."""
+    """Inside, layers draw no seeds and continue from their present states, as in a CUDA graph."""
     thread = here()
     outer, thread.undrawn = thread.undrawn, []
     try:

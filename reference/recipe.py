@@ -1,4 +1,4 @@
-"""Recipes, as users import them: which quantizer each tensor of a layer has, and what is updated when.
+"""Recipes for users; a recipe decides which quantizer each tensor of a layer has, and what is updated when.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe`).
 """

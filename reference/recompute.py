@@ -1,13 +1,13 @@
 """`checkpoint`: recompute a part of the model in backward, in FP8, with the bits of its first run.
 
-The recomputation happens after autocast has ended and after the scales have been updated. So a checkpoint
-remembers the autocast state and each module's scale, brings both back, and its recomputed casts write no amax.
-PyTorch's own `torch.utils.checkpoint` does none of this: an FP8 module recomputed by it refuses.
+The recomputation happens after autocast has ended and the scales have been updated. So a checkpoint records the
+autocast state and each module's scales, restores both, and its recomputed casts record no amax. PyTorch's own
+`torch.utils.checkpoint` does none of this: an FP8 module refuses to be recomputed by it.
 """
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ class _Frame:
 
     def __init__(self) -> None:
         self.state: AutocastState = current()
-        self.draws = here().undrawn is None  # whether dropout draws seeds of torch's generator
+        self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
         self.tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.used: dict[int, int] = {}
 
     def next_tensor(self, module: torch.nn.Module) -> torch.Tensor:
-        """What `module` used at this point of the first run."""
+        """The tensor that `module` used at this point of the first run."""
         position = self.used[id(module)]
         if position >= len(self.tensors[id(module)]):
             raise RuntimeError(
@@ -44,24 +44,20 @@ class _Frame:
 Inner = contextlib.AbstractContextManager[Any]  # the user's own, around the same run
 
 
-class _Recording:
+@contextlib.contextmanager
+def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
     """The first run."""
-
-    def __init__(self, frame: _Frame, inner: Inner) -> None:
-        self.frame, self.inner = frame, inner
-
-    def __enter__(self) -> None:
-        self.frame.tensors.clear()
-        here().recording.append(self.frame)
-        self.inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        close(here().recording, self.frame)
+    frame.tensors.clear()
+    here().recording.append(frame)
+    try:
+        with inner:
+            yield
+    finally:
+        close(here().recording, frame)
 
 
 class _Replaying:
-    """The run in backward, which may stop early. A graph that is kept goes backward again, and enters this again."""
+    """The run in backward, which may stop early. If the graph is kept, a second backward enters it again."""
 
     def __init__(self, frame: _Frame, inner: Inner) -> None:
         self.frame, self.inner = frame, inner
@@ -81,25 +77,17 @@ class _Replaying:
 
 
 def replaying() -> bool:
-    """True while a checkpointed part is being recomputed in this thread."""
+    """Whether a checkpointed part is being recomputed in this thread."""
     return len(here().replaying) > 0
 
 
 def active() -> bool:
-    """True in a checkpointed part's first run and in its recomputation."""
+    """Whether a checkpointed part is running in this thread, for the first time or again."""
     return len(here().recording) + len(here().replaying) > 0
 
 
-def state_for(module: torch.nn.Module, state: torch.Tensor) -> torch.Tensor:
-    """The random state an op of `module` has to draw from (and advance): its own, or a copy of the first run's."""
-    if replaying():
-        return recalled(module, state).clone()
-    recalled(module, state)
-    return state
-
-
 def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    """In a first run note `tensor` as it is now; in a recomputation give back what was noted."""
+    """In a first run record `tensor` as it is now and return it; in a recomputation return the recorded one."""
     thread = here()
     if thread.replaying:
         tensor = thread.replaying[-1].next_tensor(module)
@@ -111,8 +99,8 @@ def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
-    """Raise if an FP8 module runs forward inside a backward pass that our `checkpoint` did not arrange."""
-    # A compiler traces forward only, and has no word for the question.
+    """Refuse an FP8 module's forward inside a backward pass, unless our `checkpoint` recomputes it."""
+    # A compiler traces forward only, and cannot trace the last condition.
     if fp8 and not replaying() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
@@ -134,15 +122,14 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)`, keep only its inputs, and recompute the rest in backward.
 
-    The gradients have the bits they have without `checkpoint`, in FP8 too, and no amax is taken twice. Inside
+    The gradients have the same bits as without `checkpoint`, in FP8 too, and no amax is recorded twice. Inside
     `torch.compile` nothing is recomputed.
 
     Args:
         function: a module or function that does the same each time it runs.
-        use_reentrant: accepted for Transformer Engine's sake; the recomputation is always non-reentrant, with
-            the same bits.
+        use_reentrant: accepted as in Transformer Engine; the recomputation is always non-reentrant, with the same bits.
         distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism; not offered.
-        context_fn, determinism_check, debug: as `torch.utils.checkpoint.checkpoint` takes them.
+        context_fn, determinism_check, debug: as in `torch.utils.checkpoint.checkpoint`.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r}; a module or function is accepted.")
@@ -161,7 +148,7 @@ def checkpoint(
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
-        return _Recording(frame, first), _Replaying(frame, again)
+        return _recording(frame, first), _Replaying(frame, again)
 
     return torch.utils.checkpoint.checkpoint(
         function,

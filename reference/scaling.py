@@ -1,12 +1,12 @@
 """FP8 state: the scales and amax histories of every module, and when they are updated.
 
-State is plain fp32 tensors that belong to a module but are not its buffers: `.to(torch.float16)` must not
-round a scale and DistributedDataParallel must not broadcast one. The registry holds modules, weakly, and looks
-their tensors up when it updates, so that `.to()` and `copy.deepcopy` leave nothing stale.
+State consists of plain fp32 tensors that belong to a module but are not its buffers: `.to(torch.float16)` must not
+round a scale, and DistributedDataParallel must not broadcast one. The registry holds weak references to modules and
+looks their tensors up when it updates, so `.to()` and `copy.deepcopy` leave nothing stale.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,10 @@ class FP8TensorMeta:
 
     Attributes:
         scale: fp32 `[n]`, what a value is multiplied by before it is rounded to FP8; starts at 1.
-        amax_history: fp32 `[amax_history_len, n]`; row 0 collects the amaxes of the step under way.
+        amax_history: fp32 `[amax_history_len, n]`; row 0 collects the amaxes of the current step.
 
-    The n columns are `input, weight, output` of each GEMM forward, and `grad_output, grad_input` backward;
-    output and grad_input are never cast to FP8 by `Linear` and keep scale 1 and amax 0.
+    The n columns are `input, weight, output` of each GEMM forward, and `grad_output, grad_input` backward. output and
+    grad_input are never cast to FP8 and keep scale 1 and amax 0.
     """
 
     def __init__(self, scale: torch.Tensor, amax_history: Any) -> None:
@@ -37,7 +37,7 @@ class FP8TensorMeta:
     @staticmethod
     def fresh(columns: int, history_len: int, device: torch.device) -> "FP8TensorMeta":
         """Scale 1 and an empty history."""
-        with torch.inference_mode(False):  # tensors of inference mode could never be updated outside of it
+        with torch.inference_mode(False):  # tensors of inference mode cannot be updated outside of it
             return FP8TensorMeta(
                 torch.ones(columns, dtype=torch.float32, device=device),
                 torch.zeros(history_len, columns, dtype=torch.float32, device=device),
@@ -54,7 +54,7 @@ class FP8TensorMeta:
                 self.amax_history = torch.cat([self.amax_history, more])
 
     def to(self, device: torch.device) -> None:
-        """Move to a device. On the meta device there are no numbers: what comes from there is fresh."""
+        """Move to a device. State from the meta device has no numbers and becomes fresh."""
         if self.scale.device == device:
             return
         if self.scale.is_meta:
@@ -74,7 +74,7 @@ class FP8TensorMeta:
 
     @torch.no_grad()
     def take(self, other: "FP8TensorMeta") -> None:
-        """Take another's values, in this one's memory (CUDA graphs read it there), or its tensors if they differ."""
+        """Copy another's values into this memory, which CUDA graphs read; take its tensors if they do not fit."""
         pairs = ((self.scale, other.scale), (self.amax_history, other.amax_history))
         if any(to.shape != x.shape or to.device != x.device for to, x in pairs):
             self.scale, self.amax_history = other.scale, other.amax_history
@@ -93,26 +93,22 @@ class FP8TensorMeta:
 
 
 class Membership(NamedTuple):
-    """The recipe, the process group and the thread that a module last ran under; None before its first FP8 forward."""
+    """The recipe, the process group and the thread of a module's last run in FP8."""
 
     recipe: Recipe
     group: Any
     thread: Thread
 
 
-# A dictionary for its order, that of construction: ranks must agree on it. A module keeps its membership itself,
-# as an attribute, because a compiler can follow that and not a write to this registry.
+# A dictionary, because ranks must agree on the order, which is that of construction. A module's membership is an
+# attribute of the module because a compiler can trace that, but no write to this registry.
 _MODULES: "dict[weakref.ref[Any], None]" = {}
 
 
 def register(module: Any) -> None:
-    """Add a module at its construction (or copy); it is updated from its first FP8 forward on."""
-    _MODULES[weakref.ref(module, _forget)] = None
+    """Add a module when it is constructed or copied; it is updated from its first FP8 forward on."""
+    _MODULES[weakref.ref(module, lambda reference: _MODULES.pop(reference, None))] = None
     module._membership = None
-
-
-def _forget(reference: "weakref.ref[Any]") -> None:
-    _MODULES.pop(reference, None)
 
 
 def registered(identity: int) -> Any:
@@ -121,9 +117,9 @@ def registered(identity: int) -> Any:
 
 
 def join(module: Any, recipe: Recipe, group: Any) -> None:
-    """Note what `module` runs under; its next update follows that recipe, at the end of this thread's autocast."""
+    """Record what `module` runs under. Its next update follows that recipe, at the end of this thread's autocast."""
     thread = here()
-    # `Module.__setattr__` takes its time; a compiler would guard what is read.
+    # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
     known = None if torch.compiler.is_compiling() else module._membership
     if known is None or known.recipe is not recipe or known.group is not group or known.thread is not thread:
         if known is not None and known.thread is not thread and known.thread.autocasts and torch.is_grad_enabled():
@@ -134,24 +130,19 @@ def join(module: Any, recipe: Recipe, group: Any) -> None:
         module._membership = Membership(recipe, group, thread)
 
 
-def _members(thread: int) -> Iterator[tuple[Any, Membership]]:
-    for reference in list(_MODULES):
-        module = reference()
-        if module is not None and module._membership is not None and module._membership.thread.number == thread:
-            yield module, module._membership
-
-
 @torch.no_grad()
 def update(forward: bool, thread: int) -> None:
-    """Turn the amaxes collected in one direction into the next scales, for every module that last ran in a thread.
+    """Turn one direction's amaxes into the next scales, for every module that last ran in the thread of that number.
 
-    `thread` is a `Thread`'s number.
-
-    One `Recipe.update` per recipe, process group and device.
+    It calls `Recipe.update` once for each recipe, process group and device.
     """
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
-    for module, (recipe, group, _) in _members(thread):
+    for reference in list(_MODULES):
+        module = reference()
+        if module is None or module._membership is None or module._membership.thread.number != thread:
+            continue
+        recipe, group, _ = module._membership
         if recipe.history_rows is None:
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]

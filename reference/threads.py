@@ -1,8 +1,8 @@
-"""What is open in each thread: autocasts, `quantized_model_init`s and checkpoints.
+"""The open contexts of each thread: autocasts, `quantized_model_init`s and checkpoints.
 
-As with `torch.autocast`, a context holds for the thread that opened it, and for that thread alone: a thread that is
-started inside does not inherit it. Autograd runs a backward on CUDA in a thread of its own, which needs no context,
-because a forward hands its backward all that it reads.
+As with `torch.autocast`, a context holds only for the thread that opened it; a thread that is started inside does not
+inherit it. Autograd runs a backward on CUDA in a thread of its own, which needs no context, because a forward hands its
+backward everything that it reads.
 
 Contexts of one thread end in reverse order. Contexts that overlap otherwise (two generators that take turns, an
 `ExitStack` that is closed late) raise when the wrong one ends; it is closed all the same, so nothing stays on.
@@ -23,13 +23,13 @@ class Thread:
     """One thread's open contexts, outermost first.
 
     Attributes:
-        number: unlike the operating system's, never used again.
-        autocasts: `autocast`s, and the settings that a checkpoint or a capture brings back.
+        number: never reused, unlike the operating system's.
+        autocasts: `autocast`s, and the settings that a checkpoint or a capture restores.
         inits: `quantized_model_init`s.
         recording, replaying: checkpointed calls in their first run, and in their recomputation.
-        undrawn: None, or the generators of dropout that drew no seed: in a CUDA graph they go on as they are.
-        first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first
-            one updates the gradients' scales.
+        undrawn: None, or the dropout generators that drew no seed, as in a CUDA graph.
+        first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first one
+            updates the gradients' scales.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ _local = threading.local()
 
 
 def here() -> Thread:
-    """The calling thread's."""
+    """The calling thread's contexts."""
     try:
         found: Thread = _local.thread
     except AttributeError:
@@ -56,7 +56,7 @@ def here() -> Thread:
 
 
 def close(opened: list[Any], entry: Any) -> bool:
-    """Take `entry`'s last opening out of a list of a `Thread`'s; whether it was the innermost."""
+    """Remove the last opening of `entry` from a list of a `Thread`; return whether it was the innermost."""
     if opened and opened[-1] is entry:
         opened.pop()
         return True
@@ -72,23 +72,23 @@ class Context(contextlib.ContextDecorator):
 
     Attributes:
         what: its name, for errors.
-        where: the list of `Thread` that it stands in while it is open.
+        where: the list of `Thread` that holds it while it is open.
     """
 
     what: str
     where: str
 
     def __init__(self) -> None:
-        self._threads: list[Thread] = []  # in which it is open
+        self._threads: list[Thread] = []  # where it is open
 
     def begun(self, thread: Thread) -> None:
-        """Called before it stands in its list."""
+        """Called before it is opened."""
 
     def ended(self, thread: Thread) -> None:
         """Called when it has ended without an error."""
 
     def __call__(self, function: Callable[..., Any]) -> Any:
-        """Decorate a function; not one that would run after the context has ended."""
+        """Decorate a function; refuse one whose body runs after the context has ended."""
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(
                 f"{self.what}: as a decorator of {function.__qualname__}, a generator or coroutine, it would end "

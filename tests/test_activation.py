@@ -299,7 +299,7 @@ class TestRefusals:
         x, good = torch.zeros(4, 32), [torch.ones(3), torch.zeros(5, 3), 1, E4M3]
         for position, wrong, sentence in (
             (0, torch.ones(3, 1), "scale must be 1-D, [columns]; got shape (3, 1)."),
-            (1, torch.zeros(3), "amax_history must be 2-D, [length, columns]"),
+            (1, torch.zeros(3), "amax_history must be [length >= 1, columns]"),
             (2, 5, "column must be from 0 to 2, the columns of scale; got 5."),
             (3, torch.float32, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.float32."),
         ):

@@ -62,7 +62,7 @@ def torchs(kind: Any = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
         (
             lambda: torchs(torch.optim.Adam, weight_decay=0.1),
             ValueError,
-            r"decoupled_weight_decay=False in .*; adam_w_mode=False loads it",
+            r"decoupled_weight_decay=False in .* needs adam_w_mode=False",
         ),
         (
             lambda: torchs(torch.optim.SGD, momentum=0.9),

@@ -64,9 +64,9 @@ def test_groups_are_dicts_with_parameters(given: Any) -> None:
 
 def test_a_parameter_is_listed_once() -> None:
     a, b = parameter(), parameter(seed=1)
-    with pytest.raises(ValueError, match="parameter 2 in group 0 is listed a second time"):
+    with pytest.raises(ValueError, match="parameter 2 in group 0 is listed twice"):
         FusedAdam([a, b, a])
-    with pytest.raises(ValueError, match="parameter 1 in group 0 is listed a second time"):
+    with pytest.raises(ValueError, match="parameter 1 in group 0 is listed twice"):
         FusedAdam([("a", a), ("b", a)])
     optimizer = FusedAdam(iter([a]))
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -152,7 +152,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "meta": (on_meta, ValueError, "is on meta; parameters on cpu and cuda are accepted"),
     "transposed": (transposed, ValueError, "is not contiguous; contiguous parameters are accepted"),
     "expanded": (expanded, ValueError, "is not contiguous; contiguous parameters are accepted"),
-    "FP8": (fp8_weight, ValueError, "a parameter is kept in FP8; master_weights=True is accepted then"),
+    "FP8": (fp8_weight, ValueError, "is kept in FP8; master_weights=True is accepted"),
     "another shape": (
         lambda: moved_under_its_gradient(torch.zeros(3, 4)),
         ValueError,
@@ -191,7 +191,7 @@ def test_parameters_that_overlap_in_memory_are_refused() -> None:
     for p in (a, b, c):
         p.grad = torch.ones(10)
     optimizer = FusedAdam([{"params": [c, b]}, {"params": [a]}])
-    with pytest.raises(ValueError, match=r"parameter 0 of group 1 and parameter 1 of group 0 overlap in memory"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 and parameter 1 of group 0 share memory"):
         optimizer.step()
     assert_same_bits(whole, numbers(0, (30,)))
     assert not optimizer.state

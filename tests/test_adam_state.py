@@ -207,12 +207,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]]
     "a group less": (
         lambda state: state["param_groups"].pop(),
         ValueError,
-        r"state_dict has groups of \[2\] parameters; \[2, 1\], the optimizer's, are accepted",
+        r"state_dict has groups of \[2\] parameters; the optimizer has \[2, 1\]",
     ),
     "a parameter less": (
         lambda state: state["param_groups"][0]["params"].pop(),
         ValueError,
-        r"state_dict has groups of \[1, 1\] parameters; \[2, 1\]",
+        r"state_dict has groups of \[1, 1\] parameters; the optimizer has \[2, 1\]",
     ),
     "no groups": (
         lambda state: state.pop("param_groups"),

@@ -187,7 +187,7 @@ def test_state_by_hand_is_refused_before_anything_changes(tmp_path: Path) -> Non
     before = copy.deepcopy(fresh.state_dict())
     state = module.state_dict()
     del state["1._extra_state"], state["3.layernorm_mlp._extra_state"]
-    with pytest.raises(ValueError, match=r"source has no FP8 state for 1, 3.layernorm_mlp; state for all"):
+    with pytest.raises(ValueError, match=r"source has no FP8 state for 1, 3.layernorm_mlp; every layer needs it"):
         te.load_fp8_state(fresh, state)
     state = module.state_dict()
     state["3.layernorm_mlp._extra_state"] = -state["3.layernorm_mlp._extra_state"]

@@ -143,5 +143,5 @@ def test_checkpoints_are_interchangeable(same_bits) -> None:
 
 
 def test_mixed_devices_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="inp is on cpu and the parameters are on cuda:0; one device"):
+    with pytest.raises(RuntimeError, match="inp is on cpu, the parameters on cuda:0; one device"):
         optimized.Linear(16, 16)(torch.ones(2, 16))

@@ -110,7 +110,7 @@ COUNTED = (
     "a = torch.arange(48.0).view(3, 16)\n"
     "for dtype in (torch.float8_e4m3fn, torch.bfloat16):\n"
     "    print(tensor_core.gemm(a.to(dtype), a.to(dtype)).tolist())\n"
-    "functions = (kernels.pack, kernels.fp8_tiles, kernels.half_tiles)\n"
+    "functions = (kernels.pack, kernels.tiles)\n"
     "print(*(sum(f.stats.cache_hits.values()) for f in functions), file=sys.stderr)\n"
 )
 
@@ -121,17 +121,17 @@ def compiled_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     folder = tmp_path_factory.mktemp("jit")
     shutil.copytree(ROOT / "reference", folder / "reference", ignore=shutil.ignore_patterns("__pycache__"))
     done = run(folder, folder / "cache", COUNTED)
-    assert done.stderr == "0 0 0\n"
+    assert done.stderr == "0 0\n"
     return folder, folder / "cache", done.stdout
 
 
 def test_the_second_process_compiles_nothing(compiled_by_one: tuple[Path, Path, str]) -> None:
-    """One entry for each function and signature: `pack` has two."""
+    """One entry for each function and signature: both functions have two, FP8 and 16 bits."""
     package, cache, output = compiled_by_one
     done = run(package, cache, COUNTED)
-    assert (done.stdout, done.stderr) == (output, "2 1 1\n")
+    assert (done.stdout, done.stderr) == (output, "2 2\n")
     entries = (cache / "twin-engine" / "numba").iterdir()
-    assert sorted(path.name.rsplit("-", 1)[0] for path in entries) == ["fp8_tiles", "half_tiles", "pack", "pack"]
+    assert sorted(path.name.rsplit("-", 1)[0] for path in entries) == ["pack", "pack", "tiles", "tiles"]
 
 
 def test_damaged_code_is_said_and_compiled_anew(compiled_by_one: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_damaged_code_is_said_and_compiled_anew(compiled_by_one: tuple[Path, Pat
     again = run(package, cache, COUNTED)
     assert again.stdout == output
     *said, counts = again.stderr.splitlines()
-    assert counts == "0 0 0"
+    assert counts == "0 0"
     wanted = [f"{path} is damaged: it is compiled anew (said once)." for path in paths[:3]]
     wanted.append(f"{folder} cannot be read (Is a directory): it is compiled anew (said once).")
     (unwritten,) = set(said) - set(wanted)
     assert set(wanted) < set(said)
     assert f"{folder} was not written: it is there, and it is not a file" in unwritten
-    assert run(package, cache, COUNTED).stderr.splitlines()[-1] == "1 1 1"
+    assert run(package, cache, COUNTED).stderr.splitlines()[-1] == "2 1"
 
 
 def test_processes_at_once(compiled_by_one: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_processes_at_once(compiled_by_one: tuple[Path, Path, str], tmp_path: Pa
         for _ in range(4)
     ]
     assert {process.communicate()[0] for process in processes} == {output}
-    assert run(package, tmp_path, COUNTED).stderr == "2 1 1\n"
+    assert run(package, tmp_path, COUNTED).stderr == "2 2\n"
 
 
 # --- what the stamp covers -----------------------------------------------------------------------------------

@@ -137,13 +137,13 @@ def test_state_and_fork_hold_all_that_masks_follow_from(tmp_path) -> None:  # ty
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda s: s.pop("generator"), r"state has no \['generator'\] and too much \[\]"),
-        (lambda s: s.update(other=torch.ones(2)), r"state has no \[\] and too much \['other'\]"),
+        (lambda s: s.pop("generator"), r"state lacks \['generator'\] and has unknown \[\]"),
+        (lambda s: s.update(other=torch.ones(2)), r"state lacks \[\] and has unknown \['other'\]"),
         (
             lambda s: s.update(generator=torch.ones(2)),
-            r"state\['generator'\]=tensor.*; what get_state gave is accepted",
+            r"state\['generator'\]=tensor.*; the result of get_state is accepted",
         ),
-        (lambda s: s.update(torch=[1]), r"state\['torch'\]=\[1\]; what get_state gave is accepted"),
+        (lambda s: s.update(torch=[1]), r"state\['torch'\]=\[1\]; the result of get_state is accepted"),
     ],
 )
 def test_broken_states_are_refused_before_anything_changes(change, sentence: str) -> None:  # type: ignore[no-untyped-def]

@@ -214,7 +214,7 @@ def a_full_state_is_distributed(mesh: Any, folder: Path) -> None:
     models = [torch.nn.ParameterList(params) for params in (plain, sharded)]
     optimizers = [FusedAdam(model.parameters(), lr=0.1, master_weights=True) for model in models]
     train(plain, optimizers[0], range(3))
-    with pytest.raises(TypeError, match=r"\['exp_avg'\] is no DTensor and its parameter a DTensor \[Shard\(dim=0\)\]"):
+    with pytest.raises(TypeError, match=r"\['exp_avg'\] is no DTensor, its parameter a DTensor \[Shard\(dim=0\)\]"):
         optimizers[1].load_state_dict(optimizers[0].state_dict())
     assert not optimizers[1].state
     full = get_optimizer_state_dict(models[0], optimizers[0])

@@ -179,8 +179,8 @@ def test_a_step_drops_what_lies_14_bits_below_the_largest_term():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (lambda f8, h: (f8, h), r"a is torch.float8_e4m3fn and b is torch.bfloat16; both must be FP8"),
-        (lambda f8, h: (f8.float(), f8), r"a is torch.float32; the tensor core takes float8_e4m3fn"),
+        (lambda f8, h: (f8, h), r"a is torch.float8_e4m3fn and b torch.bfloat16; both must be FP8"),
+        (lambda f8, h: (f8.float(), f8), r"a is torch.float32; float8_e4m3fn"),
         (lambda f8, h: (f8[0], f8), r"a has shape \(8,\); a matrix \[rows, K\]"),
         (lambda f8, h: (f8, f8[:, :4]), r"a has K = 8 and b has K = 4"),
         (lambda f8, h: (f8, f8.to("meta")), r"b is on meta; .* runs on the CPU"),

@@ -68,8 +68,9 @@ STYLES = [
 def assert_equal(kind: str, a: np.ndarray, b: np.ndarray, split_k: int | None = None) -> None:
     """fast.gemm_words and model.gemm_words agree in every word."""
     a_format, b_format, instruction = inputs.KINDS[kind]
-    got = fast.gemm_words(a, a_format, b, b_format, instruction, split_k)
-    expected = model.gemm_words(a, a_format, b, b_format, instruction, split_k)
+    operands = model.Operands(a, a_format, b, b_format, instruction)
+    got = fast.gemm_words(operands, split_k)
+    expected = model.gemm_words(operands, split_k)
     wrong = np.argwhere(got != expected)
     if len(wrong):
         m, n = (int(i) for i in wrong[0])
@@ -232,8 +233,8 @@ def test_calls_from_several_threads_at_once():
 
 def test_the_fp8_path_holds_no_double_and_nothing_is_contracted():
     fast._compiled(False)
-    fresh = numba.njit(nogil=True, error_model="numpy")(kernels.fp8_tiles.py_func)  # cached code has no IR
-    fresh.compile(kernels.fp8_tiles.signatures[0])
+    fresh = numba.njit(nogil=True, error_model="numpy")(kernels.tiles.py_func)  # cached code has no IR
+    fresh.compile(next(found for found in kernels.tiles.signatures if found[0].dtype == numba.float32))
     text = fresh.inspect_llvm(fresh.signatures[0])
     assert f"fmul <{kernels.FLOAT_LANES} x float>" in text
     assert "double" not in text

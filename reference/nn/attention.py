@@ -1,9 +1,8 @@
 """`DotProductAttention`: softmax(q·kᵀ·scale, masked)·v per head.
 
-Arithmetic: `reference.ops.attention`. A mask says True where a pair is hidden, and a query that sees no key gets zeros
-(Transformer Engine's conventions). In fp32 the arithmetic is PyTorch's own, and with `attention_backend="cudnn"` it is
-cuDNN's, which is faster; both are outside the bit contract. Source: Transformer Engine's
-`pytorch/attention/dot_product_attention`.
+Arithmetic: `reference.ops.attention`. As in Transformer Engine, True in a mask means hidden, and a query that sees no
+key gives zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's, which is
+faster; both are outside the bit contract. Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ MASK_NAMES = ("attention_mask", "attn_mask_type")
 
 
 class CorePlan(NamedTuple):
-    """How to attend: the scale, Transformer Engine's mask type, the probability of dropping a weight, the backend."""
+    """How to attend: the scale, Transformer Engine's mask type, dropout's probability, the backend."""
 
     scale: float
     mask_type: str
@@ -39,7 +38,7 @@ class CorePlan(NamedTuple):
     backend: str
 
     def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, torch.Tensor | None, float]:
-        """Of `twin::attention`, after q, k and v."""
+        """Arguments of `twin::attention` after q, k and v."""
         return self.scale, MASK_TYPES[self.mask_type][0], mask, self.p
 
 
@@ -53,7 +52,7 @@ class Plan(NamedTuple):
 def attend(
     core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads beside."""
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads."""
     state_before = before(state)
     out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state)
     return out, (out, m, inv, state_before)
@@ -64,7 +63,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv."""
     *tensors, state_before = saved
-    if grad.stride(-1) != 1:  # an expanded gradient, as of a plain sum
+    if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
         grad = grad.contiguous()
     return twin.attention_backward(grad, *qkv, *tensors, *core.arguments(mask), state_before)
 
@@ -72,7 +71,7 @@ def attend_backward(
 def forward(
     plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    """out of q, k, v as in `attend`."""
+    """out of q, k and v; shapes as in `attend`."""
     out, saved = attend(plan.core, context.reads[0], context.random[0], q, k, v)
     return out, (q, k, v, *saved)
 
@@ -88,20 +87,20 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
     Args:
         num_attention_heads: heads of the queries.
         kv_channels: size of a head; a multiple of 8, at most 256.
-        num_gqa_groups: heads of keys and values, dividing num_attention_heads; None is as many.
+        num_gqa_groups: heads of keys and values, a divisor of num_attention_heads; None is num_attention_heads.
         attention_dropout: probability of dropping a weight in training.
         qkv_format: "sbhd" or "bshd".
         attn_mask_type: default of `forward`'s, one of `MASK_TYPES`.
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
-        layer_number, name: accepted for Transformer Engine's sake.
+        layer_number, name: accepted as in Transformer Engine, without effect.
         window_size, softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is
             offered.
-        device: where the random state lives; None is the package's own.
-        attention_backend: "exact", the bits of `reference.ops.attention` on every device; or "cudnn", PyTorch's SDPA
-            on its cuDNN backend, for speed: on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
-            queries. Its bits are cuDNN's, and may change with cuDNN's version, the GPU, and from run to run; its
-            dropout draws from torch's generator. (Transformer Engine chooses by NVTE_FUSED_ATTN and its kin.)
+        device: of the random state; None is the package's own.
+        attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is faster:
+            PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
+            queries. Its bits may change with cuDNN's version, the GPU, and from run to run; its dropout draws from
+            torch's generator. (Transformer Engine chooses by NVTE_FUSED_ATTN and similar variables.)
     """
 
     def __init__(
@@ -188,12 +187,11 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         """Attend.
 
         Args:
-            query_layer: `[s, b, h, d]` ("sbhd") or `[b, s, h, d]` ("bshd"), bf16 or fp16; fp32 under torch.autocast,
-                whose dtype it is cast to, or for attention that is PyTorch's own.
+            query_layer: `[s, b, h, d]` ("sbhd") or `[b, s, h, d]` ("bshd"), bf16 or fp16. fp32 is cast to
+                torch.autocast's dtype; without torch.autocast attention is PyTorch's own.
             key_layer, value_layer: the same with the keys' length and heads.
-            attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair of them, queries' and
-                keys') with a padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types
-                read none.
+            attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair, queries' and keys') with a
+                padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types ignore it.
             qkv_format, attn_mask_type: None is the constructor's.
             checkpoint_core_attention: recompute in backward.
             cu_seqlens_*, max_seqlen_*, window_size, core_attention_bias_type, core_attention_bias and the rest:
@@ -251,12 +249,11 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         return differentiable(forward, backward, Plan(wanted(q, k, v), core), context, q, k, v)
 
     def core_plan(self, mask_type: str) -> CorePlan:
-        """How it attends now."""
         p = self.attention_dropout if self.training else 0.0
         return CorePlan(self.softmax_scale, mask_type, p, self.attention_backend)
 
     def random_state(self, inp: torch.Tensor, core: CorePlan) -> torch.Tensor | None:
-        """What the forward of an input draws its dropout from, if it drops anything."""
+        """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""
         if core.p == 0 or core.backend == "cudnn":
             return None
         self.generator.draw(inp.device)
@@ -267,13 +264,13 @@ def _say_fp32() -> None:
     say_once("fp32 attention", "attention in fp32 is PyTorch's own and outside the bit contract")
 
 
-_say_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler runs it while it traces
+_say_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler runs it while tracing
 
 
 def torch_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """`forward`'s out in fp32 by PyTorch, differentiable, outside the bit contract; dropout from torch's generator."""
+    """PyTorch's attention, for fp32: differentiable, outside the bit contract; dropout from torch's generator."""
     _say_fp32()
     sq, skv = q.shape[2], k.shape[2]
     groups = q.shape[1] // k.shape[1]
@@ -286,14 +283,14 @@ def torch_attention(
         later = torch.ones(sq, skv, dtype=torch.bool, device=q.device).triu(shift + 1)
         mask = later if mask is None else mask | later
     assert mask is not None
-    mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels repeat a mask over every dimension but the last
-    blind = mask.all(-1, keepdim=True)  # such a row sees everything and is then cleared: no backend makes NaN of it
+    mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels broadcast a mask over every dimension but the last
+    blind = mask.all(-1, keepdim=True)  # such a row would be NaN: it sees everything and is cleared afterwards
     out = scaled_dot_product_attention(q, k, v, attn_mask=blind | ~mask, dropout_p=core.p, scale=core.scale)
     return out.masked_fill(blind, 0.0)
 
 
 def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
-    """`forward`'s out by cuDNN, differentiable, outside the bit contract."""
+    """cuDNN's attention, differentiable, outside the bit contract."""
     shared: dict[str, Any] = {"dropout_p": core.p, "is_causal": core.mask_type == "causal", "scale": core.scale}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
@@ -302,7 +299,7 @@ def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Cor
 def cudnn_attend(
     core: CorePlan, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    """The same without autograd, for as many heads of keys as of queries: what SDPA calls on its cuDNN backend."""
+    """What SDPA calls on its cuDNN backend, without autograd; for as many heads of keys as of queries."""
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, trains, core.p, core.mask_type == "causal", False, scale=core.scale
     )
@@ -322,17 +319,15 @@ def cudnn_attend_backward(core: CorePlan, qkv: Saved, saved: Saved, grad: torch.
 
 
 def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
-    """Heads of keys and values."""
+    """The number of heads of keys and values, checked."""
     groups = heads if num_gqa_groups is None else int(num_gqa_groups)
     if heads % groups:
-        raise ValueError(
-            f"{layer}: num_gqa_groups={num_gqa_groups} with num_attention_heads={heads}; a divisor of it is accepted."
-        )
+        raise ValueError(f"{layer}: num_gqa_groups={groups} with num_attention_heads={heads}; a divisor is accepted.")
     return groups
 
 
 def full_mask(kind: str, mask: Any) -> torch.Tensor | None:
-    """The mask over pairs, broadcastable to `[b, h, sq, skv]`: a padded query hides its whole row."""
+    """The mask over pairs, broadcastable to `[b, h, sq, skv]`; a padded query's whole row is hidden."""
     if not MASK_TYPES[kind][1]:
         return None
     if kind == "arbitrary":

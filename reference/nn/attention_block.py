@@ -1,16 +1,16 @@
 """The attention half of a transformer layer, with its norm and its residual, as one pair of functions.
 
-    h = r + dropout(attention(q, k, v)·wᵀ + b)      q, k, v = norm(x)·w_qkvᵀ + b_qkv, q and k turned by angles, if any;
+    h = r + dropout(attention(q, k, v)·wᵀ + b)      q, k, v = norm(x)·w_qkvᵀ + b_qkv, q and k rotated by angles, if any;
                                                     r = x, or norm(x)
 
-Cross-attention projects q of norm(x), and k and v of an encoder's output. The functions are those of the parts one
-after the other, with the same roundings and therefore the same bits, and do at once what the parts do apart:
+For cross-attention q is projected from norm(x), k and v from an encoder's output. Each step is the function of the
+corresponding module, so the bits are those of the modules one after the other. Several things happen at once:
 
     all weights are cast in one launch                            FP8, unless they are cached
     bias, dropout and residual are fused into the last GEMM       FP8
-    the residual's gradient is added by the norm's backward       two roundings, as of two modules
-    db of proj by the cast of its gradient                        where `dbias` would read it once more
-    the gradients of q, k, v are cast from where they are         FP8 with a bias; else side by side first
+    the norm's backward adds the residual's gradient              two roundings, as in two modules
+    the cast of proj's gradient computes its db                   where `dbias` would read the gradient once more
+    the gradients of q, k, v are cast from where they are         FP8 with a bias; otherwise they are joined first
 """
 
 from typing import Any, NamedTuple
@@ -40,11 +40,12 @@ class Plan(NamedTuple):
         first: of the norm and the projection of q, k and v; for cross-attention of q.
         key_value: of the projection of k and v for cross-attention, or None.
         core, proj: of attention, and of the projection after it.
-        heads: where q, k and v (or k and v) lie in their projection.
-        shape, source_shape, sequence_first: of x, of the encoder's output (None for self-attention), of both.
+        heads: layout of q, k and v (or k and v) in their projection.
+        shape, source_shape: of x, and of the encoder's output (None for self-attention).
+        sequence_first: whether both are `[s, b, hidden]`.
         p: probability of dropping an element after proj.
-        rotary: None without angles, else whether the pairs that are turned are neighbours.
-        recomputes: whether backward runs attention again instead of keeping what it saved.
+        rotary: None without angles, else whether neighbours are paired.
+        recomputes: whether backward runs attention again instead of keeping its results.
     """
 
     needs: tuple[bool, ...]
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
     recomputes: bool
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """`[b, heads, s, channels]` of a tensor in x's order."""
+        """`[b, heads, s, channels]` of a tensor in x's order of sequence and batch."""
         return x.permute(1, 2, 0, 3) if self.sequence_first else x.permute(0, 2, 1, 3)
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Plan(NamedTuple):
         return self.in_order(x).reshape(-1, x.shape[1] * x.shape[3])
 
     def turned(self, x: torch.Tensor, angles: torch.Tensor | None, backward: bool) -> torch.Tensor:
-        """q or k `[b, heads, s, channels]` (or its gradient) turned by the angles `[s, channels]`."""
+        """q or k `[b, heads, s, channels]` (or its gradient) rotated by the angles `[s, channels]`."""
         if self.rotary is None or angles is None:
             return x
         x = x if x.stride(-1) == 1 else x.contiguous()
@@ -81,12 +82,12 @@ class Plan(NamedTuple):
 
 
 def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`[tokens, hidden]` in the input's shape; no view, which a function's result must not be."""
+    """`[tokens, hidden]` in the input's shape; not a view, which a function must not return."""
     return torch.ops.aten._unsafe_view(rows, shape)
 
 
 def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient on the other side of the dropout that drew from `state`."""
+    """The gradient of the input of a dropout that drew from `state`."""
     return twin.dropout_backward(grad, p, state) if p > 0 else grad
 
 
@@ -109,7 +110,7 @@ def forward(
     source: torch.Tensor | None = None,
     *key_value: Any,
 ) -> tuple[torch.Tensor, Saved]:
-    """h `[..., hidden]` of x `[..., hidden]`; `source` is what cross-attention looks at."""
+    """h `[..., hidden]` of x `[..., hidden]`; `source` is the encoder's output."""
     (first, proj, *others), (state, core_state), (mask, *angles), _ = context
     rows, proj_gemm = rows_of(x), proj.gemms[0]
     requests = [
@@ -135,12 +136,12 @@ def forward(
     h = fprop_residual(operand, proj_w, proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
     kept = (q, k) if plan.rotary is not None else (None, None)
     saved = (*saved_first, *operand.saved, *proj_w.saved, dropped, mixed, joined, *kept, *saved_kv)
-    # To attend again, backward needs no more than the random state from before; `attend` saves it last.
+    # To attend again, backward needs only the random state from before; `attend` saves it last.
     return whole(h, plan.shape), (*saved, *(saved_core[-1:] if plan.recomputes else saved_core))
 
 
 def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
-    """q, k, v `[b, heads, s, channels]` of the projections; a backward makes the views anew."""
+    """q, k and v `[b, heads, s, channels]`, views of the projections."""
     mixed = mixed.view(*plan.shape[:-1], mixed.shape[-1])
     if joined is None:
         return tuple([plan.heads_first(piece) for piece in plan.heads.split(mixed)])
@@ -151,7 +152,6 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradients of forward's tensors."""
     (_, proj, *others), _, (mask, *angles), _ = context
     saved_first, saved_proj, (dropped, mixed, joined, q, k, *rest) = saved[:8], saved[8:12], saved[12:]
     saved_kv, saved_core = rest[: 4 if joined is not None else 0], rest[4 if joined is not None else 0 :]
@@ -184,7 +184,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
 def _joined_grads(
     plan: Plan, context: BlockContext, saved: Saved, pieces: list[torch.Tensor], grad: torch.Tensor, proj_grads: Saved
 ) -> Saved:
-    """The gradients of x, γ, β, w and b, from those of q, k and v (or of q alone), and then proj's."""
+    """The gradients of x, γ, β, w and b, computed from those of q, k and v (or of q), followed by proj's."""
     first, needs = context.modules[0], plan.first.needs
     if not any(needs):
         return (*[None] * 5, *proj_grads)
@@ -193,7 +193,7 @@ def _joined_grads(
         g, db = quantizer.joined_grad(pieces, plan.heads.rows, transpose, dbias)
     else:
         g, db = quantizer.grad(pieces[0].contiguous(), transpose, dbias)
-    # With the norm's output as the residual, the residual's gradient joins that of the norm's output.
+    # If the residual is the norm's output, its gradient is added to that of the norm's output.
     returned = plan.first.returns_norm
     residual_grad = grad if needs[0] and not returned else None
     norm_grad = (grad,) if returned else ()
@@ -206,7 +206,7 @@ def _joined_grads(
 def _key_value_grads(
     wanted_of: linear.Plan, plan: Plan, context: ModuleContext, saved: Saved, pieces: list[torch.Tensor]
 ) -> Saved:
-    """The gradients of the encoder's output, and of w and b of its projection, from those of k and v."""
+    """The gradients of the encoder's output, and of w and b of its projection, computed from those of k and v."""
     needs = wanted_of.needs
     if not any(needs):
         return None, None, None
@@ -227,7 +227,7 @@ def prepared(
     angles: Angles = None,
     recomputes: bool = False,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
-    """The plan, the context and the tensors of one forward of a `MultiheadAttention` with a norm of its own.
+    """The plan, the context and the tensors of one forward of a `MultiheadAttention` with a norm.
 
     `TransformerLayer` has checked the arguments.
     """
@@ -262,12 +262,12 @@ def prepared(
         None if turns is None else module.rotary_pos_interleaved,
         recomputes and not torch.compiler.is_compiling(),
     )
-    state = generator.take() if p > 0 else None  # here: no compiler follows it out of a pair
+    state = generator.take() if p > 0 else None  # not inside the pair: a compiler cannot trace it there
     reads = (full_mask(mask_type, mask), *((None, None) if turns is None else map(angles_of, turns)))
     return plan, BlockContext(tuple(contexts), (state, core_state), reads), tuple(tensors)
 
 
 def parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
-    """Parameters by name, at a fraction of the time of `Module.__getattr__`, which finds what is not plainly one."""
+    """Parameters by name, faster than by `Module.__getattr__`, which finds other attributes."""
     plain = module._parameters
     return [plain[name] if name in plain else getattr(module, name) for name in names]

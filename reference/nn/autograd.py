@@ -3,9 +3,9 @@
     forward(plan, context, *tensors) -> (out, saved)
     backward(plan, context, saved, *grads) -> gradients of the tensors
 
-`plan` is frozen and hashable: all that the functions depend on besides tensors, which gradients are wanted (`needs`)
-included. `context` (`reference.nn.context`) holds the module's tensors. What a backward reads goes through
-`save_for_backward`, so that checkpointing and offloading see it; FP8 state stays on the module.
+`plan` is frozen and hashable: everything but tensors that the functions depend on, including which gradients are wanted
+(`needs`). `context` (`reference.nn.context`) holds the module's tensors. A backward reads only what went through
+`save_for_backward`, so checkpointing and offloading see it; FP8 state stays on the module.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ Backward = Callable[..., Saved]
 
 
 class Plain:
-    """Runs a pair's functions; `optimized` registers in its place what launches their kernels without running them."""
+    """Runs a pair's functions; `optimized` registers a subclass that repeats their launches without running them."""
 
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
     ) -> tuple[Any, Saved, Any]:
-        """Out, what is saved, and a note for `backward`; the function `backward` is the pair's other, not run here."""
+        """Out, what is saved, and a note for `backward`; the pair's function `backward` is not run here."""
         return *function(plan, context, *tensors), None
 
     def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
@@ -48,7 +48,7 @@ def register(other: Plain) -> None:
 
 
 def _player() -> Plain:
-    return _plain if torch.compiler.is_compiling() else player  # a compiler looks into the functions
+    return _plain if torch.compiler.is_compiling() else player  # a compiler traces the functions
 
 
 class _Pair(torch.autograd.Function):
@@ -73,9 +73,7 @@ class _Pair(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Gradients without a graph would make a second derivative silently zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "backward with create_graph=True: the layers have no second derivative; create_graph=False is accepted."
-            )
+            raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
         saved = ctx.saved_tensors
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:
@@ -84,7 +82,7 @@ class _Pair(torch.autograd.Function):
 
 
 def wanted(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    """Which gradients a backward will be asked for: none under torch.no_grad()."""
+    """Which gradients a backward will compute: none under torch.no_grad()."""
     enabled = torch.is_grad_enabled()
     return tuple([x is not None and x.requires_grad and enabled for x in tensors])
 
@@ -92,7 +90,7 @@ def wanted(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
 def differentiable(
     forward: Forward, backward: Backward, plan: Any, context: Context, *tensors: torch.Tensor | None
 ) -> Any:
-    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; `plan.needs` says which."""
+    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`."""
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
     updates = stateful and not recompute.replaying() and here().first_module_pending

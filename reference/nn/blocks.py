@@ -1,14 +1,14 @@
-"""The halves of a transformer layer as pairs of functions, and when they run.
+"""The halves of a transformer layer as pairs of functions, and the conditions for them.
 
     h = r + dropout(attention(norm(x))·wᵀ + b)        y = r + dropout(act(norm(h)·w1ᵀ + b1)·w2ᵀ + b2)
 
-r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. `reference.nn.attention_block` is the first
-half, the second stands here. `TransformerLayer` runs the modules one by one instead where somebody looks at them
-(`uses_default_forward`), where there is no norm before attention, and where attention is PyTorch's own (fp32). It has
-checked its arguments before it calls anything here.
+r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
+`reference.nn.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs the modules
+one by one instead where a part is observed or replaced (`uses_default_forward`), where there is no norm before
+attention, and in fp32.
 
-A small layer runs both halves as one pair (`is_small`): what one half saves then lives until the other is through, and
-the host, for which such a layer waits, has half the calls to make.
+A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
+what the first half saves then lives until the second is through.
 """
 
 import functools
@@ -30,13 +30,13 @@ from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.quantized import fprop_residual, rows_of
 
-SMALL = 1 << 27  # elements of parameters and of activations together, some 30 to an element of x
+SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
 _ATTENTION_TENSORS = 7  # arguments of self-attention's pair, x included
 _MLP_SAVED = 14
 
 
 class MLPPlan(NamedTuple):
-    """Which gradients the MLP's half wants, its MLP, the shape of h, and the probability of dropping."""
+    """Which gradients are wanted, the plan of the MLP, the shape of h, dropout's probability."""
 
     needs: tuple[bool, ...]
     mlp: layernorm_mlp.Plan
@@ -66,11 +66,10 @@ def mlp_forward(
 
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradients of forward's tensors."""
     grad = rows_of(grad)
     *kept, dropped = saved
     inner = before_dropout(grad, plan.p, dropped)
-    # With the norm's output as the residual, the residual's gradient joins that of the norm's output.
+    # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
     residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
     grads = (inner, *norm_grad)
@@ -80,7 +79,7 @@ def mlp_backward(plan: MLPPlan, context: BlockContext, saved: Saved, grad: torch
 
 
 class LayerPlan(NamedTuple):
-    """Both halves'."""
+    """Which gradients are wanted, and both halves' plans."""
 
     needs: tuple[bool, ...]
     attention: attention_block.Plan
@@ -95,16 +94,15 @@ def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
 def layer_forward(
     plan: LayerPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
-    """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's and the second's."""
+    """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's, then the second's."""
     first, second = _halves(context)
-    arguments: Any = (weights[: _ATTENTION_TENSORS - 1], weights[_ATTENTION_TENSORS - 1 :])
-    h, saved = attention_block.forward(plan.attention, first, x, *arguments[0])
-    y, more = mlp_forward(plan.mlp, second, h, *arguments[1])
+    own: Any = weights
+    h, saved = attention_block.forward(plan.attention, first, x, *own[: _ATTENTION_TENSORS - 1])
+    y, more = mlp_forward(plan.mlp, second, h, *own[_ATTENTION_TENSORS - 1 :])
     return y, saved + more
 
 
 def layer_backward(plan: LayerPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradients of forward's tensors."""
     first, second = _halves(context)
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved[-_MLP_SAVED:], grad)
     if dh is None:
@@ -113,7 +111,7 @@ def layer_backward(plan: LayerPlan, context: BlockContext, saved: Saved, grad: t
 
 
 def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether nobody replaced, graphed or hooked a part of a layer, so that it need not be called as a module."""
+    """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
     return not (
         type(part).forward is not kind.forward
         or "forward" in part.__dict__
@@ -126,12 +124,12 @@ def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> 
 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
-    """Whether `mlp_block` may run for it."""
+    """Whether `mlp_block` can run it."""
     return uses_default_forward(mlp, LayerNormMLP) and mlp.return_layernorm_output == residual_is_norm
 
 
 def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether `attention_block` may run for it: attention with a norm of its own."""
+    """Whether `attention_block` can run it: attention with a norm of its own."""
     if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm:
         return False
     modules = module._modules
@@ -152,9 +150,9 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
 
 
 def is_small(parameters: int, x: torch.Tensor) -> bool:
-    """Whether `layer_block` should run for a layer of two such halves: the host decides about its time.
+    """Whether both halves should run as one pair, because the host's calls take longer than the kernels.
 
-    A checkpoint notes a random state as it is when a half's context is made, so the halves must take turns.
+    Not in a checkpoint, which records a random state when a half's context is made, so the halves must take turns.
     """
     return not torch.compiler.is_compiling() and not recompute.active() and parameters + 30 * x.numel() <= SMALL
 
@@ -162,9 +160,9 @@ def is_small(parameters: int, x: torch.Tensor) -> bool:
 def _prepared_mlp(
     mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, trains: bool | None = None
 ) -> tuple[MLPPlan, BlockContext, tuple[Any, ...]]:
-    """The plan, the context and the tensors of an MLP's half; `trains` says whether the gradient of h is wanted.
+    """The plan, the context and the tensors of the MLP's half.
 
-    None asks h; otherwise h stands for what attention will give.
+    With `trains`, which says whether h's gradient is wanted, `h` only stands for attention's result.
     """
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     tensors = (h, *parameters(mlp, names))
@@ -183,9 +181,9 @@ def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: 
 
 
 def run_attention(module: Any, x: torch.Tensor, *arguments: Any, mlp: Any = None) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`; the arguments of `attention_block.prepared`.
+    """h of x `[s, b, hidden]` or `[b, s, hidden]`; `arguments` are those of `attention_block.prepared`.
 
-    `mlp`, if given, is what `mlp_block` runs of h next: on a GPU its kernels are compiled beside this half's.
+    `mlp`, if given, is what `mlp_block` runs next: on a GPU its kernels are compiled together with this half's.
     """
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
     if mlp is not None and not torch.compiler.is_compiling():
@@ -194,7 +192,7 @@ def run_attention(module: Any, x: torch.Tensor, *arguments: Any, mlp: Any = None
 
 
 def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...]) -> Any:
-    """The MLP's pair with x as its input; None in a checkpoint, which would note a call more."""
+    """The MLP's pair with x as its input; None in a checkpoint, which would record the additional call."""
     if recompute.active():
         return None
     with torch.set_grad_enabled(any(needs)):

@@ -1,19 +1,18 @@
 """FP8 state in checkpoints: one plain tensor a layer, under the key `_extra_state`.
 
 `_extra_state` is fp32 `[1 + amax_history_len, columns]`: the scales, and below them the rows of the amax history, row 0
-first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. It exists from a
-layer's construction on, so that loaders which fill what a model already has (torch.distributed.checkpoint, Hugging
-Face's `from_pretrained`) know it; before the first run in FP8 it holds scales of 1 and no amax. Checkpoints that hold
-the four tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history`
-load, too.
+first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. The key exists from a
+layer's construction on, because some loaders only fill what a model already has (torch.distributed.checkpoint, Hugging
+Face's `from_pretrained`); before the first run in FP8 it holds scales of 1 and no amax. Checkpoints with the four older
+tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history` load, too.
 
-A load checks every layer's entries before it changes the first one.
+A load checks every layer's entries before it changes the first layer.
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,7 @@ def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.device) -> State:
-    """The inverse of `pack`, in memory of its own; state stays where it is while parameters are on the meta device."""
+    """The inverse of `pack`, in new memory on `device`; on the state's own device where `device` is meta."""
     device = packed.device if device.type == "meta" else device
     halves = packed.detach().to(device).split([columns[key] for key in KEYS], dim=1)
     return {
@@ -47,12 +46,12 @@ def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.devic
 
 
 def is_fresh(state: Mapping[str, FP8TensorMeta]) -> bool:
-    """Whether it is that of a layer that never ran in FP8."""
+    """Whether the state is that of a layer that never ran in FP8."""
     return all(bool((meta.scale == 1).all()) and not bool(meta.amax_history.any()) for meta in state.values())
 
 
 def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:
-    """Take a layer's state, checked before, out of `state_dict`; None where it has none."""
+    """Remove a layer's state, checked before, from `state_dict` and return it; None where there is none."""
     packed = state_dict.pop(prefix + STATE, None)
     parts = [state_dict.pop(name, None) for name in _part_names(prefix)]
     if packed is not None and packed.numel():
@@ -77,7 +76,7 @@ def _part_names(prefix: str) -> list[str]:
 
 
 def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[str, int]) -> None:
-    """Refuse a layer's broken state, in either form; no state, or an empty tensor, is none."""
+    """Refuse a layer's broken state, in either form; no state or an empty tensor is accepted."""
     packed, names = state_dict.get(prefix + STATE), _part_names(prefix)
     if packed is not None and not (isinstance(packed, torch.Tensor) and not packed.numel()):
         check_state(prefix + STATE, packed, columns)
@@ -93,7 +92,7 @@ def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[s
 
 
 def check_state(name: str, packed: Any, columns: Mapping[str, int]) -> None:
-    """Refuse a `_extra_state` that is none of ours."""
+    """Refuse a broken `_extra_state`."""
     total = sum(columns.values())
     _check_numbers(name, packed)
     if packed.dtype != torch.float32 or packed.dim() != 2 or packed.shape[0] < 2 or packed.shape[1] != total:
@@ -106,7 +105,7 @@ def check_state(name: str, packed: Any, columns: Mapping[str, int]) -> None:
 
 
 def check_parts(parts: Mapping[str, Any], columns: Mapping[str, int]) -> None:
-    """Refuse broken state in its older form of four tensors; `parts` is by full name, in the order of `PARTS`."""
+    """Refuse broken state in its older form; `parts` are the four tensors by full name, in the order of `PARTS`."""
     for (key, part), (name, value) in zip(PARTS, parts.items(), strict=True):
         _check_numbers(name, value)
         if part == "scale":
@@ -157,7 +156,7 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor,
 
 
 def _check_numbers(name: str, value: Any) -> None:
-    """Refuse what is no dense tensor with numbers in it."""
+    """Refuse all but dense tensors with numbers."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"checkpoint: {name} is a {type(value).__name__}; a tensor is accepted.")
     if value.is_meta or value.layout != torch.strided or value.is_nested:
@@ -176,11 +175,11 @@ def _check_history(name: str, history: torch.Tensor) -> None:
         raise ValueError(f"checkpoint: {name} holds negative numbers or NaN; amaxes >= 0 are accepted.")
 
 
-# --- all before one --------------------------------------------------------------------------------------
+# --- the whole model before its first layer --------------------------------------------------------------
 
 
 class _Load(threading.local):
-    """The `load_state_dict` whose layers have been checked: its dictionary, and the layers by id."""
+    """The last `load_state_dict` whose layers have been checked: its dictionary, and the layers by id."""
 
     state_dict: "weakref.ref[Any] | None" = None
     layers: frozenset[int] = frozenset()
@@ -190,9 +189,9 @@ _load = _Load()
 
 
 def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
-    """The root and the dictionary of the `Module.load_state_dict` that is under way, if it is one.
+    """The root and the dictionary of the running `Module.load_state_dict`, if there is one.
 
-    torch hands a module its own part of the dictionary alone, and has changed the modules before it by then.
+    torch gives a module only its own part of the dictionary, and has changed earlier modules by then.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -203,7 +202,7 @@ def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
 
 
 def check_all(layer: "Checkpointed", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
-    """Check what is about to be loaded, for each layer of the model when the first is reached."""
+    """Check what is about to be loaded; when the first layer is reached, check every layer of the model."""
     found = _under_way()
     if found is None:
         layer.check_checkpoint(state_dict, prefix, assign)
@@ -212,15 +211,10 @@ def check_all(layer: "Checkpointed", state_dict: Mapping[str, Any], prefix: str,
     if _load.state_dict is None or _load.state_dict() is not whole:
         _load.layers, _load.state_dict = frozenset(), weakref.ref(whole)
         checked = set()
-        for name, one in _layers(root):
-            one.check_checkpoint(whole, f"{name}." if name else "", assign)
-            checked.add(id(one))
+        for name, one in root.named_modules(remove_duplicate=False):
+            if hasattr(one, "check_checkpoint"):
+                one.check_checkpoint(whole, f"{name}." if name else "", assign)  # type: ignore[operator]
+                checked.add(id(one))
         _load.layers = frozenset(checked)
     if id(layer) not in _load.layers:
         layer.check_checkpoint(state_dict, prefix, assign)
-
-
-def _layers(root: torch.nn.Module) -> "Iterator[tuple[str, Checkpointed]]":
-    for name, module in root.named_modules(remove_duplicate=False):
-        if hasattr(module, "check_checkpoint"):
-            yield name, module  # type: ignore[misc]

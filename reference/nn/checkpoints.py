@@ -1,4 +1,4 @@
-"""A layer's way into checkpoints and out of them: its FP8 state, and its weights that are kept in FP8."""
+"""How a layer's FP8 state, and its weights that are kept in FP8, enter checkpoints and are loaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ from reference.scaling import FP8TensorMeta
 
 
 class Checkpointed(WithFP8State):
-    """`state_dict` and `load_state_dict` of one layer; what they hold is `reference.nn.checkpoint_format`'s."""
+    """`state_dict` and `load_state_dict` of one layer; `reference.nn.checkpoint_format` defines the entries."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """The FP8 state as `reference.nn.checkpoint_format` packs it; before the first run in FP8 a fresh one."""
+        """The FP8 state as `reference.nn.checkpoint_format` packs it; a fresh one before the first run in FP8."""
         state = self.fp8_meta
         if "scaling_fwd" not in state:
             rows, device = DelayedScaling().amax_history_len, self._parameter_device()
@@ -25,13 +25,12 @@ class Checkpointed(WithFP8State):
         return checkpoint_format.pack(state)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the FP8 state that `get_extra_state` gave."""
         checkpoint_format.check_state(f"{type(self).__name__}.{checkpoint_format.STATE}", state, self.state_columns())
         self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._parameter_device()))
         self._bind_weights()
 
     def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take the FP8 state, checked before, that `state_dict` has under `prefix`."""
+        """Load the FP8 state, checked before, that `state_dict` has under `prefix`."""
         state = checkpoint_format.take(state_dict, prefix, self.state_columns(), self._parameter_device())
         if state is not None:
             self._take_state(state)
@@ -44,7 +43,7 @@ class Checkpointed(WithFP8State):
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
     def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
-        """Refuse broken entries of this module in a checkpoint, which are copied, or put in its place."""
+        """Refuse broken entries of this module in a checkpoint; `assign`: they will replace the parameters."""
         for name, parameter in self._parameters.items():
             if parameter is not None and prefix + name in state_dict:
                 scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
@@ -62,10 +61,10 @@ class Checkpointed(WithFP8State):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load FP8 state and parameters; refuse what is broken before anything of the whole model changes.
+        """Load FP8 state and parameters; refuse broken entries before anything in the whole model changes.
 
-        Weights may be FP8 codes with a scale_inv, as a module that keeps them in FP8 saves them, or plain numbers,
-        whichever of both this module keeps; plain ones are cast with the scales that are loaded.
+        Weights may be FP8 codes with a scale_inv, as saved by a module that keeps them in FP8, or plain numbers,
+        whichever this module keeps; plain ones are cast with the scales that are loaded.
         """
         assign = local_metadata.get("assign_to_params_buffers", False)
         checkpoint_format.check_all(self, state_dict, prefix, assign)
@@ -87,12 +86,12 @@ class Checkpointed(WithFP8State):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # Plain checkpoints load.
+        # Checkpoints without FP8 state load, too.
         missing_keys[:] = [name for name in missing_keys if name != prefix + checkpoint_format.STATE]
         self._bind_weights()
 
     def _join_weights(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-        """Make each weight of `state_dict` what this module keeps: a Float8Tensor, or numbers of its dtype."""
+        """Convert each weight of `state_dict` to what this module keeps: a Float8Tensor, or numbers of its dtype."""
         for name, column in self.fp8_weights.items():
             weight, value = self._parameters.get(name), state_dict.get(prefix + name)
             if weight is None or value is None:

@@ -1,6 +1,6 @@
-"""What forwards check before they change anything: activations, masks, rotary angles. Refusals are sentences.
+"""Checks of forwards' arguments, made before anything changes: activations, masks, rotary angles.
 
-A layer that is made of layers checks here all that its parts would refuse, so that a refused call leaves every amax
+A layer that is made of layers checks everything that its parts would refuse, so a refused call leaves every amax
 history, random state and cached weight as it was.
 """
 
@@ -13,7 +13,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
 
-MAX_ATTENTIONS = 65535  # batch times heads on a GPU: rows of a grid
+MAX_ATTENTIONS = 65535  # batch times heads on a GPU, a dimension of the grid
 CUDNN_MASK_TYPES = ("no_mask", "causal")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Shape = tuple[int, ...]
@@ -21,7 +21,7 @@ Names = tuple[str, str]
 
 
 def check_tensor(layer: str, name: str, x: Any) -> None:
-    """Refuse what is not a dense fp32, bf16 or fp16 tensor."""
+    """Refuse all but dense fp32, bf16 and fp16 tensors."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{layer}: {name}={x!r}; a tensor is accepted.")
     if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
@@ -32,10 +32,10 @@ def check_tensor(layer: str, name: str, x: Any) -> None:
 
 
 def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: str = "") -> None:
-    """Refuse what is not `[..., features]` on the device of `module`'s parameters.
+    """Refuse all but `[..., features]` on the device of `module`'s parameters.
 
-    With `layer`, the layer that `module` is a part of and in whose name this speaks, not `[s, b, features]` or
-    `[b, s, features]`.
+    With `layer`, the layer of which `module` is a part and which errors name, only `[s, b, features]` and
+    `[b, s, features]` are accepted.
     """
     if (
         type(x) in _PLAIN
@@ -55,13 +55,11 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
         raise ValueError(f"{speaker}: {name} has shape {list(x.shape)}; {accepted} is accepted.")
     device = device_of(module)
     if x.device != device and not (layer and (device is None or is_prepared(module))):
-        raise RuntimeError(
-            f"{speaker}: {name} is on {x.device} and the parameters are on {device}; one device is accepted."
-        )
+        raise RuntimeError(f"{speaker}: {name} is on {x.device}, the parameters on {device}; one device is accepted.")
 
 
 def device_of(module: Any) -> torch.device | None:
-    """Where a layer's parameters are; None for a module that has none of its own."""
+    """The device of a layer's parameters; None for a module without parameters of its own."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter.device
@@ -69,7 +67,7 @@ def device_of(module: Any) -> torch.device | None:
 
 
 def is_prepared(module: torch.nn.Module) -> bool:
-    """Whether something runs before a part's own forward, which may bring its weights or change its input."""
+    """Whether something runs before a part's own forward; it may load the weights or change the input."""
     return "forward" in module.__dict__ or len(module._forward_pre_hooks) > 0
 
 
@@ -80,12 +78,12 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module: Any, batch: int) -> None:
-    """Refuse what cross-attention cannot look at."""
+    """Refuse an encoder output that cross-attention cannot read."""
     check_input(module, x, hidden_states.shape[-1], "encoder_output", layer)
     if x.shape[batch] != hidden_states.shape[batch]:
         raise ValueError(
             f"{layer}: encoder_output has a batch of {x.shape[batch]} and hidden_states of "
-            f"{hidden_states.shape[batch]}; one is accepted."
+            f"{hidden_states.shape[batch]}; equal ones are accepted."
         )
     if x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
@@ -94,16 +92,16 @@ def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module
 
 
 def check_mask_type(layer: str, name: str, kind: Any) -> str:
-    """A mask's type, if it is offered."""
+    """A mask type, checked."""
     if not isinstance(kind, str) or kind not in MASK_TYPES:
         check_arguments(layer, {name: kind})
     return kind
 
 
 def check_mask(layer: str, names: Names, kind: str, mask: Any, shape: Shape, device: torch.device) -> None:
-    """Refuse a mask that does not go with `kind` (some read none), or with attention of `shape` [b, h, sq, skv].
+    """Refuse a mask that does not fit `kind` or attention of `shape` [b, h, sq, skv]; some kinds read no mask.
 
-    `names` are the arguments', the mask's and its type's.
+    `names` are the arguments' names, the mask's and its type's.
     """
     name = names[0]
     if not MASK_TYPES[kind][1]:
@@ -134,9 +132,7 @@ def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, kind: str, d
             f"the batch{' and of any other' if kind == 'arbitrary' else ''}."
         )
     if mask.device != device:
-        raise RuntimeError(
-            f"{layer}: {name} is on {mask.device} and the activations are on {device}; one device is accepted."
-        )
+        raise RuntimeError(f"{layer}: {name} is on {mask.device}, the activations on {device}; one device is accepted.")
 
 
 def _shown(x: torch.Tensor) -> str:
@@ -144,7 +140,7 @@ def _shown(x: torch.Tensor) -> str:
 
 
 def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: int, device: torch.device) -> None:
-    """Refuse rotary angles that are not fp32 `[positions, 1, 1, d2]`, or a pair of them, queries' and keys'."""
+    """Refuse rotary angles that are not fp32 `[positions, 1, 1, d2]`, or a pair of them, for queries and for keys."""
     pair = angles if isinstance(angles, tuple) else (angles, angles)
     if len(pair) != 2:
         raise ValueError(f"{layer}: rotary_pos_emb is a tuple of {len(pair)}; two, for queries and keys, are accepted.")
@@ -166,7 +162,7 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
 
 
 def check_cudnn(dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], kind: str) -> None:
-    """Refuse what cuDNN is not offered for."""
+    """Refuse what attention_backend="cudnn" does not offer."""
     name = "DotProductAttention: attention_backend='cudnn'"
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"{name} with {dtype}; bfloat16 and float16 are accepted.")
@@ -181,14 +177,14 @@ def check_cudnn(dtype: torch.dtype, device: torch.device, lengths: tuple[int, in
 
 
 def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
-    """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not go together."""
+    """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not fit together."""
     heads, groups, channels = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
     batch = 1 if sequence_first else 0
     if (
         type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
-        and not (q.is_nested or k.is_nested or v.is_nested)  # which have no shape
+        and not (q.is_nested or k.is_nested or v.is_nested)  # nested tensors have no shape
         and q.dim() == 4
         and k.dim() == 4
     ):
@@ -220,16 +216,14 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
             )
         if x.shape[batch] != q.shape[batch]:
             raise ValueError(
-                f"{layer}: {name} has a batch of {x.shape[batch]} and query_layer of {q.shape[batch]}; one is accepted."
+                f"{layer}: {name} has batch {x.shape[batch]}, query_layer {q.shape[batch]}; equal batches are accepted."
             )
     if k.shape != v.shape:
-        raise ValueError(
-            f"{layer}: key_layer has shape {list(k.shape)} and value_layer {list(v.shape)}; one shape is accepted."
-        )
+        raise ValueError(f"{layer}: key_layer is {list(k.shape)}, value_layer {list(v.shape)}; one shape is accepted.")
 
 
 def check_grid(layer: str, batch: int, heads: int, device: torch.device) -> None:
-    """Refuse more heads than a launch on a GPU has room for."""
+    """Refuse more heads than a launch on a GPU can have."""
     if batch * heads > MAX_ATTENTIONS:
         raise ValueError(
             f"{layer}: a batch of {batch} times num_attention_heads={heads}; a product of at most {MAX_ATTENTIONS} is "
@@ -238,12 +232,12 @@ def check_grid(layer: str, batch: int, heads: int, device: torch.device) -> None
 
 
 def has_run_in_fp8(last: Any) -> bool:
-    """Whether the last part of a layer did, in its last forward: then each part has looked at its sizes."""
-    return not torch.compiler.is_compiling() and getattr(last, "fp8", False)  # a compiler would guard what is read
+    """Whether a layer's last part ran its last forward in FP8: then each part has checked its sizes."""
+    return not torch.compiler.is_compiling() and getattr(last, "fp8", False)  # a compiler would guard the attribute
 
 
 def check_fp8_sizes(*parts: Any) -> None:
-    """Refuse parts whose sizes FP8 does not take, before the first of them runs under FP8 autocast."""
+    """Refuse parts of sizes that FP8 does not accept, before the first of them runs under FP8 autocast."""
     for part in parts:
         casts = isinstance(part, TransformerEngineBaseModule) and not part.in_high_precision
         if casts and not is_prepared(part):

@@ -1,9 +1,9 @@
 """What a forward hands to its pair's functions, and to its backward, besides the plan and the pair's tensors.
 
-A plan says everything that launches depend on but tensors; a context holds the tensors that come from the module:
-quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A pair's
-functions see a plan, a context and tensors, and no module: whatever they do can be launched again for the same plan
-with the same addresses (`optimized.replay`).
+A plan contains everything but tensors that launches depend on; a context contains the tensors that come from the
+module: quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A
+pair's functions see a plan, a context and tensors, but no module, so `optimized.replay` can repeat their launches for
+the same plan and the same addresses.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from reference.nn.module import TransformerEngineBaseModule
 
 Saved = tuple[torch.Tensor | None, ...]
-State = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is read besides the pair's tensors, what of it is changed
+State = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors read besides the pair's, and those of them changed
 
 
 class Precision:
     """The quantizers of a module's GEMMs, kept from forward to forward.
 
     Attributes:
-        recipe, forward, backward: in FP8 what they were made of, the recipe and the state of each direction; else None.
-        kind: hashable; all that their launches depend on besides tensors.
+        recipe, forward, backward: in FP8 the recipe and the state of each direction that they are made of; else None.
+        kind: hashable; everything but tensors that their launches depend on.
         fp8: whether weights are cast to FP8.
-        stateful: whether there are scales to be updated after a step.
+        stateful: whether scales are updated after a step.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Precision:
         self.stateful = recipe is not None and recipe.history_rows is not None
         self.kind: Hashable = tuple(gemm.kind for gemm in gemms)
         self.fp8 = gemms[0].weight.fp8
-        self._distinct: list[list[Quantizer]] | None = None  # not yet: a compiler would guard the identity of tensors
+        self._distinct: list[list[Quantizer]] | None = None  # made later: a compiler would guard the tensors' identity
 
     def state(self, backward: bool) -> State:
         """The tensors of its quantizers in one direction."""
@@ -57,7 +57,7 @@ class Precision:
 
 
 def _distinct(quantizers: list[Quantizer]) -> list[Quantizer]:
-    """One for each set of tensors: the columns of one state are tensors of one."""
+    """One quantizer for each set of tensors: quantizers of different columns share a state's tensors."""
     found = {tuple(map(id, one.tensors())): one for one in quantizers}
     return [one for tensors, one in found.items() if tensors]
 
@@ -67,11 +67,11 @@ class ModuleContext:
 
     Attributes:
         gemms: the quantizers of its GEMMs.
-        kind: for plans: all that its launches depend on besides tensors.
-        replayable: not where a weight is cast for later microbatches, or its gradient is added elsewhere.
+        kind: for plans; everything but tensors that its launches depend on.
+        replayable: False where a weight is cast for later microbatches, or its gradient is added to main_grad.
     """
 
-    reads: tuple[torch.Tensor | None, ...] = ()  # as of a BlockContext, which has more
+    reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
     following: None = None
 
     __slots__ = ("_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
@@ -86,7 +86,6 @@ class ModuleContext:
 
     @property
     def modules(self) -> "tuple[ModuleContext, ...]":
-        """As of a BlockContext."""
         return (self,)
 
     @property
@@ -97,7 +96,7 @@ class ModuleContext:
 
     @property
     def stateful(self) -> "TransformerEngineBaseModule | None":
-        """The module, where its scales are updated after a step."""
+        """The module, if its scales are updated after a step."""
         return self.module if self._precision.stateful else None
 
     def state(self, backward: bool) -> State:
@@ -108,7 +107,7 @@ class ModuleContext:
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
-        """A weight that is kept in FP8 as the pair's functions take it: quantized, or outside of FP8 as numbers."""
+        """A weight kept in FP8, in the form for the pair's functions: quantized, or dequantized outside of FP8."""
         if not isinstance(x, Float8Tensor):
             return x
         codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8)
@@ -118,7 +117,7 @@ class ModuleContext:
         return dequantized(codes, scale_inv, x.dtype)
 
     def weight(self, gemm: int, name: str, w: torch.Tensor | Quantized, transpose: bool) -> Quantized:
-        """A weight quantized now, or before, or the copy that an earlier microbatch made under its name."""
+        """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast."""
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
         if cached is not None:
             return cached
@@ -128,18 +127,18 @@ class ModuleContext:
         return found
 
     def main_grad(self, name: str) -> torch.Tensor | None:
-        """Where the gradient of a weight is added, with `fuse_wgrad_accumulation`."""
+        """The tensor to which a weight's gradient is added, with `fuse_wgrad_accumulation`."""
         return self.module.main_grad(name)
 
     def _cached(self) -> list[Quantized]:
-        """The weights that an earlier microbatch has cast, if this one reads them."""
+        """The weights that an earlier microbatch has cast, if this one uses them."""
         if self.is_first_microbatch is not False:
             return []
         found = (self._reused(name, transpose=True) for name in list(self.module._fp8_workspaces))
         return [one for one in found if one is not None]
 
     def _reused(self, name: str, transpose: bool) -> Quantized | None:
-        """What an earlier microbatch has cast of a weight, if it is what this one reads."""
+        """The cast of a weight by an earlier microbatch, if it fits this one."""
         found = self.module._fp8_workspaces.get(name)
         wanted = self.gemms[0].weight
         if found is None or found.codes.dtype != wanted.dtype or (found.codes_t is None and transpose):
@@ -153,7 +152,7 @@ class ModuleContext:
 
 
 class WeightRequest(NamedTuple):
-    """Arguments of `ModuleContext.weight`, and whose it is."""
+    """Arguments of `ModuleContext.weight`, and the context."""
 
     context: ModuleContext
     gemm: int
@@ -163,7 +162,7 @@ class WeightRequest(NamedTuple):
 
 
 def quantize_weights(*wanted: WeightRequest) -> list[Quantized]:
-    """Several modules' weights; in one launch where all of them are cast now, with their transposes."""
+    """Several modules' weights, in one launch if all of them are cast now, with their transposes."""
     casts = [one for one in wanted if one.context.fp8 and one.context.is_first_microbatch is not False]
     xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, Quantized)]
     ws: Sequence[Any] = [one.w for one in wanted]
@@ -174,13 +173,14 @@ def quantize_weights(*wanted: WeightRequest) -> list[Quantized]:
 
 
 class BlockContext(NamedTuple):
-    """One forward of several modules' GEMMs and of what lies between them.
+    """One forward of several modules' GEMMs and of the ops between them.
 
     Attributes:
         modules: their contexts.
         random: states that forward draws from and advances; None where nothing is dropped.
         reads: other tensors that are no arguments, such as a mask, or angles.
-        following: None, or gives what certainly runs next: forward, backward, plan, context and tensors of a pair.
+        following: None, or a function that returns what runs next for certain: forward, backward, plan, context and
+            tensors of a pair.
     """
 
     modules: tuple[ModuleContext, ...] = ()
@@ -190,7 +190,7 @@ class BlockContext(NamedTuple):
 
     @property
     def replayable(self) -> bool:
-        """Whether each module's part is."""
+        """Whether every module's part is."""
         return all(one.replayable for one in self.modules)
 
     @property
@@ -199,7 +199,6 @@ class BlockContext(NamedTuple):
         return next((one.module for one in self.modules if one.stateful is not None), None)
 
     def state(self, backward: bool) -> State:
-        """As `ModuleContext.state`, of all."""
         read: list[torch.Tensor] = []
         changed: list[torch.Tensor] = []
         for one in self.modules:
@@ -214,5 +213,5 @@ class BlockContext(NamedTuple):
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
-        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or all not."""
+        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or none."""
         return self.modules[0].unwrap_weight(x, trains) if self.modules else x

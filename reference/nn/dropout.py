@@ -1,4 +1,4 @@
-"""Random state of layers that drop, and bias + dropout + residual under autograd.
+"""Random state of layers with dropout, and bias + dropout + residual under autograd.
 
 y = T( residual + T( dropout( T( x + bias ) ) ) )       T: one rounding to x's dtype; order in `reference.ops.dropout`
 """
@@ -18,15 +18,14 @@ from reference.threads import here
 
 
 class Generator(torch.nn.Module):
-    """A layer's random state: int64 `[seed, offset]` on its device; each op that drops advances the offset.
+    """A layer's random state: int64 `[seed, offset]` on its device; each op with dropout advances the offset.
 
-    `draw` gives it a new seed from torch's default CPU generator, once in each forward of its layer, so that torch's
-    own seeds and states (`torch.manual_seed`, `set_rng_state`, `fork_rng`, a checkpoint that preserves them) decide
-    about the masks, the same on every device. A CUDA graph replays kernels and draws nothing: it goes on from the
-    state as it is, with a new mask at each replay (`reference.random`).
+    In each forward of its layer `draw` takes a new seed from torch's default CPU generator, so torch's own seeds and
+    states decide about the masks, the same on every device. A CUDA graph draws nothing while it is replayed: it
+    continues from the present state, with a new mask at each replay (`reference.random`).
 
     Args:
-        device: where the state lives.
+        device: of the state.
         get_rng_state_tracker: seeds are drawn inside `tracker().fork()`.
     """
 
@@ -39,10 +38,10 @@ class Generator(torch.nn.Module):
         self.state = state
         with torch.inference_mode(False):
             self._one = torch.tensor([1, 0], dtype=torch.int64, device=state.device)
-        order(state.device)  # there before a compiler looks for it
+        order(state.device)  # made before a compiler needs it
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Follow the module's device; a state from the meta device has no seed yet and draws one."""
+        """Follow the module's device; a state that leaves the meta device draws a seed."""
         super()._apply(fn, recurse)
         device = fn(torch.empty(1, dtype=torch.uint8, device=self.state.device)).device
         if device != self.state.device:
@@ -52,13 +51,13 @@ class Generator(torch.nn.Module):
         return self
 
     def draw(self, device: torch.device) -> None:
-        """A new seed for the forward that begins; none in a recomputation, or where a CUDA graph is captured.
+        """Draw a new seed for this forward; not in a recomputation, nor while a CUDA graph is captured.
 
         `device` is the input's: a loader that replaces parameters one by one leaves the state on the meta device.
         """
         thread = here()
         if thread.replaying:
-            if thread.replaying[-1].draws:  # of the first run: what torch itself drops after it stands there, too
+            if thread.replaying[-1].draws:  # as the first run did, so that torch's own dropout after it repeats, too
                 philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":
@@ -69,12 +68,13 @@ class Generator(torch.nn.Module):
             torch.ops.twin.draw_seed(order(self.state.device), self.state)
         elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
             with forked(self._get_rng):
-                # (seed, 0) by one launch that carries the seed: a copy would wait for all that the GPU has to do.
+                # One launch with the seed as an argument makes (seed, 0); a copy would wait for the GPU.
                 torch.mul(self._one, philox.draw_seed(), out=self.state)
 
     def take(self) -> torch.Tensor:
-        """The state for an op that advances it; in a recomputation a copy of what the first run took."""
-        return recompute.state_for(self, self.state)
+        """The state for an op that advances it; in a recomputation a copy of the first run's."""
+        recorded = recompute.recalled(self, self.state)
+        return recorded.clone() if recompute.replaying() else self.state
 
 
 class Plan(NamedTuple):

@@ -1,26 +1,26 @@
-"""`Float8Tensor`: a weight that is kept in FP8 only, and behaves as a tensor of the dtype that it stands for.
+"""`Float8Tensor`: a weight that is kept in FP8 only and behaves as a tensor of the dtype that it stands for.
 
 It holds codes q `[out, in]` (E4M3), scale_inv fp32 `[1]` and, from the first forward that needs a gradient on, the
-transposed codes `[in, out]`; no 16-bit copy. Its column of a module's FP8 state gives scale and amax history. T is its
-dtype: fp32, bf16 or fp16.
+transposed codes `[in, out]`, but no 16-bit copy. Its scale and amax history are a column of a module's FP8 state. T is
+its dtype: fp32, bf16 or fp16.
 
     read     w = round_T( fp32(q) · scale_inv )             two roundings: of the product to fp32, then to T
     write w' q = cast(fp32(w') · scale[column])             the scale as it is now; the cast of `twin::cast`
              scale_inv = 1 / scale[column]                  IEEE division
              amax_history[0, column] = max(itself, max |w'|)
 
-* `copy_` of plain numbers writes them from their own dtype (fp32, bf16, fp16; anything else is rounded to T first), so
-  an optimizer's fp32 master weights do not pass through T. `copy_` of another Float8Tensor copies codes and scale_inv:
-  nothing is cast, no amax is noted. Any other op that changes the weight reads it, works in T, and writes the result:
-  AdamW's two in-place ops are two writes. A write to a view of it reads and writes the whole weight.
-* A write leaves the scale alone; the next update of the module's scales (`reference.ops.scale_update`), when the
-  outermost autocast ends, takes the amax into account, and the write after that is the first with the new scale. So it
-  is with 16-bit weights that are cast in each forward: with master weights both train with the same bits.
-* Transposed codes that were made once follow each write, in the same launch.
-* `clone`, `to(device)` and `deepcopy` give a Float8Tensor with state of its own; `to(dtype)` plain numbers. A module's
-  `to(dtype)` changes T and leaves the codes alone.
+* `copy_` of plain numbers writes them from their own dtype (fp32, bf16, fp16; others are rounded to T first), so an
+  optimizer's fp32 master weights do not pass through T. `copy_` of another Float8Tensor copies codes and scale_inv: it
+  casts nothing and records no amax. Any other op that changes the weight reads it, works in T, and writes the result:
+  AdamW's two in-place ops are two writes. A write to a view reads and writes the whole weight.
+* A write leaves the scale alone. When the outermost autocast ends, the module's scales are updated
+  (`reference.ops.scale_update`) with the amax, and the next write uses the new scale. 16-bit weights that are cast in
+  each forward follow the same rule, so with master weights both train with the same bits.
+* Transposed codes that exist are rewritten by each write, in the same launch.
+* `clone`, `to(device)` and `deepcopy` give a Float8Tensor with state of its own; `to(dtype)` gives plain numbers. A
+  module's `to(dtype)` changes T and leaves the codes alone.
 
-Source: Transformer Engine's `pytorch/tensor/float8_tensor.py` (there, too, the first scale is 1).
+Source: Transformer Engine's `pytorch/tensor/float8_tensor.py` (whose first scale is 1, too).
 """
 
 import copy
@@ -37,7 +37,7 @@ from reference.scaling import FP8TensorMeta
 
 __all__ = ["Float8Tensor"]
 
-# What a compiled layer reads of a weight: were it its inner tensors, the graph would have no gradient for the weight.
+# A compiled layer reads a weight through this op: with the inner tensors its graph would have no gradient for it.
 LIBRARY.define("float8_operand(Tensor weight, bool transpose) -> Tensor[]")
 
 aten = torch.ops.aten
@@ -48,19 +48,19 @@ FP8 = torch.float8_e4m3fn
 
 
 class _Readable(torch.Tensor):
-    """A tensor whose ops work on `dequantize()`; what they change in place goes to `quantize_`."""
+    """A tensor whose ops read `dequantize()` and write in-place changes by `quantize_`."""
 
     def dequantize(self) -> torch.Tensor:
-        """Its numbers, a plain tensor without history."""
+        """Its numbers, as a plain tensor without history."""
         raise NotImplementedError
 
     def quantize_(self, values: torch.Tensor) -> "_Readable":
-        """Write `values`, which are broadcast to its shape."""
+        """Write `values`, broadcast to its shape."""
         write([(self, values)])
         return self
 
     def _shared(self) -> "_Readable":
-        """The same memory under another name, as `detach` gives it."""
+        """Another tensor of the same memory, as `detach` gives it."""
         raise NotImplementedError
 
     @classmethod
@@ -77,12 +77,12 @@ class _Readable(torch.Tensor):
             return args[0]._copied(kwargs.get("device") or args[0].device)
         return _dispatch_plain(func, args, kwargs)
 
-    # `weight.data = values` writes them, where torch would want another Float8Tensor.
+    # `weight.data = values` writes plain values; torch itself accepts another Float8Tensor only.
     data = property(lambda self: self.detach(), lambda self, values: self.quantize_(values))  # type: ignore[assignment]
 
 
 def _dispatch_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op on plain numbers, write what it changed, and make views of its views."""
+    """Run an op on plain numbers, write back what it changed, and wrap the views that it returns."""
     read: dict[int, torch.Tensor] = {}
     owners: dict[int, _Readable] = {}
 
@@ -101,13 +101,20 @@ def _dispatch_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         written = [x for argument, x in (*given, *named) if argument.alias_info and argument.alias_info.is_write]
         write([(x, read[id(x)]) for x in tree_leaves(written) if isinstance(x, _Readable)])
     elif func.is_view:
-        return _views(out, args[0], lambda whole: func(whole, *args[1:], **kwargs))
+
+        def make(i: int | None, whole: torch.Tensor) -> Any:
+            made = func(whole, *args[1:], **kwargs)
+            return made if i is None else made[i]
+
+        if isinstance(out, torch.Tensor):
+            return _View(out, args[0], functools.partial(make, None))
+        return [_View(like, args[0], functools.partial(make, i)) for i, like in enumerate(out)]
     return tree_map(lambda x: owners.get(id(x), x), out)
 
 
 @dataclass
 class _Kept:
-    """What a weight and its aliases share."""
+    """What a weight and its aliases have in common."""
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
@@ -124,7 +131,7 @@ class _Kept:
         return self.meta
 
     def moved(self, device: torch.device, copied: bool = False) -> "_Kept":
-        """The same on another device, with the same state; from the meta device, zeros."""
+        """The same on another device, with the same state; zeros where it comes from the meta device."""
         if self.codes.is_meta and device.type != "meta":
             codes = torch.zeros(self.codes.shape, dtype=torch.uint8, device=device).view(FP8)
             return _Kept(codes, torch.ones(1, dtype=torch.float32, device=device), None, self.meta)
@@ -133,7 +140,7 @@ class _Kept:
 
 
 class Float8Tensor(_Readable):
-    """See the module's docstring; `Float8Tensor.of(values, meta, column)` casts a plain tensor."""
+    """See the module's docstring. `Float8Tensor.of(values, meta, column)` casts a plain tensor."""
 
     _kept: _Kept
     _column: int
@@ -141,7 +148,7 @@ class Float8Tensor(_Readable):
 
     @staticmethod
     def __new__(cls: Any, kept: _Kept, dtype: torch.dtype, column: int) -> "Float8Tensor":
-        """Wrap codes; `dtype` is the one it stands for."""
+        """Wrap codes; `dtype` is T."""
         shape, device = kept.codes.shape, kept.codes.device
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self._kept, self._column = kept, column
@@ -149,7 +156,7 @@ class Float8Tensor(_Readable):
 
     @staticmethod
     def of(values: torch.Tensor, meta: FP8TensorMeta, column: int) -> "Float8Tensor":
-        """`values` `[out, in]` written to a new weight of their dtype."""
+        """A new weight of the dtype of `values` `[out, in]`, which are written to it."""
         codes = torch.empty(values.shape, dtype=FP8, device=values.device)
         scale_inv = torch.empty(1, dtype=torch.float32, device=values.device)
         weight = Float8Tensor.of_codes(codes, scale_inv, values.dtype, meta, column)
@@ -160,15 +167,15 @@ class Float8Tensor(_Readable):
     def of_codes(
         codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, meta: FP8TensorMeta, column: int
     ) -> "Float8Tensor":
-        """A weight of codes that were cast before."""
+        """A weight of codes that exist already."""
         return Float8Tensor(_Kept(codes, scale_inv, None, meta), dtype, column)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its numbers in `dtype` (None: its own), a plain tensor without history."""
+        """Its numbers in `dtype` (None: its own), as a plain tensor without history."""
         return dequantized(self._data, self._scale_inv, dtype or self.dtype)
 
     def operand(self, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What GEMMs read: codes, transposed codes, which are kept once they were asked for, and scale_inv."""
+        """Codes, transposed codes if `transpose` (they are kept from then on), and scale_inv, for GEMMs."""
         codes, transposed, scale_inv = self._operand(transpose)
         self._kept.transposed = self._kept.transposed if transposed is None else transposed
         return codes, transposed, scale_inv
@@ -180,11 +187,11 @@ class Float8Tensor(_Readable):
         return self._data, transposed if transpose else None, self._scale_inv
 
     def bind(self, meta: FP8TensorMeta) -> None:
-        """Take scales from `meta` from now on."""
+        """Use the scales of `meta` from now on."""
         self._kept.meta = meta
 
     def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow `nn.Module._apply`'s function to its device and dtype; the codes stay as they are."""
+        """Apply the device and dtype of `nn.Module._apply`'s function; the codes stay as they are."""
         like = fn(torch.empty(1, dtype=self.dtype, device=self.device))
         if like.device.type == "cpu" and like.is_shared():
             self.share_memory_()
@@ -198,14 +205,14 @@ class Float8Tensor(_Readable):
         self.grad = None if grad is None else fn(grad)
 
     def share_memory_(self) -> "Float8Tensor":
-        """Move what it keeps into memory that processes share, as torch's tensors do; the transposed codes go."""
+        """Move codes and scale_inv into memory that processes share, as torch's tensors do; drop transposed codes."""
         self._kept.codes = self._data.view(torch.uint8).share_memory_().view(FP8)
         self._kept.scale_inv.share_memory_()
         self._kept.transposed = None
         return self
 
     def is_shared(self) -> bool:
-        """Whether its codes lie in memory that processes share; always true on CUDA."""
+        """Whether processes share its codes' memory; always true on CUDA."""
         return self._data.is_shared()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,14 +221,14 @@ class Float8Tensor(_Readable):
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor | None]:
-        """A method that gives what the weight was drawn as, where `quantized_model_init` was told to preserve it."""
+        """A method that returns the weight's initial values, if `quantized_model_init` preserved them."""
         if "_high_precision_init_val" not in vars(self):
             raise AttributeError("this weight was not made with preserve_high_precision_init_val=True.")
         return lambda: self._high_precision_init_val
 
     @property
     def clear_high_precision_init_val(self) -> Callable[[], None]:
-        """A method that lets go what `get_high_precision_init_val` gives."""
+        """A method that frees what `get_high_precision_init_val` returns."""
         self.get_high_precision_init_val  # noqa: B018  (raises where nothing was preserved)
         return lambda: setattr(self, "_high_precision_init_val", None)
 
@@ -258,14 +265,13 @@ class Float8Tensor(_Readable):
 
 
 def _rebuilt(codes: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """A pickled Float8Tensor."""
     *arguments, requires_grad, parameter = rest
     weight = Float8Tensor.of_codes(codes.view(FP8), *arguments)
     return torch.nn.Parameter(weight, requires_grad) if parameter else weight.requires_grad_(requires_grad)
 
 
 class _View(_Readable):
-    """A view of a Float8Tensor, or of such a view: `make` of the source's numbers."""
+    """A view of a Float8Tensor, or of such a view; `make` computes it from the source's numbers."""
 
     _source: _Readable
     _make: Callable[[torch.Tensor], torch.Tensor]
@@ -290,20 +296,8 @@ class _View(_Readable):
         return f"{self.dequantize()}, a view of a Float8Tensor"
 
 
-def _views(out: Any, source: _Readable, make: Callable[[torch.Tensor], Any]) -> Any:
-    """The results of a view op: one, or several."""
-    if isinstance(out, torch.Tensor):
-        return _View(out, source, make)
-    return [_View(like, source, functools.partial(_part, make, i)) for i, like in enumerate(out)]
-
-
-def _part(make: Callable[[torch.Tensor], Any], i: int, whole: torch.Tensor) -> torch.Tensor:
-    part: torch.Tensor = make(whole)[i]
-    return part
-
-
 def operand(weight: Float8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`weight.operand(transpose)`; a compiler can follow it, and it keeps nothing there."""
+    """`weight.operand(transpose)`, in a form that a compiler can trace; compiled, it keeps no transposed codes."""
     if not torch.compiler.is_compiling():
         return weight.operand(transpose)
     codes, scale_inv, *transposed = torch.ops.twin.float8_operand(weight, transpose)
@@ -311,14 +305,14 @@ def operand(weight: Float8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.
 
 
 def dequantized(codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """round_dtype( fp32(code) · scale_inv ), plain; without an fp32 tensor on the way."""
+    """round_dtype( fp32(code) · scale_inv ), a plain tensor, without a temporary in fp32."""
     wide = codes.to(dtype)  # exact: bf16 and fp16 hold every E4M3 number
     return torch.mul(wide, scale_inv, out=torch.empty_like(wide))
 
 
 @torch.no_grad()
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write values to Float8Tensors (and views); to those with transposed codes in one launch per device and dtype."""
+    """Write values to Float8Tensors and views; one launch per device and dtype writes those with transposed codes."""
     together: dict[tuple[torch.device, torch.dtype], list[tuple[Float8Tensor, torch.Tensor]]] = {}
     for target, values in pairs:
         if isinstance(target, _View):
@@ -328,10 +322,13 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         elif isinstance(target, Float8Tensor):
             kept = target._kept
             tensors = (kept.codes, kept.scale_inv, kept.transposed)
-            # Below autograd, where ops on subclasses run, nothing else does it: a backward that saved them must notice.
+            # Ops on subclasses run below autograd, which increments no version: a backward that saved them must notice.
             torch.autograd.graph.increment_version([x for x in tensors if x is not None])
             if isinstance(values, Float8Tensor):
-                _copy_codes(kept, values._kept)
+                kept.codes.copy_(values._data)
+                kept.scale_inv.copy_(values._scale_inv)
+                if kept.transposed is not None:
+                    kept.transposed.copy_(kept.codes.view(torch.uint8).t().view(FP8))
                 continue
             values = values.dequantize() if isinstance(values, _Readable) else values.detach()
             dtype = values.dtype if values.dtype in _CAST_FROM else target.dtype
@@ -354,10 +351,3 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             [kept.transposed for kept in weights],
             [kept.scale_inv for kept in weights],
         )
-
-
-def _copy_codes(to: _Kept, source: _Kept) -> None:
-    to.codes.copy_(source.codes)
-    to.scale_inv.copy_(source.scale_inv)
-    if to.transposed is not None:
-        to.transposed.copy_(to.codes.view(torch.uint8).t().view(FP8))

@@ -1,4 +1,4 @@
-"""A layer's FP8 state: the scales and amax histories that recipes with state keep, and when they are made and moved."""
+"""A layer's FP8 state: the scales and amax histories of recipes with state, and when they are created and moved."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ class WithFP8State(torch.nn.Module):
         fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
         fp8_weights: names of the weights, and their columns of `scaling_fwd`.
         quantized_init: the settings of the `quantized_model_init` that it was made in; None outside of one.
-        own_recipe, in_high_precision: what it runs in whatever autocast says (`reference.recipes.by_layer`).
+        own_recipe, in_high_precision: what it runs in, whatever autocast says (`reference.recipes.by_layer`).
     """
 
     num_gemms = 1
@@ -35,14 +35,14 @@ class WithFP8State(torch.nn.Module):
     quantized_init: model_init.QuantizedInit | None
     own_recipe: Recipe | None = None
     in_high_precision = False
-    _history_rows: int | None  # the rows that the state is known to have, which then need not be looked at
+    _history_rows: int | None  # rows of the state, if known: spares looking at it
     _fp8_workspaces: dict[str, Quantized]
 
     def _parameter_device(self) -> torch.device:
         return next(parameter for parameter in self._parameters.values() if parameter is not None).device
 
     def _fresh_state(self, device: torch.device) -> None:
-        """Scales of 1 and empty histories; where weights are kept in FP8 state exists from the beginning."""
+        """Reset scales to 1 and histories to 0; where weights are kept in FP8, create the state."""
         for key in scaling.KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].to(device)
@@ -53,23 +53,24 @@ class WithFP8State(torch.nn.Module):
                 self.fp8_meta["recipe"] = self.quantized_init.recipe
 
     def _bind_weights(self) -> None:
-        """Let weights in FP8 take their scales from this module's state; not one that it shares of another's."""
+        """Let weights in FP8 take their scales from this module's state, except a shared one of another column."""
         for name, weight in self._fp8_parameters().items():
             if "scaling_fwd" in self.fp8_meta and self.fp8_weights.get(name) == weight._column:
                 weight.bind(self.fp8_meta["scaling_fwd"])
 
     def _fp8_parameters(self) -> dict[str, Float8Tensor]:
-        """The weights that are kept in FP8."""
         parameters: dict[str, Any] = self._parameters
         return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
 
     def init_fp8_metadata(self) -> AutocastState:
-        """Make or resize the FP8 state for the current autocast, if that needs any; return that autocast."""
+        """Create or resize the FP8 state for the current autocast, if necessary, and return that autocast."""
         state = current()
-        if self.own_recipe is not None or self.in_high_precision:
-            state = self._own_settings(state)
+        if self.in_high_precision:
+            state = replace(state, enabled=False, calibrating=False)
+        elif self.own_recipe is not None:
+            state = replace(state, recipe=self.own_recipe)
         recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
-        # `Module.__setattr__` takes its time; a compiler would guard what is read.
+        # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
         if torch.compiler.is_compiling() or self.fp8 != state.enabled:
             if state.enabled:
                 self._check_fp8_sizes("under FP8 autocast")
@@ -80,12 +81,12 @@ class WithFP8State(torch.nn.Module):
                 _make_state(id(self), rows)
                 self._history_rows = None if torch.compiler.is_compiling() else rows
             self.fp8_meta["recipe"] = state.recipe
-            if not recompute.replaying():  # autograd's thread is not the one whose autocast updates
+            if not recompute.replaying():  # autograd's thread has no autocast that would update
                 scaling.join(self, state.recipe, state.group)
         return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move FP8 state with the module, by device only, and forget cached weights."""
+        """Move FP8 state with the module, by device only, and drop cached weights."""
         fp8: dict[str, Any] = self._fp8_parameters()
         self._parameters.update(dict.fromkeys(fp8))
         super()._apply(fn, recurse)
@@ -99,30 +100,24 @@ class WithFP8State(torch.nn.Module):
         return self
 
     def state_columns(self) -> dict[str, int]:
-        """How many columns `scaling_fwd` and `scaling_bwd` have."""
+        """The number of columns of `scaling_fwd` and `scaling_bwd`."""
         names = zip(scaling.KEYS, (FORWARD_TENSORS, BACKWARD_TENSORS), strict=True)
         return {key: self.num_gemms * len(columns) for key, columns in names}
 
     def make_state(self, recipe: DelayedScaling) -> None:
-        """Make or resize the FP8 state as a run under `recipe` would."""
+        """Create or resize the FP8 state as a run under `recipe` would."""
         _make_state(id(self), recipe.history_rows)
         self._history_rows = None
         self._bind_weights()
 
     def _take_state(self, state: dict[str, FP8TensorMeta]) -> None:
-        """Replace the FP8 state, in its memory where that has the same shape: CUDA graphs read it there."""
+        """Replace the FP8 state, in place where the shapes are the same: CUDA graphs read that memory."""
         for key, new in state.items():
             if key in self.fp8_meta:
                 self.fp8_meta[key].take(new)
             else:
                 self.fp8_meta[key] = new
         self._history_rows = None
-
-    def _own_settings(self, state: AutocastState) -> AutocastState:
-        """Autocast's, with what this layer was given instead."""
-        if self.in_high_precision or self.own_recipe is None:
-            return replace(state, enabled=False, calibrating=False)
-        return replace(state, recipe=self.own_recipe)
 
     def _check_fp8_sizes(self, where: str) -> None:
         for name in self.fp8_sizes:
@@ -134,7 +129,7 @@ class WithFP8State(torch.nn.Module):
 
 
 def _make_state(identity: int, length: int) -> None:
-    """Make, move or resize the FP8 state of the module with that `id` where its device or rows are not the module's."""
+    """Create, move or resize the FP8 state of the module with that `id`, if its device or rows require it."""
     module = scaling.registered(identity)
     device = module._parameter_device()
     for key in scaling.KEYS:
@@ -142,13 +137,13 @@ def _make_state(identity: int, length: int) -> None:
             module.fp8_meta[key] = FP8TensorMeta.fresh(module.state_columns()[key], length, device)
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]
-        meta.to(device)  # a loader may have replaced the parameters one by one
+        meta.to(device)  # a loader may have replaced the parameters on another device
         if meta.amax_history.shape[0] != length:
             meta.resize(length)
-    module.fp8_meta.setdefault("recipe", None)  # set by the caller; there already, so that guards see no new key
+    module.fp8_meta.setdefault("recipe", None)  # the caller sets it; guards must not see a new key
 
 
-# `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while it traces and not
-# in its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced when
-# eager mode has made the state serves every module like it. torch 2.11 lets only constants in: hence the `id`.
+# `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while tracing and not in
+# its graph, where new state would be an intermediate result. Such a graph serves this module only; one traced after
+# eager mode has made the state serves every module like it. torch 2.11 accepts only constants: hence the `id`.
 _make_state._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,15 +1,15 @@
-"""Parameter initialisation: Transformer Engine's defaults as distributions, the same bits everywhere.
+"""Parameter initialisation: Transformer Engine's distributions, the same bits everywhere.
 
-`torch.nn.init` draws different numbers on a CPU and on a GPU, and on CPUs with other instruction sets. These
-draw with `twin::normal` in fp32 and round once to the parameter's dtype. A parameter on a GPU is drawn there, if
-`optimized` is imported, and on the CPU otherwise. The seed comes from torch's default CPU generator: after the same
-`torch.manual_seed`, the same sequence of calls gives the same parameters on every machine and device.
+`torch.nn.init` draws different numbers on a CPU, on a GPU, and on CPUs with other instruction sets. `normal_` draws
+with `twin::normal` in fp32 and rounds once to the parameter's dtype, on the parameter's GPU if `optimized` is imported,
+otherwise on the CPU. The seed comes from torch's default CPU generator: after the same `torch.manual_seed`, the same
+sequence of calls gives the same parameters on every machine and device.
 
-Of a DTensor (`fully_shard`, `distribute_tensor`) every rank draws the whole tensor and keeps its shard: after the same
-seed on all ranks a sharded model has the numbers of one that is not.
+For a DTensor (`fully_shard`, `distribute_tensor`) every rank draws the whole tensor and keeps its shard: with the same
+seed on all ranks a sharded model has the numbers of an unsharded one.
 
-Transformer Engine's defaults: weights of `Linear` and its relatives normal(0, 0.023), biases 0, LayerNorm
-weights 1 (0 with zero_centered_gamma).
+Transformer Engine's defaults: weights of `Linear` and its relatives normal(0, 0.023), biases 0, LayerNorm weights 1 (0
+with zero_centered_gamma).
 """
 
 import torch
@@ -18,16 +18,13 @@ from reference import philox
 from reference.dtensor import distributed
 from reference.ops import library
 
-# The standard deviation of Transformer Engine's default weight initialisation.
-WEIGHT_STD = 0.023
+WEIGHT_STD = 0.023  # Transformer Engine's default
 
 
 def normal_(tensor: torch.Tensor, mean: float = 0.0, std: float = WEIGHT_STD) -> torch.Tensor:
-    """Fill `tensor` in place with normal numbers of that mean and standard deviation, and return it."""
+    """Fill `tensor` in place with normal numbers and return it."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ValueError(
-            f"tensor must be torch.float32, torch.bfloat16, torch.float16 or torch.float64; got {tensor.dtype}."
-        )
+        raise ValueError(f"tensor is {tensor.dtype}; float32, bfloat16, float16 and float64 are accepted.")
     there = tensor.device if tensor.is_cuda and library.runs_on_cuda("normal") else "cpu"
     with torch.no_grad():
         values = torch.empty(tensor.shape, dtype=torch.float32, device=there)

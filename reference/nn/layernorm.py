@@ -1,9 +1,9 @@
-"""`LayerNorm` and `RMSNorm` as layers of their own, and what the fused layers share of them.
+"""`LayerNorm` and `RMSNorm` as layers, and what the fused layers share with them.
 
     y = (x − mean(x)) · rstd · γ + β         RMSNorm: y = x · rstd · γ
 
-Rows are the last dimension; γ is `weight`, or `weight + 1` with `zero_centered_gamma`. Order and rounding points:
-`reference.ops.norm`.
+The norm is over the last dimension; γ is `weight`, or `weight + 1` with `zero_centered_gamma`. Order and rounding
+points: `reference.ops.norm`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from reference.quantized import as_dtype, rows_of
 from reference.quantizer import NormPlan
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-"""The ops' names of a `normalization` argument."""
+"""`normalization` argument → the ops' name."""
 
 
 class Plan(NamedTuple):
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 def norm_plan(layer: Any) -> NormPlan:
-    """A layer's norm, as it is now."""
+    """The settings of a layer's norm."""
     return NormPlan(layer.eps, layer.zero_centered_gamma, layer.kind)
 
 
@@ -45,7 +45,7 @@ def norm_backward(norm: NormPlan, grad: torch.Tensor, saved: Saved, residual_gra
 
 
 def register_norm(layer: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a fused layer its `layer_norm_weight` and, for LayerNorm, `layer_norm_bias`."""
+    """Create a fused layer's `layer_norm_weight` and, for LayerNorm, `layer_norm_bias`."""
     layer.layer_norm_weight = torch.nn.Parameter(torch.empty(hidden, dtype=dtype, device=device))
     beta = torch.nn.Parameter(torch.empty(hidden, dtype=dtype, device=device)) if layer.kind == "layernorm" else None
     layer.register_parameter("layer_norm_bias", beta)
@@ -62,7 +62,7 @@ def reset_norm(weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: b
 def with_extras(
     layer: Any, inp: torch.Tensor, results: Any, features: int, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Any:
-    """What a fused layer returns: y; with `return_bias` its last bias, with `return_layernorm_output` norm(x) last."""
+    """The results of a fused layer: y, with `return_bias` its last bias, with `return_layernorm_output` norm(x)."""
     y, *normed = results if layer.return_layernorm_output else (results,)
     out = [y.view(*inp.shape[:-1], features)]
     if layer.return_bias:
@@ -72,7 +72,7 @@ def with_extras(
 
 
 def parameters(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-    """γ and β in the activation dtype, as Transformer Engine takes them."""
+    """γ and β in the activation dtype, as in Transformer Engine."""
     return as_dtype(weight, dtype), None if bias is None else as_dtype(bias, dtype)
 
 
@@ -91,7 +91,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
 
 
 def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> int:
-    """The one dimension that either argument names."""
+    """The size that one of two arguments gives, a number or a list of one."""
     if normalized_shape is not None and hidden_size is not None:
         raise ValueError(
             f"{layer}: normalized_shape={normalized_shape!r} and hidden_size={hidden_size!r}, its older name; one is "
@@ -107,7 +107,7 @@ def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> int:
 
 
 class _Norm(TransformerEngineBaseModule):
-    """What both norms are, with Transformer Engine's arguments.
+    """What both norms share, with Transformer Engine's arguments.
 
     Args:
         normalized_shape: size of the last dimension.
@@ -157,7 +157,7 @@ class _Norm(TransformerEngineBaseModule):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """γ = 1, β = 0; from the meta device, move to the default one first."""
+        """γ = 1, β = 0; from the meta device, move to the default device first."""
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         reset_norm(self.weight, self.bias, self.zero_centered_gamma)
@@ -170,7 +170,6 @@ class _Norm(TransformerEngineBaseModule):
         return differentiable(forward, backward, plan, BlockContext(), *tensors).view(input.shape)
 
     def extra_repr(self) -> str:
-        """Size, eps and the form of γ."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 

@@ -1,7 +1,7 @@
-"""`LayerNormLinear`: y = norm(x)·wᵀ + b, the norm emitting what the GEMM reads.
+"""`LayerNormLinear`: y = norm(x)·wᵀ + b; the norm produces the GEMM's operand.
 
 In 16 bits norm(x) is rounded to the activation dtype; in FP8 it is cast from fp32, without passing through 16 bits.
-Otherwise each rounding point is that of `LayerNorm` followed by `Linear`: dL/dnorm is rounded to the activation dtype
+Every other rounding point is that of `LayerNorm` followed by `Linear`: dL/dnorm is rounded to the activation dtype
 before the norm's backward reads it.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["LayerNormLinear"]
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β, w, b), the kind of the GEMM's quantizers, the norm, and its return."""
+    """T, which gradients are wanted (x, γ, β, w, b), the kind of the quantizers, the norm, whether it is returned."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
@@ -43,7 +43,7 @@ def forward(
     weight: torch.Tensor | Quantized,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
-    """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm`, and norm(x) in the activation dtype."""
+    """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm` also norm(x) in the activation dtype."""
     gemm, dtype = context.gemms[0], plan.dtype
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
     normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=plan.needs[3])
@@ -58,7 +58,7 @@ def forward(
 def norm_output(
     normed: Quantized, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, plan: Any
 ) -> torch.Tensor:
-    """norm(x) in the activation dtype, for whoever asks for it beside the quantized one."""
+    """norm(x) in the activation dtype, as a result of the layer."""
     return normed.codes if normed.layout is None else twin.norm(x, gamma, beta, *plan.norm, plan.dtype)[0]
 
 
@@ -77,7 +77,7 @@ def quantized_backward(
     *norm_grad: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
 ) -> Saved:
-    """Gradients of x, γ, β, w of a quantized dL/dy; `residual_grad` reaches x past the norm."""
+    """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
     gemm, normed, w = context.gemms[0], Transposed(*saved[:2]), Transposed(*saved[2:4])
     dx = dgamma = dbeta = None
     if any(plan.needs[:3]):
@@ -90,18 +90,17 @@ def quantized_backward(
 
 
 class LayerNormLinear(LinearBase):
-    """Normalisation and a linear layer in one, with Transformer Engine's arguments and parameter names.
+    """Normalisation and a linear layer, with Transformer Engine's arguments and parameter names.
 
     Parameters are `layer_norm_weight`, `layer_norm_bias` (not with RMSNorm), `weight`, `bias`.
 
     Args:
-        in_features, out_features: sizes; in FP8 both must be multiples of 16. Any token count works.
         eps: added to the variance.
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: keep γ − 1 in `layer_norm_weight`.
         return_layernorm_output: return `(y, norm(x))`.
-        bias, return_bias, init_method, get_rng_state_tracker, parameters_split, params_dtype, device,
-            fuse_wgrad_accumulation, and parallelism's arguments: as in `Linear`.
+        in_features, out_features, bias, return_bias, init_method, get_rng_state_tracker, parameters_split,
+            params_dtype, device, fuse_wgrad_accumulation, and parallelism's arguments: as in `Linear`.
 
     Source: Transformer Engine's `pytorch/module/layernorm_linear.py`.
     """
@@ -159,7 +158,6 @@ class LayerNormLinear(LinearBase):
         super()._create_parameters(parts, dtype, device)
 
     def reset_parameters(self) -> None:
-        """As `Linear`'s, and γ = 1, β = 0."""
         super().reset_parameters()
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 
@@ -170,12 +168,7 @@ class LayerNormLinear(LinearBase):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """Apply the layer.
-
-        Args:
-            inp: `[..., in_features]`, fp32, bf16 or fp16.
-            is_first_microbatch: as in `Linear.forward`.
-            fp8_output, fp8_grad: FP8 results; only False is offered.
+        """Apply the layer; arguments as in `Linear.forward`.
 
         Returns:
             y `[..., out_features]`; with `return_bias` the bias after it, with `return_layernorm_output` norm(x) last.

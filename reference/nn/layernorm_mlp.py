@@ -1,9 +1,9 @@
-"""`LayerNormMLP`: norm → fc1 → activation → fc2, the transformer's feed-forward half.
+"""`LayerNormMLP`: norm → fc1 → activation → fc2, the feed-forward half of a transformer layer.
 
-    h = T( norm(x)·fc1ᵀ + b1 )            the pre-activation, rounded: what the activation and its derivative read
+    h = T( norm(x)·fc1ᵀ + b1 )            the pre-activation, rounded: the activation and its derivative read it
     y = T( act(h)·fc2ᵀ + b2 )             act(h) is rounded to T in 16 bits, cast from fp32 in FP8
     dact = T( g·fc2 ),  dh = dact·act'(h), cast from fp32 in FP8 and rounded to T in 16 bits
-    db1 = column sums of dh               then as `LayerNormLinear`
+    db1 = column sums of dh               the rest is as in `LayerNormLinear`
 
 T is the activation dtype. Source: Transformer Engine's `pytorch/module/layernorm_mlp.py`.
 """
@@ -28,7 +28,7 @@ from reference.quantizer import ActivationPlan, NormPlan
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β, fc1's w and b, fc2's), the kinds of the quantizers, and the rest."""
+    """T, which gradients are wanted (x, γ, β, fc1's w and b, fc2's), the quantizers' kinds, the settings."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 def mlp_plan(layer: "LayerNormMLP", context: ModuleContext, dtype: torch.dtype, needs: tuple[bool, ...]) -> Plan:
-    """The plan of a layer as it is now."""
+    """The plan of a layer with its present settings."""
     return Plan(dtype, needs, context.kind, norm_plan(layer), layer.activation, layer.return_layernorm_output)
 
 
@@ -79,7 +79,7 @@ def forward(
     fc2_weight: torch.Tensor,
     fc2_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
-    """y `[tokens, hidden]` of x `[tokens, hidden]`; with `returns_norm`, and norm(x)."""
+    """y `[tokens, hidden]` of x `[tokens, hidden]`; with `returns_norm` also norm(x)."""
     tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = hidden_forward(plan, context, *tensors)
     y = fprop(a, w2, fc2_bias, plan.dtype, context.gemms[1].how)
@@ -89,7 +89,7 @@ def forward(
 def backward(
     plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor, residual_grad: torch.Tensor | None = None
 ) -> Saved:
-    """Gradients of x, γ, β, fc1's w and b, fc2's w and b; the grads as in `LayerNormLinear`'s."""
+    """Gradients of x, γ, β, fc1's w and b, fc2's w and b; `grads` as in `LayerNormLinear`'s backward."""
     (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
     normed, w1, a, w2 = (Transposed(*saved[i : i + 2]) for i in (0, 2, 4, 6))
     h = saved[8]
@@ -109,22 +109,20 @@ def backward(
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """Normalisation and a two-layer perceptron in one, with Transformer Engine's arguments and parameter names.
+    """Normalisation and a two-layer perceptron, with Transformer Engine's arguments and parameter names.
 
     Parameters are `layer_norm_weight`, `layer_norm_bias` (not with RMSNorm), `fc1_weight`, `fc1_bias`, `fc2_weight`,
-    `fc2_bias`; a gated activation doubles fc1's rows, the activated half first.
+    `fc2_bias`. A gated activation doubles fc1's rows; its activated half comes first.
 
     Args:
         hidden_size, ffn_hidden_size: sizes; in FP8 both must be multiples of 16. Any token count works.
-        eps: added to the variance.
-        normalization: "LayerNorm" or "RMSNorm".
+        eps, normalization, zero_centered_gamma: as in `LayerNormLinear`.
         activation: "gelu" (its tanh form), "geglu", "relu", "silu" or "swiglu".
         bias: fc1 and fc2 learn a bias.
         init_method, output_layer_init_method: called with fc1's, fc2's weight; None draws normal(0, 0.023).
         return_bias: leave fc2's bias out and return `(y, bias)`.
         return_layernorm_output: return `(y, norm(x))`.
-        zero_centered_gamma: keep γ − 1 in `layer_norm_weight`.
-        seq_length, micro_batch_size: Transformer Engine's hints for a warm-up; not needed here.
+        seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         checkpoint, activation_params, and parallelism's arguments: only "off" is offered.
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `Linear`.
     """
@@ -209,7 +207,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default one first."""
+        """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default device first."""
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
@@ -250,7 +248,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return with_extras(self, inp, results, self.hidden_size, fc2_bias, dtype)
 
     def extra_repr(self) -> str:
-        """Sizes, activation, bias and the recipe last run under."""
         recipe = self.fp8_meta.get("recipe")
         text = (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "

@@ -1,18 +1,16 @@
-"""`Linear`: y = x·wᵀ + b, in fp32, in 16 bits, or in FP8 with delayed scaling.
+"""`Linear`: y = x·wᵀ + b, in fp32, in 16 bits, or in FP8.
 
-Shapes: x `[tokens, in]`, w `[out, in]`, b `[out]`, y and g = dL/dy `[tokens, out]`. `q(t)` is the cast to FP8 by
-`twin::cast_transpose`, with `t ≈ q(t)·t_inv`; E4M3 forward, E5M2 (HYBRID) or E4M3 for g.
-
-FP8 (activation dtype T is x's or torch.autocast's; every GEMM accumulates as `reference.tensor_core` says):
+Shapes: x `[tokens, in]`, w `[out, in]`, b `[out]`, y and g = dL/dy `[tokens, out]`. q(t) is the cast to FP8, with
+t ≈ q(t)·t_inv: E4M3 forward, E5M2 (HYBRID) or E4M3 for g. T is the activation dtype, x's or torch.autocast's.
 
     y  = T( q(x)·q(w)ᵀ · (x_inv·w_inv) + b )        fast accumulation: one chain over `in`
     dx = T( q(g)·q(w) · (g_inv·w_inv) )             split accumulation, over `out`
     dw = T( q(g)ᵀ·q(x) · (g_inv·x_inv) )            split accumulation, over the tokens
     db = T( column sums of g )                      order: `reference.ops.dbias`
 
-16 bits: x, w, b are rounded to T, then y = T(x·wᵀ + b), dx = T(g·w), dw = T(gᵀ·x), each GEMM one chain.
-fp32 outside FP8 is PyTorch's own GEMM and outside the bit contract. In FP8 with T = fp32 the bias is rounded
-to bf16 first. Each of these rounding points is Transformer Engine's `module/linear.py`.
+16 bits: x, w, b are rounded to T, then y = T(x·wᵀ + b), dx = T(g·w), dw = T(gᵀ·x), each GEMM one chain. fp32 outside
+FP8 is PyTorch's own GEMM and outside the bit contract. In FP8 with T = fp32 the bias is rounded to bf16 first. Each of
+these rounding points is Transformer Engine's (`module/linear.py`).
 """
 
 from collections.abc import Callable, Hashable
@@ -64,7 +62,7 @@ def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quan
 
 
 class LinearBase(TransformerEngineBaseModule):
-    """A layer with one linear map: its sizes, its weight and bias (maybe in parts), their names and first values."""
+    """A layer with one linear map, whose weight and bias may be split into several parameters."""
 
     fp8_sizes = ("in_features", "out_features")
     fp8_weights: ClassVar = {"weight": 1}
@@ -80,7 +78,7 @@ class LinearBase(TransformerEngineBaseModule):
         get_rng_state_tracker: Callable[[], Any] | None,
         rng_tracker_name: str | None = None,
     ) -> None:
-        """Create the parameters; `use_bias` and `fuse_wgrad_accumulation` are set before."""
+        """Create the parameters; `use_bias` and `fuse_wgrad_accumulation` must be set before."""
         layer = type(self).__name__
         if self.fuse_wgrad_accumulation and split is not None:
             raise NotImplementedError(
@@ -117,7 +115,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights anew and zero the biases; from the meta device, move to the default one first."""
+        """Draw the weights anew and zero the biases; from the meta device, move to the default device first."""
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         for name in self.weight_names:
@@ -127,7 +125,7 @@ class LinearBase(TransformerEngineBaseModule):
             getattr(self, name).zero_()
 
     def joined_weight(self) -> torch.Tensor:
-        """The weight `[out, in]`, its parts one below the other."""
+        """The weight `[out, in]`, its parts concatenated."""
         return _joined([getattr(self, name) for name in self.weight_names])
 
     def joined_bias(self) -> torch.Tensor | None:
@@ -135,7 +133,6 @@ class LinearBase(TransformerEngineBaseModule):
         return _joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
 
     def extra_repr(self) -> str:
-        """Sizes, bias and the recipe last run under."""
         recipe = self.fp8_meta.get("recipe")
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
         return text if recipe is None else f"{text}, recipe={recipe}"
@@ -151,16 +148,15 @@ class Linear(LinearBase):
     Args:
         in_features, out_features: sizes; in FP8 both must be multiples of 16. Any token count works.
         bias: learn a bias.
-        init_method: called with the weight; None draws Transformer Engine's normal(0, 0.023), by our own Philox
-            seeded from torch's CPU generator, so the numbers do not depend on the machine or the device.
+        init_method: called with the weight; None draws Transformer Engine's normal(0, 0.023) (`reference.nn.init`).
         get_rng_state_tracker, rng_tracker_name: the weight is drawn inside `tracker().fork(name)`.
-        parameters_split: names (equal parts) or name → size, to hold weight and bias as several parameters.
+        parameters_split: names (equal parts) or name → size, for weight and bias as several parameters.
         params_dtype: None is torch's default dtype.
         device: None is the package's own: "cpu" for `reference`, "cuda" for `optimized`.
         return_bias: return `(y without bias, bias)`.
-        fuse_wgrad_accumulation: add dw to `weight.main_grad` (fp32 or bf16) instead of returning it.
+        fuse_wgrad_accumulation: add dw to `weight.main_grad` (fp32, bf16 or fp16) instead of returning it.
         parallel_mode, sequence_parallel, tp_group, tp_size, ub_*, delay_wgrad_compute, symmetric_ar_type,
-            save_original_input: accepted at the values that mean "off"; anything else is not offered.
+            save_original_input: only "off" is offered.
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
@@ -213,12 +209,12 @@ class Linear(LinearBase):
 
         Args:
             inp: `[..., in_features]`, fp32, bf16 or fp16; there may be no tokens.
-            is_first_microbatch: None casts the weight each time. True casts it and keeps the FP8 copy; False
-                uses that copy and leaves the weight's amax history alone.
-            fp8_output, fp8_grad: FP8 results; only False is offered.
+            is_first_microbatch: None casts the weight each time. True casts it and keeps the FP8 copy; False uses that
+                copy and leaves the weight's amax history alone.
+            fp8_output, fp8_grad: only False is offered.
 
         Returns:
-            `[..., out_features]` in the input's dtype (or torch.autocast's); with `return_bias`, and the bias.
+            `[..., out_features]` in the input's dtype (or torch.autocast's); with `return_bias` also the bias.
         """
         if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
             check_arguments("Linear.forward", locals())

@@ -1,4 +1,4 @@
-"""What every layer shares: how it is made, and what a forward computes with."""
+"""What all layers have in common: construction, and the quantizers of a forward."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from reference.nn.context import ModuleContext, Precision
 from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.quantized import Quantized
-from reference.quantizer import Calibrating, CalibratingWeight, Gemm, HighPrecision
+from reference.quantizer import Calibrating, Gemm, HighPrecision
 from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
 
@@ -24,7 +24,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
     fuse_wgrad_accumulation = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """`weight_scale_inv` and the like, which `state_dict` names beside weights that are kept in FP8."""
+        """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
         super().__init_subclass__(**kwargs)
         for name in cls.__dict__.get("fp8_weights", ()):
             setattr(cls, f"{name}_scale_inv", property(functools.partial(_scale_inv, name=name)))
@@ -41,12 +41,12 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         scaling.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the membership, which may be of a process group; cached weights as bytes: torch pickles no float8."""
+        """Without the membership, which may hold a process group; cached weights as bytes: torch pickles no float8."""
         cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
         return {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy or an unpickled module is a module of its own: it registers itself."""
+        """Register a copy or an unpickled module as a module of its own."""
         super().__setstate__(state)
         cached: dict[str, Any] = self._fp8_workspaces
         self._fp8_workspaces = {name: Quantized(*map(_of_bytes, one)) for name, one in cached.items()}
@@ -54,7 +54,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         self._bind_weights()
 
     def _replicate_for_data_parallel(self) -> Any:
-        """`torch.nn.DataParallel` runs copies in threads of its own, where no autocast is open."""
+        """Refuse `torch.nn.DataParallel` in FP8: it runs copies in threads of its own, where no autocast is open."""
         if current().enabled:
             raise RuntimeError(
                 f"{type(self).__name__}: torch.nn.DataParallel under FP8 autocast is not offered; "
@@ -65,7 +65,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
     # --- FP8 state -----------------------------------------------------------------------------------
 
     def initialize(self, name: str, init_method: InitMethod) -> None:
-        """Let `init_method` fill a weight; in `quantized_model_init` what it gives is cast to FP8 and let go."""
+        """Let `init_method` fill a weight; in `quantized_model_init` its values are cast to FP8 and dropped."""
         weight = self._parameters[name]
         assert weight is not None
         self._fp8_workspaces.clear()
@@ -89,7 +89,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
             weight._high_precision_init_val = values.to("cpu", copy=True)  # type: ignore[attr-defined]
 
     def keep_in_fp8(self) -> None:
-        """In `quantized_model_init` on the meta device: weights in FP8, without numbers yet."""
+        """In `quantized_model_init` on the meta device: make weights in FP8, without numbers yet."""
         if self.quantized_init is None or not self.fp8_weights:
             return
         self._check_fp8_sizes("in quantized_model_init")
@@ -105,10 +105,10 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
     # --- forward -------------------------------------------------------------------------------------
 
     def context(self, dtype: torch.dtype, is_first_microbatch: bool | None) -> ModuleContext:
-        """What this forward computes with, from the current autocast; `dtype` is that of activations."""
+        """The context of this forward under the current autocast; `dtype` is the activations'."""
         if self.quantized_init is not None:
             self._check_kept_in_fp8()
-        if self.fuse_wgrad_accumulation:  # a backward would find out when it has added to others already
+        if self.fuse_wgrad_accumulation:  # a backward would find a bad main_grad after it has added to others
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
                     self.main_grad(name)
@@ -120,7 +120,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms])
 
     def _fp8_precision(self, recipe: Recipe) -> Precision:
-        """The quantizers of `recipe`; in a checkpoint's recomputation with the scales of its first run."""
+        """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
         forward: Any = self.fp8_meta.get("scaling_fwd")
         backward: Any = self.fp8_meta.get("scaling_bwd")
         recalled = recipe.history_rows is not None and recompute.active()
@@ -132,21 +132,21 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         known = self._precision
         if known is None or not (known.recipe is recipe and known.forward is forward and known.backward is backward):
             if known is not None and type(known.recipe) is not type(recipe):
-                self._fp8_workspaces.clear()  # weights that another recipe has cast
+                self._fp8_workspaces.clear()  # another recipe has cast them
             gemms = recipe.gemms(self.num_gemms, forward, backward)
             known = self._precision = Precision(gemms, recipe, forward, backward)
         return known
 
     def _calibrating(self, dtype: torch.dtype) -> Precision:
-        """`dtype`, noting amaxes for the recipe to come."""
+        """Quantizers to `dtype` that record amaxes for a later run in FP8."""
         forward, grad = self.fp8_meta["scaling_fwd"], HighPrecision(dtype)
         columns = range(0, 3 * self.num_gemms, 3)
         return Precision(
-            tuple(Gemm(Calibrating(dtype, forward, i), CalibratingWeight(dtype, forward, i + 1), grad) for i in columns)
+            tuple(Gemm(Calibrating(dtype, forward, i), Calibrating(dtype, forward, i + 1, True), grad) for i in columns)
         )
 
     def _check_kept_in_fp8(self) -> None:
-        """Refuse a plain parameter in the place of a weight that this module keeps in FP8."""
+        """Refuse a plain parameter that has replaced a weight kept in FP8."""
         for name in self.fp8_weights:
             weight = self._parameters.get(name)
             if isinstance(weight, torch.nn.Parameter) and not isinstance(weight, Float8Tensor):
@@ -157,7 +157,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
                 )
 
     def main_grad(self, name: str) -> torch.Tensor | None:
-        """Where the gradient of weight `name` is to be added, if `fuse_wgrad_accumulation` asks for it."""
+        """The tensor to which the gradient of weight `name` is added, with `fuse_wgrad_accumulation`; else None."""
         if not self.fuse_wgrad_accumulation:
             return None
         weight = getattr(self, name)
@@ -165,7 +165,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         if main_grad is None:
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
-                f"a float32 or bfloat16 tensor of the weight's shape is accepted."
+                f"a float32, bfloat16 or float16 tensor of the weight's shape is accepted."
             )
         fits = main_grad.shape == weight.shape and main_grad.device == weight.device
         if main_grad.dtype not in WIDE_DTYPES or not fits:
@@ -182,7 +182,7 @@ def _in_high_precision(dtype: torch.dtype, gemms: int) -> Precision:
     return Precision((Gemm(plain, plain, plain),) * gemms)
 
 
-# A table, not a cache: a compiler would look into one, and warn.
+# A table instead of a cache, which a compiler would trace into, and warn.
 _HIGH_PRECISION = {(dtype, gemms): _in_high_precision(dtype, gemms) for dtype in WIDE_DTYPES for gemms in (1, 2)}
 
 

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: (norm +) the QKV projection, optional rotary embedding, attention, the output projection.
+"""`MultiheadAttention`: (norm +) QKV projection, optional rotary embedding, attention, output projection.
 
 Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
@@ -24,7 +24,7 @@ from reference.ops.library import twin
 
 
 class MultiheadAttention(DeviceDefault, torch.nn.Module):
-    """Attention with its projections, with Transformer Engine's arguments and submodule names.
+    """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
     `query_layer`) and `key_value`; `core_attention`; `proj`. Without `fuse_qkv_params` the projection's parameters are
@@ -36,12 +36,12 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         attention_type: "self" or "cross".
         input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
             `LayerNormLinear`.
-        fuse_qkv_params, qkv_weight_interleaved: one parameter for q, k, v, its rows `[group, q.. k v, channel]` if
-            interleaved, else `[q.. k v, group, channel]`.
+        fuse_qkv_params, qkv_weight_interleaved: one parameter for q, k and v, whose rows are
+            `[group, q.. k v, channel]` if interleaved, else `[q.. k v, group, channel]`.
         bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
-        layer_number, name, seq_length, micro_batch_size: accepted for Transformer Engine's sake.
+        layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         window_size, softcap, qk_norm_*, softmax_type and parallelism's arguments: only "off" is offered.
     """
 
@@ -148,9 +148,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
-            window_size=window_size,
             attention_type=attention_type,
-            softmax_type=softmax_type,
             get_rng_state_tracker=get_rng_state_tracker,
             device=device,
             attention_backend=attention_backend,
@@ -189,9 +187,9 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         Args:
             hidden_states: `[s, b, hidden]` or `[b, s, hidden]`, bf16, fp16 or fp32 (whose attention is PyTorch's own).
             attention_mask, attn_mask_type, checkpoint_core_attention: as in `DotProductAttention.forward`.
-            encoder_output: what cross-attention looks at, of hidden_states' batch and dtype.
+            encoder_output: for cross-attention; same batch and dtype as hidden_states.
             is_first_microbatch: as in `Linear.forward`.
-            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or one such for queries and one for keys.
+            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys.
             window_size, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order;
                 only "off" is offered.
 
@@ -240,7 +238,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
     ) -> None:
-        """Refuse in `layer`'s name what this module, or a part of it, would refuse later; nothing has changed then."""
+        """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
         checks.check_input(self._modules[self._first_name], hidden_states, self.hidden_size, "hidden_states", layer)
         if (encoder_output is None) != (self.attention_type == "self"):
@@ -250,15 +248,14 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if ours:
             checks.check_mask_type(layer, names[1], kind)
         if (
-            encoder_output is not None
-            or angles is not None
-            or (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
-            or (hidden_states.is_cuda and hidden_states.shape[self._batch] * self.num_attention_heads > MAX_ATTENTIONS)
+            encoder_output is angles is None
+            and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
+            and (
+                not hidden_states.is_cuda
+                or hidden_states.shape[self._batch] * self.num_attention_heads <= MAX_ATTENTIONS
+            )
         ):
-            self._check_sizes(layer, hidden_states, encoder_output, angles, (names, mask, kind) if ours else None)
-
-    def _check_sizes(self, layer: str, hidden_states: Any, encoder_output: Any, angles: Any, masked: Any) -> None:
-        """The rest of `check`: what depends on the batch and the lengths."""
+            return
         batch, sequence = self._batch, 1 - self._batch
         shape = source = hidden_states.shape
         if encoder_output is not None:
@@ -267,28 +264,27 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         lengths, device = (shape[sequence], source[sequence]), hidden_states.device
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
-        if masked is not None:
-            names, mask, kind = masked
+        if ours:
             checks.check_mask(layer, names, kind, mask, (shape[batch], self.num_attention_heads, *lengths), device)
             dtype = checks.activation_dtype(hidden_states)
-            if self.core_attention.attention_backend == "cudnn":
+            if core.attention_backend == "cudnn":
                 checks.check_cudnn(dtype, device, lengths, kind)
             elif dtype != torch.float32 and device.type == "cuda":
                 checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
-        """`[.., ..]` to q (if `queries` per group > 0), k, v as `[.., .., heads, channels]`."""
+        """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""
         plan = SplitPlan(wanted(mixed), self.heads(queries))
         return differentiable(split_forward, split_backward, plan, BlockContext(), mixed)
 
     def heads(self, queries: int) -> "Heads":
-        """How q (if `queries` per group > 0), k and v lie in a projection of this layer."""
+        """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
         return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
 
 
 def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:
-    """Size of a head."""
+    """The size of a head, checked."""
     channels = int(hidden_size // heads if kv_channels is None else kv_channels)
     if kv_channels is None and (hidden_size % heads or channels % 8 or not 8 <= channels <= MAX_HEAD_DIM):
         raise ValueError(
@@ -299,7 +295,7 @@ def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | 
 
 
 class Heads(NamedTuple):
-    """How q, k and v lie in the projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
+    """Layout of q, k and v in a projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
 
     parts: tuple[int, ...]
     groups: int
@@ -308,11 +304,11 @@ class Heads(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Groups of heads that alternate: `side_by_side`'s groups."""
+        """The number of groups for `side_by_side`."""
         return self.groups if self.interleaved else 1
 
     def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k, v as `[.., .., heads, channels]` of the projection."""
+        """q, k and v `[.., .., heads, channels]` of the projection."""
         rows, lead = sum(self.parts), mixed.shape[:-1]
         whole = (self.groups, rows) if self.interleaved else (rows, self.groups)
         pieces = mixed.unflatten(-1, (*whole, self.channels)).split(self.parts, dim=-2 if self.interleaved else -3)
@@ -321,24 +317,24 @@ class Heads(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """Whether the gradient is wanted, and where the heads lie."""
+    """Whether the gradient is wanted, and the layout of the heads."""
 
     needs: tuple[bool, ...]
     heads: Heads
 
 
 def _rows_whole(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient whose last dimension is contiguous: PyTorch's own attention gives any strides."""
+    """A gradient whose last dimension is contiguous; PyTorch's own attention gives any strides."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def split_forward(plan: SplitPlan, context: BlockContext, mixed: torch.Tensor) -> tuple[Any, Saved]:
-    """q, k, v as `[.., .., heads, channels]`."""
+    """q, k and v `[.., .., heads, channels]`."""
     return plan.heads.split(mixed), ()
 
 
 def split_backward(plan: SplitPlan, context: BlockContext, saved: Saved, *grads: torch.Tensor) -> Saved:
-    """The gradients side by side again."""
+    """The gradients of q, k and v, side by side."""
     heads, lead = plan.heads, grads[0].shape[:-2]
     grads = tuple(_rows_whole(grad) for grad in grads)
     rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
@@ -346,29 +342,29 @@ def split_backward(plan: SplitPlan, context: BlockContext, saved: Saved, *grads:
 
 
 class RotaryPlan(NamedTuple):
-    """Whether the gradient is wanted, and the layout of the pairs that are turned."""
+    """Whether the gradient is wanted, and whether neighbours are paired."""
 
     needs: tuple[bool, ...]
     interleaved: bool
 
 
 def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    """x `[s, b, h, d]` turned by the context's angles `[s, d]`."""
+    """x `[s, b, h, d]` rotated by the context's angles `[s, d]`."""
     return twin.rotary(x, context.reads[0], plan.interleaved, False), ()
 
 
 def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """Turned back."""
+    """The gradient, rotated back."""
     return (twin.rotary(_rows_whole(grad), context.reads[0], plan.interleaved, True),)
 
 
 def angles_of(freqs: torch.Tensor) -> torch.Tensor:
-    """`[s, 1, 1, d]` as the op takes it, `[s, d]`."""
+    """Angles `[s, 1, 1, d]` as `[s, d]`, the op's form."""
     return freqs.reshape(freqs.shape[0], -1).contiguous()
 
 
 def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:
-    """x `[s, b, h, d]` or `[b, s, h, d]` turned by the angles `freqs [s, 1, 1, d]`."""
+    """x `[s, b, h, d]` or `[b, s, h, d]` rotated by the angles `freqs [s, 1, 1, d]`."""
     x = (x if qkv_format == "sbhd" else x.transpose(0, 1)).contiguous()
     context = BlockContext(reads=(angles_of(freqs),))
     out = differentiable(rotary_forward, rotary_backward, RotaryPlan(wanted(x), interleaved), context, x)

@@ -1,4 +1,4 @@
-"""How layers make their parameters: where, in which dtype, in which parts, and from which random state."""
+"""How layers make their parameters: device, dtype, parts, and random state."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from reference.arguments import check_arguments, is_int
 
 
 class DeviceDefault:
-    """Where a layer's parameters go when its constructor is not told; `optimized` overrides it."""
+    """The device of a layer's parameters when its constructor gets none; `optimized` overrides it."""
 
     default_device = "cpu"
 
@@ -28,7 +28,7 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 def parameter_dtype(layer: str, dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype`, or torch's default; refused where parameters cannot have it."""
+    """`dtype`, or torch's default, checked."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     check_arguments(layer, {"params_dtype": dtype})
     return dtype
@@ -59,7 +59,7 @@ def split_sizes(layer: str, split: Split, out_features: int) -> dict[str, int]:
 
 @contextlib.contextmanager
 def forked(get_tracker: Callable[[], Any] | None, name: str | None = None) -> Iterator[None]:
-    """The random state in which weights are drawn: the tracker's, where one is given."""
+    """The random state in which weights are drawn: the tracker's, if one is given."""
     if get_tracker is None:
         yield
         return

@@ -26,12 +26,19 @@ from reference.quantized import as_dtype
 
 
 def _checks(attention: Any) -> bool:
-    """Whether a part can be asked, beforehand, for what it refuses."""
+    """Whether a part is one of ours, whose arguments can be checked before it runs."""
     return isinstance(attention, MultiheadAttention) and not checks.is_prepared(attention)
 
 
+# Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
+_COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
+_COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
+_ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
+_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend"]
+
+
 class TransformerLayer(DeviceDefault, torch.nn.Module):
-    """A transformer layer with Transformer Engine's arguments, defaults and submodule names.
+    """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).
 
@@ -40,15 +47,14 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
         hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
         init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
-        layer_number, name: accepted for Transformer Engine's sake.
-        attention_backend: "exact", or "cudnn" for speed and outside the bit contract, as in `DotProductAttention`.
+        attention_backend: as in `DotProductAttention`.
         self_attn_mask_type, enc_dec_attn_mask_type: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
-        seq_length, micro_batch_size: Transformer Engine's hints for a warm-up; not needed here.
+        layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         parallel_attention_mlp, drop_path_rate, window_size, softcap, qk_norm_*, softmax_type and parallelism's
-            arguments: only "off"; without ub_tp_comm_overlap, the other ub_* mean nothing.
+            arguments: only "off"; without ub_tp_comm_overlap, the other ub_* have no effect.
     """
 
     def __init__(
@@ -111,11 +117,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         use_fp8: None = None,
     ) -> None:
         if use_fp8 is not None:
-            raise TypeError(
-                f"TransformerLayer: use_fp8={use_fp8!r} is no argument, nor is it Transformer Engine's; a layer runs "
-                f"in FP8 where it is called inside autocast()."
-            )
-        check_arguments("TransformerLayer", locals())
+            raise TypeError(f"TransformerLayer: use_fp8={use_fp8!r} is not offered; autocast() switches FP8 on.")
+        given = dict(locals())
+        check_arguments("TransformerLayer", given)
         check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)
         check_groups("TransformerLayer", num_gqa_groups, int(num_attention_heads))
         super().__init__()
@@ -126,34 +130,13 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        common: dict[str, Any] = {
-            "bias": bias,
+        common: dict[str, Any] = {name: given[name] for name in _COMMON}
+        common |= {
             "return_bias": True,
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
-            "params_dtype": params_dtype,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "device": device,
         }
-        attention: dict[str, Any] = {
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "num_gqa_groups": num_gqa_groups,
-            "window_size": window_size,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qkv_format": attn_input_format,
-            "qk_norm_type": qk_norm_type,
-            "softmax_type": softmax_type,
-            "attention_backend": attention_backend,
-            **common,
-        }
+        attention = {**common, **{name: given[name] for name in _ATTENTION}, "qkv_format": attn_input_format}
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
@@ -218,11 +201,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Apply the layer.
+        """Apply the layer. A call that is refused changes nothing.
 
         Args:
-            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16; fp32 under
-                torch.autocast, whose dtype it is cast to, or with attention that is PyTorch's own.
+            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16. fp32 is cast to
+                torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
             attention_mask, self_attn_mask_type: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type: of a decoder's cross-attention.
             is_first_microbatch: as in `Linear.forward`.
@@ -232,7 +215,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 Engine's, in its order; only "off" is offered.
 
         Returns:
-            a tensor like hidden_states. A call that is refused has changed nothing.
+            a tensor like hidden_states.
         """
         if not (
             window_size is bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
@@ -257,14 +240,13 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         attention, mlp = self.self_attention, self.layernorm_mlp
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
+        follows = mlp if fused and self.layer_type == "encoder" else None
         if (
-            fused
-            and self.layer_type == "encoder"
+            follows is not None
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
             return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention)
-        follows = mlp if fused and self.layer_type == "encoder" else None
         hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
@@ -276,7 +258,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         return self.layernorm(out) if self.output_layernorm else out
 
     def _fuses(self, part: Any, x: torch.Tensor, question: Callable[..., bool], *more: Any) -> bool:
-        """Whether a half runs as one pair of functions, not module by module."""
+        """Whether a half runs as one pair of functions instead of module by module."""
         return x.dtype != torch.float32 and question(part, self.apply_residual_connection_post_layernorm, *more)
 
     def _attend(
@@ -303,7 +285,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
     def _check(self, hidden_states: Any, mask: Any, mask_type: Any, angles: Any, cross: tuple[Any, Any, Any]) -> None:
-        """Refuse what a part of the layer would refuse later."""
+        """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
         checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer")
@@ -321,7 +303,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
 
     def _add(self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool) -> torch.Tensor:
-        """residual + dropout(y + bias) of a submodule's `(y, bias[, norm's output])`."""
+        """residual + dropout(y + bias) of a submodule's results `(y, bias[, norm's output])`."""
         y, bias, *norm = results
         if self.apply_residual_connection_post_layernorm and normed:
             residual = norm[0]

@@ -1,7 +1,7 @@
 """Activations: `twin::activation`, its backward, and both with the FP8 cast.
 
-x `[rows, n]` is the pre-activation. The gated kinds take its halves, x1 = x[:, :n/2] and x2 = x[:, n/2:], as
-Transformer Engine does: the first is activated, the second multiplies. With m = n, or n/2 where gated, and grad
+x `[rows, n]` is the pre-activation. The gated kinds split it into x1 = x[:, :n/2] and x2 = x[:, n/2:]; as in
+Transformer Engine, the first half is activated and multiplied by the second. With m = n, or n/2 where gated, and grad
 `[rows, m]` the gradient of y:
 
     kind            act     y [rows, m]      dx [rows, n]
@@ -11,19 +11,18 @@ Transformer Engine does: the first is activated, the second multiplies. With m =
     geglu, swiglu   gelu,   act(x1) · x2     dx1 = (grad · x2) · act'(x1)
                     silu                     dx2 = grad · act(x1)
 
-act and act' are fp32 values: those of `reference.elementary` for gelu (its tanh form) and silu, recorded ones where
-x is bf16 or fp16; and
+act and act' are fp32 values: those of `reference.elementary` for gelu (its tanh form) and silu, which are recorded
+where x is bf16 or fp16; and
 
     relu(x)  = +0 where x <= 0, else x             so -0 becomes +0, and NaN stays
     relu'(x) = 1 where x > 0, 0 where x <= 0       NaN where x is
 
-grad, x and x2 are widened to fp32 exactly; each multiplication written above is one of fp32 and rounds once. Then
+grad, x and x2 are widened to fp32 exactly; each multiplication above rounds once, to fp32. Then
 
-    activation, activation_backward                       one rounding of y, dx to x's dtype
-    activation_cast_transpose                             q, q_t, scale_inv, amax as `twin::cast_transpose` makes
-    activation_backward_cast_transpose_dbias              them of the fp32 y, dx: not through 16 bits
-    dbias of the latter                                   sums of the fp32 dx in the order of `twin::dbias`, one
-                                                          rounding to x's dtype
+    activation, activation_backward             y, dx: one rounding to x's dtype
+    activation_cast_transpose                   q, q_t, scale_inv, amax: `twin::cast_transpose` of the fp32 y
+    activation_backward_cast_transpose_dbias    the same of the fp32 dx; dbias: its column sums in the order of
+                                                `twin::dbias`, one rounding to x's dtype
 
 Sources: GELU, arXiv 1606.08415; SiLU, 1702.03118; GEGLU and SwiGLU, 2002.05202.
 """
@@ -40,7 +39,7 @@ from reference.ops.checks import check_input, check_like
 from reference.ops.dbias import sum_rows
 from reference.ops.library import define
 
-# Elements of x at a time: few enough to stay in the cache and with one thread, as in `formats.cast`.
+# Elements of x at a time: they stay in the cache and on one thread, as in `formats.cast`.
 _CHUNK = 1 << 15
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -72,12 +71,12 @@ GATED = ("geglu", "swiglu")
 
 
 def width(kind: str, columns: int) -> int:
-    """The columns of y for as many of x."""
+    """The number of y's columns where x has `columns`."""
     return columns // 2 if kind in GATED else columns
 
 
 def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
-    """Refuse what the activations do not take. `op` names the caller in the sentence."""
+    """Refuse what the activations do not accept; `op` names the caller in the error."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(map(repr, KINDS))}; got {kind!r}.")
     check_input(op, "x", x)
@@ -89,7 +88,7 @@ def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
 
 
 def check_grad(op: str, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
-    """Refuse a gradient that is not the activation's: its shape, x's dtype and device."""
+    """Refuse a gradient of another shape than y, or of another dtype or device than x."""
     check_like(op, "grad", grad, x.dtype, (x.shape[0], width(kind, x.shape[1])), x.device)
 
 
@@ -105,7 +104,7 @@ def activation_backward_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str) 
 
 
 def forward_outputs(op: str, x: torch.Tensor, kind: str, *scaling: *Scaling) -> Three:
-    """Room for (q, q_t, scale_inv) of the activation of x, after the checks of `activation_cast_transpose`."""
+    """Check the arguments of `activation_cast_transpose` and allocate (q, q_t, scale_inv)."""
     check_activation(op, x, kind)
     columns = width(kind, x.shape[1])
     if columns % 16:
@@ -129,7 +128,7 @@ def backward_cast_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str, *scali
 
 
 def _forward(x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
-    """y rounded to the dtype of `out` `[rows, m]`, which it returns."""
+    """Write y, rounded to the dtype of `out` `[rows, m]`, to it and return it."""
     act, _ = FUNCTIONS[kind]
     half = width(kind, x.shape[1])
     at_once = max(1, _CHUNK // max(x.shape[1], 1))
@@ -140,7 +139,7 @@ def _forward(x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
-    """dx rounded to the dtype of `out` `[rows, n]`, which it returns."""
+    """Write dx, rounded to the dtype of `out` `[rows, n]`, to it and return it."""
     act, derivative = FUNCTIONS[kind]
     half = width(kind, x.shape[1])
     at_once = max(1, _CHUNK // max(x.shape[1], 1))

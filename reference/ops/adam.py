@@ -1,17 +1,17 @@
-"""`twin::adam`: one step of Adam (or AdamW) for a list of tensors, moments and master weights in fp32.
+"""`twin::adam`: one step of Adam (or AdamW) for a list of tensors, with moments and master weights in fp32.
 
-For each element, every operation one fp32 rounding, in the order of the brackets; g is the widened gradient, p the
-widened parameter; every scalar is rounded to fp32 first, and 1 − β is computed in fp32:
+Each operation rounds once to fp32, in the order of the brackets. g is the widened gradient, p the widened parameter;
+every scalar is rounded to fp32 first, and 1 − β is computed in fp32:
 
     g = g + (decay · p)                                    only where the decay is not decoupled
     m = (β1 · m) + ((1 − β1) · g)
     v = (β2 · v) + (((1 − β2) · g) · g)
-    u = (m / c1) / (sqrt(v / c2) + eps)                    IEEE division and square root
+    u = (m / c1) / (sqrt(v / c2) + eps)                    IEEE division and square root; c1, c2: `correction`
     u = u + (decay · p)                                    only where the decay is decoupled: AdamW
     p = p − (lr · u)
 
-p is rounded once to the parameter's dtype; a rounded copy of a master is its own rounding of the fp32 p. c1 and c2 are
-what `correction` gives. No operation is fused with another, and NaN and infinities go where arithmetic takes them.
+p is rounded once to the parameter's dtype; the copy of a master is another rounding of the same fp32 p. No operation
+is fused with another. NaN and infinities propagate as in IEEE arithmetic.
 
 Source: Transformer Engine's `common/multi_tensor/adam.cu`, whose compiler may fuse multiplications with additions.
 """
@@ -29,7 +29,7 @@ OP = "twin::adam"
 
 
 def correction(beta: float, step: int) -> float:
-    """1 − beta^step, the divisor of a moment after `step` steps, in float64: squarings and products, no `pow`."""
+    """1 − beta^step, the divisor of a moment after `step` steps: in float64, by squarings and products, no `pow`."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"{OP}: step={step!r}; an int >= 0 is accepted.")
     power, base = 1.0, float(beta)
@@ -48,7 +48,7 @@ def outputs(
     rounded: Sequence[torch.Tensor],
     *scalars: float,
 ) -> None:
-    """Refuse what `twin::adam` does not take: any scalars are accepted. It returns nothing."""
+    """Refuse what `twin::adam` does not accept; any scalars are accepted."""
     lists = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists |= {"rounded": rounded} if len(rounded) else {}
     check_lengths(OP, "grads", len(grads), lists)
@@ -82,15 +82,15 @@ def adam(
     correction2: float,
     decoupled: bool,
 ) -> None:
-    """Change `params`, `exp_avgs`, `exp_avg_sqs` and `rounded` in place.
+    """Change `params`, `exp_avgs`, `exp_avg_sqs` and `rounded` in place. All lists have the gradients' shapes.
 
     Args:
         grads: of one dtype, fp32, bf16 or fp16.
-        params: of the gradients' dtype, or fp32; of the gradients' shapes, as all lists.
+        params: of the gradients' dtype, or fp32.
         exp_avgs, exp_avg_sqs: fp32, m and v.
-        rounded: an empty list, or a copy of each fp32 parameter in the gradients' dtype, which is written.
+        rounded: empty, or for each fp32 parameter a tensor of the gradients' dtype that receives its rounded copy.
         lr, beta1, beta2, eps, weight_decay: Adam's.
-        correction1, correction2: c1 and c2; 1 for moments that are taken as they are.
+        correction1, correction2: c1 and c2; 1 without bias correction.
         decoupled: AdamW's weight decay.
     """
     outputs(grads, params, exp_avgs, exp_avg_sqs, rounded)

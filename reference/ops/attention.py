@@ -1,7 +1,7 @@
 """`twin::attention`: softmax(q kᵀ · scale) v, as a blocked online softmax, with masks, dropout and grouped heads.
 
-q `[b, h, sq, d]`; k, v `[b, hkv, skv, d]` (head n reads key head n // (h / hkv)). For each head, each block of 128
-queries, and its key blocks of 128 in order (c = fp32(scale · log2 e), ` G = 384 `):
+q `[b, h, sq, d]`; k, v `[b, hkv, skv, d]`; head n reads key head n // (h / hkv). For each head and each block of 128
+queries, over its key blocks of 128 in order, with c = fp32(scale · log2 e) and G = 384:
 
     S = q kᵀ                              tensor-core chain over d, fp32; hidden pairs are -inf
     m' = max(m, floor(max S · c))         an integer, per query; m starts at -2^100
@@ -13,27 +13,20 @@ queries, and its key blocks of 128 in order (c = fp32(scale · log2 e), ` G = 38
     m = m'
     out = round(O · ((1 / l) · keep_scale))      l = 0, nothing visible: 1 / l counts as 0, out is +0
 
-It returns out, m and inv = 1 / l (0 where l = 0), which are what the backward needs of the softmax.
+The results are out, m and inv = 1 / l (0 where l = 0); the backward recomputes the weights from m and inv. Why
+attention is defined so: docs/attention.md.
 
-Why so:
-* m is the base-2 exponent of the largest weight, rounded down, not the largest score. Weights are at most 2, and
-  moving from one m to the next multiplies by a power of two: rescaling rounds nothing, short of underflow.
-* 2^n at multiples of 2^-15 is a known word on Hopper (`reference.elementary`). fma and the addition of G do
-  scaling, subtraction and rounding to that grid in two operations; a weight is off by a factor of 1 ± 1.06e-5
-  at most, under a hundredth of a rounding to bf16. The -G - m' part of that error is the whole row's and cancels.
-* The sum over p has the order of the tensor core's registers: lane q = 0..3 owns columns 8 t + 2 q + e of a block;
-  for each e it adds them in order of t, from +0; then e = 0 plus e = 1; fma with alpha · l of this lane. After
-  the last block l = (l_0 + l_1) + (l_2 + l_3).
-* Dropout's scale multiplies once at the end.
+Σ p has the order of the tensor core's registers. Lane q = 0..3 owns columns 8 t + 2 q + e of a block. For each e it
+adds them in order of t, from +0; then it adds the sums of e = 0 and e = 1, and one fma adds that to alpha · l of this
+lane. After the last block l = (l_0 + l_1) + (l_2 + l_3).
 
-Which key blocks: those in which, by the causal rule, the last query of the block sees some key. Leaving out a
-block that is hidden altogether changes no bit, as long as v is finite: its p are +0, its alpha is 1.
+A query block visits the key blocks in which, by the causal rule, its last query sees some key. A block that is hidden
+altogether would change no bit, as long as v is finite: its p are +0 and its alpha is 1.
 
-Scores up to 2^24 in magnitude (in units of 1 / c) are safe from overflow. An infinite score, or a NaN, makes
-its row NaN.
+Scores up to 2^24 in magnitude (in units of 1 / c) cannot overflow. An infinite score, or a NaN, makes its row NaN.
 
-Dropout. `keep` is u >= threshold, as in `reference.ops.dropout`, u being 16 bits of Philox. A counter serves eight
-pairs (query i, key j), as they lie in a thread's registers: with i = 16 I + 8 r + g, j = 16 J + 8 c + 2 q + e,
+Dropout. `keep` is u >= threshold, as in `reference.ops.dropout`, where u is 16 bits of Philox. One counter serves the
+eight pairs (query i, key j) that a thread holds: with i = 16 I + 8 r + g, j = 16 J + 8 c + 2 q + e,
 
     counter = (low, high half of ((head · ⌈sq/16⌉ + I) · ⌈skv/16⌉ + J) · 32 + 4 g + q, offset's halves)
     u = half r (low, high) of word 2 e + c            head = batch · h + head
@@ -56,7 +49,7 @@ MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
 
 Options = tuple[float, str, torch.Tensor | None, float, torch.Tensor | None]
-"""What attention takes after its tensors: scale, mask_type, mask, dropout, rng_state."""
+"""The arguments after q, k and v: scale, mask_type, mask, dropout, rng_state."""
 
 LOWEST = np.float32(-(2.0**100))
 _INFINITY = np.float32(np.inf)
@@ -73,12 +66,12 @@ def causal_shift(mask_type: str, sq: int, skv: int) -> int | None:
 
 
 def blocks(length: int) -> list[slice]:
-    """Blocks of queries or keys."""
+    """The blocks of `length` queries or keys."""
     return [slice(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
 
 
 def visited(first: int, sq: int, skv: int, shift: int | None) -> int:
-    """How many key blocks the block of queries from `first` on visits."""
+    """The number of key blocks that the query block which starts at `first` visits."""
     last = min(first + BLOCK, sq) - 1
     keys = skv if shift is None else min(skv, max(0, last + shift + 1))
     return -(-keys // BLOCK)
@@ -119,7 +112,7 @@ def check_attention(
     dropout: float,
     rng_state: torch.Tensor | None,
 ) -> None:
-    """Refuse what attention does not take, on either device, with a sentence."""
+    """Refuse what attention does not accept, on either device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be 4-D, [batch, heads, sequence, head_dim]; got {list(x.shape)}.")
@@ -152,7 +145,7 @@ def check_attention(
 def hidden_pairs(
     shape: tuple[int, ...], shift: int | None, mask: torch.Tensor | None, batch: int, head: int, first: int, key: int
 ) -> np.ndarray:
-    """bool [queries, keys] of a tile that starts at query `first` and key `key`: which pairs are masked."""
+    """Which pairs of a tile are hidden: bool `[queries, keys]`; the tile starts at query `first` and key `key`."""
     _, _, sq, skv = shape
     i = np.arange(first, min(first + BLOCK, sq))[:, None]
     j = np.arange(key, min(key + BLOCK, skv))[None, :]
@@ -164,7 +157,7 @@ def hidden_pairs(
 
 
 def keep_pairs(head: int, sq: int, skv: int, p: float, rng_state: torch.Tensor | None) -> torch.Tensor | None:
-    """Which pairs of one head (batch · h + head) dropout keeps: bool `[sq, skv]`, or None where it drops none."""
+    """Which pairs of one head (batch · h + head) dropout keeps: bool `[sq, skv]`; None without dropout."""
     if not threshold(p):
         return None
     assert rng_state is not None
@@ -189,7 +182,7 @@ def softmax_block(
     p: np.ndarray,
     powers: np.ndarray,
 ) -> None:
-    """One key block: scores s `[rows, keys]` to weights p; updates m `[rows]`, l `[rows, 4]`, alpha `[rows]`."""
+    """One key block: scores s `[rows, keys]` become weights p; updates m `[rows]`, l `[rows, 4]` and alpha `[rows]`."""
     rows, keys = s.shape
     for row in range(rows):
         top = -_INFINITY
@@ -227,7 +220,7 @@ def inverse(total: torch.Tensor) -> torch.Tensor:
 def _query_block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: float, hidden: list[np.ndarray], keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [rows, d] against the visited blocks of k, v: (O, m, 1 / l) before the last rounding."""
+    """q [rows, d] against the visited blocks of k and v: (O, m, 1 / l), before the last rounding."""
     rows, d = q.shape
     total = torch.zeros(rows, d, dtype=torch.float32, device="cpu")
     m = np.full(rows, LOWEST)
@@ -268,11 +261,10 @@ def attention(
 
     Args:
         q: `[b, h, sq, d]` bf16 or fp16, any strides with d contiguous; d a multiple of 8, at most 256.
-        k: `[b, hkv, skv, d]`, hkv dividing h.
-        v: `[b, hkv, skv, d]`.
-        scale: positive; of the scores.
+        k, v: `[b, hkv, skv, d]`, hkv dividing h.
+        scale: of the scores, positive.
         mask_type: "none", "causal" (query i sees keys j <= i), "causal_bottom_right" (j <= i + skv - sq).
-        mask: bool, broadcastable to `[b, h, sq, skv]`, True where a pair is hidden; on top of mask_type.
+        mask: bool, broadcastable to `[b, h, sq, skv]`, True where a pair is hidden in addition to mask_type.
         dropout: probability of dropping a weight, rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where dropout > 0, and advanced.
     """
@@ -286,14 +278,9 @@ def attention(
         for rows in blocks(sq):
             keys = range(0, visited(rows.start, sq, skv, shift) * BLOCK, BLOCK)
             hidden = [hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, key) for key in keys]
-            total, m[batch, head, rows], inverses = _query_block(
-                q[batch, head, rows],
-                k[batch, head // group],
-                v[batch, head // group],
-                factor(scale),
-                hidden,
-                None if keep is None else keep[rows],
-            )
+            tensors = (q[batch, head, rows], k[batch, head // group], v[batch, head // group])
+            kept = None if keep is None else keep[rows]
+            total, m[batch, head, rows], inverses = _query_block(*tensors, factor(scale), hidden, kept)
             inv[batch, head, rows] = inverses
             out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
     if threshold(dropout):

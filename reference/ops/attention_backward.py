@@ -1,7 +1,7 @@
-"""`twin::attention_backward`: the gradients of q, k and v, from the scores computed again.
+"""`twin::attention_backward`: the gradients of q, k and v; the scores are computed again.
 
-With c, G, the key blocks and `keep` of `reference.ops.attention`, and its m and inv, for a tile of 128 queries
-by 128 keys:
+c, G, the key blocks and `keep` are those of `reference.ops.attention`; m and inv are its results. For each tile of 128
+queries by 128 keys that the forward visits (the others would add zeros):
 
     S  = q kᵀ,  dP = grad vᵀ                       tensor-core chains over d, fp32
     D  = Σ_d grad · out                            per query, in the order below
@@ -13,11 +13,8 @@ by 128 keys:
     dk = round(scale · Σ dSᵀ q)                    the same
     dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 in order
 
-Tiles are those that the forward visits; the others would add zeros. dq's partial sums are what lets one kernel
-compute all three: a key block need not wait for the one before it, only its addition must.
-
-D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (what is missing is 0): t = fma(grad, out, t) from +0, in
-order; then a halving tree over the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
+D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (missing ones are 0). It computes t = fma(grad, out, t) from +0, in
+order. Then a halving tree adds the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
 """
 
 import numpy as np
@@ -27,17 +24,8 @@ from reference import elementary, tensor_core
 from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
-from reference.ops.attention import (
-    Options,
-    blocks,
-    causal_shift,
-    check_attention,
-    factor,
-    hidden_pairs,
-    keep_pairs,
-    rounded_weights,
-    visited,
-)
+from reference.ops import attention
+from reference.ops.attention import Options
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
@@ -45,7 +33,7 @@ from reference.ops.library import define
 
 @jit
 def row_dots(grad: np.ndarray, out: np.ndarray, dots: np.ndarray) -> None:
-    """dots[row] = Σ grad[row] · out[row] in the written order; fp32 `[rows, d]`."""
+    """dots[row] = Σ grad[row] · out[row] in the order of D; grad and out are fp32 `[rows, d]`."""
     rows, d = grad.shape
     lanes = np.zeros(32, np.float32)
     for row in range(rows):
@@ -98,7 +86,7 @@ def outputs(
     *options: *Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_backward"
-    check_attention(op, q, k, v, *options)
+    attention.check_attention(op, q, k, v, *options)
     for name, x in (("grad", grad), ("out", out)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
@@ -113,8 +101,6 @@ def outputs(
 
 
 class _Head:
-    """One head's tensors, and its tiles."""
-
     def __init__(self, tensors: dict[str, torch.Tensor], c: float, dropout: float, keep: torch.Tensor | None) -> None:
         self.tensors = tensors
         self.c = np.float32(c)
@@ -126,25 +112,15 @@ class _Head:
 
     def tile(self, rows: slice, keys: slice, hidden: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(P, dS), 16-bit `[rows, keys]`."""
-        of = self.tensors
-        q, grad = of["q"][rows], of["grad"][rows]
-        k, v = of["k"][keys], of["v"][keys]
-        s, dp = tensor_core.gemm(q, k), tensor_core.gemm(grad, v)
+        q, grad, m, inv = (self.tensors[name][rows] for name in ("q", "grad", "m", "inv"))
+        s = tensor_core.gemm(q, self.tensors["k"][keys])
+        dp = tensor_core.gemm(grad, self.tensors["v"][keys])
         every = torch.ones(s.shape, dtype=torch.bool, device="cpu")
         keep = every if self.keep is None else self.keep[rows, keys].contiguous()
-        softmax_backward_tile(
-            s.numpy(),
-            dp.numpy(),
-            hidden,
-            keep.numpy(),
-            self.c,
-            self.kept,
-            of["m"][rows].numpy(),
-            of["inv"][rows].numpy(),
-            self.dots[rows],
-            elementary.powers_of_two(),
-        )
-        return rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
+        pairs = (s.numpy(), dp.numpy(), hidden, keep.numpy())
+        per_row = (m.numpy(), inv.numpy(), self.dots[rows])
+        softmax_backward_tile(*pairs, self.c, self.kept, *per_row, elementary.powers_of_two())
+        return attention.rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
 
 
 @define(outputs)
@@ -166,28 +142,28 @@ def attention_backward(
 
     Args:
         grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
-        q: as in the forward, with k, v, scale, mask_type, mask and dropout.
-        out: what the forward returned, with m and inv.
+        q, k, v, scale, mask_type, mask, dropout: those of the forward.
+        out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, scale, mask_type, mask, dropout, rng_state)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
-    shift = causal_shift(mask_type, sq, skv)
+    shift = attention.causal_shift(mask_type, sq, skv)
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
         sum_k, sum_v = (torch.zeros(skv, d, dtype=torch.float32, device="cpu") for _ in range(2))
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
-            keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+            keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
             of_queries = {"q": q, "grad": grad, "out": out, "m": m, "inv": inv}
             tensors = {name: x[batch, head] for name, x in of_queries.items()}
             tensors |= {"k": k[batch, key_head], "v": v[batch, key_head]}
-            one = _Head(tensors, factor(scale), dropout, keep)
+            one = _Head(tensors, attention.factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
-            for rows in blocks(sq):
-                for keys in blocks(skv)[: visited(rows.start, sq, skv, shift)]:
-                    hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
+            for rows in attention.blocks(sq):
+                for keys in attention.blocks(skv)[: attention.visited(rows.start, sq, skv, shift)]:
+                    hidden = attention.hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
                     p, ds = one.tile(rows, keys, hidden)
                     sum_q[rows] = sum_q[rows] + tensor_core.gemm(ds, tensors["k"][keys].t())
                     sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])

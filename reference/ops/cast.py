@@ -1,11 +1,11 @@
-"""`twin::cast`: to FP8, noting the amax.
+"""`twin::cast`: the cast to FP8, which also records the amax.
 
     q[r, c]   = satfinite_rne(fp32(x[r, c]) · scale[column])    one fp32 rounding, then one to FP8
     scale_inv = 1 / scale[column]                               IEEE division
     amax_history[0, column] = max(itself, max |x| over the x that are not NaN), x not scaled
 
-NaN becomes 0x7F, infinities and overflow ±largest (`reference.formats`). `scale_inv` is what turns this q
-back into numbers; it is made here because `scale` has changed by the time of the backward pass.
+NaN becomes 0x7F, infinities and overflow become ±largest (`reference.formats`). `scale_inv` turns this q back into
+numbers; the cast computes it because `scale` has changed by the time of the backward pass.
 """
 
 import torch
@@ -20,7 +20,7 @@ Scaling = tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]
 
 
 def check_cast(op: str, x: torch.Tensor, *scaling: *Scaling) -> None:
-    """Refuse what the FP8 casts do not take. `op` names the caller in the sentence."""
+    """Refuse what the FP8 casts do not accept; `op` names the caller in the error."""
     check_input(op, "x", x)
     if x.shape[1] % 16:
         raise ValueError(
@@ -55,12 +55,12 @@ def cast_rows(
     q: torch.Tensor,
     scale_inv: torch.Tensor,
 ) -> None:
-    """The cast itself, arguments already checked, into q `[rows, cols]` and scale_inv fp32 `[1]`."""
+    """The cast, without checks, into q `[rows, cols]` and scale_inv fp32 `[1]`."""
     factor = scale[column]
     formats.cast_into(q, x, factor)
     if amax_history is not None:
         record_amax(x, amax_history, column)
-    # A division spelled as one: a reciprocal instruction may be an approximation on some machines.
+    # A division: a reciprocal instruction is an approximation on some machines.
     scale_inv.fill_(1.0).div_(factor)
 
 

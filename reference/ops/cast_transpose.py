@@ -1,11 +1,11 @@
-"""`twin::cast_transpose` and `twin::cast_transpose_dbias`: the FP8 cast, with the transposed copy beside it.
+"""`twin::cast_transpose` and `twin::cast_transpose_dbias`: the FP8 cast with a transposed copy.
 
     q, scale_inv, amax   as in `twin::cast`
     q_t[c, r] = q[r, c]  for r < rows;  0x00 (= +0) for rows <= r < ceil16(rows)
     dbias                as in `twin::dbias`, of x itself: neither scaled nor cast
 
-FP8 tensor cores read both operands along K. So wgrad, whose K is the tokens, needs the transposed copies,
-and their padding to a multiple of 16 tokens: a zero adds nothing to a sum of products, and changes no bit.
+FP8 tensor cores read both operands along K. So wgrad, whose K is the tokens, needs the transposed copies, padded to a
+multiple of 16 tokens. The padding changes no bit: a zero adds nothing to a sum of products.
 """
 
 import torch
@@ -24,7 +24,7 @@ def ceil16(rows: int) -> int:
 
 
 def transpose_codes(q: torch.Tensor, q_t: torch.Tensor) -> None:
-    """Write the transposed copy of FP8 `q` `[rows, cols]`, padded with zero codes, to q_t `[cols, ceil16(rows)]`."""
+    """Write the transpose of FP8 `q` `[rows, cols]`, padded with zero codes, to q_t `[cols, ceil16(rows)]`."""
     rows = q.shape[0]
     codes = q_t.view(torch.uint8)
     codes[:, :rows].copy_(q.view(torch.uint8).t())
@@ -32,7 +32,7 @@ def transpose_codes(q: torch.Tensor, q_t: torch.Tensor) -> None:
 
 
 def cast_outputs(x: torch.Tensor, cols: int, dtype: torch.dtype) -> Three:
-    """Room for (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv `[1]`), for the rows and on the device of x."""
+    """Allocate (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv `[1]`), with x's rows, on x's device."""
     rows = x.shape[0]
     return (
         torch.empty((rows, cols), dtype=dtype, device=x.device),

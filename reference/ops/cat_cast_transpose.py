@@ -1,12 +1,12 @@
-"""`twin::cat_cast_transpose_dbias`: matrices side by side, cast as `twin::cast_transpose_dbias` casts one.
+"""`twin::cat_cast_transpose_dbias`: `twin::cast_transpose_dbias` of several matrices side by side.
 
-xs[i] is `[rows, groups·w_i]`. Each group of x takes w_i columns from every one of them, in order:
+xs[i] is `[rows, groups·w_i]`. Each group of x consists of w_i columns of every matrix, in order:
 
     x[r, g, :] = xs[0][r, g, :], xs[1][r, g, :], ...        x `[rows, groups, sum of w_i]`, then flattened
-    q, q_t, scale_inv, dbias, amax of x                     in every bit `twin::cast_transpose_dbias`
+    q, q_t, scale_inv, dbias, amax                          of x, bit for bit `twin::cast_transpose_dbias`
 
-So the gradients of q, k and v become that of their projection (`groups` is 1 where its rows are `[part, head]`, the
-number of groups where they are `[group, part]`) without being concatenated in memory first.
+It makes the gradient of the QKV projection from those of q, k and v without concatenating them in memory first.
+`groups` is 1 where the projection's rows are `[part, head]`, the number of groups where they are `[group, part]`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ PARTS = 3
 
 
 def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
-    """x `[rows, cols]`, moved eight bytes at a time: a GPU's `cat` pays for each element."""
+    """x `[rows, cols]`, copied eight bytes at a time: on a GPU, `cat`'s time depends on the number of elements."""
     rows, size = xs[0].shape[0], xs[0].element_size()
     wide = [x.reshape(-1).view(torch.int64).view(rows, groups, x.shape[1] * size // (8 * groups)) for x in xs]
     return torch.cat(wide, dim=2).view(-1).view(xs[0].dtype).view(rows, sum(x.shape[1] for x in xs))

@@ -1,4 +1,4 @@
-"""What several ops refuse of a tensor, each in one sentence; `op` names the caller in it."""
+"""Checks of tensors that several ops share; `op` names the caller in the error."""
 
 from collections.abc import Mapping, Sequence
 
@@ -44,26 +44,23 @@ def check_each(
     shapes: Sequence[tuple[int, ...]],
     device: torch.device,
 ) -> None:
-    """`check_like` of every tensor in a list."""
+    """`check_like` of every tensor of a list."""
     for i, (x, shape) in enumerate(zip(xs, shapes, strict=True)):
         if x.dtype is not dtype or x.shape != shape or x.device != device or not x.is_contiguous():
             check_like(op, f"{name}[{i}]", x, dtype, shape, device)
 
 
 def check_lengths(op: str, of: str, count: int, lists: Mapping[str, Sequence[object]]) -> None:
-    """Refuse lists that do not have `count` entries, one for each of the argument `of`."""
+    """Refuse lists that do not have `count` entries, one for each entry of the argument `of`."""
     for name, values in lists.items():
         if len(values) != count:
             raise ValueError(f"{op}: {name} must have {count} entries, one for each of {of}; got {len(values)}.")
 
 
 def check_history(op: str, x: torch.Tensor, amax_history: torch.Tensor, column: int) -> None:
-    """Refuse an amax history that is not fp32 `[length, columns]` on x's device, or lacks the column."""
+    """Refuse an amax history that is not fp32 `[length, columns]` on x's device, or has no such column."""
     if amax_history.dim() != 2 or amax_history.shape[0] == 0:
-        raise ValueError(
-            f"{op}: amax_history must be 2-D, [length, columns], with at least one row; "
-            f"got shape {tuple(amax_history.shape)}."
-        )
+        raise ValueError(f"{op}: amax_history must be [length >= 1, columns]; got shape {tuple(amax_history.shape)}.")
     if amax_history.dtype != torch.float32:
         raise ValueError(f"{op}: amax_history must be torch.float32; got {amax_history.dtype}.")
     if amax_history.device != x.device:

@@ -2,13 +2,13 @@
 
     dbias[c] = round(Σ_r fp32(grad[r, c]))    fp32 additions in the order below, one rounding to grad.dtype
 
-The order depends on the number of rows alone. Rows are taken in blocks of 64, rows beyond the end being
-+0.0, and a block in four runs of 16. In a run a halving tree adds, for h in (8, 4, 2, 1), row r + h to row r
-for r < h; over the four runs' sums the same tree, for h in (2, 1). The blocks' sums are added in order,
-starting from that of block 0. No rows give +0.
+The order depends on the number of rows alone. Rows form blocks of 64, the last one padded with +0.0, and each block
+four runs of 16. In a run a halving tree adds, for h in (8, 4, 2, 1), row r + h to row r for r < h; the same tree, for
+h in (2, 1), adds the sums of the four runs. The sums of the blocks are added in order, starting from block 0's. No
+rows give +0.
 
-Why runs of 16: they are what one thread of the cast kernel owns, and what one warp holds of a tensor core's
-64-row result, so that a block's sum needs few exchanges between threads in either.
+Runs have 16 rows because one thread of the cast kernel owns 16, and one warp holds 16 of a tensor core's 64-row
+result: in either, a block's sum needs few exchanges between threads.
 """
 
 import numpy as np
@@ -21,12 +21,12 @@ from reference.ops.library import define
 BLOCK = 64
 RUN = 16
 
-# Elements added at a time, about: 1 MiB of fp32, which stays in the cache from level to level of the tree.
+# Elements added at a time, roughly: 1 MiB of fp32, which stays in the cache from level to level of the tree.
 _CHUNK = 1 << 18
 
 
 def sum_rows(grad: torch.Tensor) -> torch.Tensor:
-    """The sum over the rows of `grad` `[rows, cols]` in the written order, before its rounding: fp32 `[cols]`."""
+    """The sum of the rows of `grad` `[rows, cols]` in that order, before its rounding: fp32 `[cols]`."""
     grad = grad.detach()
     rows, cols = grad.shape
     total = np.zeros(cols, dtype=np.float32)

@@ -1,22 +1,19 @@
-"""`twin::bias_dropout_add` and `twin::dropout_backward`: dropout, between a bias and a residual connection.
+"""`twin::bias_dropout_add` and `twin::dropout_backward`: dropout between a bias and a residual connection.
 
     t = round(x + bias)                       where there is a bias
     t = keep ? round(t · scale) : +0          where p > 0
     out = round(t + residual)                 where there is a residual
 
-Each addition and multiplication is one of fp32, `round` one rounding to x's dtype: what three separate modules
-would compute. The backward is the middle line, of the gradient.
+Each addition and multiplication is one of fp32; `round` rounds once to x's dtype. Three separate modules would compute
+the same bits. The backward is the second line, of the gradient.
 
 The mask. p counts in steps of 2^-16: threshold = p · 2^16 rounded to an integer, and scale =
 2^16 / (2^16 - threshold), so that the mean is kept exactly for the p that is used (p = 0.1 becomes 0.100006).
-One Philox counter serves eight consecutive elements:
+One Philox counter serves eight consecutive elements, as many as a thread holds of a 16-bit row:
 
     words = philox4x32(counter = (low, high) half of element // 8, (low, high) half of offset; key = seed)
     u(element) = half element % 8 of those four words, 16 bits, low half first
     keep = u >= threshold
-
-Eight elements are what a thread holds of a row in 16 bits; sixteen random bits each halve the price of a
-mask, which in attention would otherwise exceed that of the softmax.
 
 `rng_state` is int64 `[2]`, (seed, offset), on the device of x (`reference.philox.new_state`). The op advances
 the offset by one. The backward takes a clone of the state from before that.
@@ -34,12 +31,12 @@ STEPS = 1 << 16
 
 
 def threshold(p: float) -> int:
-    """The number of the 2^16 values of u that are dropped."""
+    """How many of the 2^16 values of u are dropped."""
     return round(p * STEPS)
 
 
 def keep_scale(p: float) -> float:
-    """What a kept value is multiplied by, an fp32 number; 0 where nothing is kept."""
+    """The fp32 number that a kept value is multiplied by; 0 where nothing is kept."""
     kept = STEPS - threshold(p)
     return float(np.float32(STEPS / kept)) if kept else 0.0
 
@@ -73,23 +70,17 @@ def check_addends(op: str, x: torch.Tensor, bias: torch.Tensor | None, residual:
 
 
 def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
-    """(seed, offset) as the 64-bit words that they are."""
+    """(seed, offset) as unsigned 64-bit numbers."""
     seed, offset = rng_state.tolist()
     return seed % (1 << 64), offset % (1 << 64)
 
 
-def keep_mask(count: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """Which of `count` elements are kept: bool `[count]`. The state is read, not advanced."""
-    seed, offset = state_values(rng_state)
-    groups = -(-count // 8)
-    words = np.stack(philox.element_words(seed, 0, groups, offset), axis=1)  # [groups, 4]
-    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
-    return torch.from_numpy(halves.reshape(-1)[:count] >= threshold(p))
-
-
 def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """keep ? round(t · scale) : +0, of t's dtype."""
-    keep = keep_mask(t.numel(), p, rng_state).view(t.shape)
+    """keep ? round(t · scale) : +0, of t's dtype. The state is not advanced."""
+    seed, offset = state_values(rng_state)
+    words = np.stack(philox.element_words(seed, 0, -(-t.numel() // 8), offset), axis=1)  # [groups, 4]
+    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
+    keep = torch.from_numpy(halves.reshape(-1)[: t.numel()] >= threshold(p)).view(t.shape)
     scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32, device="cpu")).to(t.dtype)
     return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype, device="cpu"))
 
@@ -116,7 +107,7 @@ def bias_dropout_add(
     """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`, all of one dtype.
 
     Args:
-        p: probability of dropping an element; rounded to a multiple of 2^-16.
+        p: probability of dropping an element, rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where p > 0, and advanced.
     """
     out = bias_dropout_add_outputs(x, bias, residual, p, rng_state)
@@ -130,11 +121,9 @@ def bias_dropout_add(
 
 @define(dropout_backward_outputs)
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient before the dropout, of `grad` `[rows, hidden]` after it.
+    """The gradient of dropout's input from `grad` `[rows, hidden]`, that of its output; p as in the forward.
 
-    Args:
-        p: as in the forward.
-        rng_state: the state from before the forward; it is not advanced.
+    `rng_state` is the state from before the forward; it is not advanced.
     """
     out = dropout_backward_outputs(grad, p, rng_state)
     if not threshold(p):

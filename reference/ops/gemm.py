@@ -1,10 +1,10 @@
-"""twin::gemm, a 16-bit GEMM with a bias.
+"""`twin::gemm`, a 16-bit GEMM with a bias.
 
-acc = a * b^T         bf16 or fp16 tensor-core steps in one chain over K, fp32 (reference.tensor_core.gemm)
-out = acc + bias      rounded to fp32, where there is a bias
-out -> out_dtype      rounded to nearest even
+    acc = a · bᵀ          bf16 or fp16 tensor-core steps in one chain over K, fp32 (`reference.tensor_core.gemm`)
+    out = acc + bias      rounded to fp32, where there is a bias
+    out -> out_dtype      rounded to nearest even
 
-twin::gemm_accumulate adds such a GEMM in fp32 to a gradient in place, as twin::gemm_fp8_accumulate does.
+`twin::gemm_accumulate` adds a·bᵀ in fp32 to a gradient in place, as `twin::gemm_fp8_accumulate` does.
 """
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from reference import tensor_core
 from reference.ops.gemm_fp8 import check_accumulate, check_epilogue
 from reference.ops.library import define
+from reference.tensor_core.operands import check_depth
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -30,8 +31,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
             )
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; gemm takes two matrices of one dtype.")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
+    check_depth(a, b)
 
 
 def outputs(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +47,7 @@ def accumulate_outputs(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> N
 
 @define(outputs)
 def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] and b [N, K], both bfloat16 or both float16, bias [N] or None -> [M, N] of out_dtype."""
+    """a `[M, K]` and b `[N, K]`, both bf16 or both fp16, bias `[N]` or None -> `[M, N]` of out_dtype."""
     out = outputs(a, b, bias, out_dtype)
     acc = tensor_core.gemm(a, b)
     return out.copy_(acc if bias is None else acc + bias.to(torch.float32))
@@ -55,6 +55,6 @@ def gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype:
 
 @define(accumulate_outputs, mutates=("out",))
 def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """a [M, K] and b [N, K], both bfloat16 or both float16; out [M, N] fp32, bf16 or fp16 is added to."""
+    """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; a `[M, K]` and b `[N, K]`, both bf16 or both fp16."""
     accumulate_outputs(a, b, out)
     out.copy_(out.float() + tensor_core.gemm(a, b))

@@ -1,30 +1,30 @@
-"""twin::gemm_fp8, an FP8 GEMM with its scales and bias.
+"""`twin::gemm_fp8`, an FP8 GEMM with its scales and bias.
 
-    acc = a * b^T                          tensor-core steps, fp32 (reference.tensor_core.gemm)
-    scale = a_scale_inv * b_scale_inv      rounded to fp32
-    out = acc * scale                      rounded to fp32
+    acc = a · bᵀ                           tensor-core steps, fp32 (`reference.tensor_core.gemm`)
+    scale = a_scale_inv · b_scale_inv      rounded to fp32
+    out = acc · scale                      rounded to fp32
     out = out + bias                       rounded to fp32, where there is a bias
     out -> out_dtype                       rounded to nearest even
 
-`accumulate` = "fast": acc is one chain over K (fprop). "split": chains of K = 128, added in fp32 in order
-of K (dgrad and wgrad).
+With `accumulate` "fast" (fprop) acc is one chain over K; with "split" (dgrad and wgrad) it consists of chains of
+K = 128, added in fp32 in order of K.
 
-twin::gemm_fp8_accumulate adds such a GEMM, split and in fp32, to a gradient in place:
+`twin::gemm_fp8_accumulate` adds such a GEMM, split and in fp32, to a gradient in place:
 
-    out = round(fp32(out) + fp32 a * b^T)  one fp32 addition, one rounding to out's dtype
+    out = round(fp32(out) + fp32 a · bᵀ)   one fp32 addition, one rounding to out's dtype
 """
 
 import torch
 
 from reference import tensor_core
 from reference.ops.library import define
-from reference.tensor_core.operands import FP8_DTYPES
+from reference.tensor_core.operands import FP8_DTYPES, check_depth
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor) -> None:
-    """Refuse what is not FP8 `[M, K]` and `[N, K]`, contiguous, K and N multiples of 16, with two fp32 numbers."""
+    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16, and scales of one fp32 number."""
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dtype not in FP8_DTYPES:
             raise TypeError(f"{name} is {matrix.dtype}; gemm_fp8 takes float8_e4m3fn or float8_e5m2.")
@@ -32,8 +32,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, 
             raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
         if not matrix.is_contiguous():
             raise ValueError(f"{name} has strides {matrix.stride()}; gemm_fp8 takes contiguous rows.")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
+    check_depth(a, b)
     if a.shape[1] % 16:
         raise ValueError(f"a has K = {a.shape[1]}; FP8 GEMMs need a K that is a multiple of 16.")
     if b.shape[0] % 16:
@@ -44,7 +43,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, 
 
 
 def check_epilogue(columns: int, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
-    """Refuse an output dtype or a bias that no GEMM of ours takes."""
+    """Refuse an output dtype or a bias that no GEMM accepts."""
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; bfloat16, float16 or float32 is accepted.")
     if bias is None:
@@ -96,7 +95,7 @@ def gemm_fp8(
     out_dtype: torch.dtype,
     accumulate: str,
 ) -> torch.Tensor:
-    """a [M, K] and b [N, K] float8, scales fp32 [1], bias [N] or None -> [M, N] of out_dtype."""
+    """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`, bias `[N]` or None -> `[M, N]` of out_dtype."""
     out = outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
     acc = tensor_core.gemm(a, b, accumulate) * (a_scale_inv.reshape(()) * b_scale_inv.reshape(()))
     return out.copy_(acc if bias is None else acc + bias.to(torch.float32))
@@ -106,6 +105,6 @@ def gemm_fp8(
 def gemm_fp8_accumulate(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """a [M, K] and b [N, K] float8, scales fp32 [1]; out [M, N] fp32, bf16 or fp16 is added to."""
+    """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`."""
     accumulate_outputs(a, b, a_scale_inv, b_scale_inv, out)
     out.copy_(out.float() + gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, torch.float32, "split"))

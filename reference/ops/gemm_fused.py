@@ -1,7 +1,7 @@
-"""FP8 GEMMs with what follows them in one op: an activation, its backward, or bias + dropout + residual.
+"""FP8 GEMMs fused with what follows: an activation, its backward, or bias + dropout + residual.
 
-Each is, in every bit, the ops that it names, one after the other: the GEMM is rounded to the activation dtype T
-before the next op reads it, as it would be in memory between two kernels. With s = a_scale_inv · b_scale_inv:
+Each has the bits of the named ops one after the other: the GEMM is rounded to the activation dtype T before the next
+op reads it. Forward GEMMs accumulate fast, backward ones split. With s = a_scale_inv · b_scale_inv:
 
     gemm_fp8_activation             h = T( a·bᵀ · s + bias )          `twin::gemm_fp8`, fast; kept for the backward
                                     q, q_t, scale_inv, amax of act(h)   `twin::activation_cast_transpose`
@@ -10,19 +10,11 @@ before the next op reads it, as it would be in memory between two kernels. With 
                                     of dact · act'(h)
     gemm_fp8_bias_dropout_add       x = T( a·bᵀ · s )                 `twin::gemm_fp8`, fast
                                     T( T( dropout( T( x + bias ) ) ) + residual )   `twin::bias_dropout_add`
-
-Accumulations are those of the layers: fast forward, split backward (`reference.nn.linear`).
 """
 
 import torch
 
-from reference.ops.activation import (
-    activation_backward_cast_transpose_dbias,
-    activation_cast_transpose,
-    check_activation,
-    forward_outputs,
-    width,
-)
+from reference.ops import activation
 from reference.ops.cast import Scaling, check_cast
 from reference.ops.cast_transpose import Four, cast_outputs
 from reference.ops.dropout import bias_dropout_add, check_addends, check_dropout
@@ -42,7 +34,7 @@ def activation_outputs(
     *scaling: *Scaling,
 ) -> Four:
     h = gemm_fp8_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
-    return h, *forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
+    return h, *activation.forward_outputs("twin::gemm_fp8_activation", h, kind, *scaling)
 
 
 def activation_backward_outputs(
@@ -55,9 +47,9 @@ def activation_backward_outputs(
     *scaling: *Scaling,
 ) -> Four:
     op = "twin::gemm_fp8_activation_backward"
-    check_activation(op, x, kind)
+    activation.check_activation(op, x, kind)
     check_operands(a, b, a_scale_inv, b_scale_inv)
-    found, expected = (x.shape[0], width(kind, x.shape[1])), (a.shape[0], b.shape[0])
+    found, expected = (x.shape[0], activation.width(kind, x.shape[1])), (a.shape[0], b.shape[0])
     if found != expected:
         raise ValueError(
             f"{op}: x must be the pre-activation of the GEMM, whose shape is {expected}; "
@@ -101,11 +93,11 @@ def gemm_fp8_activation(
 ) -> Four:
     """a `[M, K]`, b `[n, K]` float8 -> (h `[M, n]` of out_dtype, q `[M, m]`, q_t `[m, ceil16(M)]`, scale_inv `[1]`).
 
-    m is n, or n/2 for the gated kinds, whose first half of columns is activated. q and q_t are of `dtype`.
+    m is n, or n/2 for the gated kinds. q and q_t are of `dtype`.
     """
     activation_outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, kind, scale, amax_history, column, dtype)
     h = gemm_fp8(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, "fast")
-    return h, *activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
+    return h, *activation.activation_cast_transpose(h, kind, scale, amax_history, column, dtype)
 
 
 @define(activation_backward_outputs, mutates=("amax_history",))
@@ -123,11 +115,11 @@ def gemm_fp8_activation_backward(
 ) -> Four:
     """a `[M, K]`, b `[m, K]` float8, x `[M, n]` -> (q `[M, n]`, q_t `[n, ceil16(M)]`, scale_inv `[1]`, dbias `[n]`).
 
-    x is the pre-activation, of the activation dtype; n is m, or 2·m for the gated kinds. dbias is of x's dtype.
+    x is the pre-activation in the activation dtype, which dbias has too; n is m, or 2·m for the gated kinds.
     """
     activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, scale, amax_history, column, dtype)
     dact = gemm_fp8(a, b, a_scale_inv, b_scale_inv, None, x.dtype, "split")
-    return activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
+    return activation.activation_backward_cast_transpose_dbias(dact, x, kind, scale, amax_history, column, dtype)
 
 
 @define(bias_dropout_add_outputs, mutates=("rng_state",))

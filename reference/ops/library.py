@@ -1,22 +1,21 @@
-"""The namespace `twin`: every operation both sides implement.
+"""The namespace `twin`: every operation that both sides implement.
 
-`reference.ops.<name>` declares `twin::<name>` by its definition (`define`), which is its CPU implementation;
-`optimized.ops.<name>` registers the CUDA one (`on_cuda`). The device of the tensors decides which runs:
-through torch's dispatcher as `torch.ops.twin.<name>`, and in the layers past it as `twin.<name>` of this file, because
-its two Python levels cost more than most launches (docs/layer.md). Compilers, dispatch modes and everything else that
-looks at ops sees both alike.
+An op is declared once, in `reference.ops.<name>`, by its definition (`define`), which is the CPU's implementation;
+`optimized.ops.<name>` registers the CUDA one (`on_cuda`). The definition's signature is the schema. A function of the
+same arguments, `outputs`, refuses bad ones and allocates the results, on either device and for a compiler.
 
-An op is declared once: the definition's signature is its schema, and one function of the same arguments, `outputs`,
-refuses bad ones and makes room for the results, on either device and for a compiler.
+The device of the tensors decides which implementation runs. `torch.ops.twin.<name>` goes through torch's dispatcher.
+The layers call `twin.<name>` of this file, which goes past it, because the dispatcher's two Python levels cost more
+than most launches (docs/layer.md). Compilers, dispatch modes and whatever else observes ops see both alike.
 
-Four rules, each the answer to a bug found by trial:
+Four rules, each of which prevents a bug that was found by trial:
 
-* ops run inside an `autograd.Function` only: called where gradients would be recorded, they raise,
-  because a raw library op has no derivative and its result would silently be a constant;
-* a mutated argument (the amax history, the scale) gets its version bumped, which
-  `Library.impl` does not do by itself, so that autograd notices a stale saved tensor;
-* a device that has no implementation is named in a sentence;
-* on the CPU they refuse to run where subnormal numbers are flushed to zero, whenever that was turned on.
+* an op raises where gradients would be recorded, that is, outside of an `autograd.Function`: a raw library op has no
+  derivative, and its result would silently be a constant;
+* the version of each mutated argument (an amax history, a scale) is incremented, which `Library.impl` does not do, so
+  that autograd notices a stale saved tensor;
+* a device without an implementation is named in the error;
+* on the CPU an op refuses to run while subnormal numbers are flushed to zero.
 """
 
 import functools
@@ -30,11 +29,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from reference.denormals import check_denormals
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that wants to see the call
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may override the call
 
 
 class _Library(torch.library.Library):
-    """torch's, which also notes the implementations of both sides."""
+    """torch's, which also keeps the implementations of both sides."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
         """Register `fn` as `twin::<op_name>` for a dispatch key."""
@@ -45,11 +44,9 @@ class _Library(torch.library.Library):
 
 LIBRARY = _Library("twin", "DEF")
 twin = SimpleNamespace()
-"""The ops by name, for the layers: `torch.ops.twin` without the dispatcher, where nothing would look at the call.
-`vars(twin)` has them all."""
+"""The ops by name, for the layers: `torch.ops.twin` without the dispatcher, unless something observes the call."""
 
-# What a parameter's annotation is in a schema, without what `mutates` adds. Not `torch.library.infer_schema`: to it, an
-# int is one that a compiler may leave unknown.
+# Annotations in schemas. `torch.library.infer_schema` would make an int one that a compiler may leave unknown.
 _TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
@@ -88,7 +85,7 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def no_implementation(name: str, devices: set[torch.device]) -> str:
-    """The sentence for tensors on devices on which `twin::<name>` does not run."""
+    """The error for tensors on devices without an implementation of `twin::<name>`."""
     where = ", ".join(sorted(map(str, devices)))
     if {device.type for device in devices} == {"cuda"}:
         return (
@@ -99,7 +96,7 @@ def no_implementation(name: str, devices: set[torch.device]) -> str:
 
 
 def _watched() -> bool:
-    """Whether a dispatch mode, of those there are, wants to see ops: one that is not `transparent` for them."""
+    """Whether a dispatch mode observes ops: one that is not marked `transparent`."""
     return not all(getattr(mode, "transparent", False) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -107,9 +104,8 @@ def define(outputs: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable
     """Declare the op that the decorated function defines: its name, its signature, the CPU's implementation.
 
     Args:
-        outputs: takes the op's arguments, refuses bad ones in a sentence and makes room for what the op returns, if
-            anything. It is all that a compiler runs (the op's fake), and what both implementations call before they
-            change anything.
+        outputs: has the op's arguments, refuses bad ones and allocates the results. Both implementations call it before
+            they change anything; it is the op's fake, all that a compiler runs.
         mutates: names of the arguments that the op changes.
     """
 
@@ -130,18 +126,18 @@ def define(outputs: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable
 
 
 def on_cuda(function: _Function) -> _Function:
-    """Register the decorated function as the CUDA implementation of the op that has its name."""
+    """Register the decorated function as the CUDA implementation of the op of the same name."""
     LIBRARY.impl(function.__name__, function, "CUDA")
     return function
 
 
 def runs_on_cuda(name: str) -> bool:
-    """Whether `twin::<name>` has a CUDA implementation in this process: whether `optimized` is imported."""
+    """Whether `twin::<name>` has a CUDA implementation, that is, whether `optimized` has been imported."""
     return name in _IMPLEMENTATIONS["CUDA"]
 
 
 def _declare(name: str, written: str) -> None:
-    """Declare `twin::<name>` with a schema, its rules, and the way past the dispatcher to its implementations."""
+    """Declare `twin::<name>` with a schema, the rules above, and `twin.<name>`, which goes past the dispatcher."""
     LIBRARY.define(name + written)
     overload = getattr(torch.ops.twin, name).default
     on_cpu, on_gpu = _IMPLEMENTATIONS.values()
@@ -154,7 +150,7 @@ def _declare(name: str, written: str) -> None:
     def new_versions(args: Sequence[Any]) -> None:
         changed = _tensors([args[position] for position in mutated])
         if changed:
-            torch.autograd.graph.increment_version(changed)  # passes over inference tensors, which have none
+            torch.autograd.graph.increment_version(changed)  # skips inference tensors, which have no version
 
     def autograd(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args)):
@@ -172,7 +168,7 @@ def _declare(name: str, written: str) -> None:
         raise RuntimeError(no_implementation(name, {t.device for t in _tensors(args)}))
 
     def direct(*args: Any) -> Any:
-        # A compiler takes the first way out. Inside an autograd.Function, as in every layer, grad mode is off.
+        # Inside an autograd.Function, as in every layer, grad mode is off.
         if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
             return overload(*args)
         if torch._C._len_torch_dispatch_stack() and _watched():

@@ -1,9 +1,8 @@
-"""`twin::multi_cast_transpose`: the FP8 cast with the transposed copy, of several matrices.
+"""`twin::multi_cast_transpose`: `twin::cast_transpose` of several matrices, in one launch on a GPU.
 
-For each i: q[i], q_t[i] and scale_inv[i] become what `twin::cast_transpose` gives for xs[i], scales[i] and columns[i],
-and amax_histories[i] takes the amax as it would there. On a GPU that is one launch. The outputs are the caller's, so
-that a layer may keep them from step to step. The same scales and histories may stand in the lists several times, with
-different columns: weights of one module.
+For each i, q[i], q_t[i], scale_inv[i] and the amax in amax_histories[i] are those that `twin::cast_transpose` gives for
+xs[i], scales[i] and columns[i]. The caller provides the outputs, so a layer can keep them from step to step. Scales
+and histories may occur several times in the lists with different columns, as for weights of one module.
 """
 
 from collections.abc import Sequence
@@ -58,8 +57,8 @@ def multi_cast_transpose(
 
     Args:
         xs: `[rows, cols]` each, contiguous, of one dtype (fp32, bf16 or fp16); cols a multiple of 16.
-        scales: fp32 `[n]`, of which entry columns[i] is used.
-        amax_histories: fp32 `[L, n]`, whose entry [0, columns[i]] takes the amax; an empty list notes none.
+        scales: fp32 `[n]`; entry columns[i] applies.
+        amax_histories: fp32 `[L, n]`, whose entry [0, columns[i]] takes the amax; an empty list records none.
         columns: one for each of xs.
         q: FP8 of one dtype, `[rows, cols]`.
         q_t: `[cols, ceil16(rows)]`.

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm: `twin::norm`, `twin::norm_cast_transpose`, `twin::norm_backward`.
 
-x is `[rows, hidden]`; weight and bias `[hidden]`. All in fp32, each operation rounded once, no fma. With
-`n = fp32(hidden)`, `rowsum` as written below, and gamma = weight, or weight + 1 where `zero_centered`:
+x is `[rows, hidden]`; weight and bias `[hidden]`. Each operation is one of fp32 and rounds once; there is no fma. With
+`n = fp32(hidden)`, `rowsum` as below, and gamma = weight, or weight + 1 where `zero_centered`:
 
     layernorm   mean = rowsum(x) / n              rmsnorm   (no mean, no bias)
                 xc   = x - mean                             xc = x
@@ -9,22 +9,22 @@ x is `[rows, hidden]`; weight and bias `[hidden]`. All in fp32, each operation r
                 xhat = xc · rstd
                 y    = xhat · gamma + bias                  y  = xhat · gamma
 
-`norm` rounds y once to `out_dtype`; `norm_cast_transpose` casts the fp32 y, so FP8 codes do not pass through
-16 bits, and records the amax of that y. Backward, with grad the gradient of y:
+`norm` rounds y once to `out_dtype`. `norm_cast_transpose` casts the fp32 y, so FP8 codes do not pass through 16 bits,
+and records the amax of that y. Backward, where grad is the gradient of y:
 
     g  = grad · gamma      c1 = rowsum(g) / n (0 for rmsnorm: not subtracted)      c2 = rowsum(g · xhat) / n
     dx = rstd · ((g - c1) - xhat · c2)                      rounded to x's dtype
     dx = dx + residual_grad, where there is one             rounded again, as two modules would
     dweight = colsum(grad · xhat)     dbias = colsum(grad)  rounded once, to weight's dtype
 
-rowsum: the complete binary tree over neighbours. The row is padded with +0.0 to a power of two, 1024 at least;
+rowsum: the complete binary tree over neighbours. The row is padded with +0.0 to a power of two, at least 1024;
 elements 2i and 2i + 1 are added, then the sums 2i and 2i + 1, and so on. A warp whose lanes hold 8 neighbours each
 computes it with shuffles, and so does any number of warps.
 
-colsum: all sums start from +0.0. Rows are cut into blocks of `ceil(rows / 256)` (one block of threads each, two on
-each multiprocessor). In a block, rows k, k + P, k + 2P ... are chain k < P, added in order, where P = 4 for hidden
-<= 1024, 2 for <= 2048 and 1 beyond (the rows that a block of threads holds at a time); the chains' sums are added
-in pairs, (0 + 1) + (2 + 3). The blocks' sums are added in order within runs of 16 blocks, then the runs' in order.
+colsum: all sums start from +0.0. Rows form blocks of `ceil(rows / 256)`, one for each block of threads, of which a
+multiprocessor has two. In a block, rows k, k + P, k + 2P ... are chain k < P, added in order. P, the rows that a block
+of threads holds at a time, is 4 for hidden <= 1024, 2 for <= 2048 and 1 beyond. The chains' sums are added in pairs,
+(0 + 1) + (2 + 3). The blocks' sums are added in order within runs of 16 blocks, then the runs' in order.
 """
 
 import ctypes
@@ -51,21 +51,21 @@ Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def chains(hidden: int) -> int:
-    """P: the number of chains in which the rows of a block are added up."""
+    """P: the number of chains in which the rows of a block are added."""
     return 4 if hidden <= 1024 else 2 if hidden <= 2048 else 1
 
 
 def block_rows(rows: int) -> int:
-    """Rows of a block of the column sums."""
+    """The number of rows in a block of the column sums."""
     return max(1, -(-rows // ROW_BLOCKS))
 
 
 def row_sums(v: np.ndarray) -> np.ndarray:
-    """The sum of each row of fp32 `v` `[rows, hidden]` by the tree of the module's docstring: `[rows, 1]`."""
+    """The sum of each row of fp32 `v` `[rows, hidden]` by the tree above: `[rows, 1]`."""
     rows, hidden = v.shape
     while v.shape[1] > 1:
         if v.shape[1] % 2:
-            # One +0.0 a level does what the whole padding would: sums of padding alone are +0.0 too.
+            # One +0.0 at each level has the effect of all the padding: sums of padding alone are +0.0 too.
             v = np.concatenate([v, np.zeros((rows, 1), np.float32)], axis=1)
         v = v[:, 0::2] + v[:, 1::2]
     # The padding's only visible effect where no level was odd: a sum of -0.0 becomes +0.0.
@@ -73,7 +73,7 @@ def row_sums(v: np.ndarray) -> np.ndarray:
 
 
 def column_sums(pieces: Iterable[np.ndarray], rows: int, hidden: int) -> np.ndarray:
-    """The sum over all `rows` in the order of the module's docstring: fp32 `[hidden]`.
+    """The sum over all `rows` in the order above: fp32 `[hidden]`.
 
     `pieces` are fp32 `[whole blocks of rows, hidden]`, in order, as `_pieces` cuts them.
     """
@@ -97,7 +97,7 @@ def column_sums(pieces: Iterable[np.ndarray], rows: int, hidden: int) -> np.ndar
 def check_norm(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, kind: str
 ) -> None:
-    """Refuse what the norms do not take. `op` names the caller in the sentence."""
+    """Refuse what the norms do not accept; `op` names the caller in the error."""
     check_input(op, "x", x)
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be 'layernorm' or 'rmsnorm'; got {kind!r}.")
@@ -115,7 +115,7 @@ def check_norm(
 
 
 def _statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for (mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
+    """Allocate (mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
     rows = x.shape[0]
     mean = x.new_empty(rows if kind == "layernorm" else 0, dtype=torch.float32)
     return mean, x.new_empty(rows, dtype=torch.float32)
@@ -175,12 +175,12 @@ def _gamma(weight: torch.Tensor, zero_centered: bool) -> np.ndarray:
 
 
 def _fp32(tensor: torch.Tensor) -> np.ndarray:
-    """Widened exactly. NumPy from here on: its strided additions are a hundred times as fast as torch's."""
+    """Widened exactly, as NumPy: its strided additions are a hundred times as fast as torch's."""
     return np.from_dlpack(tensor.detach().float())
 
 
 def _pieces(rows: int, hidden: int) -> Iterator[slice]:
-    """Rows to be taken at a time: whole blocks of the column sums."""
+    """Rows that are computed at a time: whole blocks of the column sums."""
     count = block_rows(rows)
     step = max(1, _CHUNK // (count * hidden)) * count
     return (slice(start, start + step) for start in range(0, rows, step))
@@ -196,7 +196,7 @@ def normalize(
     zero_centered: bool,
     kind: str,
 ) -> None:
-    """The norm itself, arguments already checked, into (y `[rows, hidden]`, mean, rstd)."""
+    """The norm, without checks, into (y `[rows, hidden]`, mean, rstd)."""
     rows, hidden = x.shape
     y, mean, rstd = out
     gamma, n, small = _gamma(weight, zero_centered), np.float32(hidden), np.float32(eps)
@@ -268,9 +268,9 @@ def norm_backward(
     kind: str,
     residual_grad: torch.Tensor | None,
 ) -> Three:
-    """`grad`, `x` `[rows, hidden]` of one dtype -> (dx of it, dweight, dbias `[hidden]` (rmsnorm: `[0]`)).
+    """`grad`, `x` `[rows, hidden]` of one dtype -> (dx, dweight, dbias `[hidden]` (rmsnorm: `[0]`)).
 
-    dweight and dbias have weight's dtype. `residual_grad`, like x, is the gradient that reaches x past the norm.
+    dx has x's dtype, dweight and dbias weight's. `residual_grad`, like x, is the gradient that reaches x past the norm.
     """
     out = norm_backward_outputs(grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
     dx, dweight, dbias = out

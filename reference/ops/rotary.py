@@ -1,6 +1,6 @@
 """`twin::rotary`: rotary position embedding, forward and backward.
 
-x `[s, b, h, d]`, freqs `[positions, d2]`, angles in radians, fp32, positions >= s, d2 even and at most d. For j < d2:
+x `[s, b, h, d]`; freqs `[positions, d2]`, fp32 angles in radians, positions >= s, d2 even and at most d. For j < d2:
 
     out[j] = round(x[j] · cos f[j] + turned[j] · sin f[j])
     turned = (-second half, first half)          interleaved: (-x[1], x[0], -x[3], x[2], ...)
@@ -9,10 +9,12 @@ and out[j] = x[j] for j >= d2. The backward is the transposed map, of the gradie
 
     dx[j] = round(grad[j] · cos f[j] + back[j])    back = the inverse turn of grad[j] · sin f[j]
 
-Products and sum are fp32 operations; then one rounding to x's dtype. cos and sin of an fp32 angle are computed in
-float64 (`sine_cosine`: additions, multiplications, one rounding to integer, in the order that the code shows)
-and rounded to fp32. Accurate to half an ulp of fp32 for angles below 2^20; NaN from 2^31 on.
+Products and sum are fp32 operations; one rounding to x's dtype follows. cos and sin of an fp32 angle are computed in
+float64 (`sine_cosine`: additions, multiplications and one rounding to an integer, in the order of the code) and rounded
+to fp32. They are accurate to half an ulp of fp32 for angles below 2^20, and NaN from 2^31 on.
 """
+
+from math import factorial
 
 import numpy as np
 import torch
@@ -27,6 +29,9 @@ TWO_OVER_PI = 0.63661977236758134308
 HALF_PI_HIGH = 1.57079632673412561417e00
 HALF_PI_LOW = 6.07710050650619224932e-11
 LIMIT = 2147483648.0
+# Taylor coefficients, highest power first: those of sin after r itself, and those of cos.
+SINE = tuple((-1) ** k / factorial(2 * k + 1) for k in range(6, 0, -1))
+COSINE = tuple((-1) ** k / factorial(2 * k) for k in range(7, -1, -1))
 
 
 @jit
@@ -38,21 +43,13 @@ def sine_cosine(angle: np.float32) -> tuple[np.float32, np.float32]:
     n = np.rint(x * TWO_OVER_PI)
     r = (x - n * HALF_PI_HIGH) - n * HALF_PI_LOW
     z = r * r
-    sine = 1.0 / 6227020800.0
-    sine = sine * z + -1.0 / 39916800.0
-    sine = sine * z + 1.0 / 362880.0
-    sine = sine * z + -1.0 / 5040.0
-    sine = sine * z + 1.0 / 120.0
-    sine = sine * z + -1.0 / 6.0
+    sine = SINE[0]
+    for coefficient in SINE[1:]:
+        sine = sine * z + coefficient
     sine = (sine * z) * r + r
-    cosine = -1.0 / 87178291200.0
-    cosine = cosine * z + 1.0 / 479001600.0
-    cosine = cosine * z + -1.0 / 3628800.0
-    cosine = cosine * z + 1.0 / 40320.0
-    cosine = cosine * z + -1.0 / 720.0
-    cosine = cosine * z + 1.0 / 24.0
-    cosine = cosine * z + -0.5
-    cosine = cosine * z + 1.0
+    cosine = COSINE[0]
+    for coefficient in COSINE[1:]:
+        cosine = cosine * z + coefficient
     quarter = np.int64(n) & np.int64(3)
     if quarter == 0:
         return np.float32(sine), np.float32(cosine)
@@ -78,7 +75,7 @@ def sine_cosine_tables(freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def outputs(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
-    """Room for what `twin::rotary` returns, after its checks: both flags go with all that is accepted."""
+    """Check the arguments of `twin::rotary`, of which every flag is accepted, and allocate its result."""
     if x.dim() != 4 or (x.stride(3) != 1 and x.numel()):
         raise ValueError(
             f"{OP}: x must be 4-D, [s, b, h, d], and contiguous in d; got shape {list(x.shape)}, strides {x.stride()}."
@@ -114,8 +111,8 @@ def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bo
 
     Args:
         x: activations, or with `backward` the gradient of rotary's output; fp32, bf16 or fp16.
-        freqs: fp32 `[positions, d2]`, the angles; row i is that of position i.
-        interleaved: which elements are paired: neighbours, or j with j + d2 / 2.
+        freqs: fp32 `[positions, d2]`, the angles of each position.
+        interleaved: pair neighbours, instead of j with j + d2 / 2.
         backward: apply the transposed map.
     """
     out = outputs(x, freqs, interleaved, backward)

@@ -11,7 +11,7 @@ Each operation is one of fp32. The order of both sums: element 8 (32 i + lane) +
 j, for h in (4, 2, 1): [lane][j] + [lane][j + h], j < h; then one over the lanes, for h in (16, 8, 4, 2, 1).
 
 The maximum ignores NaN, and counts as 0 where no score is above -inf. A NaN or a score of +inf makes its row NaN.
-`twin::attention` does not use this op: it is for attention computed in pieces (Transformer Engine's scaled masked
+`twin::attention` does not use this op. It is for attention in separate steps (Transformer Engine's scaled masked
 softmax).
 """
 
@@ -30,12 +30,9 @@ _ONE = np.float32(1.0)
 
 
 def check_scores(op: str, name: str, x: torch.Tensor, scale: float) -> None:
-    """Refuse scores that are not `[b, h, sq, skv]`, contiguous, in fp32, bf16 or fp16, and a bad scale."""
+    """Refuse scores that are not contiguous `[b, h, sq, skv]` in fp32, bf16 or fp16, and a bad scale."""
     if x.dim() != 4 or not x.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} must be 4-D and contiguous, [b, h, sq, skv]; "
-            f"got shape {list(x.shape)}, strides {x.stride()}."
-        )
+        raise ValueError(f"{op}: {name} must be contiguous [b, h, sq, skv]; got {list(x.shape)}, strides {x.stride()}.")
     check_wide(op, name, x.dtype)
     check_scale(op, scale)
 
@@ -54,7 +51,7 @@ def softmax_backward_outputs(grad: torch.Tensor, y: torch.Tensor, scale: float) 
 
 @jit
 def tree(sums: np.ndarray) -> np.float32:
-    """The sum of accumulators `[32, 8]` in the written order; overwrites them."""
+    """The sum of accumulators `[32, 8]` in that order; overwrites them."""
     h = 4
     while h > 0:
         for lane in range(32):
@@ -137,7 +134,7 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
 
 @define(softmax_backward_outputs)
 def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """The gradient of x, from that of y and y itself; all `[b, h, sq, skv]` of one dtype."""
+    """The gradient of x from the gradient of y and y; all `[b, h, sq, skv]` of one dtype."""
     out = softmax_backward_outputs(grad, y, scale)
     if not y.numel():
         return out

@@ -1,4 +1,4 @@
-"""What every recipe has: formats, the questions that Transformer Engine lets one ask, and the quantizers it gives."""
+"""What all recipes share: formats, Transformer Engine's queries, and the interface for quantizers and updates."""
 
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -18,9 +18,8 @@ class FormatLimits(NamedTuple):
 class Format(Enum):
     """Which FP8 format the tensors of a GEMM have.
 
-    `E4M3`: every tensor; `HYBRID`: E4M3 in the forward pass, E5M2 for gradients.
-    `E5M2` names the format alone: as a recipe it would leave the forward pass two bits of mantissa,
-    which no recipe accepts (Transformer Engine refuses it too).
+    `E4M3`: every tensor; `HYBRID`: E4M3 in the forward pass, E5M2 for gradients. `E5M2` names the format alone. As a
+    recipe it would leave the forward pass two bits of mantissa, so no recipe accepts it (nor does Transformer Engine).
     """
 
     E4M3 = FormatLimits(max_fwd=448.0, max_bwd=448.0)
@@ -28,7 +27,7 @@ class Format(Enum):
     HYBRID = FormatLimits(max_fwd=448.0, max_bwd=57344.0)
 
     def dtype(self, forward: bool) -> torch.dtype:
-        """The float8 dtype of the tensors cast in that direction."""
+        """The float8 dtype of that direction's tensors."""
         if self is Format.E5M2 or (self is Format.HYBRID and not forward):
             return torch.float8_e5m2
         return torch.float8_e4m3fn
@@ -41,9 +40,9 @@ class Format(Enum):
 class Recipe:
     """Which quantizer each tensor role of a layer's GEMMs has, and what is updated when.
 
-    A recipe is a frozen dataclass in a file of its own that gives `gemms`. One with state between steps sets
-    `history_rows`, and its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`); `update` makes
-    the next step's scales of them.
+    A recipe is a frozen dataclass in a file of its own that defines `gemms`. A recipe with state between steps sets
+    `history_rows`; its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`), from which `update`
+    computes the next step's scales.
     """
 
     fp8_format: Format
@@ -54,11 +53,11 @@ class Recipe:
         raise NotImplementedError
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
-        """The scales of the next step, for several layers' states of one direction and device."""
+        """Compute the scales of the next step, for several layers' states of one direction and device."""
 
     @classmethod
     def delayed(cls) -> bool:
-        """False; Transformer Engine's way to ask a recipe what it is. Each answers True to its own questions."""
+        """False. Transformer Engine's queries of a recipe's kind; each recipe answers True to its own."""
         return False
 
     float8_per_tensor_scaling = float8_current_scaling = delayed
@@ -66,7 +65,7 @@ class Recipe:
 
 
 def check_recipe(recipe: Any) -> None:
-    """Refuse a format that no recipe trains with, attention in FP8, and another precision in backward."""
+    """Refuse E5M2 as a recipe's format, attention in FP8, and another precision in backward."""
     name = type(recipe).__name__
     if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format is Format.E5M2:
         raise ValueError(

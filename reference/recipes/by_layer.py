@@ -1,13 +1,13 @@
-"""Precision by layer: which layers of a model take another recipe than autocast's, or none.
+"""Precision by layer: which layers of a model use another recipe than autocast's, or none.
 
     te.recipe.by_layer(model, {
         "layers.0.*": None,                                     16 bits
         "*.layernorm_mlp": te.recipe.Float8CurrentScaling(),
-        model.head: te.recipe.AUTOCAST,                         what autocast says, as at the beginning
+        model.head: te.recipe.AUTOCAST,                         autocast's recipe, the default
     })
 
-The choice is an attribute of the layers: it holds in every autocast until another is made, and copies and pickles of
-the model have it. Outside of FP8 autocast every layer runs as ever. It is no part of a state dict.
+The choice is an attribute of the layers: it holds in every autocast until it is changed, copies and pickles of the
+model keep it, and state dicts do not. Outside of FP8 autocast it has no effect.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ import torch
 from reference.recipes.base import Recipe
 
 AUTOCAST = "autocast's"
-"""The choice that every layer starts with: the recipe of the autocast that it runs in."""
+"""The default choice: the recipe of the autocast."""
 
 
 def by_layer(
@@ -29,15 +29,15 @@ def by_layer(
 
     Args:
         model: a layer, or a module with layers inside.
-        choices: by a module of the model, its name, or a pattern of names (`*`, `?`, `[...]`): a recipe, None for 16
-            bits, or `AUTOCAST`. It holds for the module and all layers inside; a later entry wins.
+        choices: for a module of the model, its name, or a pattern of names (`*`, `?`, `[...]`): a recipe, None for 16
+            bits, or `AUTOCAST`. A choice holds for the module and all layers inside; a later entry wins.
 
     Returns:
-        name → choice of every layer that casts to FP8, as they are now.
+        name → present choice of every layer that casts to FP8.
 
     Raises:
-        ValueError: an entry names no layer.
-        TypeError: a key or a choice is none of these. Nothing has changed then.
+        ValueError: an entry names no layer. Nothing has changed then.
+        TypeError: a key or a choice has another type. Nothing has changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"by_layer: model={model!r}; a torch.nn.Module is accepted.")
@@ -67,7 +67,7 @@ def _shown(key: Any) -> str:
 
 
 def _matching(model: torch.nn.Module, key: Any) -> list[str]:
-    """Names of the modules that `key` means, and of all inside."""
+    """Names of the modules that `key` denotes, and of all modules inside."""
     modules = dict(model.named_modules())
     if isinstance(key, str):
         roots = [name for name in modules if fnmatchcase(name, key)]

@@ -4,11 +4,12 @@
     scale = fp8_max / amax          one fp32 division; 1 where amax is 0 or infinite; at most the largest fp32 number
     q = cast(x · scale),  scale_inv = 1 / scale          as in `twin::cast`
 
-There is no state between steps. What a norm or an activation gives passes through the activation dtype before it is
-cast, for the scale needs all of it first; delayed scaling casts it from fp32. GEMMs are those of delayed scaling.
+There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
+are cast, because the scale depends on all of them; delayed scaling casts them from fp32. GEMMs are those of delayed
+scaling.
 
-Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose
-y, dx and dw of a `Linear` agree in every bit, as recorded on an H200.
+Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose y,
+dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
 
 from dataclasses import dataclass
@@ -49,25 +50,18 @@ class Float8CurrentScaling(Recipe):
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """True."""
         return True
 
     float8_per_tensor_scaling = float8_current_scaling
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
-        """The same for each GEMM."""
         codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))
         grads = Current(self.fp8_format.dtype(False), self.fp8_format.fp8_max(False))
         return (Gemm(codes, codes, grads),) * count
 
 
 class Current(Quantizer):
-    """Casts a tensor with the scale of its own amax.
-
-    Args:
-        dtype: float8_e4m3fn or float8_e5m2.
-        fp8_max: what the amax is scaled to.
-    """
+    """Casts a tensor with the scale of its own amax, which becomes `fp8_max`; `dtype` is the codes'."""
 
     fp8 = True
 

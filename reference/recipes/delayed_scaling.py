@@ -17,30 +17,29 @@ from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quanti
 from reference.recipes.base import Format, Recipe, check_recipe
 
 MAX_MARGIN = 18
-"""448 · 2^-18 is E4M3's smallest number when it is rounded; 448 · 2^-19 is 0, and with it all that is cast."""
+"""448 · 2^-18 rounds to E4M3's smallest number; 448 · 2^-19 rounds to 0, and so would all values."""
 MAX_HISTORY = 1 << 20
-"""Rows of an amax history: a million steps, 12 MiB a linear layer and direction."""
+"""Rows of an amax history: a million steps, 12 MiB for a linear layer and direction."""
 
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """Scale step t's tensors by the amaxes of the steps before it.
 
-    `scale = 2^-margin · fp8_max / amax`, where amax is the largest (`"max"`) or the last
-    (`"most_recent"`) of the `amax_history_len` newest amaxes; `reference.ops.scale_update` writes the
-    arithmetic out.
+    `scale = 2^-margin · fp8_max / amax`, where amax is the largest (`"max"`) or the last (`"most_recent"`) of the
+    `amax_history_len` newest amaxes. Arithmetic: `reference.ops.scale_update`.
 
     Args:
         margin: powers of two kept free above the amax, an int from 0 to 18.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         amax_history_len: rows of the amax history, an int from 1 to 2^20.
         amax_compute_algo: `"max"` or `"most_recent"`.
-        scaling_factor_compute_algo: Transformer Engine's hook for an own formula; only None is offered.
+        scaling_factor_compute_algo: Transformer Engine's hook for other formulas; only None is offered.
         reduce_amax: take the maximum of each amax over autocast's `amax_reduction_group`.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered.
         backward_override: another precision in backward; only None is offered.
-        override_linear_precision: an older Transformer Engine's switch for GEMMs in 16 bits, forward, dgrad and
-            wgrad; only three times False is offered.
+        override_linear_precision: older Transformer Engine's switches for GEMMs in 16 bits (fprop, dgrad, wgrad); only
+            False three times is offered.
     """
 
     margin: int = 0
@@ -82,14 +81,12 @@ class DelayedScaling(Recipe):
 
     @classmethod
     def delayed(cls) -> bool:
-        """True."""
         return True
 
     float8_per_tensor_scaling = delayed
 
     @property
     def history_rows(self) -> int:  # type: ignore[override]
-        """Rows of the amax history that each layer keeps."""
         return self.amax_history_len
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
@@ -101,7 +98,7 @@ class DelayedScaling(Recipe):
         )
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
-        """One op call (one kernel launch on a GPU) for all of them; amaxes are reduced over the process group."""
+        """One op call (on a GPU one launch) for all states; amaxes are reduced over the process group."""
         histories = [meta.amax_history for meta in metas]
         if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
@@ -110,7 +107,7 @@ class DelayedScaling(Recipe):
 
 
 def _reduce(histories: list[torch.Tensor], group: Any) -> None:
-    """Maximum of every row 0 over the process group, in one collective."""
+    """Take the maximum of every row 0 over the process group, in one collective."""
     amaxes = torch.cat([history[0] for history in histories])
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
@@ -118,10 +115,10 @@ def _reduce(histories: list[torch.Tensor], group: Any) -> None:
 
 
 class Delayed(Quantizer):
-    """Casts with the scale of a column of a layer's state, and notes the amax there, in one kernel with its producer.
+    """Casts with the scale in a column of a layer's state and records the amax there, fused with the op before it.
 
     Args:
-        meta: `scale` and `amax_history`; the latter None where no amax may be taken a second time.
+        meta: `scale` and `amax_history`, which is None where amaxes must not be recorded a second time.
         column: of both.
         dtype: float8_e4m3fn or float8_e5m2.
     """
@@ -205,6 +202,6 @@ class Delayed(Quantizer):
 
 
 def _without_transpose(cast: Sequence[torch.Tensor], transpose: bool) -> Quantized:
-    """What a cast with transpose gave; the transpose is let go where no backward will read it."""
+    """The result of a cast with transpose; the transpose is dropped if no backward will read it."""
     q, q_t, scale_inv = cast
     return Quantized(q, q_t if transpose else None, scale_inv)

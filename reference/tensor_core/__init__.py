@@ -1,6 +1,6 @@
 """What Hopper's tensor core computes, bit for bit, on any CPU.
 
-`step` is one `wgmma` instruction, `gemm` a whole GEMM. `model` is the arithmetic, written to be read;
+`step` is one `wgmma` instruction, `gemm` a whole GEMM. `model` defines the arithmetic and is written to be read;
 `fast` and `kernels` compute the same bits on SIMD lanes and all cores.
 """
 
@@ -14,16 +14,19 @@ from reference.tensor_core.operands import operands
 __all__ = ["SPLIT_K", "gemm", "step"]
 
 SPLIT_K = 128
-"""How many products `accumulate="split"` chains before it adds the partial sum in fp32."""
+"""K of a chain in split accumulation."""
 
 
 def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-    """One tensor-core instruction: a * b^T + c, fp32 [M, N].
+    """One tensor-core instruction: a · bᵀ + c, fp32 `[M, N]`.
 
-    a [M, K], b [N, K]: float8_e4m3fn / float8_e5m2 in any combination (K <= 32), or both bfloat16, or
-    both float16 (K <= 16); a shorter K stands for zeros in the rest. c: fp32 [M, N], or None for +0.
-    RuntimeError where subnormal numbers are flushed to zero.
-    Source: the readable model in `reference.tensor_core.model`.
+    Args:
+        a, b: `[M, K]` and `[N, K]`, float8_e4m3fn and float8_e5m2 in any combination (K <= 32), or both bf16 or both
+            fp16 (K <= 16). A shorter K stands for zeros in the rest.
+        c: fp32 `[M, N]`; None is +0.
+
+    Raises:
+        RuntimeError: subnormal numbers are flushed to zero.
     """
     check_denormals()
     left = operands(a, b)
@@ -36,26 +39,26 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
         raise ValueError(f"c is {c.dtype} {tuple(c.shape)} on {c.device}; float32 {shape} on the CPU is needed.")
     else:
         words = c.detach().view(torch.int32).numpy().view(np.uint32)
-    words = model.step_words(left.a, left.a_format, left.b, left.b_format, words, left.instruction)
-    return torch.from_numpy(words.view(np.float32))
+    return torch.from_numpy(model.step_words(left, words).view(np.float32))
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Tensor | None = None) -> torch.Tensor:
-    """a * b^T by chained tensor-core steps, fp32 [M, N]; any M, N and K, zero included.
+    """a · bᵀ by chained tensor-core steps, fp32 `[M, N]`; any M, N and K, zero included.
 
-    a [M, K], b [N, K] as for `step`, any strides. K is taken in order; its last step is filled up with
-    zeros. `accumulate`:
+    K is taken in order; its last step is filled up with zeros. A K of 0 gives +0, or c. NaN results are the word
+    0x7FFFFFFF. The GEMM runs on as many threads as torch may use (`torch.set_num_threads`), with the same bits. The
+    first call on a machine compiles for some seconds.
 
-    * "fast": one chain over all of K, the accumulator never leaves the tensor core;
-    * "split" (FP8 only): chains of K = 128 from zero, each partial sum added to an fp32 accumulator with
-      an ordinary addition, in order of K.
+    Args:
+        a, b: as for `step`, any strides.
+        accumulate: "fast" is one chain over all of K, whose accumulator never leaves the tensor core. "split" (FP8
+            only) consists of chains of K = 128 from zero; each partial sum is added to an fp32 accumulator with an
+            ordinary addition, in order of K.
+        c: fp32 `[M, N]`, with "fast" only: what the chain starts from instead of +0. So a chain may be cut in two where
+            K is a multiple of the step's: the second part starts from the first one's result.
 
-    `c`, fp32 [M, N] ("fast" only), is what the chain starts from instead of +0: two chains of which the second
-    starts from the first's result are one chain, if the first's K is a multiple of the step's.
-
-    A K of 0 gives +0, or c. NaN results are the word 0x7FFFFFFF. Runs on as many threads as torch may use
-    (`torch.set_num_threads`); the bits do not depend on how many. The first call on a machine compiles for
-    some seconds. RuntimeError where subnormal numbers are flushed to zero.
+    Raises:
+        RuntimeError: subnormal numbers are flushed to zero.
     """
     check_denormals()
     if accumulate not in ("fast", "split"):
@@ -76,5 +79,5 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
                 f"float32 {shape} on the CPU with 'fast' is needed."
             )
         start = c.detach().contiguous().view(torch.int32).numpy().view(np.uint32)
-    words = fast.gemm_words(*left, split_k=SPLIT_K if split else None, c=start)
+    words = fast.gemm_words(left, SPLIT_K if split else None, start)
     return torch.from_numpy(words.view(np.float32))

@@ -1,8 +1,7 @@
-"""Whole GEMMs on all cores: `gemm` gives the words of `model.gemm_words`, some thousand times sooner.
+"""Whole GEMMs on all cores: `gemm_words` gives the words of `model.gemm_words`, some thousand times faster.
 
-The compiled tiles (`kernels`) take finite numbers. NaN and infinity are zeros to them, and the words that
-depend on one are put right afterwards: what infinities do to a sum does not depend on the finite terms
-beside them.
+The compiled tiles (`kernels`) multiply finite numbers and read NaN and infinity as zeros. The words that depend on one
+are corrected afterwards: what an infinity does to a sum does not depend on the finite terms.
 """
 
 import functools
@@ -21,14 +20,14 @@ from reference.notice import announced
 from reference.tensor_core import model
 
 Codes = NDArray[np.unsignedinteger]
-_ROWS = 1024  # rows of C that a task holds at a time: 64 columns of them fill 256 KB of its core's cache
-_SMALL = 1 << 20  # products below which starting other threads costs more than it saves
+_ROWS = 1024  # rows of C in a task: 64 columns of them fill 256 KB of its core's cache
+_SMALL = 1 << 20  # products; below this, starting other threads costs more than it saves
 _compiling = threading.RLock()
 
 
 @functools.cache
 def _tables(fmt: model.FloatFormat) -> tuple[NDArray[np.floating], NDArray[np.signedinteger]]:
-    """Value and exponent of every code, as `kernels` wants them."""
+    """Value and exponent of every code, as `kernels` reads them."""
     from reference.tensor_core import kernels
 
     bits = 1 + fmt.exponent_bits + fmt.fraction_bits
@@ -44,21 +43,22 @@ def _tables(fmt: model.FloatFormat) -> tuple[NDArray[np.floating], NDArray[np.si
 
 @functools.cache
 def _compiled(half: bool) -> tuple[Any, Any, int]:
-    """(pack, tiles, columns of a tile) of FP8 or 16-bit operands, compiled by a GEMM of one word."""
+    """(pack, tiles, columns of a tile) for FP8 or 16-bit operands, compiled by a GEMM of one word."""
     text = "preparing the tensor-core model for this CPU (compiled once, then cached) ..."
     with _compiling, announced(text):
         from reference.tensor_core import kernels
 
         fmt, width = (model.BF16, kernels.HALF_WIDTH) if half else (model.E4M3, kernels.FP8_WIDTH)
-        compiled = kernels.pack, kernels.half_tiles if half else kernels.fp8_tiles, width
+        compiled = kernels.pack, kernels.tiles, width
         codes = np.zeros((1, 1), np.uint16 if half else np.uint8)
-        _finite(codes, fmt, codes, fmt, 0, compiled)
+        instruction = model.HALF_STEP if half else model.FP8_STEP
+        _finite(model.Operands(codes, fmt, codes, fmt, instruction), 0, compiled)
         return compiled
 
 
 @functools.cache
 def _pool(workers: int, process: int) -> ThreadPoolExecutor:
-    """Threads that are kept; `process` is in the key because a fork leaves them behind."""
+    """Threads that are reused; `process` is in the key because a fork leaves them behind."""
     return ThreadPoolExecutor(workers, thread_name_prefix="tensor_core")
 
 
@@ -81,27 +81,21 @@ def _ranges(count: int, parts: int, multiple: int) -> list[tuple[int, int]]:
 
 
 def _finite(
-    a: Codes,
-    a_format: model.FloatFormat,
-    b: Codes,
-    b_format: model.FloatFormat,
-    split_steps: int,
-    compiled: tuple[Any, Any, int],
-    c: NDArray[np.float32] | None = None,
+    operands: model.Operands, split_steps: int, compiled: tuple[Any, Any, int], c: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """a * b^T (+ c, of 16-bit operands) by the compiled tiles; NaN and infinity in a and b count as zeros."""
+    """a · bᵀ (+ c, of 16-bit operands) by the compiled tiles; NaN and infinity in a and b count as zeros."""
     pack, tiles, width = compiled
-    (m, depth), n = a.shape, b.shape[0]
-    # Tiles are as wide as the registers: let the longer side, or the better filled one, lie across them.
+    a, a_format, b, b_format, instruction = operands
+    (m, depth), n, step_k = a.shape, b.shape[0], instruction.k
+    # Tiles are as wide as the registers: the side that needs fewer tiles becomes the columns.
     if -(-m // width) * n < -(-n // width) * m:
-        swapped = None if c is None else c.T
-        return np.ascontiguousarray(_finite(b, b_format, a, a_format, split_steps, compiled, swapped).T)
+        swapped = model.Operands(b, b_format, a, a_format, instruction)
+        return np.ascontiguousarray(_finite(swapped, split_steps, compiled, None if c is None else c.T).T)
     out = np.zeros((m, n), np.float32) if c is None else np.array(c, order="C")
     if out.size == 0 or depth == 0:
         return out
-    # One memory layout is compiled for: contiguous and writable.
+    # The code is compiled for one memory layout: contiguous and writable.
     a, b = np.require(a, requirements=["C", "W"]), np.require(b, requirements=["C", "W"])
-    step_k = 32 if a.itemsize == 1 else 16
     (a_values, a_exponents), (b_values, b_exponents) = _tables(a_format), _tables(b_format)
     size = -(-depth // step_k) * step_k * m
     packed = np.zeros(size, a_values.dtype), np.full(size, a_exponents[0])
@@ -122,15 +116,10 @@ def _finite(
 
 
 def gemm_words(
-    a: Codes,
-    a_format: model.FloatFormat,
-    b: Codes,
-    b_format: model.FloatFormat,
-    instruction: model.Instruction,
-    split_k: int | None = None,
-    c: NDArray[np.uint32] | None = None,
+    operands: model.Operands, split_k: int | None = None, c: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
-    """What `model.gemm_words` gives for the same arguments, in every bit."""
+    """The words of `model.gemm_words` for the same arguments."""
+    a, a_format, b, b_format, instruction = operands
     half = instruction is model.HALF_STEP
     if split_k is not None and (half or split_k % instruction.k):
         raise ValueError(f"split_k is {split_k}: a multiple of {instruction.k} is needed, with FP8 operands.")
@@ -138,24 +127,24 @@ def gemm_words(
     a_inf, a_nan = _special_rows(a, a_format)
     b_inf, b_nan = _special_rows(b, b_format)
     if c is not None:
-        # Infinities beside those of a start value are rare enough for the model.
+        # With infinities and a start value, which is rare, the model computes everything.
         specials = a_inf.size or b_inf.size or ((c & np.uint32(model.INF_WORD)) == model.INF_WORD).any()
         if specials or not half:
-            return model.gemm_words(a, a_format, b, b_format, instruction, split_k, c)
+            return model.gemm_words(operands, split_k, c)
     start = None if c is None else c.view(np.float32)
-    words = _finite(a, a_format, b, b_format, split_steps, _compiled(half), start).view(np.uint32)
+    words = _finite(operands, split_steps, _compiled(half), start).view(np.uint32)
     others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
     for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):
         if rows.size and columns.size:
             block = np.ix_(rows, columns)
-            words[block] = _with_infinities(words[block], a[rows], a_format, b[columns], b_format, instruction)
+            words[block] = _with_infinities(words[block], operands._replace(a=a[rows], b=b[columns]))
     words[a_nan] = model.NAN_WORD
     words[:, b_nan] = model.NAN_WORD
     return words
 
 
 def _special_rows(codes: Codes, fmt: model.FloatFormat) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The rows of codes [rows, K] that hold an infinity, and those that hold a NaN."""
+    """The rows of codes `[rows, K]` with an infinity, and those with a NaN."""
     magnitude = codes & codes.dtype.type((1 << (fmt.exponent_bits + fmt.fraction_bits)) - 1)
     limit = ((1 << fmt.exponent_bits) - 1) << fmt.fraction_bits  # infinity; what is above is NaN
     if not fmt.has_infinity:
@@ -167,20 +156,13 @@ def _special_rows(codes: Codes, fmt: model.FloatFormat) -> tuple[NDArray[np.intp
     return np.flatnonzero((magnitude == limit).any(axis=1)), nan
 
 
-def _with_infinities(
-    finite: NDArray[np.uint32],
-    a: Codes,
-    a_format: model.FloatFormat,
-    b: Codes,
-    b_format: model.FloatFormat,
-    instruction: model.Instruction,
-) -> NDArray[np.uint32]:
-    """The words of a * b^T with its infinities, from `finite`, the words with zeros in their place.
+def _with_infinities(finite: NDArray[np.uint32], operands: model.Operands) -> NDArray[np.uint32]:
+    """The words of a · bᵀ with its infinities, from `finite`, the words with zeros in their place.
 
-    An infinite term decides the sum wherever it stands, two of different signs or one made with a zero are
-    NaN: so it is enough to count them, by products of small integers, which are exact.
+    An infinite term decides the sum wherever it is; two of different signs, or one that is multiplied by a zero, give
+    NaN. So it is enough to count them, by products of small integers, which are exact.
     """
-    left, right = _signs(a, a_format), _signs(b, b_format)
+    left, right = _signs(operands.a, operands.a_format), _signs(operands.b, operands.b_format)
 
     def count(which: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
         (sign_a, inf_a), (sign_b, inf_b) = map(which, left[:2]), map(which, right[:2])
@@ -192,11 +174,12 @@ def _with_infinities(
     words = np.where(plus, np.uint32(model.INF_WORD), finite)
     words = np.where(minus, np.uint32(model.INF_WORD | 0x80000000), words)
     nan = invalid | (plus & minus)
-    # Finite bf16 terms can leave fp32's range by themselves; then it matters which infinity came first.
+    # Finite bf16 terms can leave fp32's range too; then it matters which infinity came first.
     late = (plus ^ minus) & ~nan & (finite ^ words == 0x80000000)
     for row in np.flatnonzero(late.any(axis=1)):
         columns = np.flatnonzero(late[row])
-        words[row, columns] = model.gemm_words(a[row : row + 1], a_format, b[columns], b_format, instruction)
+        alone = operands._replace(a=operands.a[row : row + 1], b=operands.b[columns])
+        words[row, columns] = model.gemm_words(alone)
     return np.where(nan, np.uint32(model.NAN_WORD), words)
 
 

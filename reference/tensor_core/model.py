@@ -1,9 +1,9 @@
 """One step of Hopper's tensor core, written to be read.
 
-A `wgmma.mma_async` instruction of FP8 operands multiplies 32 pairs and adds them to the accumulator C
-(16 pairs for f16 and bf16). The hardware does not add them one after another: it aligns all products and
-C to the largest exponent among them, drops what falls below a fixed number of fraction bits, and adds the
-rest exactly. Everything here is an integer, so nothing here rounds unless it says so.
+A `wgmma.mma_async` instruction of FP8 operands multiplies 32 pairs and adds them to the accumulator C (16 pairs for
+fp16 and bf16). The hardware does not add them one after another: it aligns all products and C to the largest exponent
+among them, drops what falls below a fixed number of fraction bits, and adds the rest exactly. Everything here is an
+integer, so nothing rounds unless it says so.
 
     1. A term's exponent is the sum of the two exponent *fields* (subnormals have the smallest one), and
        its significand, in [0, 4), is not renormalised. C's is its own, with a significand in [0, 2).
@@ -12,7 +12,7 @@ rest exactly. Everything here is an integer, so nothing here rounds unless it sa
     3. Each term is truncated toward zero (in magnitude) to F fraction bits below 2^emax.
     4. The truncated terms are added exactly; the order inside a step does not matter.
     5. The sum is truncated toward zero: to F = 13 fraction bits for FP8 (an E8M13 number in an fp32
-       word, its low 10 bits zero), to fp32 for f16 and bf16 (F = 25). A zero sum is +0. Results below
+       word, its low 10 bits zero), to fp32 for fp16 and bf16 (F = 25). A zero sum is +0. Results below
        2^-126 keep their place on the grid of fp32's subnormals; nothing is flushed. Only bf16 can leave
        the range: a sum of 2^128 or more becomes infinity, but terms far beyond it that cancel do no harm.
     6. A NaN operand, inf * 0 and inf - inf give 0x7FFFFFFF; otherwise an infinity wins.
@@ -42,7 +42,7 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """What the exponent field is offset by."""
+        """The offset of the exponent field."""
         return (1 << (self.exponent_bits - 1)) - 1
 
 
@@ -64,6 +64,16 @@ class Instruction:
 
 FP8_STEP = Instruction(k=32, aligned_fraction_bits=13, result_fraction_bits=13)
 HALF_STEP = Instruction(k=16, aligned_fraction_bits=25, result_fraction_bits=23)
+
+
+class Operands(NamedTuple):
+    """a `[M, K]` and b `[N, K]` as unsigned codes, their formats, and the instruction that multiplies them."""
+
+    a: NDArray[np.unsignedinteger]
+    a_format: FloatFormat
+    b: NDArray[np.unsignedinteger]
+    b_format: FloatFormat
+    instruction: Instruction
 
 
 class Numbers(NamedTuple):
@@ -111,7 +121,7 @@ def _word(total: NDArray[np.int64], unit: NDArray[np.int64], fraction_bits: int)
     magnitude = np.abs(total)
     length = np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)  # exact: magnitude < 2^53
     exponent = unit + length - 1
-    # The lowest bit that is kept: `fraction_bits` below the leading one, and never below 2^-126's.
+    # The lowest bit kept is `fraction_bits` below the leading one, or below 2^-126 if that is higher.
     lowest = np.maximum(np.maximum(exponent, -126) - fraction_bits, unit)
     kept = magnitude >> np.minimum(lowest - unit, 62)
     # kept * 2^lowest has at most 24 bits and lies on fp32's grid, so every operation below is exact.
@@ -121,18 +131,12 @@ def _word(total: NDArray[np.int64], unit: NDArray[np.int64], fraction_bits: int)
     return np.where(kept == 0, np.float32(0), value).astype(np.float32).view(np.uint32)
 
 
-def step_words(
-    a: NDArray[np.unsignedinteger],
-    a_format: FloatFormat,
-    b: NDArray[np.unsignedinteger],
-    b_format: FloatFormat,
-    c: NDArray[np.uint32],
-    instruction: Instruction,
-) -> NDArray[np.uint32]:
-    """D = a * b^T + c, one instruction: a [M, K], b [N, K] codes, c [M, N] fp32 words; K <= instruction.k.
+def step_words(operands: Operands, c: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """D = a · bᵀ + c, one instruction, fp32 words `[M, N]`; c likewise.
 
-    Returns fp32 words [M, N]. A K shorter than the instruction's stands for zeros in the rest.
+    K is at most the instruction's; a shorter one stands for zeros in the rest.
     """
+    a, a_format, b, b_format, instruction = operands
     left = decode(a[:, None, :], a_format)
     right = decode(b[None, :, :], b_format)
     old = decode(c, FP32)
@@ -167,20 +171,15 @@ def step_words(
 
 
 def gemm_words(
-    a: NDArray[np.unsignedinteger],
-    a_format: FloatFormat,
-    b: NDArray[np.unsignedinteger],
-    b_format: FloatFormat,
-    instruction: Instruction,
-    split_k: int | None = None,
-    c: NDArray[np.uint32] | None = None,
+    operands: Operands, split_k: int | None = None, c: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
-    """a * b^T by chained steps: the slow definition of a whole GEMM, fp32 words [M, N].
+    """a · bᵀ by chained steps: the slow definition of a whole GEMM, fp32 words [M, N].
 
-    `split_k` None: one chain over all of K, C of one step being D of the step before ("fast"
-    accumulation), and that of the first step `c`, or +0. Otherwise: chains of `split_k` from zero, added in
-    order of K with ordinary fp32 additions to an accumulator that starts at +0 ("split").
+    Without `split_k` ("fast" accumulation) it is one chain over all of K: C of one step is D of the step before, that
+    of the first step `c`, or +0. Otherwise ("split") chains of `split_k` start from zero and are added in order of K,
+    with ordinary fp32 additions, to an accumulator that starts at +0.
     """
+    a, a_format, b, b_format, instruction = operands
     depth = a.shape[1]
     total = np.zeros((a.shape[0], b.shape[0]), np.float32)
     if c is not None and depth == 0:
@@ -189,7 +188,7 @@ def gemm_words(
         words = np.zeros(total.shape, np.uint32) if c is None or split_k is not None else c
         for k in range(first, min(depth, first + (split_k or depth)), instruction.k):
             stop = min(k + instruction.k, depth)
-            words = step_words(a[:, k:stop], a_format, b[:, k:stop], b_format, words, instruction)
+            words = step_words(Operands(a[:, k:stop], a_format, b[:, k:stop], b_format, instruction), words)
         if split_k is None:
             return words
         with np.errstate(over="ignore", invalid="ignore"):

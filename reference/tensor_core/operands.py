@@ -1,6 +1,4 @@
-"""From torch tensors to the tensor core's operands: which formats it multiplies, and their codes."""
-
-from typing import NamedTuple
+"""Torch tensors as operands of the tensor core: the formats that it multiplies, and their codes."""
 
 import numpy as np
 import torch
@@ -17,37 +15,27 @@ FORMATS = {
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Operands(NamedTuple):
-    """a [M, K] and b [N, K] as unsigned codes, their formats, and the instruction that takes them."""
-
-    a: NDArray[np.unsignedinteger]
-    a_format: model.FloatFormat
-    b: NDArray[np.unsignedinteger]
-    b_format: model.FloatFormat
-    instruction: model.Instruction
+def check_depth(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuse two matrices of different K."""
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
 
 
-def operands(a: torch.Tensor, b: torch.Tensor) -> Operands:
-    """Check a [M, K] and b [N, K] and view them as contiguous codes."""
+def operands(a: torch.Tensor, b: torch.Tensor) -> model.Operands:
+    """Check a `[M, K]` and b `[N, K]` and view them as contiguous codes."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in FORMATS:
-            raise TypeError(
-                f"{name} is {tensor.dtype}; the tensor core takes float8_e4m3fn, float8_e5m2, bfloat16 or float16."
-            )
+            raise TypeError(f"{name} is {tensor.dtype}; float8_e4m3fn, float8_e5m2, bfloat16 and float16 are accepted.")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; the model of the tensor core runs on the CPU.")
         if tensor.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; a matrix [rows, K] is needed.")
     fp8 = a.dtype in FP8_DTYPES
     if a.dtype != b.dtype and not (fp8 and b.dtype in FP8_DTYPES):
-        raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}; both must be FP8 (in any combination), both bfloat16, or both float16."
-        )
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"a has K = {a.shape[1]} and b has K = {b.shape[1]}; a [M, K] and b [N, K] share K.")
-    return Operands(
-        _codes(a), FORMATS[a.dtype], _codes(b), FORMATS[b.dtype], model.FP8_STEP if fp8 else model.HALF_STEP
-    )
+        raise TypeError(f"a is {a.dtype} and b {b.dtype}; both must be FP8 (of either format), bfloat16 or float16.")
+    check_depth(a, b)
+    instruction = model.FP8_STEP if fp8 else model.HALF_STEP
+    return model.Operands(_codes(a), FORMATS[a.dtype], _codes(b), FORMATS[b.dtype], instruction)
 
 
 def _codes(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
