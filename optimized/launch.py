@@ -53,6 +53,11 @@ class Kernel:
         self._handles: dict[int, int] = {}
 
     @property
+    def configuration(self) -> tuple[str, dict[str, int | str]]:
+        """What is compiled for it: the file and its macros."""
+        return self.kernel, self.defines
+
+    @property
     def loaded(self) -> bool:
         """Whether some device has it."""
         return bool(self._handles)
