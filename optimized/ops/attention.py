@@ -115,8 +115,8 @@ def attention(
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
-        args = [tensor_map(x, BLOCK).argument for x in inputs]
-        args += [launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
+        maps = [tensor_map(x, BLOCK).argument for x in inputs]
+        args = (*maps, launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr())
         kernel = _kernel(q.dtype, capacity(d), threshold(dropout) > 0)
         grid = (-(-sq // BLOCK), b * h, -(-d // min(capacity(d), 128)))
         launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
