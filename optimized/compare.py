@@ -1,6 +1,7 @@
 """The comparison of two sides, bit by bit."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,13 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> int:
     if one.dtype.is_floating_point and one.dtype not in FLOAT8:
         unequal &= ~(torch.isnan(one) & torch.isnan(other))
     return int(unequal.sum())
+
+
+def fp8_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The scales and amax histories of one module, by names as "scaling_fwd.scale"; empty if it has no FP8 state."""
+    meta: Any = getattr(module, "fp8_meta", {})
+    keys = [key for key in ("scaling_fwd", "scaling_bwd") if key in meta]
+    return {f"{key}.{part}": getattr(meta[key], part) for key in keys for part in ("scale", "amax_history")}
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from optimized import measure
+
 Progress = Callable[[float], object]
 Payload = dict[str, Any]
 Case = TypeVar("Case")
@@ -17,3 +19,8 @@ def each(cases: Sequence[Case], progress: Progress) -> Iterator[Case]:
     for done, case in enumerate(cases, 1):
         yield case
         progress(done / len(cases))
+
+
+def result(what: str, kernels: Sequence[str], **found: Any) -> Payload:
+    """What `run` returns: what was measured, what was `found`, and where it comes from; it depends on `kernels`."""
+    return {"what": what, **found, "provenance": measure.provenance(kernels)}

@@ -1,4 +1,4 @@
-"""The activations against the device copy of the same run (docs/results/activation.json); how: `copies`."""
+"""The activations, compared with a device copy in the same run as `copies` explains (docs/results/activation.json)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,22 +7,21 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies, of_copy
+from optimized.bench.copies import DTYPES, Copies, of_copy
 from optimized.bench.table import Table
 from reference.ops.activation import KINDS, width
 
 NAME = "activation"
 WHAT = "activations, against a device copy"
 KERNELS = ("activation", "activation_cast_transpose", "dbias")
-# dtype, rows and columns of y (of x too, or half of x's for the gated kinds).
+# Dtype, rows and columns of y. x has as many columns, or twice as many for the gated kinds.
 CASES = (("bf16", 8192, 16384), ("bf16", 8192, 4096), ("fp32", 8192, 4096))
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 twin = torch.ops.twin
 
 
 def bytes_moved(op: str, rows: int, n: int, m: int, size: int) -> int:
-    """The fewest bytes an op moves, for x of n columns and y of m."""
+    """The fewest bytes that an op must move, for x of n columns and y of m."""
     a_row = {
         "activation": (n + m) * size,
         "activation_backward": (m + 2 * n) * size,

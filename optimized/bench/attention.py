@@ -9,7 +9,7 @@ import torch
 import optimized  # noqa: F401  (registers the CUDA ops)
 from optimized import measure
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies
+from optimized.bench.copies import Copies, in_turn
 from optimized.bench.layer_models import cudnn
 from optimized.bench.table import Table, percent, table
 from reference import philox
@@ -45,7 +45,7 @@ def _pair(b: int, h: int, hkv: int, s: int, d: int, mask_type: str, dropout: flo
 
 
 def _elementwise(repeats: int) -> dict[str, Any]:
-    """Ops bound by memory, as in `copies`; of scores that the causal rule hides, only the output must move."""
+    """Ops bound by memory, as in `copies`. Scores that the causal mask hides need not be read, only written."""
     xs = [torch.randn(8192, 4096, device="cuda").bfloat16() for _ in range(4)]
     scores = [torch.randn(1, 16, 2048, 2048, device="cuda").bfloat16() for _ in range(3)]
     bias, freqs = xs[0][0].clone(), torch.randn(2048, 128, device="cuda")
@@ -59,15 +59,15 @@ def _elementwise(repeats: int) -> dict[str, Any]:
         return scores[i % len(scores)]
 
     def rotary(interleaved: bool) -> Callable[[int], object]:
-        return lambda i: twin.rotary(x(i).view(2048, 4, 32, 128), freqs, interleaved, False)
+        return in_turn(xs, lambda x: twin.rotary(x.view(2048, 4, 32, 128), freqs, interleaved, False))
 
     ops: dict[str, tuple[int, Callable[[int], object]]] = {
         "bias_dropout_add": (3 * one, lambda i: twin.bias_dropout_add(x(i), bias, x(i + 1), 0.1, state)),
-        "dropout_backward": (2 * one, lambda i: twin.dropout_backward(x(i), 0.1, state)),
+        "dropout_backward": (2 * one, in_turn(xs, lambda x: twin.dropout_backward(x, 0.1, state))),
         "rotary": (2 * one, rotary(False)),
         "rotary interleaved": (2 * one, rotary(True)),
-        "softmax": (2 * all_scores, lambda i: twin.softmax(s(i), 1.0, "none", None)),
-        "softmax causal": (3 * all_scores // 2, lambda i: twin.softmax(s(i), 1.0, "causal", None)),
+        "softmax": (2 * all_scores, in_turn(scores, lambda s: twin.softmax(s, 1.0, "none", None))),
+        "softmax causal": (3 * all_scores // 2, in_turn(scores, lambda s: twin.softmax(s, 1.0, "causal", None))),
         "softmax_backward": (3 * all_scores, lambda i: twin.softmax_backward(s(i), s(i + 1), 1.0)),
     }
     moved, calls = ({name: pair[place] for name, pair in ops.items()} for place in (0, 1))
@@ -89,7 +89,7 @@ def run(progress: Progress = silent, repeats: int = 20) -> Payload:
 
 
 def tables(payload: Payload) -> list[Table]:
-    """Attention against cuDNN's, and the ops around it against the device copy."""
+    """Attention against cuDNN's, and the ops around it against a device copy."""
     rows = []
     for name, times in payload["ms"]["attention"].items():
         cells = [name.replace(" none", "").replace(" dropout=0.0", "")]

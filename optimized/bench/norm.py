@@ -1,4 +1,4 @@
-"""The norms against the device copy of the same run (docs/results/norm.json); how: `copies`."""
+"""The norms, compared with a device copy in the same run as `copies` explains (docs/results/norm.json)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ KINDS = ("layernorm", "rmsnorm")
 
 twin = torch.ops.twin
 
-# Bytes an element: read and written, bf16.
+# Bytes that are read and written for each bf16 element.
 BYTES = {"norm": 4, "norm_cast_transpose": 4, "norm_backward": 6, "norm_backward + residual": 8}
 
 

@@ -1,8 +1,8 @@
 """Speed against cuBLASLt, cuDNN, PyTorch and Transformer Engine, and which GEMMs equal cuBLASLt's in every word.
 
-Without arguments it lists the benchmarks. On a machine with a Hopper GPU a benchmark runs: ours and theirs in one run,
-interleaved. Elsewhere the results recorded on an H200 are shown (docs/results); where the kernels have changed since,
-that is said.
+Without arguments it lists the benchmarks. On a machine with a Hopper GPU it runs a benchmark: ours and theirs are
+interleaved in one run. Elsewhere it shows the results that were recorded on an H200 (docs/results), and says if kernels
+have changed since.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from optimized.device import hopper
 
 SUMMARY = "speed against NVIDIA's libraries and PyTorch; without a Hopper GPU, the recorded results"
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
-# Measured by programs of their own, which take minutes; here their results are only shown.
+# These are measured by programs of their own; here their results are only shown.
 APART = {
     "parity": "twin parity --replay --write",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list() -> None:
-    """One line per benchmark, of at most 80 columns: its name, what it measures, and when that was recorded."""
+    """Print a line of at most 80 columns for each benchmark: its name, what it measures, when it was recorded."""
     stale = False
     for name, what in WHAT.items():
         payload = tables.load(name)

@@ -100,9 +100,9 @@ def run_cast(
     x, grad = aligned(x), aligned(grad)
     rows, m = x.shape[0], width(kind, x.shape[1])
     scale, amax_history, column, dtype = scaling
+    inputs = (pointer(grad), x.data_ptr(), *scaling_pointers(scale, amax_history, column))
     results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr(), pointer(partial))
-    scaling_addresses = scaling_pointers(scale, amax_history, column)
-    args = (pointer(grad), x.data_ptr(), *scaling_addresses, *results, np.int32(rows), np.int32(m))
+    args = (*inputs, *results, np.int32(rows), np.int32(m))
     kernel = _casting(kind, x.dtype, dtype, grad is not None)
     tile_cols = _ROW_BYTES // x.element_size()
     grid = tile_grid(-(-m // tile_cols), -(-rows // _TILE_ROWS))

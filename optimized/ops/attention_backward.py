@@ -63,8 +63,8 @@ def attention_backward(
     def of(written: torch.Tensor) -> object:
         return launch.by_value(attention.arguments(q, k, written, *options))
 
-    sums = (m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr())
-    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], *sums]
+    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3]]
+    args += [m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr()]
     launch.launch(_dots(q.dtype), (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=device)
 
     capacity = attention.capacity(d)

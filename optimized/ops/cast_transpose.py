@@ -42,9 +42,9 @@ def run(out: Three, x: torch.Tensor, partial: torch.Tensor | None, *scaling: *Sc
     """Launch the kernel on checked arguments: it writes q, q_t and scale_inv to `out`, sums over rows to `partial`."""
     x = aligned(x)
     scale, amax_history, column, dtype = scaling
+    inputs = (x.data_ptr(), *scaling_pointers(scale, amax_history, column))
     results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr(), pointer(partial))
-    sizes = (np.int32(x.shape[0]), np.int32(x.shape[1]))
-    args = (x.data_ptr(), *scaling_pointers(scale, amax_history, column), *results, *sizes)
+    args = (*inputs, *results, np.int32(x.shape[0]), np.int32(x.shape[1]))
     kernel = _kernels[x.dtype, dtype, partial is not None]
     launch.launch(kernel, tile_grid(*tiles(x, x.shape[1])), (THREADS,), args, device=x.device.index)
 

@@ -45,9 +45,9 @@ def cat_cast_transpose_dbias(
     parts["groups"], parts["width"] = groups, sum(widths)
     x = read[0]
     partial = new_partial(q)
+    inputs = (launch.by_value(parts), *scaling_pointers(scale, amax_history, column))
     results = (q.data_ptr(), q_t.data_ptr(), scale_inv.data_ptr(), partial.data_ptr())
-    sizes = (np.int32(q.shape[0]), np.int32(q.shape[1]))
-    args = (launch.by_value(parts), *scaling_pointers(scale, amax_history, column), *results, *sizes)
+    args = (*inputs, *results, np.int32(q.shape[0]), np.int32(q.shape[1]))
     grid = tile_grid(*tiles(x, q.shape[1]))
     launch.launch(_kernels[x.dtype, dtype], grid, (THREADS,), args, device=x.device.index)
     add_blocks(partial, dbias)

@@ -126,9 +126,8 @@ def gemm_fp8_tiled(
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
     maps = operand_maps(a, b, tile, run(n, out_dtype, tile.block_n))
-    scales = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
-    sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
-    args = (maps, out.data_ptr(), *bias_arguments(bias), *scales, *sizes)
+    pointers = (out.data_ptr(), *bias_arguments(bias), a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+    args = (maps, *pointers, np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
     config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add).launch(index, cut, args)
     return out
 

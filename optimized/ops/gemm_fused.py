@@ -172,8 +172,8 @@ def gemm_fp8_activation(
         return h, q, q_t, scale_inv
     bias = loadable(bias)
     bias_pointer, bias_type = bias_arguments(bias)
-    cast = [*scaling_pointers(scale, amax_history, column), q.data_ptr(), q_t.data_ptr(), scale_inv.data_ptr()]
-    arguments = [h.data_ptr(), bias_pointer, *cast, 0, int(bias_type)]
+    arguments = [h.data_ptr(), bias_pointer, *scaling_pointers(scale, amax_history, column)]
+    arguments += [q.data_ptr(), q_t.data_ptr(), scale_inv.data_ptr(), 0, int(bias_type)]
     _launch(ACTIVATION, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, kind, dtype)
     return h, q, q_t, scale_inv
 

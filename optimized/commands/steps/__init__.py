@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the walkthrough's closing table.
+    """A row of the walkthrough's last table.
 
-    `equal` says whether everything that had to be equal in every bit was; None where nothing had to.
+    `equal` says whether everything that had to be equal was equal in every bit; None if nothing had to.
     """
 
     step: str
