@@ -5,9 +5,9 @@ their times. Before a pair of functions (`reference.nn.autograd`) runs for the f
 make a dry pass, in which their launches are collected instead of made. What is missing is compiled by as many threads
 as there are cores, and then the pair runs. Threads suffice: NVRTC takes no lock, and ctypes releases the interpreter's.
 
-The dry pass is exact: it runs the very code that launches, and what this code launches depends on no value. It leaves
-nothing behind. No kernel runs. An op of PyTorch that is no view only computes shapes. Tensors that the pair would
-change keep their versions, and weights that it would keep for later microbatches are dropped.
+The dry pass is exact: it runs the very code that launches, and what this code launches depends on no value. It changes
+nothing: no kernel runs, an op of PyTorch that is no view only computes shapes, tensors that the pair would change keep
+their versions, and weights that it would keep for later microbatches are dropped.
 """
 
 import contextlib

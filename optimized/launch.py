@@ -106,7 +106,7 @@ def runtime() -> Any:
 
 
 class ByValue:
-    """A kernel argument that is a struct: the bytes of `storage`, which it keeps alive."""
+    """A kernel argument that is a struct: the bytes of `storage`, which each launch reads and which it keeps alive."""
 
     __slots__ = ("address", "storage")
 
@@ -115,9 +115,7 @@ class ByValue:
         self.address = storage.ctypes.data
 
 
-def by_value(storage: np.ndarray) -> ByValue:
-    """A kernel argument that is a struct: the bytes of `storage`, read at each launch (make it once)."""
-    return ByValue(storage)
+by_value = ByValue  # in a list of arguments
 
 
 # The format of a scalar in its eight bytes. x86-64 and Arm are little-endian: a kernel reads the first of them.

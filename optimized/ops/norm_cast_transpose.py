@@ -107,31 +107,6 @@ def configured(
     return kernel, threads, smem, launch.clusters_at_once(kernel, shape.cluster, threads, smem, device)
 
 
-def run(
-    out: Five,
-    shape: Shape,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    kind: str,
-    *scaling: *Scaling,
-) -> None:
-    """Launch one configuration on checked arguments."""
-    x, weight, bias = aligned(x), aligned(weight), aligned(bias)
-    rows, hidden = x.shape
-    scale, amax_history, column, dtype = scaling
-    inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias), *scaling_pointers(scale, amax_history, column))
-    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]))
-    args = (*inputs, *(tensor.data_ptr() for tensor in out), np.int32(rows), np.int32(hidden), *options)
-    index = x.device.index
-    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
-    # The blocks are persistent: as many as run at once, and at least one cluster, which writes scale_inv.
-    clusters = max(1, min(-(-rows // shape.share), at_once))
-    launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
-
-
 @on_cuda
 def norm_cast_transpose(
     x: torch.Tensor,
@@ -144,13 +119,23 @@ def norm_cast_transpose(
 ) -> Five:
     """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd)."""
     out = norm_cast_transpose_outputs(x, weight, bias, eps, zero_centered, kind, *scaling)
-    shape = tile_shape(x.dtype, kind, x.shape[1])
-    if shape is not None:
-        run(out, shape, x, weight, bias, eps, zero_centered, kind, *scaling)
-    else:
+    rows, hidden = x.shape
+    shape = tile_shape(x.dtype, kind, hidden)
+    if shape is None:
         # The rows are too long for registers: y goes through memory in fp32. The bits are the same, the traffic is
         # three times as much.
         y = x.new_empty(x.shape, dtype=torch.float32)
         normalize((y, *out[3:]), x, weight, bias, eps, zero_centered, kind)
         cast_transpose.run(out[:3], y, None, *scaling)
+        return out
+    x, weight, bias = aligned(x), aligned(weight), aligned(bias)
+    scale, amax_history, column, dtype = scaling
+    inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias), *scaling_pointers(scale, amax_history, column))
+    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]))
+    args = (*inputs, *(tensor.data_ptr() for tensor in out), np.int32(rows), np.int32(hidden), *options)
+    index = x.device.index
+    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
+    # The blocks are persistent: as many as run at once, and at least one cluster, which writes scale_inv.
+    clusters = max(1, min(-(-rows // shape.share), at_once))
+    launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
     return out
