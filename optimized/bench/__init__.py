@@ -1,4 +1,7 @@
-"""What `twin bench` measures. A benchmark has NAME, WHAT (in a few words), `run(progress)` and `tables(its result)`."""
+"""What `twin bench` measures.
+
+A benchmark has NAME, WHAT (in a few words), `run(progress)`, which measures and returns a result, and `tables(result)`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -53,7 +53,6 @@ def variants(
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 11) -> Payload:
-    """Measure."""
     copies = Copies(4, repeats)
     rows: list[dict[str, Any]] = []
     for (name, tokens, m), kind in each([(case, kind) for case in CASES for kind in KINDS], progress):

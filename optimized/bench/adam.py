@@ -64,7 +64,6 @@ def contestants() -> dict[str, tuple[torch.optim.Optimizer, int]]:
 
 
 def run(progress: Progress = silent, repeats: int = 15) -> Payload:
-    """Measure."""
     numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
     entrants = contestants()
     progress(0.3)

@@ -77,7 +77,6 @@ def _elementwise(repeats: int) -> dict[str, Any]:
 
 
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    """Measure."""
     found: dict[str, Any] = {"attention": {}}
     for case in each(CASES, lambda done: progress(0.8 * done)):
         samples = measure.interleave(_pair(*case), repeats)

@@ -63,7 +63,6 @@ def weights(hidden: int, dtype: torch.dtype, copies: Copies) -> dict[str, Any]:
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    """Measure."""
     copies = Copies(8, repeats)
     rows: list[dict[str, Any]] = []
     for name, (tokens, cols) in each([(name, shape) for name in DTYPES for shape in SHAPES], progress):

@@ -105,7 +105,6 @@ def cases() -> list[Callable[[], Case]]:
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    """Measure."""
     rows: list[dict[str, Any]] = []
     for make in each(cases(), progress):
         name, epilogue, (m, n, k), calls = make()

@@ -103,7 +103,6 @@ def compare(name: str, m: int, n: int, k: int, accumulate: str) -> dict[str, Any
 
 @torch.no_grad()
 def run(progress: Progress = silent) -> Payload:
-    """Compare the whole list."""
     torch.manual_seed(0)
     cases = [(name, *shape, accumulate) for name, shape in problems().items() for accumulate in ("fast", "split")]
     rows = [compare(*case) for case in each(cases, progress)]

@@ -97,7 +97,6 @@ def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 9) -> Payload:
-    """Measure."""
     torch.manual_seed(0)
     flush = measure.Flush(1 << 27)
     cases = [(kind, m, n, k) for m, n, k in problems() for kind in kinds(m, n)]

@@ -143,7 +143,6 @@ def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, 
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 21) -> Payload:
-    """Measure."""
     torch.manual_seed(0)
     rows = [row for name, shape in each([*SHAPES.items()], progress) for row in _measure(name, *shape, repeats)]
     what = "the ladder, the production kernel and cuBLASLt, interleaved, E4M3, fast accumulation, bf16 out"

@@ -310,7 +310,6 @@ def one_linear(repeats: int) -> list[dict[str, Any]]:
 
 
 def run(progress: Progress = silent, repeats: int = 6) -> Payload:
-    """Measure."""
     import cupy
 
     found = []

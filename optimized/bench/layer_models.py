@@ -97,7 +97,6 @@ class Plain(BasicTransformerLayer):
     """Plain PyTorch with cuDNN's attention."""
 
     def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of `[b, heads, s, channels]`."""
         return cudnn(q, k, v, self.causal, self.p)
 
 

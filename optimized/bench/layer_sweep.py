@@ -51,7 +51,6 @@ def measured(one: Case, repeats: int) -> dict[str, Any]:
 
 
 def run(progress: Progress = silent, repeats: int = 5) -> Payload:
-    """Measure."""
     points = []
     for size in each(SIZES, progress):
         points.append(measured(case(*size), repeats))

@@ -51,7 +51,6 @@ def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[i
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 15) -> Payload:
-    """Measure."""
     copies = Copies(8, repeats)
     rows: list[dict[str, Any]] = []
     for (tokens, hidden), kind in each([(shape, kind) for shape in SHAPES for kind in KINDS], progress):

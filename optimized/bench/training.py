@@ -41,7 +41,6 @@ def train(
 
 
 def run(progress: Progress = silent, steps: int = STEPS) -> Payload:
-    """Train both."""
     settings, text = replace(Settings(), steps=steps), corpus.read()
     ticks = itertools.count(1)
     runs = [train(settings, fp8, text, lambda: progress(next(ticks) / (2 * steps))) for fp8 in (False, True)]

@@ -105,11 +105,9 @@ class ModulesLayer(BasicTransformerLayer):
         self.attention = te.DotProductAttention(heads, self.channels, attention_dropout=p, attn_mask_type=mask)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention."""
         return self.attention(q, k, v)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
-        """The feed-forward part."""
         return self.fc2(_Gelu.apply(self.fc1(self.ln2(h))))
 
 
@@ -123,11 +121,9 @@ class FusedLayer(ModulesLayer):
         self.ln_mlp = te.LayerNormMLP(hidden, ffn, output_layer_init_method=self.options["init_method"], **self.options)
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of x."""
         return self.ln_qkv(x)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
-        """The feed-forward part."""
         return self.ln_mlp(h)
 
 

@@ -37,7 +37,6 @@ ALL = "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin bench`."""
     parser.add_argument("name", nargs="?", choices=[*WHAT, ALL], help="one benchmark, or all; default: list them")
     parser.add_argument("--recorded", action="store_true", help="show the recorded results even on a Hopper machine")
     parser.add_argument("--table", action="store_true", help="print the recorded results as Markdown tables")
@@ -82,7 +81,6 @@ def _measure(names: list[str], console: Console, write: bool) -> list[tables.Tab
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin bench`."""
     if not (args.name or args.recorded or args.table or args.write):
         _list()
         return 0

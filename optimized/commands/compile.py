@@ -20,12 +20,10 @@ INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin compile`."""
     parser.add_argument("--jobs", type=positive, default=None, help="kernels at a time (default: one for each core)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin compile`."""
     folder = files.cache_folder("cubin")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,6 @@ def facts() -> list[tuple[str, str]]:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin info`."""
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

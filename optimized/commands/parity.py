@@ -30,7 +30,6 @@ Results = dict[str, Tally]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin parity`."""
     parser.add_argument("--op", help="only the ops whose name contains this text")
     parser.add_argument("--replay", action="store_true", help="replay recordings even where there is a Hopper GPU")
     parser.add_argument("--write", action="store_true", help="store the counts of a whole replay in docs/results")
@@ -154,7 +153,6 @@ def _store(results: Results) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin parity`."""
     if args.write and (args.op is not None or not args.replay):
         raise CommandError("--write stores the counts of a whole replay; --replay without --op is accepted with it.")
     gpu = None if args.replay else hopper()

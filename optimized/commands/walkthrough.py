@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from optimized.commands import CommandError, check_folder, positive
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
+from optimized.commands.steps import Progress as StepProgress
 from optimized.commands.steps.style import styled
 from optimized.device import hopper
 from optimized.training import corpus
@@ -32,11 +33,9 @@ SUMMARY = "the main job: from the FP8 number line to a trained model, with an HT
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
 QUICK_FILES = 40
 FULL_STEPS = 240
-Bars = Callable[[str, int], Callable[[], None]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin walkthrough`."""
     parser.add_argument(
         "--output", type=Path, default=Path("twin_report.html"), help="the report (default: ./twin_report.html)"
     )
@@ -69,7 +68,7 @@ def _machine() -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · {versions}"
 
 
-def _steps(report: Report, settings: Settings, files: int | None, bars: Bars, quick: bool) -> Iterator[Outcome]:
+def _steps(report: Report, settings: Settings, files: int | None, bars: StepProgress, quick: bool) -> Iterator[Outcome]:
     """Run the steps in order."""
     yield number_line.run(report)
     yield linear.run(report)
@@ -86,7 +85,6 @@ def _line(outcome: Outcome) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin walkthrough`."""
     _refuse_output(args.output)
     report = Report(
         "FP8 training, bit by bit",

@@ -209,7 +209,7 @@ def fused() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case, op by op."""
+    """Every case of the three files, op by op."""
     yield from casts()
     yield from updates()
     yield from products()

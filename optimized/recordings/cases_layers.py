@@ -198,7 +198,6 @@ def transformer_layers() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case of this file."""
     yield from linears()
     yield from norms()
     yield from attention()

@@ -211,7 +211,6 @@ def elementwise() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case of this file."""
     yield from norms()
     yield from activations()
     yield from attentions()

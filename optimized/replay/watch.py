@@ -63,7 +63,6 @@ class TorchOp(NamedTuple):
         return not _draws(self.func, self.args)
 
     def replay(self, stream: int) -> None:
-        """Call it on torch's current stream."""
         made = self.func(*tensors_of(self.args), **self.kwargs)
         for position, to in self.results.items():
             if to is not None:
@@ -79,7 +78,6 @@ class TorchOutOp(NamedTuple):
     capturable: bool = True
 
     def replay(self, stream: int) -> None:
-        """Call it on torch's current stream."""
         self.func(*tensors_of(self.args), out=self.out.tensor())
 
 

@@ -1,6 +1,11 @@
-"""The steps of `twin walkthrough`: each computes something, writes its part of the report and returns an `Outcome`."""
+"""The steps of `twin walkthrough`. The `run` of each computes something, writes a section of the report and returns an
+`Outcome`; `progress(name, total)` gives it a function to call after each part of the work.
+"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+Progress = Callable[[str, int], Callable[[], None]]
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,6 @@ def picture(found: list[Variant]) -> Figure:
 
 
 def run(report: Report) -> Outcome:
-    """Write the section."""
     found, tally = variants()
     report.section("One Linear, four ways", "GPU = CPU in every word" if tally.equal else "")
     report.text(

@@ -84,17 +84,16 @@ def error_picture() -> Figure:
 
 
 def run(report: Report) -> Outcome:
-    """Write the section."""
     report.section("The FP8 number line")
     report.text(
         "FP8 training keeps the operands of its matrix products in eight bits. Two formats share the work: "
-        "<b>E4M3</b> has more mantissa and holds activations and weights, <b>E5M2</b> has more exponent "
-        "and holds gradients, whose magnitudes spread further."
+        "<b>E4M3</b> has more mantissa bits and is used for activations and weights; <b>E5M2</b> has more exponent "
+        "bits and is used for gradients, whose magnitudes are spread more widely."
     )
     report.picture(
         bits_picture(),
-        "<b>The number 0.35 in both formats.</b> Neither can say 0.35. E4M3 takes the nearest of its 8 values from "
-        "0.25 up to 0.5, E5M2 the nearest of its 4.",
+        "<b>The number 0.35 in both formats.</b> Neither format has 0.35. E4M3 rounds it to the nearest of its 8 "
+        "values from 0.25 up to 0.5, E5M2 to the nearest of its 4.",
         "The bits of 0.35 in E4M3 and E5M2",
     )
     report.picture(
@@ -106,9 +105,9 @@ def run(report: Report) -> Outcome:
     )
     report.picture(
         error_picture(),
-        "<b>What a cast costs.</b> Inside its range a format has a flat error: at most 1/17 for E4M3 and 1/9 for "
-        "E5M2. Outside it the error goes to 100 %. So before a cast every tensor is multiplied by a "
-        "<code>scale</code> that moves it into the flat part; where that scale comes from is the subject of step 5.",
+        "<b>What a cast costs.</b> Inside a format's range the relative error is bounded, by 1/17 for E4M3 and 1/9 for "
+        "E5M2. Outside it rises to 100 %. So before a cast every tensor is multiplied by a <code>scale</code> that "
+        "moves it into the range. Step 5 shows where that scale comes from.",
         "Relative error of casts to E4M3 and E5M2 over magnitude",
     )
     count = " and ".join(f"{len(fmt.values())} ({fmt.name})" for fmt in formats.FORMATS)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from optimized import recordings
 from optimized.commands.report import Report, escape
-from optimized.commands.steps import Outcome
+from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.recordings import linear
@@ -99,8 +99,7 @@ def _example(report: Report, product: Product) -> None:
     )
 
 
-def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
-    """Compute every recorded product and training again, and write the section."""
+def run(report: Report, progress: Progress) -> Outcome:
     try:
         return _predict(report, progress)
     except files.Damaged as missing:
@@ -109,7 +108,7 @@ def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> O
         return Outcome("CPU predicts H200", str(missing))
 
 
-def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
+def _predict(report: Report, progress: Progress) -> Outcome:
     products, trainings, origin = list(recordings.products()), list(linear.CASES), recordings.provenance(RECORDING)
     tick = progress("predicting recorded words", len(products) + len(trainings))
     total = Tally()

@@ -54,7 +54,6 @@ def table(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def run(report: Report, live: bool) -> Outcome:
-    """Add the table and the pictures."""
     try:
         found = results(live)
     except files.Damaged as error:

@@ -1,7 +1,6 @@
 """Step 5, training: a byte-level GPT learns the standard library's sources, in bf16 and in FP8."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from optimized import measure
 from optimized.bench import training_plot
 from optimized.commands.report import Report, escape
-from optimized.commands.steps import Outcome
+from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.device import hopper
@@ -172,10 +171,7 @@ def _recorded(report: Report) -> None:
     )
 
 
-def run(
-    report: Report, corpus: Corpus, settings: Settings, progress: Callable[[str, int], Callable[[], None]]
-) -> Outcome:
-    """Train, write the section; `progress(name, steps)` gives a function to call after each."""
+def run(report: Report, corpus: Corpus, settings: Settings, progress: Progress) -> Outcome:
     gpu, tally = hopper(), Tally()
     runs = []
     for name, fp8 in (("bf16", False), ("FP8", True)):

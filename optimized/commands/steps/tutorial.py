@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 import reference as te
 from optimized.bench.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer, share, transformer_layer
 from optimized.commands.report import Report
-from optimized.commands.steps import Outcome
+from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally, differing
 from optimized.device import hopper
@@ -188,14 +188,14 @@ def noise_picture(found: list[Step], exact: Results) -> Figure:
 def _write(report: Report, found: list[Step], exact: Results, equal: Tally) -> None:
     report.text(
         f"One Transformer layer ({HEADS} heads, {HIDDEN} → {FFN} → {HIDDEN}, {SEQUENCE * BATCH} tokens, causal, bf16) "
-        "is built again and again, each time giving more of it to the library. All of them hold the same parameter "
-        "tensors. The last one runs under <code>te.autocast(recipe=te.DelayedScaling(fp8_format=Format.HYBRID, "
+        "is built five times, each time with more of it from the library. All five have the same parameter tensors. "
+        "The last one runs under <code>te.autocast(recipe=te.DelayedScaling(fp8_format=Format.HYBRID, "
         "amax_history_len=16, amax_compute_algo=&quot;max&quot;))</code>."
     )
     report.picture(
         boxes_picture(),
-        "<b>The same layer five times.</b> One box is one module. Grey: PyTorch; blue: te, 16 bits; orange: te, eight "
-        "bits into every linear map. On a GPU what stays inside a box need not travel through memory.",
+        "<b>The same layer five times.</b> One box is one module. Grey: PyTorch; blue: te in 16 bits; orange: te with "
+        "eight-bit operands in every linear map. On a GPU, what stays inside a box need not travel through memory.",
         "Modules of the five layers as boxes",
     )
     report.table(
@@ -210,14 +210,12 @@ def _write(report: Report, found: list[Step], exact: Results, equal: Tally) -> N
         noise_picture(found, exact),
         "<b>Fusing costs nothing, FP8 costs bits.</b> The four 16-bit layers are equally far from float64. In the "
         f"first FP8 step all scales are 1, and gradients around {GRADIENT:g} are lost at the bottom of E5M2. From the "
-        "second step on the scales come from the amaxes. y suffers little: "
-        "the residual passes the layer untouched.",
+        "second step on the scales come from the amaxes. y suffers little, because the residual skips the linear maps.",
         "Bars of SQNR for each way to build the layer",
     )
 
 
-def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
-    """Write the section."""
+def run(report: Report, progress: Progress) -> Outcome:
     found, exact, tally = steps(progress("one layer, five ways", 7))
     equal = equalities(found)
     verdict = "GPU = CPU in every word" if tally.equal else "fused = unfused in every word" if equal.equal else ""
