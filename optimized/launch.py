@@ -215,11 +215,7 @@ _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
 def function(
-    kernel: str,
-    name: str,
-    defines: compiler.Defines | None = None,
-    max_dynamic_smem: int = 0,
-    carveout: int = -1,
+    kernel: str, name: str, defines: compiler.Defines | None = None, max_dynamic_smem: int = 0, carveout: int = -1
 ) -> Kernel:
     """The function `name` of `kernels/<kernel>.cu` compiled with `defines`; one object per configuration.
 

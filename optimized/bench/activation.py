@@ -7,7 +7,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import DTYPES, Copies, of_copy
+from optimized.bench.copies import DTYPES, Copies, in_turn, of_copy
 from optimized.bench.table import Table
 from reference.ops.activation import KINDS, width
 
@@ -36,18 +36,13 @@ def variants(
 ) -> dict[str, Callable[[int], object]]:
     """One call per op; call i takes its inputs from `xs` and `grads`, in turn."""
     state = (torch.full((1,), 2.0, device="cuda"), torch.zeros(16, 1, device="cuda"), 0)
-    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-
-    def pick(tensors: Sequence[torch.Tensor], i: int) -> torch.Tensor:
-        return tensors[i % len(tensors)]
-
+    forward, backward = (*state, torch.float8_e4m3fn), (*state, torch.float8_e5m2)
+    x, grad, fused = in_turn(xs), in_turn(grads), "activation_backward_cast_transpose_dbias"
     return {
-        "activation": lambda i: twin.activation(pick(xs, i), kind),
-        "activation_backward": lambda i: twin.activation_backward(pick(grads, i), pick(xs, i), kind),
-        "activation_cast_transpose": lambda i: twin.activation_cast_transpose(pick(xs, i), kind, *state, forward),
-        "activation_backward_cast_transpose_dbias": lambda i: twin.activation_backward_cast_transpose_dbias(
-            pick(grads, i), pick(xs, i), kind, *state, backward
-        ),
+        "activation": lambda i: twin.activation(x(i), kind),
+        "activation_backward": lambda i: twin.activation_backward(grad(i), x(i), kind),
+        "activation_cast_transpose": lambda i: twin.activation_cast_transpose(x(i), kind, *forward),
+        fused: lambda i: twin.activation_backward_cast_transpose_dbias(grad(i), x(i), kind, *backward),
     }
 
 

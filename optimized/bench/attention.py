@@ -52,22 +52,18 @@ def _elementwise(repeats: int) -> dict[str, Any]:
     state = philox.new_state("cuda")
     one, all_scores = 2 * xs[0].numel(), 2 * scores[0].numel()
 
-    def x(i: int) -> torch.Tensor:
-        return xs[i % len(xs)]
-
-    def s(i: int) -> torch.Tensor:
-        return scores[i % len(scores)]
+    x, s = in_turn(xs), in_turn(scores)
 
     def rotary(interleaved: bool) -> Callable[[int], object]:
-        return in_turn(xs, lambda x: twin.rotary(x.view(2048, 4, 32, 128), freqs, interleaved, False))
+        return lambda i: twin.rotary(x(i).view(2048, 4, 32, 128), freqs, interleaved, False)
 
     ops: dict[str, tuple[int, Callable[[int], object]]] = {
         "bias_dropout_add": (3 * one, lambda i: twin.bias_dropout_add(x(i), bias, x(i + 1), 0.1, state)),
-        "dropout_backward": (2 * one, in_turn(xs, lambda x: twin.dropout_backward(x, 0.1, state))),
+        "dropout_backward": (2 * one, lambda i: twin.dropout_backward(x(i), 0.1, state)),
         "rotary": (2 * one, rotary(False)),
         "rotary interleaved": (2 * one, rotary(True)),
-        "softmax": (2 * all_scores, in_turn(scores, lambda s: twin.softmax(s, 1.0, "none", None))),
-        "softmax causal": (3 * all_scores // 2, in_turn(scores, lambda s: twin.softmax(s, 1.0, "causal", None))),
+        "softmax": (2 * all_scores, lambda i: twin.softmax(s(i), 1.0, "none", None)),
+        "softmax causal": (3 * all_scores // 2, lambda i: twin.softmax(s(i), 1.0, "causal", None)),
         "softmax_backward": (3 * all_scores, lambda i: twin.softmax_backward(s(i), s(i + 1), 1.0)),
     }
     moved, calls = ({name: pair[place] for name, pair in ops.items()} for place in (0, 1))

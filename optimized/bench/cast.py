@@ -29,15 +29,14 @@ def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[int], object
     """One call per op; call i takes its input from `inputs`, in turn."""
     scale = torch.full((3,), 2.0, device=inputs[0].device)
     history = torch.zeros(16, 3, device=inputs[0].device)
-    scaling = (scale, history, 0, torch.float8_e4m3fn)
-    ops: dict[str, Callable[[torch.Tensor], object]] = {
-        "cast": lambda x: twin.cast(x, *scaling),
-        "cast_transpose": lambda x: twin.cast_transpose(x, *scaling),
-        "cast_transpose_dbias": lambda x: twin.cast_transpose_dbias(x, *scaling),
-        "dbias": twin.dbias,
-        "amax": lambda x: twin.amax(x, history, 0),
+    x, scaling = in_turn(inputs), (scale, history, 0, torch.float8_e4m3fn)
+    return {
+        "cast": lambda i: twin.cast(x(i), *scaling),
+        "cast_transpose": lambda i: twin.cast_transpose(x(i), *scaling),
+        "cast_transpose_dbias": lambda i: twin.cast_transpose_dbias(x(i), *scaling),
+        "dbias": lambda i: twin.dbias(x(i)),
+        "amax": lambda i: twin.amax(x(i), history, 0),
     }
-    return {name: in_turn(inputs, op) for name, op in ops.items()}
 
 
 def weights(hidden: int, dtype: torch.dtype, copies: Copies) -> dict[str, Any]:

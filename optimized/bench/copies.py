@@ -22,9 +22,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WHAT = "bytes that must move over time, against Tensor.copy_ of 512 MiB and of as many bytes"
 
 
-def in_turn(inputs: Sequence[torch.Tensor], call: Callable[[torch.Tensor], object]) -> Callable[[int], object]:
-    """Call i takes input i; after the last input the first comes again."""
-    return lambda i: call(inputs[i % len(inputs)])
+def in_turn(inputs: Sequence[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """The input of call i: after the last of `inputs` the first comes again."""
+    return lambda i: inputs[i % len(inputs)]
 
 
 def large_copy() -> Callable[[], object]:

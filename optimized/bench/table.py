@@ -45,12 +45,7 @@ class Table:
 
 
 def table(
-    payload: dict[str, Any],
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    how: str,
-    note: str = "",
+    payload: dict[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], how: str, note: str = ""
 ) -> Table:
     """A table of a result; its note ends with the result's origin."""
     return Table(title, tuple(columns), tuple(map(tuple, rows)), how, f"{note} {origin(payload)}".strip())
