@@ -6,8 +6,8 @@
     with te.autocast(recipe=te.DelayedScaling()):
         y = layer(x)
 
-The names are those of `reference`; only the default device differs. Importing registers the CUDA
-implementations and needs neither CuPy nor a GPU: what is missing is said, in a sentence, by the first kernel.
+The names are those of `reference`; only the default device differs. Importing registers the CUDA implementations and
+needs neither CuPy nor a GPU: the first kernel says, in a sentence, what is missing.
 """
 
 import torch
@@ -45,13 +45,13 @@ __getattr__ = not_offered.explain(__name__)
 
 
 class _OnHopper(DeviceDefault):
-    """A layer whose parameters go to "cuda" unless told otherwise, after a look at the GPU."""
+    """A layer whose default device is "cuda"; it refuses a GPU that cannot run the kernels."""
 
     default_device = "cuda"
 
     @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
-        """The device, refused with a sentence where it is a GPU that cannot run the kernels."""
+        """The device; a GPU that cannot run the kernels is refused with a sentence."""
         resolved = super().resolve_device(device)
         if resolved.type == "cuda":
             current = torch.cuda.current_device() if torch.cuda.is_available() else 0

@@ -1,13 +1,13 @@
-"""Kernels compiled before they are launched, side by side.
+"""Compiles kernels in parallel before they are launched.
 
-NVRTC takes seconds for a GEMM and uses one core. So a step that met its kernels one by one would wait for the sum of
-their times. Before a pair of functions (`reference.nn.autograd`) runs for the first time on its shapes, both of them
-run once with their launches collected in place of made; what is missing is compiled by as many threads as there are
-cores, and then the pair runs. Threads suffice: NVRTC takes no lock, and ctypes lets go of the interpreter's.
+NVRTC takes seconds for a GEMM and uses one core, so a step that met its kernels one by one would wait for the sum of
+their times. Before a pair of functions (`reference.nn.autograd`) runs for the first time on its shapes, both functions
+make a dry pass, in which their launches are collected instead of made. What is missing is compiled by as many threads
+as there are cores, and then the pair runs. Threads suffice: NVRTC takes no lock, and ctypes releases the interpreter's.
 
-The dry pass is exact, because what a pair launches depends on no value: it runs the very code that launches. It leaves
-nothing behind: no kernel runs; of an op of PyTorch that is not a view only the shapes are computed; tensors that the
-pair would change keep their versions; and weights that it would keep for later microbatches are let go.
+The dry pass is exact: it runs the very code that launches, and what this code launches depends on no value. It changes
+nothing: no kernel runs, an op of PyTorch that is no view only computes shapes, tensors that the pair would change keep
+their versions, and weights that it would keep for later microbatches are dropped.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from optimized import compiler, launch
 from reference import notice
 from reference.quantized import Quantized
 
-Configuration = tuple[str, dict[str, int | str]]  # a kernel file, its macros
+Configuration = tuple[str, dict[str, int | str]]  # a kernel file and its macros
 Saved = tuple[torch.Tensor | None, ...]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# Dry passes in a row that found everything compiled: then no more are made until something is. One costs the host as
-# much as the pair itself, and where lengths are drawn for each batch every batch is new.
+# After so many dry passes in a row that found everything compiled, no more are made until something is compiled. A dry
+# pass costs the host as much as the pair itself, and where each batch has lengths of its own every batch is new.
 MOST_IDLE = 64
 MOST_PLAIN = 4096
-_LONGEST = ("gemm_fp8_fused", "gemm", "gemm_fp8")  # to compile; they begin first
+_LONGEST = ("gemm_fp8_fused", "gemm", "gemm_fp8")  # these take longest to compile, so they begin first
 
 
 def cores() -> int:
@@ -50,11 +50,10 @@ def missing(configurations: Iterable[Configuration]) -> list[Configuration]:
 def build(configurations: Sequence[Configuration], jobs: int, done: Callable[[], None]) -> None:
     """Compile them into the cache, `jobs` at a time; `done` is called, in this thread, after each.
 
-    What was stored when this is interrupted, or when NVRTC refuses one, stays.
+    If this is interrupted, or NVRTC refuses one, those that were stored stay and those under way are finished.
 
     Raises:
-        CompileError: as `compiler.build`; those under way are finished.
-        MissingDependency: NVRTC is not installed.
+        CompileError, MissingDependency: as `compiler.build`.
     """
     pool = ThreadPoolExecutor(jobs)
     try:
@@ -68,7 +67,10 @@ def build(configurations: Sequence[Configuration], jobs: int, done: Callable[[],
 
 @contextlib.contextmanager
 def _announced(count: int, jobs: int) -> Iterator[Callable[[], None]]:
-    """One line on stderr, if it takes longer than a moment; a terminal's counts what the yielded function is told."""
+    """Say on stderr that kernels are compiled, if it takes longer than a moment; call what is yielded after each.
+
+    On a terminal the line counts them.
+    """
     state = {"done": 0, "shown": False}
     terminal = sys.stderr.isatty()
 
@@ -97,12 +99,12 @@ def _announced(count: int, jobs: int) -> Iterator[Callable[[], None]]:
 
 
 def compile_missing(kernels: Iterable[launch.Kernel]) -> int:
-    """Compile what no device has loaded and the cache does not hold; how many those were."""
-    # Several functions may be in a file.
+    """Compile what no device has loaded and the cache does not hold; return how many those were."""
+    # A file may have several functions.
     files = {(one.kernel, tuple(sorted(one.defines.items()))): one for one in kernels if not one.loaded}
     wanted = missing((one.kernel, one.defines) for one in files.values())
     wanted.sort(key=lambda one: _LONGEST.index(one[0]) if one[0] in _LONGEST else len(_LONGEST))
-    if len(wanted) > 1:  # one is compiled, and announced, by its launch
+    if len(wanted) > 1:  # a single one is compiled, and announced, by its launch
         jobs = min(cores(), len(wanted))
         with _announced(len(wanted), jobs) as done:
             build(wanted, jobs, done)
@@ -110,9 +112,9 @@ def compile_missing(kernels: Iterable[launch.Kernel]) -> int:
 
 
 class Dry(TorchDispatchMode):
-    """Of PyTorch's ops views run; of others results are allocated, and nothing is computed, changed or drawn."""
+    """Runs PyTorch's views; for other ops it allocates results, and nothing is computed, changed or drawn."""
 
-    transparent = True  # ops of `twin` run past it: their launches are collected
+    transparent = True  # ops of `twin` bypass it: their launches are collected
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -127,7 +129,7 @@ class Dry(TorchDispatchMode):
 
 
 def _shape(x: Any) -> Any:
-    """What stands for an argument where only shapes are computed."""
+    """The argument's stand-in where only shapes are computed."""
     if isinstance(x, torch.Tensor):
         return _room(x, torch.device("meta"))
     return torch.device("meta") if isinstance(x, torch.device) else x
@@ -139,7 +141,7 @@ def _room(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _unchanged(context: Any) -> Iterator[None]:
-    """Afterwards modules hold the cached FP8 weights, and what launches change has the version, that they have now."""
+    """Restore, at the end, modules' cached FP8 weights and the versions of the tensors that launches change."""
     modules = [one.module for one in context.modules]
     changed = [*context.state(backward=False)[1], *context.state(backward=True)[1]]
     main_grads = (getattr(parameter, "main_grad", None) for module in modules for parameter in module.parameters())
@@ -157,19 +159,13 @@ def _unchanged(context: Any) -> Iterator[None]:
 
 class _Passes:
     idle = compiled = 0
-    plain: ClassVar[set[Any]] = set()  # calls that are never replayed, so that no tape knows whether they are new
-
-
-def _worthwhile() -> bool:
-    if _Passes.compiled != len(compiler.compiled):
-        _Passes.compiled, _Passes.idle = len(compiler.compiled), 0
-    return _Passes.idle < MOST_IDLE
+    plain: ClassVar[set[Any]] = set()  # calls that are not replayed and have been compiled
 
 
 def collect(
     into: dict[launch.Kernel, None], forward: Any, backward: Any, plan: Any, context: Any, tensors: Saved
 ) -> None:
-    """Add to `into` the kernels that a pair launches forward and, where something wants a gradient, backward."""
+    """Add to `into` the kernels that a pair launches forward and, if something wants a gradient, backward."""
     with launch.collecting() as kernels, _unchanged(context), Dry():
         try:
             out, saved = forward(plan, context, *tensors)
@@ -181,30 +177,32 @@ def collect(
 
 
 def compile_plain(forward: Any, backward: Any, plan: Any, context: Any, tensors: Saved) -> None:
-    """`compile_pair` of a call that is not replayed, if it is the first like it on a GPU."""
+    """`compile_pair` for a call that is not replayed, if it is the first of its kind on a GPU."""
     x = tensors[0]
     if type(x) not in _PLAIN or not x.is_cuda or torch._C._len_torch_dispatch_stack():  # type: ignore[union-attr]
         return
-    shapes = [getattr(t, "shape", None) for t in tensors]  # of a weight in FP8: none, but the plan says that it is one
+    shapes = [getattr(t, "shape", None) for t in tensors]  # a weight in FP8 has none, but the plan says that it is one
     key = (forward, plan, *shapes)
     if key in _Passes.plain:
         return
     if len(_Passes.plain) >= MOST_PLAIN:
         _Passes.plain.clear()
     _Passes.plain.add(key)
-    if all(type(t) in (*_PLAIN, Quantized, type(None)) for t in tensors):  # a tensor of another type does what it likes
+    # A tensor of another type may do anything in a dry pass.
+    if all(type(t) in (*_PLAIN, Quantized, type(None)) for t in tensors):
         compile_pair(forward, backward, plan, context, tensors)
 
 
 def compile_pair(forward: Any, backward: Any, plan: Any, context: Any, tensors: Saved) -> None:
-    """Compile, side by side, what a pair is about to launch for the first time, and the pair that follows it."""
-    if not _worthwhile():
+    """Compile in parallel what a pair is about to launch for the first time, and what the pair after it will launch."""
+    if _Passes.compiled != len(compiler.compiled):
+        _Passes.compiled, _Passes.idle = len(compiler.compiled), 0
+    if _Passes.idle >= MOST_IDLE:
         return
     kernels: dict[launch.Kernel, None] = {}
-    # A pair that fails here fails when it runs, which says why; out of memory is all that may befall it here alone.
+    # A pair that fails here also fails when it runs, and says why. Only running out of memory may happen here alone.
     with contextlib.suppress(Exception):
         collect(kernels, forward, backward, plan, context, tensors)
-        following = None if context.following is None else context.following()
-        if following is not None:
+        if context.following is not None and (following := context.following()) is not None:
             collect(kernels, *following)
     _Passes.idle = 0 if compile_missing(kernels) else _Passes.idle + 1

@@ -1,6 +1,7 @@
-"""The comparison of two sides' bits."""
+"""The comparison of two sides, bit by bit."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,8 +12,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:
     """How many words differ between two tensors of one shape and dtype, on any devices.
 
-    FP8 codes and integers are compared exactly. In 16 and 32 bits NaN equals NaN: torch, x86 and CUDA make
-    different NaN words, and the contract (docs/numerics.md) does not say which.
+    FP8 codes and integers are compared exactly. In 16 and 32 bits NaN equals NaN, because torch, x86 and CUDA make
+    different NaN words and the contract (docs/numerics.md) does not say which.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         raise ValueError(
@@ -27,6 +28,13 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> int:
     return int(unequal.sum())
 
 
+def fp8_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The scales and amax histories of one module, by names as "scaling_fwd.scale"; empty if it has no FP8 state."""
+    meta: Any = getattr(module, "fp8_meta", {})
+    keys = [key for key in ("scaling_fwd", "scaling_bwd") if key in meta]
+    return {f"{key}.{part}": getattr(meta[key], part) for key in keys for part in ("scale", "amax_history")}
+
+
 @dataclass
 class Tally:
     """How many words were compared, and how many of them differed."""
@@ -35,7 +43,7 @@ class Tally:
     different: int = 0
 
     def add(self, one: torch.Tensor, other: torch.Tensor) -> int:
-        """Compare two tensors and return how many of their words differ."""
+        """Compare two tensors, count, and return how many of their words differ."""
         different = differing(one, other)
         self.compared += one.numel()
         self.different += different

@@ -1,17 +1,17 @@
-"""From a kernel's source to a cubin for sm_90a, through NVRTC, cached on disk.
+"""Compiles a kernel's source to a cubin for sm_90a, through NVRTC, and caches it on disk.
 
-Needs neither a GPU nor a driver: the wheel nvidia-cuda-nvrtc (or a CUDA toolkit) is enough, so CI compiles
-every kernel. NVRTC is called through ctypes, because CuPy's own compile path adds `-arch=sm_90` and
-`-ftz=true`, and its binding drops the last byte of a cubin.
+This needs neither a GPU nor a driver: the wheel nvidia-cuda-nvrtc (or a CUDA toolkit) is enough, so CI compiles every
+kernel. NVRTC is called through ctypes, because CuPy's own compile path adds `-arch=sm_90` and `-ftz=true`, and its
+binding drops the last byte of a cubin.
 
-NVRTC reads no file. It knows the headers that it was given by one name each, whatever folder the including file is
-in, and would look for others in the current directory. So the include lines are resolved here (`program`): a name is
-looked for beside the including file, in the kernels' folder and among CUDA's headers, and the line is rewritten to
-the one name of what was found. What is hashed for the key is what is compiled.
+NVRTC reads no file. It knows each header that it was given by one name, whatever folder the including file is in, and
+would look for others in the current directory. So the include lines are resolved here (`program`): a name is looked for
+beside the including file, in the kernels' folder and among CUDA's headers, and the line is rewritten to the one name of
+what was found. The key hashes exactly what is compiled.
 
 A cache entry is one file, `~/.cache/twin-engine/cubin/<kernel>-<key>.bin`: a digest of what follows, ptxas's log, a
 zero byte and the cubin. The key hashes every text that NVRTC gets, the flags, the defines and the build of NVRTC.
-Processes may race; an entry whose digest does not fit is built again; a cubin that cannot be stored is used all the
+Processes may race. An entry whose digest does not fit is built again. A cubin that cannot be stored is used all the
 same.
 """
 
@@ -31,8 +31,8 @@ from reference import files, notice
 
 KERNELS = Path(__file__).parent / "kernels"
 INSTALL = 'pip install "twin-engine[gpu]" (in a checkout: pip install -e ".[gpu]")'
-# The contract's arithmetic (docs/numerics.md): every operation rounded once, nothing flushed, fma only
-# where written.
+# The contract's arithmetic (docs/numerics.md): every operation is rounded once, nothing is flushed, fma is used only
+# where it is written.
 FLAGS = (
     "--gpu-architecture=sm_90a",
     "--std=c++17",
@@ -46,14 +46,14 @@ FLAGS = (
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)["<]([^">]+)[">]', re.MULTILINE)
 _BUILD_ID = re.compile(rb"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0(.{20})", re.DOTALL)  # an ELF note
 _locks: dict[str, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
-_unstored: dict[str, bytes] = {}  # what the cache could not take, for this process
-compiled: list[str] = []  # cache entries that this process has compiled
+_unstored: dict[str, bytes] = {}  # entries that the cache could not take; this process keeps them
+compiled: list[str] = []  # names of the entries that this process has compiled
 
 Defines = Mapping[str, int | str]
 
 
 class MissingDependency(ImportError):
-    """A package of the fast path is not installed; the message says which and how to install it."""
+    """A package that the fast path needs is not installed; the message says which and how to install it."""
 
 
 class CompileError(RuntimeError):
@@ -62,7 +62,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled kernel file: the cubin, and the log of NVRTC and ptxas (`-v`: registers and spills)."""
+    """A compiled kernel file: the cubin, and the log of NVRTC and ptxas with registers and spills (`-v`)."""
 
     cubin: bytes = field(repr=False)
     log: str
@@ -82,7 +82,7 @@ def _roots() -> Iterator[Path]:
 
 @functools.cache
 def nvrtc_library() -> Path:
-    """The NVRTC shared library.
+    """The path of NVRTC's shared library.
 
     Raises:
         MissingDependency: neither the wheel nor a CUDA toolkit is installed.
@@ -130,7 +130,7 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def nvrtc_build() -> str:
-    """What tells this NVRTC from any other: its version, and the build of each of its libraries."""
+    """What distinguishes this NVRTC from any other: its version, and the build of each of its libraries."""
     folder = nvrtc_library().parent
     libraries = [nvrtc_library(), *sorted(folder.glob("libnvrtc-builtins.so.*"))]
     return " ".join([nvrtc_version(), *map(_build_of, libraries)])
@@ -145,11 +145,11 @@ def _build_of(library: Path) -> str:
 
 
 def _gather(first: Path, root: Path, prefix: str = "") -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """A file and the headers that it includes, found beside the including file or in `root`.
+    """Read a file and the headers that it includes, which are beside the including file or in `root`.
 
     Returns:
-        By `prefix` + path relative to `root`: the text, and the text with its includes rewritten to such names;
-        and the names of CUDA's headers among the includes. What is neither is left to NVRTC, which has a few.
+        The text of each, and the text with its includes rewritten, by name: `prefix` + path relative to `root`. And
+        the names of CUDA's headers among the includes. Any other include is left to NVRTC, which has a few headers.
     """
     found: dict[str, tuple[str, str]] = {}
     theirs: set[str] = set()
@@ -170,14 +170,14 @@ def _gather(first: Path, root: Path, prefix: str = "") -> tuple[dict[str, tuple[
         path = waiting.pop()
         name = prefix + os.path.relpath(path, root)
         if name not in found:
-            text = path.read_text("utf-8", errors="surrogateescape")  # CUDA does not say what its headers are in
+            text = path.read_text("utf-8", errors="surrogateescape")  # CUDA does not name the encoding of its headers
             found[name] = text, _INCLUDE.sub(functools.partial(named, beside=path.parent), text)
     return found, theirs
 
 
 @functools.cache
 def _cuda_texts(header: str) -> dict[str, str]:
-    """One of CUDA's headers with everything that it includes, rewritten, by name: 1.7 MB of them."""
+    """The rewritten texts of one of CUDA's headers and of everything that it includes, by name: 1.7 MB."""
     folder = include_folder()
     assert folder is not None
     return {name: rewritten for name, (_, rewritten) in _gather(folder / header, folder, "cuda:")[0].items()}
@@ -192,7 +192,7 @@ def _kernel_file(kernel: str, root: Path) -> Path:
 
 
 def program(kernel: str, root: Path = KERNELS) -> dict[str, str]:
-    """Everything that NVRTC compiles of a kernel file: texts by name, the file itself first.
+    """Everything that NVRTC compiles for a kernel file: texts by name, the file itself first.
 
     Raises:
         ValueError: there is no `<kernel>.cu` in `root`.
@@ -222,7 +222,7 @@ def _digest(texts: Mapping[str, str]) -> str:
 
 
 def source_hash(kernel: str, root: Path = KERNELS) -> str:
-    """SHA-256 over a kernel's source and our includes: what a result file says that it measured."""
+    """SHA-256 of a kernel's source and our headers; a result file stores it to say what it measured."""
     return _digest(sources(kernel, root))
 
 
@@ -241,7 +241,7 @@ def _define_flags(defines: Defines | None) -> list[str]:
 
 
 def _compile(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> tuple[bytes, str]:
-    """Run NVRTC on what `program` gives: (cubin, log)."""
+    """Run NVRTC on the texts of `program`: (cubin, log)."""
     added = os.environ.get("NVRTC_APPEND_FLAGS")
     if added:
         raise CompileError(
@@ -280,7 +280,7 @@ def _entry(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> st
 
 
 def is_built(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) -> bool:
-    """Whether `build` need not compile: the cache holds the entry, whole, or this process does."""
+    """Whether `build` need not compile: the cache or this process holds the whole entry."""
     name = _entry(kernel, defines, program(kernel, root))
     return name in _unstored or files.kept("cubin", name) is not None
 
@@ -289,10 +289,10 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, 
     """Compile `<root>/<kernel>.cu` for sm_90a with `defines`, or take the cubin from the cache.
 
     Args:
-        kernel: name of the file, without `.cu`, in a folder too (`ladder/2_tma`).
-        defines: preprocessor macros, name to value.
+        kernel: name of the file without `.cu`, with its folder if it has one (`ladder/2_tma`).
+        defines: values of preprocessor macros by name.
         root: folder of the kernel and its headers.
-        announced: say on stderr that it compiles, where that takes longer than a moment.
+        announced: say on stderr that it compiles, if that takes longer than a moment.
 
     Raises:
         CompileError: NVRTC refused the source; the message carries the log.
@@ -303,8 +303,8 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, 
     with _locks.setdefault(name, threading.Lock()):
         content = _unstored.get(name) or files.kept("cubin", name)
         if content is None:
-            notice_text = f"compiling kernels/{kernel}.cu for sm_90a (once; it is cached) ..."
-            with notice.announced(notice_text) if announced else contextlib.nullcontext():
+            said = f"compiling kernels/{kernel}.cu for sm_90a (once; it is cached) ..."
+            with notice.announced(said) if announced else contextlib.nullcontext():
                 made, log = _compile(kernel, defines, texts)
             content = log.encode() + b"\0" + made
             compiled.append(name)

@@ -1,7 +1,6 @@
 """What the fast path needs of a machine, and the sentence for each thing that is missing.
 
-Every check takes the fact it judges as an argument (a name and a capability, a way to find a module), so the
-sentences are tested on a machine without a GPU. `problems()` collects them for `twin info`.
+A check takes the facts that it judges as arguments, so that its sentence can be tested on a machine without a GPU.
 """
 
 import functools
@@ -17,11 +16,11 @@ CAPABILITY = (9, 0)
 
 
 class UnsupportedDevice(RuntimeError):
-    """The device cannot run the kernels; the message names it and says what would."""
+    """The device cannot run the kernels; the message names it and says which devices can."""
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuse a GPU whose compute capability is not 9.0: binaries for sm_90a run on no other."""
+    """Refuse a GPU whose compute capability is not 9.0: code for sm_90a runs on no other."""
     if tuple(capability) != CAPABILITY:
         major, minor = capability
         raise UnsupportedDevice(
@@ -32,7 +31,7 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
 
 @functools.cache
 def check(index: int) -> None:
-    """Refuse CUDA device `index` unless it is Hopper. Checked once per device."""
+    """Refuse CUDA device `index` unless it is a Hopper GPU; each device is checked once."""
     if not torch.cuda.is_available():
         raise UnsupportedDevice(
             "torch sees no CUDA device; Twin Engine's kernels need a Hopper GPU (compute capability 9.0). "
@@ -42,7 +41,7 @@ def check(index: int) -> None:
 
 
 def check_cupy(find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
-    """Refuse to go on without CuPy, through which kernels are loaded and launched."""
+    """Refuse to go on without CuPy, which loads and launches kernels."""
     if find("cupy") is None:
         raise MissingDependency(
             f"CuPy (cupy-cuda13x) is not installed, and Twin Engine's CUDA kernels need it: {INSTALL}."
@@ -50,13 +49,11 @@ def check_cupy(find: Callable[[str], object | None] = importlib.util.find_spec) 
 
 
 def problems() -> list[str]:
-    """Everything that keeps this machine from the fast path, one sentence each; empty where nothing does."""
+    """A sentence for each thing that keeps this machine from the fast path."""
     found = []
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 1
     checks: list[Callable[[], object]] = [check_cupy, compiler.nvrtc_library]
-    if torch.cuda.is_available():
-        checks += [functools.partial(check, index) for index in range(torch.cuda.device_count())]
-    else:
-        checks.append(functools.partial(check, 0))
+    checks += [functools.partial(check, index) for index in range(devices)]
     for judge in checks:
         try:
             judge()

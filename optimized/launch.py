@@ -1,9 +1,9 @@
 """Load cubins and launch their kernels, through CuPy, on torch's current stream.
 
-CuPy is only the loader and launcher: it allocates nothing (its memory pool stays at 0 bytes), and arguments
-are torch's own pointers. Modules are loaded and functions looked up once per device, so an op can be captured
-into a CUDA graph after its first call. Launches go through CuPy's binding of the driver, with an argument block
-kept per kernel and thread: its `Function` makes an object of every argument, which costs as much as the launch.
+CuPy only loads and launches: it allocates nothing (its memory pool stays at 0 bytes), and arguments are torch's own
+pointers. A module is loaded and a function looked up once for each device, so an op can be captured into a CUDA graph
+after its first call. A launch calls CuPy's binding of the driver, with an argument block that is kept for each kernel
+and thread. CuPy's `Function` would make an object of every argument, which costs as much as the launch.
 
     kernel = launch.function("cast", "cast", {"BF16": 1})
     launch.launch(kernel, (blocks,), (256,), [x.data_ptr(), np.int32(rows)], device=x.device.index)
@@ -15,6 +15,7 @@ import functools
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
 
 
+@dataclass(eq=False, slots=True)
 class Kernel:
     """One `__global__` function of a kernel file, loaded on each device at its first use there.
 
@@ -35,26 +37,26 @@ class Kernel:
         name: the function in it (declared `extern "C"`).
         defines: preprocessor macros of this configuration.
         max_dynamic_smem: bytes of dynamic shared memory that launches may ask for (at most 232448).
-        carveout: how much of a multiprocessor's 228 KB its blocks should share at most, in percent; the rest is L1's.
-            -1: as much as the most blocks take.
+        carveout: percent of a multiprocessor's 228 KB that its blocks may share at most; the rest is L1's. -1: as much
+            as the largest number of blocks takes.
     """
 
-    __slots__ = ("_functions", "_handles", "carveout", "defines", "kernel", "max_dynamic_smem", "name")
+    kernel: str
+    name: str
+    defines: dict[str, int | str]
+    max_dynamic_smem: int
+    carveout: int
+    _functions: list[Any] = field(default_factory=list)  # CuPy's, which keep the modules loaded
+    _handles: dict[int, int] = field(default_factory=dict)
 
-    def __init__(
-        self, kernel: str, name: str, defines: dict[str, int | str], max_dynamic_smem: int, carveout: int
-    ) -> None:
-        self.kernel = kernel
-        self.name = name
-        self.defines = defines
-        self.max_dynamic_smem = max_dynamic_smem
-        self.carveout = carveout
-        self._functions: list[Any] = []  # CuPy's, which keep the modules loaded
-        self._handles: dict[int, int] = {}
+    @property
+    def configuration(self) -> tuple[str, dict[str, int | str]]:
+        """What is compiled: the file and its macros."""
+        return self.kernel, self.defines
 
     @property
     def loaded(self) -> bool:
-        """Whether some device has it."""
+        """Whether it is loaded on some device."""
         return bool(self._handles)
 
     def on(self, index: int) -> int:
@@ -76,12 +78,13 @@ class Kernel:
                 module = Module()
                 module.load(compiler.cubin(self.kernel, self.defines))
                 _modules[configuration] = module
-            function = module.get_function(self.name)
-            if self.max_dynamic_smem > 48 * 1024:
-                _allow_shared_memory(function, self.max_dynamic_smem)
+            function, driver = module.get_function(self.name), _driver()
+            if self.max_dynamic_smem > 48 * 1024:  # which every kernel may have
+                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, attribute, self.max_dynamic_smem)
             if self.carveout >= 0:
-                attribute = _driver().CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                _driver().funcSetAttribute(function.ptr, attribute, self.carveout)
+                attribute = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                driver.funcSetAttribute(function.ptr, attribute, self.carveout)
             self._functions.append(function)
             self._handles[index] = function.ptr
             return self._handles[index]
@@ -102,13 +105,8 @@ def runtime() -> Any:
     return runtime
 
 
-def _allow_shared_memory(function: Any, size: int) -> None:
-    driver = _driver()
-    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
-
-
 class ByValue:
-    """A kernel argument that is a struct: `address` of its bytes, which it keeps alive."""
+    """A kernel argument that is a struct: the bytes of `storage`, which each launch reads and which it keeps alive."""
 
     __slots__ = ("address", "storage")
 
@@ -117,17 +115,15 @@ class ByValue:
         self.address = storage.ctypes.data
 
 
-def by_value(storage: np.ndarray) -> ByValue:
-    """A kernel argument that is a struct: the bytes of `storage`, read at each launch (make it once)."""
-    return ByValue(storage)
+by_value = ByValue  # in a list of arguments
 
 
-# How a scalar stands in its eight bytes (x86-64 and Arm are little-endian: the kernel reads the first of them).
+# The format of a scalar in its eight bytes. x86-64 and Arm are little-endian: a kernel reads the first of them.
 _FORMATS = {int: "q", np.int32: "q", np.int64: "q", np.uint32: "q", np.uint64: "Q", np.float32: "f4x"}
 
 
 class _Arguments:
-    """The argument block of one kernel for one thread: scalars in slots of eight bytes, and a pointer to each."""
+    """The argument block of one kernel in one thread: scalars in slots of eight bytes, and a pointer to each."""
 
     __slots__ = ("address", "format", "pointers", "structs", "values")
 
@@ -150,7 +146,7 @@ class _Arguments:
         self.address = ctypes.addressof(self.pointers)
 
     def fill(self, args: Sequence[Any]) -> int:
-        """Put `args` in place; the address of the array of pointers that the driver wants."""
+        """Put `args` in place and return the address of the array of pointers that the driver wants."""
         if self.structs:
             scalars = list(args)
             for position in self.structs:
@@ -162,7 +158,7 @@ class _Arguments:
 
 
 class Launch:
-    """A launch to be made again: the kernel, its grid, and arguments of its own."""
+    """A launch that can be made again: the kernel, its grid, and arguments of its own."""
 
     __slots__ = ("_arguments", "_early", "_head", "_pointers")
     capturable = True
@@ -182,22 +178,22 @@ class Launch:
 class Tape(Protocol):
     """What takes the launches of `recording`."""
 
-    def append(self, entry: Launch) -> None:
-        """Add one."""
+    def append(self, entry: Launch) -> None: ...
 
 
 class _Thread(threading.local):
-    """What a thread keeps.
+    """What each thread has for itself.
 
-    Argument blocks, because the driver reads them while the interpreter's lock is free; and the devices whose context
-    is current here: autograd's threads have none until the CUDA runtime is called in them, and we call the driver.
+    The driver reads an argument block while the interpreter's lock is free, so each thread has its own. `devices` are
+    those whose context is current in this thread: launches call the driver, and a thread of autograd's has no context
+    until the CUDA runtime is called in it.
     """
 
     def __init__(self) -> None:
         self.arguments: dict[Kernel, _Arguments] = {}
         self.devices: set[int] = set()
         self.tape: Tape | None = None
-        self.collected: dict[Kernel, None] | None = None  # in place of launches, in their order
+        self.collected: dict[Kernel, None] | None = None  # kernels noted in place of launches, in their order
 
     def attach(self, index: int) -> None:
         """Make the device's context current in this thread."""
@@ -206,7 +202,7 @@ class _Thread(threading.local):
             self.devices.add(index)
 
     def collects(self, kernel: Kernel, index: int) -> bool:
-        """Note a kernel if this thread collects them, or attach the device: what a thread's first launch does."""
+        """Note a kernel if this thread collects them; otherwise attach the device, as the first launch on it must."""
         if self.collected is None:
             self.attach(index)
             return False
@@ -219,11 +215,7 @@ _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 
 def function(
-    kernel: str,
-    name: str,
-    defines: compiler.Defines | None = None,
-    max_dynamic_smem: int = 0,
-    carveout: int = -1,
+    kernel: str, name: str, defines: compiler.Defines | None = None, max_dynamic_smem: int = 0, carveout: int = -1
 ) -> Kernel:
     """The function `name` of `kernels/<kernel>.cu` compiled with `defines`; one object per configuration.
 
@@ -258,11 +250,12 @@ def launch(
             (a tensor map: its `.argument`).
         smem: bytes of dynamic shared memory.
         device: index of the CUDA device on which the tensors are (`tensor.device.index`).
-        early: whether it may start while the kernel before it ends (kernels/ptx/grid.cuh), for which it waits itself.
+        early: whether it may start while the kernel before it ends, and waits for that one itself
+            (kernels/ptx/grid.cuh).
     """
     previous = torch._C._cuda_exchangeDevice(device)
     try:
-        # A thread that collects knows no device, so that others need not ask whether they do.
+        # A thread that collects has no devices: so a thread that launches need not ask whether it collects.
         if device not in _thread.devices and _thread.collects(kernel, device):
             return
         handle = kernel.on(device)
@@ -281,7 +274,7 @@ def launch(
 
 
 def current_stream(device: int) -> int:
-    """torch's current stream of a device, which is the current one, ready for launches of this thread."""
+    """torch's current stream of the current device, `device`, ready for launches of this thread."""
     if device not in _thread.devices:
         _thread.attach(device)
     stream: int = torch._C._cuda_getCurrentRawStream(device)
@@ -290,7 +283,7 @@ def current_stream(device: int) -> int:
 
 @contextlib.contextmanager
 def recording(tape: Tape) -> Iterator[None]:
-    """Note every launch of this thread in `tape` as well."""
+    """Make this thread's launches and also note them in `tape`."""
     outer, _thread.tape = _thread.tape, tape
     try:
         yield
@@ -299,15 +292,15 @@ def recording(tape: Tape) -> Iterator[None]:
 
 
 def noted() -> bool:
-    """Whether this thread's launches go into a tape, or are collected: then each is made as if for the first time."""
+    """Whether this thread's launches are recorded or collected; then nothing may be replayed in their place."""
     return _thread.tape is not None or _thread.collected is not None
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[Kernel, None]]:
-    """Note the kernels that this thread would launch, and launch none: what they would write keeps any value.
+    """Note the kernels that this thread would launch, and launch none: what they would write is left undefined.
 
-    What asks the driver about a kernel (`clusters_at_once`) still loads it.
+    `clusters_at_once`, which asks the driver about a kernel, still loads it.
     """
     outer = _thread.collected, _thread.devices
     _thread.collected, _thread.devices = {}, set()
@@ -367,9 +360,9 @@ def _start(head: tuple[int, ...], stream: int, pointers: int, early: bool) -> No
 
 @functools.cache
 def clusters_at_once(kernel: Kernel, blocks: int, threads: int, smem: int, device: int) -> int:
-    """How many clusters of so many blocks run at once: the grid of a persistent kernel with clusters.
+    """How many clusters of `blocks` blocks run at once: the grid of a persistent kernel with clusters.
 
-    A cluster lies within one part of the GPU, and parts have multiprocessors to spare that make no whole cluster.
+    A cluster lies within one part of the GPU, and what is left of a part may be too small for a whole cluster.
     """
     found = ctypes.c_int()
     config = _LaunchConfig(extents=(blocks, 1, 1, threads, 1, 1), shared_bytes=smem)

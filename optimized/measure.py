@@ -1,9 +1,9 @@
-"""Timing on the GPU, and where a number comes from.
+"""Times on the GPU, and records where a number comes from.
 
 `interleave` times variants in rounds, so that they share one clock and one temperature, with CUDA events on the
-current stream. What a call costs depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
-together exceed it, or pass `flush`. `provenance` and `write_result` make a result file that says on what, with what
-and when it was measured, with a hash of the kernel sources, so that `outdated` can say what changed since.
+current stream. The time of a call depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
+together exceed L2, or pass `flush`. `provenance` says on what, with what and when a result was measured, with a hash of
+the kernels' sources; `outdated` compares the hashes with the sources of today.
 """
 
 import datetime
@@ -28,7 +28,7 @@ RESULTS = ROOT / "docs" / "results"
 
 
 class Flush:
-    """Replaces what L2 holds by reading a large buffer (reading: nothing dirty is left for the next kernel)."""
+    """Fills L2 by reading a large buffer. Writing would leave dirty lines for the next kernel."""
 
     def __init__(self, size: int = 1 << 28) -> None:
         self.buffer = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
@@ -38,8 +38,8 @@ class Flush:
 
 
 def graph(call: Callable[[int], object], calls: int) -> Callable[[], object]:
-    """`calls` calls, the argument counting them, as one CUDA graph: replayed, the host's time is not in it."""
-    call(0)  # modules are loaded outside of a capture
+    """Capture `call(0)`, `call(1)`, ... as one CUDA graph and return its replay, which leaves out the host's time."""
+    call(0)  # modules must be loaded before the capture
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -48,15 +48,15 @@ def graph(call: Callable[[int], object], calls: int) -> Callable[[], object]:
 
     def replay() -> object:
         captured.replay()
-        return call  # kept alive with the tensors that it closes over, which the graph reads
+        return call  # this keeps the tensors that the graph reads alive
 
     return replay
 
 
 def copy_of(size: int, calls: int, footprint: int = 1 << 29) -> Callable[[], object]:
-    """`calls` copies that read and write `size` bytes each, over buffers that exceed L2, as one CUDA graph.
+    """`calls` copies over buffers that exceed L2, as one CUDA graph; together a copy reads and writes `size` bytes.
 
-    What a short op that moves as many bytes can be held against: the copy, too, pays for its start and its end.
+    A short op that moves as many bytes is compared with it: the copy, too, pays for its start and its end.
     """
     count = max(1, min(calls, -(-footprint // size)))
     pairs = [torch.empty(2, size // 4, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(count)]
@@ -64,10 +64,10 @@ def copy_of(size: int, calls: int, footprint: int = 1 << 29) -> Callable[[], obj
 
 
 def rounds(names: Iterable[str], count: int) -> Iterator[list[str]]:
-    """`count` rounds of all names, the order drawn anew for each, the same at every call.
+    """`count` rounds of all names; the order is drawn anew for each round, and is the same at every call.
 
-    In a fixed order, each would always find the caches and the clock as the same other one leaves them: a layer's FP8
-    GEMMs took 0.6 % longer right after cuBLASLt's last algorithm than after themselves (mean of twelve), an FP8
+    In a fixed order, each variant would always find the caches and the clock as the same other one left them. A layer's
+    FP8 GEMMs took 0.6 % longer (mean of twelve) right after cuBLASLt's last algorithm than after themselves; an FP8
     layer's step takes up to 5 % longer right after the same layer in 16 bits.
     """
     order, draw = list(names), random.Random(0)
@@ -86,13 +86,13 @@ def interleave(
     """Time each variant `repeats` times, in `rounds`.
 
     Args:
-        variants: by name, a call that only queues work on the current stream.
-        repeats: samples a variant.
-        warmup: untimed rounds before.
+        variants: calls by name; each only queues work on the current stream.
+        repeats: samples of each variant.
+        warmup: untimed rounds before the first sample.
         flush: called before every sample, untimed. It also keeps the GPU busy while the host queues the sample, so
-            that a short variant is not timed by its launches.
-        ahead: whether the GPU sleeps until every sample is queued, so that no launch of the host's is in any of them,
-            however slow the host is. For at most some 200 samples, or the queue is full before the GPU wakes.
+            that the time of a short variant is not that of its launches.
+        ahead: whether the GPU sleeps until every sample is queued, so that no sample contains the host's time. With
+            more than about 200 samples the queue is full before the GPU wakes.
 
     Returns:
         Milliseconds by name, `repeats` of each.
@@ -140,10 +140,10 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def interval(samples: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
-    """Median, and the narrowest pair of order statistics that holds the true median with at least `confidence`.
+    """Median, and the narrowest pair of order statistics that encloses the true median with at least `confidence`.
 
-    Among n independent samples, the k-th smallest exceeds the true median with the chance that fewer than k of n fair
-    coins fall heads, whatever the distribution. Fewer than 6 samples cannot give 0.95: then all of them are spanned.
+    The k-th smallest of n independent samples exceeds the true median with the probability that fewer than k of n fair
+    coins fall heads, whatever the distribution. Fewer than 6 samples cannot give 0.95: then the pair spans all samples.
     """
     ordered, n = sorted(samples), len(samples)
     below, rank = 0.5**n, 0  # the chance of `rank` heads or fewer
@@ -175,7 +175,7 @@ def _version(package: str) -> str | None:
 
 
 def clocks(index: int = 0) -> dict[str, str] | None:
-    """Driver, clocks, power and temperature right now, as nvidia-smi reports them; None without it."""
+    """Driver, clocks, power and temperature at this moment, as nvidia-smi reports them; None without nvidia-smi."""
     fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
     line = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={index}")
     if not line:
@@ -184,10 +184,9 @@ def clocks(index: int = 0) -> dict[str, str] | None:
 
 
 def provenance(kernels: Sequence[str]) -> dict[str, Any]:
-    """On what, with what and when: to be called right after measuring, while the clocks are those of the run.
+    """On what, with what and when a result was measured; call it right after measuring, at the clocks of the run.
 
-    Args:
-        kernels: the kernel files (without `.cu`) whose sources the result depends on.
+    `kernels` are the kernel files (without `.cu`) whose sources the result depends on.
     """
     gpu = None
     if torch.cuda.is_available():
@@ -217,16 +216,16 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
 
 
 def outdated(result: Mapping[str, Any]) -> list[str]:
-    """The kernels that changed since `result` (what `write_result` wrote) was measured, by name."""
-    changed = []
-    for kernel, recorded in result["provenance"]["kernels"].items():
-        if not (compiler.KERNELS / f"{kernel}.cu").is_file() or compiler.source_hash(kernel) != recorded:
-            changed.append(kernel)
-    return changed
+    """The names of the kernels that have changed since `result`, the content of a result file, was measured."""
+    return [
+        kernel
+        for kernel, recorded in result["provenance"]["kernels"].items()
+        if not (compiler.KERNELS / f"{kernel}.cu").is_file() or compiler.source_hash(kernel) != recorded
+    ]
 
 
 def read_result(name: str) -> dict[str, Any]:
-    """What `docs/results/<name>.json` holds.
+    """The content of `docs/results/<name>.json`.
 
     Raises:
         files.Damaged: it is not there, or is no result.
@@ -245,10 +244,10 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def write_result(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Write `docs/results/<name>.json`; the payload carries its `provenance`.
+    """Write `docs/results/<name>.json`.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the payload has no `provenance`.
         files.NotWritten: the file cannot be written.
     """
     if "provenance" not in payload:

@@ -1,9 +1,9 @@
 """Tensor maps: the descriptors through which Hopper's copy engine (TMA) reads and writes tiles.
 
 `encode` calls the driver's `cuTensorMapEncodeTiled` (CUDA driver API, "Tensor Map Object Management") through
-ctypes. A map holds the tensor's address and shape, so it is cached by exactly those: an encode costs 6 µs, a
-hit well under one. Dimensions and boxes are given innermost first, as the driver does; `tensor_map_2d` takes
-rows and columns.
+ctypes. A map holds the tensor's address and shape and is cached by exactly those: encoding takes 6 µs, finding a cached
+map well under one. Dimensions and boxes are given innermost first, as the driver wants them; `tensor_map_2d` takes rows
+and columns.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import torch
 
 from optimized import launch
 
-# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h (CUDA 13.0).
+# CUtensorMapDataType (with the bytes of an element), CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h (CUDA 13.0).
 _TYPES = {
     torch.uint8: (0, 1),
     torch.float8_e4m3fn: (0, 1),
@@ -30,10 +30,7 @@ _CACHED = 4096  # maps; one is 128 bytes and a training step of a deep model nee
 
 
 class TensorMap:
-    """An encoded `CUtensorMap`, passed to a kernel by value (`const __grid_constant__ CUtensorMap`).
-
-    `argument` is what goes into the argument list of `launch`.
-    """
+    """A `CUtensorMap`; `argument` passes it to a kernel by value (`const __grid_constant__ CUtensorMap`)."""
 
     __slots__ = ("_storage", "argument", "words")
 
@@ -42,13 +39,12 @@ class TensorMap:
         self._storage = np.zeros(128 + 64, np.uint8)
         start = -self._storage.ctypes.data % 64
         self.words = self._storage[start : start + 128]
-        self.argument: Any = None
+        self.argument = launch.by_value(self.words)
 
 
 @functools.cache
 def _driver() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
-    encode = library.cuTensorMapEncodeTiled
+    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     sizes, boxes = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
     of_tensor = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
     encode.argtypes = [*of_tensor, sizes, sizes, boxes, boxes, *[ctypes.c_int] * 4]
@@ -64,7 +60,7 @@ def check(
     swizzle: int,
     l2: int = 128,
 ) -> None:
-    """Refuse what the hardware cannot describe, naming the argument; see `encode` for what they mean."""
+    """Refuse, with the argument's name, what the hardware cannot describe; the arguments are those of `encode`."""
     if dtype not in _TYPES:
         raise ValueError(f"dtype={dtype} has no tensor map; accepted are {', '.join(map(str, _TYPES))}.")
     size = _TYPES[dtype][1]
@@ -106,8 +102,7 @@ def encode(
         pointer: device address of the first element, a multiple of 16.
         dtype: element type (float8 is described as bytes).
         shape: extents.
-        strides: bytes from one element to the next in dimensions 1, 2, ...; multiples of 16. Dimension 0 is
-            contiguous.
+        strides: bytes from one element to the next in dimensions 1, 2, ...; multiples of 16. Dimension 0 is contiguous.
         box: extents of a tile, each at most 256.
         swizzle: 0, 32, 64 or 128: bytes of the shared-memory swizzle pattern.
         l2: 0, 64, 128 or 256: bytes that L2 fetches at a time.
@@ -138,7 +133,6 @@ def encode(
             f"cuTensorMapEncodeTiled returned CUresult {status} for pointer={pointer:#x}, dtype={dtype}, "
             f"shape={shape}, strides={strides}, box={box}, swizzle={swizzle}."
         )
-    result.argument = launch.by_value(result.words)
     return result
 
 
@@ -152,5 +146,5 @@ def tensor_map_2d(
     box_cols: int,
     swizzle: int = 128,
 ) -> TensorMap:
-    """Tensor map of a row-major matrix `[rows, cols]` in tiles of `[box_rows, box_cols]`; see `encode`."""
+    """The tensor map of a row-major matrix `[rows, cols]` in tiles of `[box_rows, box_cols]`; see `encode`."""
     return encode(pointer, dtype, (cols, rows), (row_stride_bytes,), (box_cols, box_rows), swizzle)

@@ -82,4 +82,4 @@ def attentions(note: Notes) -> None:
     out, m, inv = note(twin.attention, q, k, v, *rest)
     note(twin.attention_backward, empty(2, 2, 40, 32), q, k, v, out, m, inv, *rest)
     note(twin.attention, q, empty(2, 1, 70, 32).expand(2, 2, 70, 32), v.expand(2, 2, 70, 32), *rest)
-    note.table("capacity of a head dimension", ((d, attention._capacity(d)) for d in (8, 64, 65, 128, 129, 256)))
+    note.table("capacity of a head dimension", ((d, attention.capacity(d)) for d in (8, 64, 65, 128, 129, 256)))

@@ -1,7 +1,12 @@
-"""What `twin bench` measures. A benchmark has NAME, WHAT (in a few words), `run(progress)` and `tables(its result)`."""
+"""What `twin bench` measures.
+
+A benchmark has NAME, WHAT (in a few words), `run(progress)`, which measures and returns a result, and `tables(result)`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+
+from optimized import measure
 
 Progress = Callable[[float], object]
 Payload = dict[str, Any]
@@ -17,3 +22,8 @@ def each(cases: Sequence[Case], progress: Progress) -> Iterator[Case]:
     for done, case in enumerate(cases, 1):
         yield case
         progress(done / len(cases))
+
+
+def result(what: str, kernels: Sequence[str], **found: Any) -> Payload:
+    """What `run` returns: what was measured, what was `found`, and where it comes from; it depends on `kernels`."""
+    return {"what": what, **found, "provenance": measure.provenance(kernels)}

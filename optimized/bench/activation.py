@@ -1,4 +1,4 @@
-"""The activations against the device copy of the same run (docs/results/activation.json); how: `copies`."""
+"""The activations, compared with a device copy in the same run as `copies` explains (docs/results/activation.json)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,22 +7,21 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies, of_copy
+from optimized.bench.copies import DTYPES, Copies, in_turn, of_copy
 from optimized.bench.table import Table
 from reference.ops.activation import KINDS, width
 
 NAME = "activation"
 WHAT = "activations, against a device copy"
 KERNELS = ("activation", "activation_cast_transpose", "dbias")
-# dtype, rows and columns of y (of x too, or half of x's for the gated kinds).
+# Dtype, rows and columns of y. x has as many columns, or twice as many for the gated kinds.
 CASES = (("bf16", 8192, 16384), ("bf16", 8192, 4096), ("fp32", 8192, 4096))
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 twin = torch.ops.twin
 
 
 def bytes_moved(op: str, rows: int, n: int, m: int, size: int) -> int:
-    """The fewest bytes an op moves, for x of n columns and y of m."""
+    """The fewest bytes that an op must move, for x of n columns and y of m."""
     a_row = {
         "activation": (n + m) * size,
         "activation_backward": (m + 2 * n) * size,
@@ -37,24 +36,18 @@ def variants(
 ) -> dict[str, Callable[[int], object]]:
     """One call per op; call i takes its inputs from `xs` and `grads`, in turn."""
     state = (torch.full((1,), 2.0, device="cuda"), torch.zeros(16, 1, device="cuda"), 0)
-    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-
-    def pick(tensors: Sequence[torch.Tensor], i: int) -> torch.Tensor:
-        return tensors[i % len(tensors)]
-
+    forward, backward = (*state, torch.float8_e4m3fn), (*state, torch.float8_e5m2)
+    x, grad, fused = in_turn(xs), in_turn(grads), "activation_backward_cast_transpose_dbias"
     return {
-        "activation": lambda i: twin.activation(pick(xs, i), kind),
-        "activation_backward": lambda i: twin.activation_backward(pick(grads, i), pick(xs, i), kind),
-        "activation_cast_transpose": lambda i: twin.activation_cast_transpose(pick(xs, i), kind, *state, forward),
-        "activation_backward_cast_transpose_dbias": lambda i: twin.activation_backward_cast_transpose_dbias(
-            pick(grads, i), pick(xs, i), kind, *state, backward
-        ),
+        "activation": lambda i: twin.activation(x(i), kind),
+        "activation_backward": lambda i: twin.activation_backward(grad(i), x(i), kind),
+        "activation_cast_transpose": lambda i: twin.activation_cast_transpose(x(i), kind, *forward),
+        fused: lambda i: twin.activation_backward_cast_transpose_dbias(grad(i), x(i), kind, *backward),
     }
 
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 11) -> Payload:
-    """Measure."""
     copies = Copies(4, repeats)
     rows: list[dict[str, Any]] = []
     for (name, tokens, m), kind in each([(case, kind) for case in CASES for kind in KINDS], progress):

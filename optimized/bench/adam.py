@@ -1,7 +1,8 @@
-"""A step of `FusedAdam` over the weights of a layer against a copy and PyTorch's fused AdamW (docs/results/adam.json).
+"""A step of `FusedAdam` over the weights of a layer, against PyTorch's fused AdamW (docs/results/adam.json).
 
-Bound by memory: what must move, gradients, weights and moments in and all but the gradients out, over the time, beside
-`Tensor.copy_` of 512 MiB in the same run. FP8 weights are written by `multi_cast_transpose` from their masters.
+The step is bound by memory, so its bandwidth is compared with `Tensor.copy_` of 512 MiB in the same run. Gradients,
+weights and moments must be read; all but the gradients must be written. `multi_cast_transpose` writes FP8 weights from
+their masters.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 import optimized as te
 from optimized import measure
-from optimized.bench import Payload, Progress, silent
+from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.copies import COPY_BYTES, large_copy
 from optimized.bench.table import Table, percent, table
 
@@ -21,8 +22,7 @@ KERNELS = ("adam", "multi_cast_transpose")
 HIDDEN = 4096
 _WEIGHTS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
 SHAPES = (*_WEIGHTS, *((rows,) for rows, _ in _WEIGHTS))
-# Bytes a number: gradient, weight, two moments, and the master or FP8 codes, each read and written but the gradient.
-_MOMENTS = 2 * 2 * 4
+_MOMENTS = 2 * 2 * 4  # bytes for each number: two moments in fp32 are read and written
 
 
 def _parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -33,7 +33,7 @@ def _parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 def _fp8() -> list[Any]:
-    """Weights in FP8 with their transposed codes, and biases, as a layer in training has them."""
+    """Weights in FP8 with their transposed codes, and biases, as a layer has them in training."""
     found: list[Any] = []
     for rows, columns in _WEIGHTS:
         with te.quantized_model_init():
@@ -47,7 +47,7 @@ def _fp8() -> list[Any]:
 
 
 def contestants() -> dict[str, tuple[torch.optim.Optimizer, int]]:
-    """An optimizer with its gradients, and the bytes a number that it must move."""
+    """Each optimizer with its parameters and gradients, and the bytes that it must move for each number."""
     adam = te.optimizers.FusedAdam
     fp32 = _MOMENTS + 4 + 2 * 4
     return {
@@ -58,36 +58,26 @@ def contestants() -> dict[str, tuple[torch.optim.Optimizer, int]]:
             adam(_parameters(torch.bfloat16), master_weights=True),
             _MOMENTS + 2 + 2 * 4 + 2,
         ),
-        # The masters are read once more to be cast; codes and transposed codes are written.
+        # The masters are read once more for the cast, which writes codes and transposed codes.
         "FusedAdam, FP8 weights, fp32 masters": (adam(_fp8(), master_weights=True), _MOMENTS + 2 + 2 * 4 + 4 + 2),
     }
 
 
 def run(progress: Progress = silent, repeats: int = 15) -> Payload:
-    """Measure."""
     numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
     entrants = contestants()
     progress(0.3)
-    calls: dict[str, Callable[[], object]] = {name: optimizer.step for name, (optimizer, _) in entrants.items()}
-    samples = measure.interleave({**calls, "copy": large_copy()}, repeats, 3, measure.Flush())
+    steps: dict[str, Callable[[], object]] = {name: optimizer.step for name, (optimizer, _) in entrants.items()}
+    samples = measure.interleave({**steps, "copy": large_copy()}, repeats, 3, measure.Flush())
     times = {name: measure.summary(values) for name, values in samples.items()}
     ceiling = 2 * COPY_BYTES / times["copy"]["median"]
     progress(1.0)
-    return {
-        "what": "one optimizer step over the weights and biases of a layer, hidden 4096",
-        "numbers": numbers,
-        "repeats": repeats,
-        "rows": [
-            {
-                "optimizer": name,
-                "bytes_a_number": size,
-                "ms": times[name],
-                "of_copy": numbers * size / times[name]["median"] / ceiling,
-            }
-            for name, (_, size) in entrants.items()
-        ],
-        "provenance": measure.provenance(KERNELS),
-    }
+    rows = []
+    for name, (_, size) in entrants.items():
+        of_copy = numbers * size / times[name]["median"] / ceiling
+        rows.append({"optimizer": name, "bytes_a_number": size, "ms": times[name], "of_copy": of_copy})
+    what = "one optimizer step over the weights and biases of a layer, hidden 4096"
+    return result(what, KERNELS, numbers=numbers, repeats=repeats, rows=rows)
 
 
 def tables(payload: Payload) -> list[Table]:

@@ -9,7 +9,7 @@ import torch
 import optimized  # noqa: F401  (registers the CUDA ops)
 from optimized import measure
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies
+from optimized.bench.copies import Copies, in_turn
 from optimized.bench.layer_models import cudnn
 from optimized.bench.table import Table, percent, table
 from reference import philox
@@ -45,18 +45,14 @@ def _pair(b: int, h: int, hkv: int, s: int, d: int, mask_type: str, dropout: flo
 
 
 def _elementwise(repeats: int) -> dict[str, Any]:
-    """Ops bound by memory, as in `copies`; of scores that the causal rule hides, only the output must move."""
+    """Ops bound by memory, as in `copies`. Scores that the causal mask hides need not be read, only written."""
     xs = [torch.randn(8192, 4096, device="cuda").bfloat16() for _ in range(4)]
     scores = [torch.randn(1, 16, 2048, 2048, device="cuda").bfloat16() for _ in range(3)]
     bias, freqs = xs[0][0].clone(), torch.randn(2048, 128, device="cuda")
     state = philox.new_state("cuda")
     one, all_scores = 2 * xs[0].numel(), 2 * scores[0].numel()
 
-    def x(i: int) -> torch.Tensor:
-        return xs[i % len(xs)]
-
-    def s(i: int) -> torch.Tensor:
-        return scores[i % len(scores)]
+    x, s = in_turn(xs), in_turn(scores)
 
     def rotary(interleaved: bool) -> Callable[[int], object]:
         return lambda i: twin.rotary(x(i).view(2048, 4, 32, 128), freqs, interleaved, False)
@@ -77,7 +73,6 @@ def _elementwise(repeats: int) -> dict[str, Any]:
 
 
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    """Measure."""
     found: dict[str, Any] = {"attention": {}}
     for case in each(CASES, lambda done: progress(0.8 * done)):
         samples = measure.interleave(_pair(*case), repeats)
@@ -89,7 +84,7 @@ def run(progress: Progress = silent, repeats: int = 20) -> Payload:
 
 
 def tables(payload: Payload) -> list[Table]:
-    """Attention against cuDNN's, and the ops around it against the device copy."""
+    """Attention against cuDNN's, and the ops around it against a device copy."""
     rows = []
     for name, times in payload["ms"]["attention"].items():
         cells = [name.replace(" none", "").replace(" dropout=0.0", "")]

@@ -1,4 +1,4 @@
-"""Cast + transpose and its relatives against the device copy (docs/results/cast_transpose.json); how: `copies`."""
+"""Casts and reductions, compared with a device copy as `copies` explains (docs/results/cast_transpose.json)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies, of_copy
+from optimized.bench.copies import DTYPES, Copies, in_turn, of_copy
 from optimized.bench.table import Table, percent, table
 from reference.ops.cast_transpose import cast_outputs
 
@@ -15,13 +15,12 @@ NAME = "cast_transpose"
 WHAT = "casts and reductions, against a device copy"
 KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax")
 SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 twin = torch.ops.twin
 
 
 def bytes_moved(op: str, rows: int, cols: int, size: int) -> int:
-    """The fewest bytes an op moves: its inputs once and its outputs once."""
+    """The fewest bytes that an op must move: its inputs once and its outputs once."""
     written = {"cast": 1, "cast_transpose": 2, "cast_transpose_dbias": 2, "dbias": 0, "amax": 0}
     return rows * cols * (size + written[op])
 
@@ -30,17 +29,13 @@ def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[int], object
     """One call per op; call i takes its input from `inputs`, in turn."""
     scale = torch.full((3,), 2.0, device=inputs[0].device)
     history = torch.zeros(16, 3, device=inputs[0].device)
-    q = torch.float8_e4m3fn
-
-    def in_turn(op: Callable[[torch.Tensor], object]) -> Callable[[int], object]:
-        return lambda i: op(inputs[i % len(inputs)])
-
+    x, scaling = in_turn(inputs), (scale, history, 0, torch.float8_e4m3fn)
     return {
-        "cast": in_turn(lambda x: twin.cast(x, scale, history, 0, q)),
-        "cast_transpose": in_turn(lambda x: twin.cast_transpose(x, scale, history, 0, q)),
-        "cast_transpose_dbias": in_turn(lambda x: twin.cast_transpose_dbias(x, scale, history, 0, q)),
-        "dbias": in_turn(twin.dbias),
-        "amax": in_turn(lambda x: twin.amax(x, history, 0)),
+        "cast": lambda i: twin.cast(x(i), *scaling),
+        "cast_transpose": lambda i: twin.cast_transpose(x(i), *scaling),
+        "cast_transpose_dbias": lambda i: twin.cast_transpose_dbias(x(i), *scaling),
+        "dbias": lambda i: twin.dbias(x(i)),
+        "amax": lambda i: twin.amax(x(i), history, 0),
     }
 
 
@@ -48,29 +43,25 @@ def weights(hidden: int, dtype: torch.dtype, copies: Copies) -> dict[str, Any]:
     """The four weights of a transformer layer, cast one by one and in one launch."""
     shapes = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
     size = sum(rows * cols for rows, cols in shapes)
-    layers = copies.inputs(size * dtype.itemsize, least=2)
+    layers, fp8 = copies.inputs(size * dtype.itemsize, least=2), torch.float8_e4m3fn
     xs = [[torch.randn(shape, device="cuda").to(dtype) for shape in shapes] for _ in range(layers)]
-    out = [
-        list(map(list, zip(*(cast_outputs(x, x.shape[1], torch.float8_e4m3fn) for x in layer), strict=True)))
-        for layer in xs
-    ]
+    out = [list(map(list, zip(*(cast_outputs(x, x.shape[1], fp8) for x in layer), strict=True))) for layer in xs]
     scale, history = torch.ones(4, device="cuda"), torch.zeros(16, 4, device="cuda")
 
     def apart(i: int) -> None:
         for column, x in enumerate(xs[i % layers]):
-            twin.cast_transpose(x, scale, history, column, torch.float8_e4m3fn)
+            twin.cast_transpose(x, scale, history, column, fp8)
 
     def together(i: int) -> None:
         twin.multi_cast_transpose(xs[i % layers], [scale] * 4, [history] * 4, [0, 1, 2, 3], *out[i % layers])
 
-    moved = size * (dtype.itemsize + 2)
-    found = copies.beside({"cast_transpose": apart, "multi": together}, {"cast_transpose": moved, "multi": moved})
+    ops = {"cast_transpose": apart, "multi": together}
+    found = copies.beside(ops, dict.fromkeys(ops, size * (dtype.itemsize + 2)))
     return {"hidden": hidden, "dtype": str(dtype).removeprefix("torch."), **found}
 
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    """Measure."""
     copies = Copies(8, repeats)
     rows: list[dict[str, Any]] = []
     for name, (tokens, cols) in each([(name, shape) for name in DTYPES for shape in SHAPES], progress):

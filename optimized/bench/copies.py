@@ -1,9 +1,9 @@
-"""Ops bound by memory beside the device copy of the same run.
+"""Ops bound by memory, compared with a device copy in the same run.
 
-The figure is bandwidth: the bytes that must move (each input read once, each output written once) over the time. It
-stands beside two copies: `Tensor.copy_` of 512 MiB, the ceiling, and a copy that moves as many bytes as the op, which
-pays for starting and ending a kernel as the op does. A sample is a few calls over inputs that together exceed L2,
-replayed as a CUDA graph, so that the host's time is not in it.
+Their bandwidth is the bytes that must move (each input is read once, each output written once) over the time. It is
+compared with two copies: `Tensor.copy_` of 512 MiB, the ceiling, and a copy of as many bytes as the op moves, which
+starts and ends a kernel as the op does. A sample is a few calls over inputs that together exceed L2; they are replayed
+as a CUDA graph, so that the sample does not contain the host's time.
 """
 
 import statistics
@@ -13,22 +13,29 @@ from typing import Any
 import torch
 
 from optimized import measure
-from optimized.bench import Payload
+from optimized.bench import Payload, result
 from optimized.bench.table import Table, percent, table
 
 FOOTPRINT = 256 << 20  # bytes of distinct inputs: several times L2
 COPY_BYTES = 1 << 29
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_WHAT = "bytes that must move over time, against Tensor.copy_ of 512 MiB and of as many bytes"
+
+
+def in_turn(inputs: Sequence[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """The input of call i: after the last of `inputs` the first comes again."""
+    return lambda i: inputs[i % len(inputs)]
 
 
 def large_copy() -> Callable[[], object]:
-    """The ceiling: `Tensor.copy_` of `COPY_BYTES`, each of which is read once and written once."""
+    """The ceiling: `Tensor.copy_` of `COPY_BYTES`, which reads and writes each byte once."""
     source = torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 class Copies:
-    """Samples of `calls` calls each, and the large copy that they are held against."""
+    """Times samples of `calls` calls each, and the copies that they are compared with."""
 
     def __init__(self, calls: int, repeats: int) -> None:
         self.calls, self.repeats = calls, repeats
@@ -37,14 +44,7 @@ class Copies:
 
     def result(self, rows: Sequence[dict[str, Any]], kernels: Sequence[str], **more: Any) -> Payload:
         """What a benchmark of `rows` returns."""
-        return {
-            "what": "bytes that must move over time, against Tensor.copy_ of 512 MiB and of as many bytes",
-            "calls_per_sample": self.calls,
-            "repeats": self.repeats,
-            "rows": rows,
-            **more,
-            "provenance": measure.provenance(kernels),
-        }
+        return result(_WHAT, kernels, calls_per_sample=self.calls, repeats=self.repeats, rows=rows, **more)
 
     def rows(
         self, case: Mapping[str, Any], ops: Mapping[str, Callable[[int], object]], moved: Mapping[str, int]
@@ -53,11 +53,11 @@ class Copies:
         return [{"op": op, **case, **found} for op, found in self.beside(ops, moved).items()]
 
     def inputs(self, size: int, least: int = 1) -> int:
-        """How many inputs of `size` bytes the calls of a sample take in turn, to exceed L2."""
+        """How many inputs of `size` bytes the calls of a sample must take in turn to exceed L2."""
         return max(least, min(self.calls, -(-FOOTPRINT // size)))
 
     def beside(self, ops: Mapping[str, Callable[[int], object]], moved: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Time ops, given as one call each that is told its number, which move so many bytes: results by name."""
+        """Time ops and return results by name; an op is called with the call's number and has `moved` so many bytes."""
         timed: dict[str, Callable[[], object]] = {op: measure.graph(call, self.calls) for op, call in ops.items()}
         for size in sorted({moved[op] for op in ops}):
             timed[f"copy {size}"] = measure.copy_of(size, self.calls)
@@ -80,7 +80,7 @@ class Copies:
 
 
 def _shares(rows: Sequence[dict[str, Any]]) -> str:
-    """Of a copy: the median over shapes (the smallest; the smallest against a copy of as many bytes)."""
+    """Shares of a copy: the median over shapes, the smallest, and the smallest against a copy of as many bytes."""
     shares = [row["of_copy"] for row in rows]
     least = [min(row[key] for row in rows) for key in ("of_copy", "of_copy_of_as_many_bytes") if key in rows[0]]
     return f"{percent(statistics.median(shares))} ({'; '.join(map(percent, least))})"

@@ -3,8 +3,8 @@
 `torch._scaled_mm` takes the first of them, which is not always the fastest; `twin bench gemm` compares with both.
 Enumerators and structs are those of cublasLt.h (CUDA 13.0), documented in NVIDIA's cuBLAS manual.
 
-cuBLASLt is column-major: a row-major `[rows, K]` is to it a `K x rows` matrix, so D[M, N] = A · Bᵀ is computed as
-Dᵀ = op(B) · A with op = transpose, and what it calls A is our b.
+cuBLASLt is column-major: it sees a row-major `[rows, K]` as a `K x rows` matrix. So D[M, N] = A · Bᵀ is computed as
+Dᵀ = op(B) · A with op = transpose, and what cuBLASLt calls A is our b.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from optimized import measure
 
 WORKSPACE_BYTES = 64 << 20
 ALGORITHMS = 8
+# cudaDataType_t
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-# of cudaDataType_t
 _COMPUTE_FP32 = 68  # CUBLAS_COMPUTE_32F
 _TRANSPOSE_A, _A_SCALE, _B_SCALE, _FAST_ACCUMULATION = 3, 17, 18, 25  # CUBLASLT_MATMUL_DESC_...
 _MAX_WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
@@ -58,7 +58,7 @@ def _call(name: str, *args: Any) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    torch.cuda.init()  # has loaded the library, so that its bare name finds it
+    torch.cuda.init()  # it loads the library, so that the bare name finds it
     return ctypes.CDLL("libcublasLt.so.13")
 
 
@@ -75,7 +75,7 @@ def _workspace() -> torch.Tensor:
 
 
 def _created(name: str, *args: Any) -> ctypes.c_void_p:
-    """An opaque object from cublasLt<name>Create. It is small, and lives as long as the process."""
+    """An opaque object from cublasLt<name>Create; it is small and is never destroyed."""
     created = ctypes.c_void_p()
     _call(f"cublasLt{name}Create", ctypes.byref(created), *args)
     return created
@@ -98,7 +98,7 @@ def algorithms(product: Product, count: int = ALGORITHMS) -> list[Callable[[], t
     All of them write to, and return, one output.
 
     Raises:
-        RuntimeError: cuBLASLt refuses the problem (E5M2 on both sides, say), or a call failed: its name and status.
+        RuntimeError: cuBLASLt refuses the problem (two E5M2 operands, for example), or a call failed.
     """
     a, b = product.a, product.b
     out = torch.empty(a.shape[0], b.shape[0], dtype=product.out_dtype, device=a.device)
@@ -135,11 +135,11 @@ def algorithms(product: Product, count: int = ALGORITHMS) -> list[Callable[[], t
     if not offered:
         sides = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (a, b))
         raise RuntimeError(f"cuBLASLt offers no algorithm for {sides}.")
-    return list(offered)
+    return offered  # type: ignore[return-value]
 
 
 def fastest(product: Product, repeats: int = 7) -> Callable[[], torch.Tensor]:
     """The fastest of `algorithms`, by the median of a few interleaved launches."""
-    offered = dict(enumerate(algorithms(product)))
-    times = measure.interleave({str(i): call for i, call in offered.items()}, repeats=repeats, warmup=2)
-    return offered[min(offered, key=lambda i: measure.summary(times[str(i)])["median"])]
+    offered = {str(i): call for i, call in enumerate(algorithms(product))}
+    times = measure.interleave(offered, repeats=repeats, warmup=2)
+    return offered[min(offered, key=lambda i: measure.summary(times[i])["median"])]

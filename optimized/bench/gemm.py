@@ -1,10 +1,10 @@
-"""The GEMMs against cuBLASLt in the same run (docs/results/gemm.json): the twelve shapes of the layer.
+"""The twelve GEMMs of a GPT layer against cuBLASLt in the same run (docs/results/gemm.json).
 
-FP8 with bf16 output, fast against `torch._scaled_mm(use_fast_accum=True)`, split against `False`, and each against the
-fastest of the algorithms that cuBLASLt's heuristic offers (called directly: bench/cublaslt.py); bf16 against
-`torch.mm`. Two ways to time, both needed: *interleaved* launches share one clock, so they compare cycles; *sustained*
-blocks of one kernel run at the power cap, so they compare energy too. Both sides are called as a user would, through
-their op, and allocate their output.
+FP8 GEMMs have bf16 output. Fast accumulation is compared with `torch._scaled_mm(use_fast_accum=True)`, split
+accumulation with `False`, and each with the fastest algorithm that cuBLASLt's heuristic offers (called directly by
+bench/cublaslt.py). bf16 GEMMs are compared with `torch.mm`. *Interleaved* launches share one clock, so they compare
+cycles; *sustained* blocks of one kernel run at the power cap, so they compare energy, too. Both sides are called as a
+user would, through their op, and allocate their output.
 """
 
 import functools
@@ -16,17 +16,18 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench import Payload, Progress, cublaslt, each, silent
+from optimized.bench import Payload, Progress, cublaslt, each, result, silent
 from optimized.bench.table import Table, percent, table
+from optimized.compare import INTEGERS
 from optimized.ops.gemm_tile import FP8_TILES, TILES, multiprocessors, select_tile
 
 NAME = "gemm"
 WHAT = "a GPT layer's GEMMs, against cuBLASLt"
 KERNELS = ("gemm", "gemm_fp8")
-TOKENS, HIDDEN, FFN = 8192, 4096, 16384
-# in and out features of the layer's Linears: sequence 2048, batch 4, hidden 4096, ffn 16384.
+TOKENS, HIDDEN, FFN = 8192, 4096, 16384  # sequence 2048, batch 4
+# In and out features of the layer's linear maps.
 LINEARS = {"qkv": (HIDDEN, 3 * HIDDEN), "proj": (HIDDEN, HIDDEN), "fc1": (HIDDEN, FFN), "fc2": (FFN, HIDDEN)}
-SECONDS = 0.15  # of one sustained block
+SECONDS = 0.15  # that a sustained block takes
 
 twin = torch.ops.twin
 Calls = dict[str, Callable[[], torch.Tensor]]
@@ -76,12 +77,18 @@ def fp8_calls(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, accumulate:
     }
 
 
+def differing(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """How many words of two results differ, in 16 or 32 bits."""
+    words = INTEGERS[ours.element_size()]
+    return int((ours.view(words) != theirs.view(words)).sum())
+
+
 def calls(kind: str, name: str, m: int, n: int, k: int) -> Calls:
     """Ours, theirs and, in FP8, cuBLASLt's algorithms by number. `kind` is "fast", "split" or "bf16"."""
     if kind == "bf16":
         a, b = wide_operands(name, m, n, k)
-        ours, theirs = functools.partial(twin.gemm, a, b, None, torch.bfloat16), functools.partial(torch.mm, a, b.t())
-        return {"ours": ours, "theirs": theirs}
+        ours = functools.partial(twin.gemm, a, b, None, torch.bfloat16)
+        return {"ours": ours, "theirs": functools.partial(torch.mm, a, b.t())}
     a, b = fp8_operands(name, m, n, k)
     scale = torch.ones(1, device="cuda")
     offered = cublaslt.algorithms(cublaslt.Product(a, b, scale, scale, torch.bfloat16, kind))
@@ -89,14 +96,14 @@ def calls(kind: str, name: str, m: int, n: int, k: int) -> Calls:
 
 
 def sustained(variants: Mapping[str, Callable[[], object]], estimate: Mapping[str, float]) -> dict[str, float]:
-    """Median over three blocks of the mean time of a call (ms), blocks of one variant taking turns."""
+    """The mean time of a call (ms) in a block of one variant: the median of three blocks, the variants taking turns."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(3):
         for name, call in variants.items():
             count = max(10, int(SECONDS * 1e3 / estimate[name]))
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for i in range(count + 5):
-                if i == 5:  # the clock settles and the queue fills during the first calls
+                if i == 5:  # during the first calls the clock settles and the queue fills
                     start.record()
                 call()
             end.record()
@@ -106,9 +113,9 @@ def sustained(variants: Mapping[str, Callable[[], object]], estimate: Mapping[st
 
 
 def fastest(samples: Mapping[str, list[float]]) -> list[float]:
-    """The samples of the fastest variant, which is chosen for even rounds by the odd ones and the other way round.
+    """The samples of the fastest variant, chosen for the even rounds by the odd ones, and the other way round.
 
-    Chosen by the samples that it is then compared by, the least of eight noisy medians is less than any of them is.
+    If the same samples chose and were compared, the least of eight noisy medians would be lower than any true median.
     """
     rounds = len(next(iter(samples.values())))
     chosen = [min(samples, key=lambda name: statistics.median(samples[name][1 - half :: 2])) for half in (0, 1)]
@@ -118,9 +125,7 @@ def fastest(samples: Mapping[str, list[float]]) -> list[float]:
 def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, blocks: bool) -> dict[str, Any]:
     """One row of the result."""
     variants = calls(kind, name, m, n, k)
-    ours, theirs = variants["ours"](), variants["theirs"]()
-    differing = int((ours.view(torch.int16) != theirs.view(torch.int16)).sum())
-    del ours, theirs
+    different = differing(variants["ours"](), variants["theirs"]())
     samples = measure.interleave(variants, repeats=repeats, warmup=3)
     offered = [side for side in samples if side.startswith("algorithm")]
     best = min(offered, key=lambda side: statistics.median(samples[side]), default=None)
@@ -134,18 +139,11 @@ def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, bloc
         return measure.spread([other / ours for ours, other in zip(samples["ours"], samples[side], strict=True)])
 
     tiles, k_bytes = (TILES, 2 * k) if kind == "bf16" else (FP8_TILES, k)
-    row: dict[str, Any] = {
-        "kind": kind,
-        "name": name,
-        "m": m,
-        "n": n,
-        "k": k,
-        "tile": str(select_tile(m, n, k_bytes, kind == "split", multiprocessors(0), tiles)),
-        "differing_words": differing,
-        "ms": times,
-        "tflops": {side: 2e-9 * m * n * k / value["median"] for side, value in times.items()},
-        "speed_over_theirs": speed_over("theirs"),
-    }
+    row: dict[str, Any] = {"kind": kind, "name": name, "m": m, "n": n, "k": k}
+    row["tile"] = str(select_tile(m, n, k_bytes, kind == "split", multiprocessors(0), tiles))
+    row |= {"differing_words": different, "ms": times}
+    row["tflops"] = {side: 2e-9 * m * n * k / value["median"] for side, value in times.items()}
+    row["speed_over_theirs"] = speed_over("theirs")
     if best is not None:
         row["speed_over_best"] = speed_over("best")
         row["best"] = f"{best} of {len(offered)}"
@@ -157,7 +155,7 @@ def measure_one(kind: str, name: str, m: int, n: int, k: int, repeats: int, bloc
 
 
 def geometric_means(rows: list[dict[str, Any]], side: str = "theirs") -> dict[str, float]:
-    """By kind, over the shapes: how much faster than theirs (or than their best), interleaved."""
+    """By kind, the geometric mean over the shapes of our speed over theirs, or over their best; interleaved."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if f"speed_over_{side}" in row:
@@ -175,15 +173,9 @@ def run(
     """Measure; `blocks` adds the sustained times."""
     problems = [(kind, name, *shape) for kind in kinds for name, shape in shapes().items()]
     rows = [measure_one(*problem, repeats=repeats, blocks=blocks) for problem in each(problems, progress)]
-    return {
-        "what": "time of cuBLASLt (torch._scaled_mm, torch.mm) over ours, same run, random data, bf16 output",
-        "repeats": repeats,
-        "sustained_block_seconds": SECONDS,
-        "geometric_mean_speed_over_theirs": geometric_means(rows),
-        "geometric_mean_speed_over_best": geometric_means(rows, "best"),
-        "rows": rows,
-        "provenance": measure.provenance(KERNELS),
-    }
+    means = {f"geometric_mean_speed_over_{side}": geometric_means(rows, side) for side in ("theirs", "best")}
+    what = "time of cuBLASLt (torch._scaled_mm, torch.mm) over ours, same run, random data, bf16 output"
+    return result(what, KERNELS, repeats=repeats, sustained_block_seconds=SECONDS, **means, rows=rows)
 
 
 KINDS = {"fast": "FP8, fast accumulation", "split": "FP8, split accumulation", "bf16": "bf16"}
@@ -215,7 +207,7 @@ def tables(payload: Payload) -> list[Table]:
 
 
 def _sustained(payload: Payload, kinds: list[str]) -> str:
-    """The geometric means of the sustained blocks, in a sentence; nothing where they were not measured."""
+    """A sentence with the geometric means of the sustained blocks; empty if they were not measured."""
     found = []
     for kind in kinds:
         ratios = [row.get("sustained_speed_over_theirs") for row in payload["rows"] if row["kind"] == kind]

@@ -1,8 +1,9 @@
-"""FP8 GEMMs with fused epilogues at the layer's shapes (docs/results/gemm_epilogue.json), one interleaved run each.
+"""FP8 GEMMs with fused epilogues at the layer's shapes (docs/results/gemm_epilogue.json).
 
-Against our GEMM alone and cuBLASLt's (`torch._scaled_mm`), both of the same shape and accumulation with bf16 output:
-what the epilogue costs; and against the separate ops that the fused one stands for: what it saves. A tile is named,
-since an op chooses the separate ops where they have won here.
+Each fused GEMM runs interleaved with our GEMM alone, with cuBLASLt's (`torch._scaled_mm`), and with the separate ops in
+whose place it stands. The first two have the same shape and accumulation and bf16 output, and show what the epilogue
+costs; the last show what it saves. The call names a tile, because without one an op runs separate ops where they won
+here.
 """
 
 import functools
@@ -13,7 +14,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench import Payload, Progress, each, silent
+from optimized.bench import Payload, Progress, each, result, silent
 from optimized.bench.gemm import FFN, HIDDEN, TOKENS, fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops import gemm_fused
@@ -43,7 +44,7 @@ def wide(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def beside(
     a: torch.Tensor, b: torch.Tensor, s: torch.Tensor, accumulate: str, fused: Call, apart: Call
 ) -> dict[str, Call]:
-    """The fused op and the ops apart, beside our GEMM and cuBLASLt's alone."""
+    """The calls of a case: the fused op, the separate ops, our GEMM alone, and cuBLASLt's."""
     ours, theirs = fp8_calls(a, b, s, accumulate).values()
     return {"fused": fused, "apart": apart, "plain": ours, "cublaslt": theirs}
 
@@ -54,9 +55,9 @@ def tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
 
 
 def activation(kind: str) -> Case:
-    """fc1's forward GEMM, then the activation: ffn columns come out of the GEMM."""
+    """fc1's forward GEMM, with ffn columns, then the activation."""
     x, w, s = codes(TOKENS, HIDDEN, E4M3), codes(FFN, HIDDEN, E4M3), torch.full((1,), 0.01, device="cuda")
-    bias, state = wide(FFN), (torch.ones(1, device="cuda"), _history(), 0, E4M3)
+    bias, state = wide(FFN), (torch.ones(1, device="cuda"), torch.zeros(16, 1, device="cuda"), 0, E4M3)
 
     def apart() -> object:
         h = twin.gemm_fp8(x, w, s, s, bias, BF16, "fast")
@@ -67,7 +68,7 @@ def activation(kind: str) -> Case:
 
 
 def residual(name: str, k: int, p: float) -> Case:
-    """The projection's or fc2's forward GEMM with bias, dropout and residual."""
+    """The forward GEMM of the projection or of fc2, then bias, dropout and residual."""
     x, w, s = codes(TOKENS, k, E4M3), codes(HIDDEN, k, E4M3), torch.full((1,), 0.01, device="cuda")
     bias, rows, rng_state = wide(HIDDEN), wide(TOKENS, HIDDEN), torch.tensor([1, 2], device="cuda")
 
@@ -80,7 +81,7 @@ def residual(name: str, k: int, p: float) -> Case:
 
 
 def accumulation(dtype: torch.dtype) -> Case:
-    """fc1's gradient of its weight, added to what is there."""
+    """The gradient of fc1's weight, added to what is there."""
     g, x, s = codes(FFN, TOKENS, E5M2), codes(HIDDEN, TOKENS, E4M3), torch.full((1,), 0.01, device="cuda")
     out = torch.zeros(FFN, HIDDEN, device="cuda", dtype=dtype)
 
@@ -90,10 +91,6 @@ def accumulation(dtype: torch.dtype) -> Case:
     fused = functools.partial(twin.gemm_fp8_accumulate, g, x, s, s, out)
     what = f"added to {str(dtype).removeprefix('torch.')}"
     return "fc1.wgrad", what, (FFN, HIDDEN, TOKENS), beside(g, x, s, "split", fused, apart)
-
-
-def _history() -> torch.Tensor:
-    return torch.zeros(16, 1, device="cuda")
 
 
 def cases() -> list[Callable[[], Case]]:
@@ -108,7 +105,6 @@ def cases() -> list[Callable[[], Case]]:
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    """Measure."""
     rows: list[dict[str, Any]] = []
     for make in each(cases(), progress):
         name, epilogue, (m, n, k), calls = make()
@@ -119,12 +115,8 @@ def run(progress: Progress = silent, repeats: int = 20) -> Payload:
             ratios = [theirs / ours for ours, theirs in zip(samples["fused"], samples[side], strict=True)]
             row[f"speed_over_{side}"] = measure.summary(ratios)
         rows.append(row)
-    return {
-        "what": "time of the GEMM alone (ours, cuBLASLt's) and of the separate ops, over the fused op's; same run",
-        "repeats": repeats,
-        "rows": rows,
-        "provenance": measure.provenance(KERNELS),
-    }
+    what = "time of the GEMM alone (ours, cuBLASLt's) and of the separate ops, over the fused op's; same run"
+    return result(what, KERNELS, repeats=repeats, rows=rows)
 
 
 def tables(payload: Payload) -> list[Table]:

@@ -1,9 +1,9 @@
-"""Where the FP8 GEMM's words equal cuBLASLt's (docs/results/gemm_equality.json): a fixed list, fp32 output.
+"""Which FP8 GEMMs of a fixed list equal cuBLASLt's in every word (docs/results/gemm_equality.json).
 
-Every shape is computed with fast and with split accumulation and compared with `torch._scaled_mm` in every word.
-Where words differ, two questions are answered. Is ours right: sampled rows and columns against the CPU definition, at
-full K. And why is theirs different: cuBLASLt may split K over several kernels' blocks and add the partial sums, which
-`split_k` reproduces with our own products of K's pieces.
+Every shape is computed with fast and with split accumulation and fp32 output, and compared with `torch._scaled_mm` in
+every word. Where words differ, two questions are answered. Are ours right? Sampled rows and columns are compared with
+the CPU definition, at full K. Why do theirs differ? cuBLASLt may split K over several blocks and add the partial sums:
+`split_k` reproduces this with our own products of pieces of K.
 """
 
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
-from optimized import measure
-from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.gemm import scaled_mm, shapes
+from optimized.bench import Payload, Progress, each, result, silent
+from optimized.bench.gemm import differing, scaled_mm, shapes
 from optimized.bench.table import Table, table
 
 NAME = "gemm_equality"
@@ -50,19 +49,14 @@ def problems() -> dict[str, tuple[int, int, int]]:
 
 
 def operands(name: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random FP8 operands; dgrad and wgrad shapes, and every second other, have E5M2 on the left."""
+    """Random FP8 operands; the left one is E5M2 for dgrad and wgrad, and for every second of `SHAPES`."""
     fprop = name.endswith("fprop") or (name in SHAPES and list(SHAPES).index(name) % 2 == 0)
     a = torch.randn(m, k, device="cuda").to(E4M3 if fprop else E5M2)
     return a, torch.randn(n, k, device="cuda").to(E4M3)
 
 
-def differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Words of two fp32 tensors that differ."""
-    return int((a.view(torch.int32) != b.view(torch.int32)).sum())
-
-
 def split_k(a: torch.Tensor, b: torch.Tensor, accumulate: str, theirs: torch.Tensor) -> str | None:
-    """How cuBLASLt splits K, if adding our products of equal pieces of K in order gives its words."""
+    """How cuBLASLt splits K, if our products of equal pieces of K, added in order, give its words."""
     one = torch.ones(1, device="cuda")
     blocks = -(-a.shape[1] // 128)
     for pieces in range(2, 65):
@@ -78,7 +72,7 @@ def split_k(a: torch.Tensor, b: torch.Tensor, accumulate: str, theirs: torch.Ten
 
 
 def definition_agrees(a: torch.Tensor, b: torch.Tensor, accumulate: str, ours: torch.Tensor) -> int:
-    """Sampled words that differ from the CPU definition, at full K."""
+    """How many sampled words differ from the CPU definition, at full K."""
     rows = torch.randperm(a.shape[0], device="cuda")[:SAMPLED_ROWS]
     columns = torch.randperm(b.shape[0], device="cuda")[:SAMPLED_COLUMNS]
     sampled = [x.view(torch.uint8)[i].cpu().view(x.dtype) for x, i in ((a, rows), (b, columns))]
@@ -94,16 +88,9 @@ def compare(name: str, m: int, n: int, k: int, accumulate: str) -> dict[str, Any
     ours = twin.gemm_fp8(a, b, one, one, None, torch.float32, accumulate)
     theirs = scaled_mm(a, b, one, torch.float32, accumulate)
     words = differing(ours, theirs)
-    row: dict[str, Any] = {
-        "name": name,
-        "m": m,
-        "n": n,
-        "k": k,
-        "formats": f"{'e4m3' if a.dtype == E4M3 else 'e5m2'}.e4m3",
-        "accumulate": accumulate,
-        "words": ours.numel(),
-        "differing_words": words,
-    }
+    formats = f"{'e4m3' if a.dtype == E4M3 else 'e5m2'}.e4m3"
+    row: dict[str, Any] = {"name": name, "m": m, "n": n, "k": k, "formats": formats, "accumulate": accumulate}
+    row |= {"words": ours.numel(), "differing_words": words}
     if m * n <= 1 << 20 or words:
         sampled = min(m, SAMPLED_ROWS) * min(n, SAMPLED_COLUMNS)
         found = definition_agrees(a, b, accumulate, ours)
@@ -116,19 +103,18 @@ def compare(name: str, m: int, n: int, k: int, accumulate: str) -> dict[str, Any
 
 @torch.no_grad()
 def run(progress: Progress = silent) -> Payload:
-    """Compare the whole list."""
     torch.manual_seed(0)
     cases = [(name, *shape, accumulate) for name, shape in problems().items() for accumulate in ("fast", "split")]
     rows = [compare(*case) for case in each(cases, progress)]
-    return {
-        "what": "fp32 words of twin::gemm_fp8 compared with torch._scaled_mm's (cuBLASLt), random data",
-        "problems": len(rows),
-        "problems_with_every_word_equal": sum(row["differing_words"] == 0 for row in rows),
-        "words": sum(row["words"] for row in rows),
-        "differing_words": sum(row["differing_words"] for row in rows),
-        "rows": rows,
-        "provenance": measure.provenance(("gemm_fp8", "gemm_fp8_split_k")),
-    }
+    return result(
+        "fp32 words of twin::gemm_fp8 compared with torch._scaled_mm's (cuBLASLt), random data",
+        ("gemm_fp8", "gemm_fp8_split_k"),
+        problems=len(rows),
+        problems_with_every_word_equal=sum(row["differing_words"] == 0 for row in rows),
+        words=sum(row["words"] for row in rows),
+        differing_words=sum(row["differing_words"] for row in rows),
+        rows=rows,
+    )
 
 
 def tables(payload: Payload) -> list[Table]:

@@ -1,9 +1,9 @@
-"""The FP8 GEMM on shapes that nobody tuned for (docs/results/gemm_shapes.json): a fixed random list against cuBLASLt.
+"""The FP8 GEMM on random shapes, for which nobody tuned it, against cuBLASLt (docs/results/gemm_shapes.json).
 
-`problems` is the list, written down before it was measured: M from 1 to 32768, N and K from 16 to 32768, each spread
-evenly over the octaves and a power of two half of the time, so that ragged and tiny problems weigh as much as large
-ones. Split accumulation is measured on all of them, fast on those with at least as many 128 x 128 tiles as an H200 has
-multiprocessors: with fewer, its one chain over K leaves processors idle by definition.
+The list of `problems` was written down before it was measured. M is from 1 to 32768, N and K are from 16 to 32768. Each
+is spread evenly over the octaves, and half of the time it is a power of two, so that ragged and tiny problems weigh as
+much as large ones. Split accumulation is measured on all of them, fast accumulation on those that have at least as many
+128 x 128 tiles as an H200 has multiprocessors: with fewer, its one chain over K leaves some of them idle.
 """
 
 import math
@@ -16,8 +16,8 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import measure
-from optimized.bench import Payload, Progress, each, plots, silent
-from optimized.bench.gemm import fp8_calls
+from optimized.bench import Payload, Progress, each, plots, result, silent
+from optimized.bench.gemm import differing, fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_fp8 import chains
 from optimized.ops.gemm_fp8_split_k import is_faster
@@ -26,13 +26,10 @@ from optimized.ops.gemm_tile import FP8_TILES, Tile, multiprocessors, select_til
 NAME = "gemm_shapes"
 WHAT = "FP8 GEMMs of random shapes, against cuBLASLt"
 COUNT, SEED = 320, 4
-MULTIPLY_ADDS = 1 << 40  # at most, 1.5 ms: fc1 of the layer has half as many
+MULTIPLY_ADDS = 1 << 40  # at most, about 1.5 ms: fc1 of the layer has half as many
 BYTES = 1 << 30  # of operands and output, at most
 PROCESSORS = 132
 SPLIT_K = "64x64, spread over K"
-
-twin = torch.ops.twin
-
 
 Bounds = tuple[int, int]
 BOUNDS: tuple[Bounds, Bounds, Bounds] = ((1, 1 << 15), (16, 1 << 15), (16, 1 << 15))  # of M, N, K
@@ -41,7 +38,7 @@ BOUNDS: tuple[Bounds, Bounds, Bounds] = ((1, 1 << 15), (16, 1 << 15), (16, 1 << 
 def problems(
     seed: int = SEED, count: int = COUNT, bounds: tuple[Bounds, Bounds, Bounds] = BOUNDS
 ) -> list[tuple[int, int, int]]:
-    """M, N, K of the whole list, always the same; of other seeds are what tiles were fitted to."""
+    """M, N and K of the whole list, which is always the same. Tiles were fitted to lists of other seeds."""
     draw = random.Random(seed)
 
     def extent(low: int, high: int, multiple: int) -> int:
@@ -63,7 +60,7 @@ def kinds(m: int, n: int) -> tuple[str, ...]:
 
 
 def chosen(kind: str, m: int, n: int, k: int, processors: int, tiles: tuple[Tile, ...] = FP8_TILES) -> str:
-    """What the op runs, if it has these tiles."""
+    """What the op runs if it has these tiles."""
     kind = chains(kind, k)
     if kind == "split" and is_faster(m, n, k, processors):
         return SPLIT_K
@@ -74,23 +71,15 @@ def measure_one(kind: str, m: int, n: int, k: int, repeats: int, flush: Callable
     """One row of the result."""
     a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
     calls = fp8_calls(a, b, torch.ones(1, device="cuda"), kind)
-    differing = int((calls["ours"]().view(torch.int16) != calls["theirs"]().view(torch.int16)).sum())
+    different = differing(calls["ours"](), calls["theirs"]())
     samples = measure.interleave(calls, repeats=repeats, warmup=2, flush=flush, ahead=True)
     ms = {side: statistics.median(times) for side, times in samples.items()}
-    return {
-        "kind": kind,
-        "m": m,
-        "n": n,
-        "k": k,
-        "tile": chosen(kind, m, n, k, multiprocessors(0)),
-        "differing_words": differing,
-        "ms": ms,
-        "speed_over_theirs": ms["theirs"] / ms["ours"],
-    }
+    row = {"kind": kind, "m": m, "n": n, "k": k, "tile": chosen(kind, m, n, k, multiprocessors(0))}
+    return {**row, "differing_words": different, "ms": ms, "speed_over_theirs": ms["theirs"] / ms["ours"]}
 
 
 def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By kind: how many problems, the geometric mean of our speed over theirs, the worst."""
+    """By kind: the number of problems, and the geometric mean and the worst of our speed over theirs."""
     found = {}
     for kind in sorted({row["kind"] for row in rows}):
         mine = [row for row in rows if row["kind"] == kind]
@@ -108,18 +97,12 @@ def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 9) -> Payload:
-    """Measure."""
     torch.manual_seed(0)
     flush = measure.Flush(1 << 27)
     cases = [(kind, m, n, k) for m, n, k in problems() for kind in kinds(m, n)]
     rows = [measure_one(*case, repeats=repeats, flush=flush) for case in each(cases, progress)]
-    return {
-        "what": "time of torch._scaled_mm over ours on a fixed random list of shapes, E4M3, bf16 output, L2 flushed",
-        "repeats": repeats,
-        "summary": summaries(rows),
-        "rows": rows,
-        "provenance": measure.provenance(("gemm_fp8", "gemm_fp8_split_k")),
-    }
+    what = "time of torch._scaled_mm over ours on a fixed random list of shapes, E4M3, bf16 output, L2 flushed"
+    return result(what, ("gemm_fp8", "gemm_fp8_split_k"), repeats=repeats, summary=summaries(rows), rows=rows)
 
 
 def plot(payload: Payload) -> None:

@@ -1,8 +1,8 @@
-"""The ladder (docs/results/ladder.json): from a naive wgmma kernel to the production design, one idea a rung.
+"""The ladder (docs/results/ladder.json): from a naive wgmma kernel to the production design, one idea for each rung.
 
 kernels/ladder/<n>_<idea>.cu are eight kernels of the same product, D[M, N] = bf16(A[M, K] · B[N, K]ᵀ) in E4M3 with fast
-accumulation, each a file that reads alone. `product` runs one; `run` times all of them, the production kernel and
-cuBLASLt interleaved. docs/ladder.md tells the story; its table and docs/ladder.png are built from the result
+accumulation; each file can be read alone. `product` runs one; `run` times all of them, interleaved with the production
+kernel and cuBLASLt. docs/ladder.md explains the steps; its table and docs/ladder.png are built from the result
 (`python -m optimized.commands.tables`, `python -m optimized.bench.ladder`).
 """
 
@@ -16,7 +16,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized import launch, measure
-from optimized.bench import Payload, Progress, cublaslt, each, plots, silent
+from optimized.bench import Payload, Progress, cublaslt, each, plots, result, silent
 from optimized.bench.gemm import fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops.gemm_tile import multiprocessors
@@ -24,16 +24,16 @@ from optimized.tensor_map import TensorMap, encode
 
 NAME = "ladder"
 WHAT = "eight GEMM kernels, from naive to production"
-# fc1's and fc2's forward product: a short K with many tiles, and a long K.
+# The forward products of fc1, which has a short K and many tiles, and of fc2, which has a long K.
 SHAPES = {"fc1.fprop": (8192, 16384, 4096), "fc2.fprop": (8192, 4096, 16384)}
 E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One kernel: its tile, what M, N and K are multiples of, how it is launched, and what was expected of it.
+    """One kernel: its tile, the multiples that it takes, how it is launched, and what was expected of it.
 
-    `expected` is TFLOP/s on fc1.fprop, from and to, written down before it was measured.
+    `expected` is a range of TFLOP/s on fc1.fprop, written down before the kernel was measured.
     """
 
     name: str
@@ -78,25 +78,22 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [(rung.kernel, {}) for 
 
 def check(rung: Rung, m: int, n: int, k: int) -> None:
     """Refuse a size that the rung does not take, with a sentence."""
-    for name, size, multiple in (
-        ("M", m, rung.block_m * rung.cluster),
-        ("N", n, rung.block_n),
-        ("K", k, rung.multiple_k),
-    ):
+    multiples = (rung.block_m * rung.cluster, rung.block_n, rung.multiple_k)
+    for name, size, multiple in zip("MNK", (m, n, k), multiples, strict=True):
         if size < 1 or size % multiple:
             raise ValueError(f"{name} = {size}; ladder kernel {rung.name} takes positive multiples of {multiple}.")
 
 
-def _map(x: torch.Tensor, rows: int) -> TensorMap:
-    """A row-major matrix in boxes of `rows` x 128."""
-    return encode(x.data_ptr(), x.dtype, (x.shape[1], x.shape[0]), (x.shape[1],), (128, rows), 128, 256)
+def _map(x: torch.Tensor, rows: int, permuted: bool = False) -> TensorMap:
+    """A row-major matrix in boxes of `rows` x 128.
 
-
-def _permuted_map(b: torch.Tensor, rows: int) -> TensorMap:
-    """B in boxes of `rows` rows in the order 32 g + 8 q + 2 j + e, e fastest; see kernels/ladder/6_permuted.cu."""
-    n, k = b.shape
+    With `permuted` the rows come in the order 32 g + 8 q + 2 j + e, e fastest (kernels/ladder/6_permuted.cu).
+    """
+    n, k = x.shape
+    if not permuted:
+        return encode(x.data_ptr(), x.dtype, (k, n), (k,), (128, rows), 128, 256)
     shape, strides = (k, 2, 4, 4, n // 32), (k, 8 * k, 2 * k, 32 * k)
-    return encode(b.data_ptr(), b.dtype, shape, strides, (128, 2, 4, 4, rows // 32), 128, 256)
+    return encode(x.data_ptr(), x.dtype, shape, strides, (128, 2, 4, 4, rows // 32), 128, 256)
 
 
 def product(rung: Rung, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -111,17 +108,15 @@ def product(rung: Rung, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     kernel = launch.function(rung.kernel, "rung", {}, rung.shared_bytes)
     operands: list[Any] = [a.data_ptr(), b.data_ptr()]
     if rung.copy_engine:
-        b_map = _permuted_map if rung.permuted else _map
-        operands = [_map(a, rung.block_m).argument, b_map(b, rung.block_n // rung.cluster).argument]
+        b_map = _map(b, rung.block_n // rung.cluster, rung.permuted)
+        operands = [_map(a, rung.block_m).argument, b_map.argument]
     sizes = [np.int32(n), np.int32(k)]
     grid: tuple[int, ...] = (n // rung.block_n, m // rung.block_m)
     if rung.persistent:
         sizes.insert(0, np.int32(m))
-        blocks = min(grid[0] * grid[1], multiprocessors(a.device.index) // rung.cluster * rung.cluster)
-        grid = (blocks,)
-    launch.launch(
-        kernel, grid, (rung.threads,), [*operands, out.data_ptr(), *sizes], rung.shared_bytes, device=a.device.index
-    )
+        grid = (min(grid[0] * grid[1], multiprocessors(a.device.index) // rung.cluster * rung.cluster),)
+    args = [*operands, out.data_ptr(), *sizes]
+    launch.launch(kernel, grid, (rung.threads,), args, rung.shared_bytes, device=a.device.index)
     return out
 
 
@@ -138,13 +133,7 @@ def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, 
     ms = {key: measure.interval(times) for key, times in samples.items()}
     return [
         {
-            "shape": name,
-            "m": m,
-            "n": n,
-            "k": k,
-            "kernel": key,
-            "differing_words": differing[key],
-            "ms": found,
+            **{"shape": name, "m": m, "n": n, "k": k, "kernel": key, "differing_words": differing[key], "ms": found},
             "tflops": 2e-9 * m * n * k / found["median"],
             "of_cublaslt": ms["cuBLASLt, first"]["median"] / found["median"],
         }
@@ -154,20 +143,15 @@ def _measure(name: str, m: int, n: int, k: int, repeats: int) -> list[dict[str, 
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 21) -> Payload:
-    """Measure."""
     torch.manual_seed(0)
     rows = [row for name, shape in each([*SHAPES.items()], progress) for row in _measure(name, *shape, repeats)]
-    return {
-        "what": "the ladder, the production kernel and cuBLASLt, interleaved, E4M3, fast accumulation, bf16 out",
-        "repeats": repeats,
-        "rungs": {rung.name: {"idea": rung.idea, "expected_tflops": list(rung.expected)} for rung in RUNGS},
-        "rows": rows,
-        "provenance": measure.provenance([*(rung.kernel for rung in RUNGS), "gemm_fp8"]),
-    }
+    what = "the ladder, the production kernel and cuBLASLt, interleaved, E4M3, fast accumulation, bf16 out"
+    rungs = {rung.name: {"idea": rung.idea, "expected_tflops": list(rung.expected)} for rung in RUNGS}
+    return result(what, [*(rung.kernel for rung in RUNGS), "gemm_fp8"], repeats=repeats, rungs=rungs, rows=rows)
 
 
 def plot(payload: Payload) -> None:
-    """Bars of TFLOP/s by rung and shape, cuBLASLt as lines, the expectation as brackets on fc1.fprop."""
+    """Draw bars of TFLOP/s by rung and shape, cuBLASLt as lines, and what was expected on fc1.fprop as brackets."""
     names = [*payload["rungs"], "twin::gemm_fp8"]
     with plots.drawing(NAME, 1, 1, (9, 4.6)) as (_, axes):
         for side, (shape, color) in enumerate(zip(SHAPES, ("#4C72B0", "#DD8452"), strict=True)):
@@ -192,7 +176,7 @@ def plot(payload: Payload) -> None:
 
 
 def tables(payload: Payload) -> list[Table]:
-    """The ladder's kernels: what was expected of each, and what was measured."""
+    """What was expected of each kernel of the ladder, and what was measured."""
     shapes = list(dict.fromkeys(row["shape"] for row in payload["rows"]))
     found = {(row["kernel"], row["shape"]): row for row in payload["rows"]}
     columns = ["kernel", "idea", f"expected, {shapes[0]}"]

@@ -1,16 +1,16 @@
 """One transformer layer, GPT or Llama-like, forward and backward, against others and against its own parts
 (docs/results/layer.json).
 
-The contestants (bench/layer_models.py) run in turn, in blocks of a few steps between two synchronisations on the host's
-clock: what a training loop waits for, launches included; of the small layer's blocks the first steps are not counted
-(`timed`), and they are measured once more with the process on one core (`on_one_core`). Beside them, in the same turns,
-stands what cannot be avoided: cuBLASLt's twelve FP8 GEMMs (fprop with fast accumulation, dgrad and wgrad split) and
-cuDNN's attention. Memory is what torch's allocator held at most, weights, gradients and activations of that contestant
-included.
+The contestants (bench/layer_models.py) take turns with blocks of a few steps. The host's clock measures a block between
+two synchronisations: the time that a training loop waits for, launches included. In the small layer's blocks the first
+steps are not counted (`timed`), and it is measured once more with the process on one core (`on_one_core`). In the same
+turns run the parts that cannot be avoided: cuBLASLt's twelve FP8 GEMMs (fprop with fast accumulation, dgrad and wgrad
+with split accumulation) and cuDNN's attention. Memory is the most that torch's allocator held for a contestant,
+including its weights, gradients and activations.
 
-The breakdown is one step queued while the GPU is kept busy, so that events around each op measure its kernels, not the
-host. What an op must move (every tensor in and out, once) or compute is compared with the same run's ceiling: the same
-GEMM by cuBLASLt, cuDNN's attention, or `Tensor.copy_`.
+For the breakdown a step is queued while the GPU is kept busy, so that events around each op measure its kernels, not
+the host. An op's time is compared with a ceiling from the same run: the same GEMM by cuBLASLt, cuDNN's attention, or
+`Tensor.copy_` of as many bytes as the op must move (every tensor in and out, once).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import measure
-from optimized.bench import Payload, Progress, each, layer_tables, silent
+from optimized.bench import Payload, Progress, each, layer_tables, result, silent
 from optimized.bench.copies import COPY_BYTES, large_copy
 from optimized.bench.gemm import fp8_operands, scaled_mm
 from optimized.bench.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
@@ -43,17 +43,17 @@ KERNELS = (
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)
 HELD = (*BROKEN_DOWN, "TransformerLayer, FP8 weights")
-UNCOUNTED = 4  # steps of a block of short steps
-_BUSY_CYCLES = 60_000_000  # some 30 ms, in which the host queues a step
+UNCOUNTED = 4  # steps at the start of a block of short steps
+_BUSY_CYCLES = 60_000_000  # about 30 ms, in which the host queues a step
 
 
 def timed(
     blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int, before: int = 0
 ) -> dict[str, list[float]]:
-    """Milliseconds a step, `repeats` blocks of `inner` steps of each, in `measure.rounds`.
+    """Milliseconds of a step, by name: `repeats` blocks of `inner` steps of each, in `measure.rounds`.
 
-    Not counted are one round before them all and, of each block, `before` steps, in which a short step finds again what
-    it has in a training loop that nobody else takes turns with: its caches and its addresses.
+    The first round is not counted, nor are the first `before` steps of each block: in them a short step gets back the
+    caches and addresses that it would have in a training loop of its own.
     """
     samples: dict[str, list[float]] = {name: [] for name in blocks}
     for repeat, order in enumerate(measure.rounds(blocks, repeats + 1)):
@@ -71,19 +71,19 @@ def timed(
 
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
-    """This process's threads on one core: autograd's own, woken on another, finds no caches there (Linux)."""
+    """Keep this process's threads on one core (Linux): a thread of autograd's on another core finds no caches there."""
+
+    def run_on(cores: set[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.sched_setaffinity(int(thread), cores)
+
     cores = os.sched_getaffinity(0)
-    _run_on({max(cores)})
+    run_on({max(cores)})
     try:
         yield
     finally:
-        _run_on(cores)
-
-
-def _run_on(cores: set[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended since
-            os.sched_setaffinity(int(thread), cores)
+        run_on(cores)
 
 
 def products(case: Case) -> dict[str, Callable[[], object]]:
@@ -111,7 +111,7 @@ def attention(case: Case) -> dict[str, Callable[[], object]]:
 
 
 class _Watch(TorchDispatchMode):
-    """Puts events around every op and notes what it is, moves and computes."""
+    """Puts events around every op, and notes what it is, what it moves and what it computes."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -137,9 +137,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def describe(name: str, args: Any, out: Any, causal: bool) -> dict[str, Any]:
-    """An op's name, its sizes, the bytes it must move, and the FLOP of GEMMs and attention (causal: half of them).
+    """An op's name, its sizes, the bytes that it must move, and its FLOP if it is a GEMM or attention.
 
-    A tensor that is changed in place is read and written. Copies out of `expand`ed tensors read less than is counted.
+    Causal attention has half the FLOP. A tensor that is changed in place counts as read and written. A copy of an
+    `expand`ed tensor reads less than is counted.
     """
     tensors = _tensors(args)
     inside = {id(tensor) for tensor in tensors}
@@ -164,8 +165,9 @@ def breakdown(contestant: Contestant, ceilings: Mapping[str, float], steps: int 
 
     Args:
         contestant: warmed up.
-        ceilings: ms by GEMM's sizes "M×N×K", of "attention forward" and "attention backward"; "copy" in bytes a ms.
-        steps: watched.
+        ceilings: milliseconds by the sizes of a GEMM "M×N×K", and of "attention forward" and "attention backward"; for
+            "copy" the bytes of a millisecond.
+        steps: how many are watched.
     """
     watched = []
     for _ in range(steps):
@@ -187,7 +189,7 @@ def breakdown(contestant: Contestant, ceilings: Mapping[str, float], steps: int 
 
 
 def memory(contestant: Contestant) -> list[dict[str, Any]]:
-    """The tensors that a step holds between forward and backward, each storage once: what is saved, and the weights."""
+    """The tensors that a step holds between forward and backward, each storage once: weights and what is saved."""
     found: dict[int, torch.Tensor] = {}
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -204,14 +206,14 @@ def memory(contestant: Contestant) -> list[dict[str, Any]]:
         row = rows.setdefault(key, dict(zip(("what", "dtype", "shape"), key, strict=True)) | {"count": 0, "bytes": 0})
         row["count"] += 1
         row["bytes"] += x.untyped_storage().nbytes()
-    del out, x  # and with `found` what they keep
+    del out, x  # with `found` they keep what the step holds
     found.clear()
-    contestant.block(1)  # whose scales are not to be updated at the end of other contestants' steps
+    contestant.block(1)  # so that other contestants' steps do not update its scales
     return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 
 def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold a parameter: of one that is kept in FP8 its codes, transposed codes and scale_inv."""
+    """The tensors that hold a parameter; one that is kept in FP8 has codes, transposed codes and scale_inv."""
     if not isinstance(parameter, Float8Tensor):
         return [parameter]
     return [x for x in (parameter._data, parameter._transpose, parameter._scale_inv) if x is not None]
@@ -237,7 +239,7 @@ def _ceilings(case: Case, parts: Mapping[str, Callable[[], object]]) -> dict[str
 def _built(build: Callable[[], Contestant]) -> tuple[Contestant, int | None]:
     """A contestant, warmed up, and the most bytes that torch's allocator held for it in one step.
 
-    None for a CUDA graph, whose memory the allocator counts as free.
+    The bytes are None for a CUDA graph, whose memory the allocator counts as free.
     """
     gc.collect()
     torch.cuda.synchronize()
@@ -259,7 +261,7 @@ def _rows(entrants: list[tuple[Contestant, int | None]], times: Mapping[str, dic
 
 
 def clear() -> None:
-    """Let go what the contestants of a case held. Transformer Engine compiles for each size, eight times at most."""
+    """Free what the contestants of a case held. Transformer Engine compiles for each size, but at most eight times."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -275,7 +277,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     }
     blocks = {one.title: one.block for one, _ in entrants}
     small = case.tokens <= 1024
-    # The first step after a synchronisation waits for the host, 1 ms of a large layer's in FP8.
+    # The first step after a synchronisation waits for the host: 1 ms for a large layer in FP8.
     inner, before = (20, UNCOUNTED) if small else (8, 0)
     samples = timed({**blocks, **parts}, repeats, inner, before)
     times = {name: measure.spread(values) for name, values in samples.items()}
@@ -308,18 +310,13 @@ def one_linear(repeats: int) -> list[dict[str, Any]]:
 
 
 def run(progress: Progress = silent, repeats: int = 6) -> Payload:
-    """Measure."""
     import cupy
 
     found = []
     for case in each(CASES, progress):
         found.append(measured(case, repeats))
         clear()
-    return {
-        "what": "one layer, forward and backward, gradients None at each step; host clock, blocks of steps in turn",
-        "repeats": repeats,
-        "cupy_pool_bytes": cupy.get_default_memory_pool().total_bytes(),
-        "cases": found,
-        "linear": {"case": LINEAR.name, "rows": one_linear(repeats)},
-        "provenance": measure.provenance(KERNELS),
-    }
+    what = "one layer, forward and backward, gradients None at each step; host clock, blocks of steps in turn"
+    pool = cupy.get_default_memory_pool().total_bytes()
+    linear = {"case": LINEAR.name, "rows": one_linear(repeats)}
+    return result(what, KERNELS, repeats=repeats, cupy_pool_bytes=pool, cases=found, linear=linear)

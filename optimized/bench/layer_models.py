@@ -1,10 +1,10 @@
-"""The contestants of `twin bench layer`: a GPT layer in the steps of Transformer Engine's quickstart, a Llama-like one,
-and both by others.
+"""The contestants of `twin bench layer`: a GPT layer and a Llama-like layer by this library, by PyTorch and by
+Transformer Engine.
 
     h = x + dropout(projection(attention(norm(x))))        y = h + mlp(norm(h))
 
-The plain GPT layer is the quickstart's (`tutorial_layers`), the plain Llama-like one `Llama`. Activations are
-`[sequence, batch, hidden]`.
+The GPT layer comes in the steps of Transformer Engine's quickstart (`tutorial_layers`); the plain Llama-like layer is
+`Llama`. Activations are `[sequence, batch, hidden]`.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ RECIPE = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
 class Case:
     """A layer's sizes, dtype, mask and dropout.
 
-    A Llama-like layer has RMSNorm, SwiGLU of ffn columns each, no biases, and `kv_heads` heads of keys and values.
+    A Llama-like layer has RMSNorm, SwiGLU with ffn columns in each half, no biases, and `kv_heads` heads of keys and
+    values.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Case:
     causal: bool
     dropout: float
     llama: bool = False
-    kv_heads: int | None = None  # as many as heads
+    kv_heads: int | None = None  # None: as many as heads
     rotary: bool = False
 
     @property
     def channels(self) -> int:
-        """Of a head."""
+        """Channels of a head."""
         return self.hidden // self.heads
 
     @property
@@ -96,18 +97,17 @@ class Plain(BasicTransformerLayer):
     """Plain PyTorch with cuDNN's attention."""
 
     def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of `[b, heads, s, channels]`."""
         return cudnn(q, k, v, self.causal, self.p)
 
 
 def angles(sequence: int, channels: int) -> torch.Tensor:
-    """Llama's rotary angles, fp32 `[sequence, 1, 1, channels]`: position · 10000^(-2j / channels), in both halves."""
+    """Llama's rotary angles, fp32 `[sequence, 1, 1, channels]`; both halves are position · 10000^(-2j / channels)."""
     rates = 10000.0 ** (-torch.arange(0, channels, 2) / channels)
     return torch.outer(torch.arange(sequence), rates).repeat(1, 2)[:, None, None]
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`twin::rotary` of x `[s, b, h, d]` in plain PyTorch: in fp32, rounded once."""
+    """`twin::rotary` of x `[s, b, h, d]` in plain PyTorch: computed in fp32 and rounded once."""
     first, second = x.float().chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
@@ -115,8 +115,8 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Llama(torch.nn.Module):
     """A Llama-like layer in plain PyTorch, with cuDNN's attention.
 
-    h = x + projection(attention(q, k, v)) with q, k, v of qkv(norm(x)), q and k turned by their positions' angles;
-    y = h + fc2(silu(a) · b) with a and b of fc1(norm(h)).
+    h = x + projection(attention(q, k, v)) with q, k, v from qkv(norm(x)), q and k turned by their positions' angles;
+    y = h + fc2(silu(a) · b) with a and b from fc1(norm(h)).
     """
 
     def __init__(self, case: Case) -> None:
@@ -129,7 +129,7 @@ class Llama(torch.nn.Module):
         self.projection = linear(case.hidden, case.hidden)
         self.fc1, self.fc2 = linear(case.hidden, 2 * case.ffn), linear(case.ffn, case.hidden)
         turns = angles(case.sequence, case.channels)
-        self.turns = (turns.cos(), turns.sin())  # no buffers: they stay fp32
+        self.turns = (turns.cos(), turns.sin())  # not buffers, so that they stay fp32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x and the result are `[sequence, batch, hidden]`."""
@@ -147,13 +147,8 @@ class Llama(torch.nn.Module):
 
 
 def _normal(weight: torch.Tensor) -> None:
-    """On the GPU: the layers' own initialisation is drawn on the CPU, which takes seconds at these sizes."""
+    """Draw on the GPU: the layers' own initialisation draws on the CPU, which takes seconds at these sizes."""
     torch.nn.init.normal_(weight, 0, 0.023)
-
-
-def _angles(case: Case) -> dict[str, Any]:
-    """What a `TransformerLayer`'s forward is given for rotary embedding."""
-    return {"rotary_pos_emb": angles(case.sequence, case.channels).cuda()} if case.rotary else {}
 
 
 def _transformer_layer(library: Any, case: Case, **options: Any) -> torch.nn.Module:
@@ -172,8 +167,8 @@ class Contestant:
         attention: "exact", "cuDNN", or who else computes it.
         module: the layer, on the GPU.
         context: opened around each forward.
-        in_contract: whether every bit of it is defined by `reference`.
-        keywords: of each forward.
+        in_contract: whether `reference` defines every bit of it.
+        keywords: what each forward is given besides x.
     """
 
     def __init__(
@@ -197,7 +192,7 @@ class Contestant:
         self.parameters = [self.x, *self.module.parameters()]  # type: ignore[attr-defined]
 
     def step(self, **keywords: Any) -> None:
-        """Forward and backward, into gradients that were None."""
+        """Forward and backward; gradients are reset to None before."""
         self.forget()
         with self.context():
             out = self.module(self.x, **{**self.keywords, **keywords})
@@ -210,11 +205,11 @@ class Contestant:
             parameter.grad = None
 
     def described(self) -> dict[str, Any]:
-        """For a row of the result."""
+        """Its part of a row of the result."""
         return {"step": self.name, "attention": self.attention, "in_contract": self.in_contract}
 
     def block(self, steps: int) -> None:
-        """Some steps; then no longer a layer whose scales are updated at the end of other contestants' steps."""
+        """Run some steps. Afterwards the end of other contestants' steps does not update this layer's scales."""
         for _ in range(steps):
             self.run()
         for module in self.module.modules():  # type: ignore[attr-defined]
@@ -239,14 +234,14 @@ def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
     with torch.device("cuda"):
         layer = kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
     context = functools.partial(te.autocast, recipe=RECIPE) if name.endswith("FP8") else contextlib.nullcontext
-    # After the projection it uses PyTorch's dropout.
+    # The dropout after the projection is PyTorch's.
     return Contestant(name, "exact", layer, case, context, in_contract=case.dropout == 0)
 
 
 def few(case: Case) -> Iterator[Build]:
     """PyTorch with cuDNN's attention, our layer in 16 bits and FP8, and Transformer Engine's in FP8.
 
-    For a Llama-like layer compiled PyTorch, too, and Transformer Engine's in 16 bits.
+    A Llama-like layer also comes by compiled PyTorch, and by Transformer Engine in 16 bits.
     """
     theirs = _transformer_engine(case)
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
@@ -288,7 +283,7 @@ def contestants(case: Case) -> Iterator[Build]:
 
 
 def _one_thread(build: Build) -> Contestant:
-    """A contestant whose backward runs on the thread that calls it: where the host decides, its wake-ups count."""
+    """A contestant whose backward runs on the calling thread: waking another thread costs time in a small layer."""
     made = build()
     made.name += ", autograd on one thread"
     made.title = f"{made.name} / {made.attention}"
@@ -297,12 +292,14 @@ def _one_thread(build: Build) -> Contestant:
 
 
 def _layers(library: Any, name: str, attention: str, case: Case, recipe: Any, **options: Any) -> list[Build]:
-    """The `TransformerLayer`s of a library, ours or Transformer Engine's, through one harness."""
+    """The `TransformerLayer`s of a library, ours or Transformer Engine's."""
 
     def one(what: str = ", FP8", **keywords: Any) -> Contestant:
         layer, inside = _transformer_layer(library, case, **options), attention == "exact"
         context = functools.partial(library.autocast, recipe=recipe) if what else contextlib.nullcontext
-        return Contestant(f"{name}{what}", attention, layer, case, context, inside, **_angles(case), **keywords)
+        if case.rotary:
+            keywords["rotary_pos_emb"] = angles(case.sequence, case.channels).cuda()
+        return Contestant(f"{name}{what}", attention, layer, case, context, inside, **keywords)
 
     def cached() -> Contestant:
         made = one(", FP8, cached weights", is_first_microbatch=False)
@@ -315,7 +312,7 @@ def _layers(library: Any, name: str, attention: str, case: Case, recipe: Any, **
 
     def graphed() -> Contestant:
         made = one(", FP8, CUDA graph")
-        # Gradients are None at each step: nobody adds to those of the step before, so ours need not be copied out.
+        # Gradients are reset to None before each step, so nothing is added to them and ours need not be copied.
         keep = {"clone_param_grads_on_return": False} if ours else {}
         graphs = library.make_graphed_callables
         made.module = graphs(made.module, (made.x,), enabled=True, recipe=recipe, **keep)
@@ -339,7 +336,7 @@ def _ours(case: Case) -> Iterator[list[Build]]:
 
 
 def _transformer_engine(case: Case) -> list[Build]:
-    """Transformer Engine's layers, with its own choice of attention; none where it is not installed."""
+    """Transformer Engine's layers, with the attention that it chooses; none if it is not installed."""
     theirs = _engine()
     return [] if theirs is None else _layers(theirs, "Transformer Engine", "its own", case, _their_recipe())
 
@@ -348,7 +345,7 @@ LINEAR = Case("Linear(4096, 4096), 8192 tokens", 4096, 4096, 1, 2048, 4, torch.b
 
 
 def linears(case: Case = LINEAR) -> Iterator[Build]:
-    """One square linear map, where the casts to FP8 weigh most."""
+    """One square linear map, in which the casts to FP8 take the largest share."""
     sizes, theirs = (case.hidden, case.hidden), _engine()
     yield lambda: Contestant("torch.nn.Linear", "", torch.nn.Linear(*sizes, device="cuda", dtype=case.dtype), case)
 
@@ -365,10 +362,10 @@ def linears(case: Case = LINEAR) -> Iterator[Build]:
 
 
 def _engine() -> Any:
-    """NVIDIA's Transformer Engine, where it is installed, or None.
+    """NVIDIA's Transformer Engine, or None if it is not installed.
 
-    Asked for before cuDNN is first used: PyTorch loads parts of its own cuDNN then, and Transformer Engine, which loads
-    the system's where there is one, finds them in the place of those that it needs.
+    It must be imported before cuDNN is first used. At that moment PyTorch loads parts of its own cuDNN, and Transformer
+    Engine, which loads the system's cuDNN if there is one, would find them in place of those that it needs.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return None

@@ -1,8 +1,8 @@
-"""docs/layer.png: a layer's step by each contestant, and what our FP8 steps consist of.
+"""Draws docs/layer.png from docs/results/layer.json: each contestant's step, and the parts of our FP8 steps.
 
     python -m optimized.bench.layer_plot
 
-Reads docs/results/layer.json; needs no GPU.
+It needs no GPU.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from optimized.bench.layer_tables import name
 
 INK, QUIET = "#222222", "#888888"
 THEIRS, ENGINE, INSIDE, OUTSIDE = "#c9ced6", "#5b6876", "#1b9e77", "#7570b3"
-# Groups of ops, bottom to top: (label, colour, the ops whose names start so; the first group that fits takes an op).
+# Groups of ops from bottom to top: label, colour, and how the ops' names start. An op is in the first group that fits.
 GROUPS = (
     ("attention", "#7570b3", ("attention", "_scaled_dot")),
     ("GEMMs, some with epilogues", "#1b9e77", ("gemm",)),
@@ -25,7 +25,7 @@ GROUPS = (
 
 
 def bars(axis: Any, case: dict[str, Any], size: float = 7) -> None:
-    """One bar per contestant, the parts as a dashed line; letters of `size` points."""
+    """Draw a bar for each contestant and the parts as a dashed line, with letters of `size` points."""
     rows = case["rows"]
     for place, row in enumerate(rows):
         others = {"PyTorch": THEIRS, "Transformer Engine": ENGINE}
@@ -41,7 +41,7 @@ def bars(axis: Any, case: dict[str, Any], size: float = 7) -> None:
 
 
 def stack(axis: Any, case: dict[str, Any]) -> None:
-    """Time per group of ops, each timed by itself, of the steps that were broken down; the ceilings beside them."""
+    """Draw the time of each group of ops in the steps that were broken down, and the ceilings beside them."""
     ceilings = case["ceilings"]
     products = ("×".join(map(str, shape[:3])) for shape in Case(**case["case"]).products().values())
     columns = {
@@ -73,7 +73,7 @@ def stack(axis: Any, case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Draw it."""
+    """Draw docs/layer.png."""
     cases = measure.read_result("layer")["cases"]
     rows = len(cases) // 2 + 1
     with plots.drawing("layer", rows, 2, (12, 4.1 * rows)) as (figure, axes):

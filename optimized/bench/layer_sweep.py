@@ -1,9 +1,9 @@
-"""How fast an FP8 layer is over its width and the number of tokens (docs/results/layer_sweep.json).
+"""How fast an FP8 layer is by its width and the number of tokens (docs/results/layer_sweep.json).
 
     python -m optimized.bench.layer_sweep draws docs/layer_sweep.png from it; it needs no GPU.
 
-Forward and backward of one layer, bf16, causal, dropout 0, as `bench/layer.py` times it: in turn, in blocks of steps
-between two synchronisations on the host's clock. Beside the layers stands what cannot be avoided, in the same turns.
+One layer (bf16, causal, dropout 0) runs forward and backward, timed as in `bench/layer.py`. In the same turns run the
+parts that cannot be avoided.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from optimized import measure
-from optimized.bench import Payload, Progress, each, layer, plots, silent
+from optimized.bench import Payload, Progress, each, layer, plots, result, silent
 from optimized.bench.layer_models import Case, few
 from optimized.bench.table import Table, table
 
 NAME = "layer_sweep"
 WHAT = "a layer by width and tokens, against PyTorch"
 HIDDEN, TOKENS = 4096, 8192
-# One axis at a time, through the layer that everything else is measured at.
+# One axis at a time, through the sizes of the layer that other benchmarks measure.
 SIZES = (
     *((hidden, TOKENS) for hidden in (1024, 2048, HIDDEN, 8192)),
     *((HIDDEN, tokens) for tokens in (1024, 2048, 16384, 32768)),
@@ -27,7 +27,7 @@ SIZES = (
 
 
 def case(hidden: int, tokens: int) -> Case:
-    """The layer of a point: heads of 128 channels, ffn four times hidden, sequences of 2048 tokens or of all."""
+    """The layer of a point: heads of 128 channels, ffn four times hidden, sequences of at most 2048 tokens."""
     sequence, name = min(tokens, 2048), f"hidden {hidden}, {tokens} tokens"
     batch = tokens // sequence
     return Case(name, hidden, 4 * hidden, hidden // 128, sequence, batch, torch.bfloat16, True, 0.0)
@@ -51,20 +51,15 @@ def measured(one: Case, repeats: int) -> dict[str, Any]:
 
 
 def run(progress: Progress = silent, repeats: int = 5) -> Payload:
-    """Measure."""
     points = []
     for size in each(SIZES, progress):
         points.append(measured(case(*size), repeats))
         layer.clear()
-    return {
-        "what": "one bf16 layer, causal, forward and backward, by width and tokens; host clock, blocks in turn",
-        "repeats": repeats,
-        "points": points,
-        "provenance": measure.provenance(layer.KERNELS),
-    }
+    what = "one bf16 layer, causal, forward and backward, by width and tokens; host clock, blocks in turn"
+    return result(what, layer.KERNELS, repeats=repeats, points=points)
 
 
-AXES = (("hidden", "tokens", TOKENS), ("tokens", "hidden", HIDDEN))  # the axis, what is fixed, and where
+AXES = (("hidden", "tokens", TOKENS), ("tokens", "hidden", HIDDEN))  # the axis, what is fixed, and its value
 STYLES = {
     ("TransformerLayer", "cuDNN"): ("#7570b3", "bf16, cuDNN's attention"),
     ("TransformerLayer, FP8", "exact"): ("#1b9e77", "FP8, exact attention: every bit defined"),
@@ -78,7 +73,7 @@ def _times(point: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def plot(payload: Payload) -> None:
-    """Times faster than plain PyTorch with cuDNN's attention, over hidden and over tokens."""
+    """Draw the speedup over plain PyTorch with cuDNN's attention, by hidden and by tokens."""
     with plots.drawing(NAME, 1, 2, (10, 4), sharey=True) as (figure, panels):
         for axes, (axis, fixed, at) in zip(panels, AXES, strict=True):
             points = sorted((p for p in payload["points"] if p[fixed] == at), key=lambda p: p[axis])

@@ -1,4 +1,4 @@
-"""The tables of `twin bench layer`: the steps of each layer, where an FP8 step's time goes, and what it holds."""
+"""The tables of `twin bench layer`: the steps of each layer, the parts of an FP8 step, and the memory that it holds."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ PARTS = "cuBLASLt's 12 FP8 GEMMs + cuDNN's attention"
 
 
 def tables(payload: Payload) -> list[Table]:
-    """GPT layers, Llama-like layers, one linear map: those that were measured."""
+    """The tables of GPT layers, Llama-like layers and one linear map, as far as they were measured."""
     found = []
     for kind, llama in (("GPT", False), ("Llama-like", True)):
         cases = [one for one in payload["cases"] if one["case"].get("llama", False) == llama]
@@ -27,7 +27,7 @@ def tables(payload: Payload) -> list[Table]:
 
 
 def name(row: dict[str, Any]) -> str:
-    """What a row is called."""
+    """The name of a row."""
     return str(row["step"].replace("te.", "").replace("step as one", "whole step in a"))
 
 
@@ -46,7 +46,7 @@ def _inside(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _steps(payload: Payload, title: str, cases: list[dict[str, Any]]) -> Table:
-    """One row for each way to compute the layer, one column per case; then the rotary kernels, and the parts."""
+    """A row for each way to compute the layer, then the rotary kernels and the parts; a column for each case."""
     by_step: dict[tuple[str, str], list[dict[str, Any] | None]] = {}
     for place, one in enumerate(cases):
         for row in one["rows"]:
@@ -113,7 +113,7 @@ def layer_memory(payload: Payload) -> list[Table]:
 
 
 def layer_ops(payload: Payload) -> list[Table]:
-    """The ops of the first case's FP8 steps, and what of its ceiling each reaches."""
+    """The ops of the first case's FP8 steps, and the share of its ceiling that each reaches."""
     first, found = payload["cases"][0], []
     how = (
         "Milliseconds of GPU time of each op; its ceiling is the same GEMM by cuBLASLt, cuDNN's attention, or a copy "
@@ -135,7 +135,7 @@ def layer_ops(payload: Payload) -> list[Table]:
 
 
 def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
-    """README's rows: what, ours, what it is compared with, how many times faster."""
+    """README's rows: the layer, our time, what it is compared with, and how many times faster ours is."""
     cases, rows = payload["cases"], []
     llama = [one for one in cases if one["case"].get("rotary")]
     for case in dict.fromkeys((0, *(cases.index(one) for one in llama[:1]), len(cases) - 1)):

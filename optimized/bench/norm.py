@@ -1,4 +1,4 @@
-"""The norms against the device copy of the same run (docs/results/norm.json); how: `copies`."""
+"""The norms, compared with a device copy in the same run as `copies` explains (docs/results/norm.json)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies, of_copy
+from optimized.bench.copies import Copies, in_turn, of_copy
 from optimized.bench.table import Table
 
 NAME = "norm"
@@ -21,7 +21,7 @@ KINDS = ("layernorm", "rmsnorm")
 
 twin = torch.ops.twin
 
-# Bytes an element: read and written, bf16.
+# Bytes that are read and written for each bf16 element.
 BYTES = {"norm": 4, "norm_cast_transpose": 4, "norm_backward": 6, "norm_backward + residual": 8}
 
 
@@ -31,27 +31,19 @@ def variants(inputs: Sequence[torch.Tensor], kind: str) -> dict[str, Callable[[i
     weight = torch.rand(hidden, device="cuda").to(torch.bfloat16)
     bias = weight.clone() if kind == "layernorm" else None
     scale, history = torch.ones(1, device="cuda"), torch.zeros(16, 1, device="cuda")
-    _, mean, rstd = twin.norm(inputs[0], weight, bias, 1e-5, False, kind, torch.bfloat16)
-
-    def pick(i: int) -> torch.Tensor:
-        return inputs[i % len(inputs)]
-
-    def backward(i: int, residual: torch.Tensor | None) -> object:
-        return twin.norm_backward(pick(i + 1), pick(i), weight, mean, rstd, False, kind, residual)
-
+    forward, scaling = (weight, bias, 1e-5, False, kind), (scale, history, 0, torch.float8_e4m3fn)
+    _, mean, rstd = twin.norm(inputs[0], *forward, torch.bfloat16)
+    x, backward = in_turn(inputs), (weight, mean, rstd, False, kind)
     return {
-        "norm": lambda i: twin.norm(pick(i), weight, bias, 1e-5, False, kind, torch.bfloat16),
-        "norm_cast_transpose": lambda i: twin.norm_cast_transpose(
-            pick(i), weight, bias, 1e-5, False, kind, scale, history, 0, torch.float8_e4m3fn
-        ),
-        "norm_backward": lambda i: backward(i, None),
-        "norm_backward + residual": lambda i: backward(i, pick(i + 2)),
+        "norm": lambda i: twin.norm(x(i), *forward, torch.bfloat16),
+        "norm_cast_transpose": lambda i: twin.norm_cast_transpose(x(i), *forward, *scaling),
+        "norm_backward": lambda i: twin.norm_backward(x(i + 1), x(i), *backward, None),
+        "norm_backward + residual": lambda i: twin.norm_backward(x(i + 1), x(i), *backward, x(i + 2)),
     }
 
 
 @torch.no_grad()
 def run(progress: Progress = silent, repeats: int = 15) -> Payload:
-    """Measure."""
     copies = Copies(8, repeats)
     rows: list[dict[str, Any]] = []
     for (tokens, hidden), kind in each([(shape, kind) for shape in SHAPES for kind in KINDS], progress):

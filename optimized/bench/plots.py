@@ -1,4 +1,4 @@
-"""A figure of docs/, drawn and written."""
+"""Draws and writes the figures of docs/."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from optimized import measure
 
 @contextmanager
 def drawing(name: str, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
-    """A figure and its axes; at the end of the context it is written to docs/<name>.png."""
+    """A figure and its axes to draw on; at the end of the context the figure is written to docs/<name>.png."""
     import matplotlib
 
     matplotlib.use("Agg")

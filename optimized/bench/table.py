@@ -1,4 +1,4 @@
-"""A table of measured results: strings, a title, a sentence on how to read it, and where its numbers come from."""
+"""Tables of measured results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,17 @@ from typing import Any
 
 from optimized import measure
 
-WORDS = ("", "attention", "caveat", "compared with", "dtype", "faster", "idea", "shape", "why")  # columns of words
+WORDS = (
+    "",
+    "attention",
+    "caveat",
+    "compared with",
+    "dtype",
+    "faster",
+    "idea",
+    "shape",
+    "why",
+)  # columns without numbers
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Table:
     def markdown(self) -> str:
         """The table as GitHub's Markdown."""
         lines = [f"**{self.title}.** {self.how}", "", "| " + " | ".join(self.columns) + " |"]
-        # Numbers to the right, words to the left.
+        # Numbers are aligned to the right, words to the left.
         sides = [" --- |" if column in WORDS else " ---: |" for column in self.columns[1:]]
         lines.append("| --- |" + "".join(sides))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
@@ -35,19 +45,14 @@ class Table:
 
 
 def table(
-    payload: dict[str, Any],
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    how: str,
-    note: str = "",
+    payload: dict[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], how: str, note: str = ""
 ) -> Table:
-    """A table of a result, whose note ends with the result's origin."""
+    """A table of a result; its note ends with the result's origin."""
     return Table(title, tuple(columns), tuple(map(tuple, rows)), how, f"{note} {origin(payload)}".strip())
 
 
 def origin(payload: dict[str, Any]) -> str:
-    """GPU, versions, date; and a warning where kernels have changed since."""
+    """GPU, versions and date of a result, with a warning if kernels have changed since."""
     found = payload["provenance"]
     gpu, smi = found.get("gpu") or {}, found.get("nvidia_smi") or {}
     driver = f", driver {smi['driver_version']}" if "driver_version" in smi else ""
@@ -62,5 +67,5 @@ def origin(payload: dict[str, Any]) -> str:
 
 
 def percent(value: float) -> str:
-    """A share as whole percents."""
+    """A share in whole percent."""
     return f"{100 * value:.0f} %"

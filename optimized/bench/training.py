@@ -1,7 +1,7 @@
-"""The walkthrough's GPT trained for longer on a GPU, in bf16 and in FP8 (docs/results/training.json).
+"""The walkthrough's GPT, trained for longer on a GPU in bf16 and in FP8 (docs/results/training.json).
 
-Not a measurement of speed: the losses of both runs, from the same start and on the same bytes of Python's standard
-library, and the loss on bytes that neither has seen. `twin walkthrough` draws them beside what its own machine trained.
+It measures no speed. Both runs start alike and read the same bytes of Python's standard library; the result has their
+losses, and the losses on bytes that neither has seen. `twin walkthrough` draws them beside what its machine trained.
 """
 
 import itertools
@@ -10,22 +10,21 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from optimized import measure
-from optimized.bench import Payload, Progress, silent
+from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.table import Table, table
 from optimized.training import corpus
 from optimized.training.model import ByteModel, Settings, Side, cross_entropy, held_out_loss, lesson
 
 NAME = "training"
 WHAT = "a small GPT's losses in bf16 and in FP8"
-KERNELS = ()  # no time is in the result, and the bits of the kernels do not change
-STEPS, EVERY = 3000, 100  # steps of a run; from one look at held-out text to the next
+KERNELS = ()  # the result has no times, and the kernels' bits do not change
+STEPS, EVERY = 3000, 100  # steps of a run, and from one look at held-out text to the next
 
 
 def train(
     settings: Settings, fp8: bool, text: corpus.Corpus, tick: Callable[[], object], device: str = "cuda"
 ) -> dict[str, Any]:
-    """One run: each step's loss, and at some steps that on held-out text, in nats per byte."""
+    """One run: the loss of each step, and after every `EVERY` steps the loss on held-out text, in nats per byte."""
     seen, unseen = text.split()
     side = Side(ByteModel(settings).to(device), settings, fp8)
     losses, validation = [], []
@@ -42,21 +41,16 @@ def train(
 
 
 def run(progress: Progress = silent, steps: int = STEPS) -> Payload:
-    """Train both; `progress` is told the fraction done."""
     settings, text = replace(Settings(), steps=steps), corpus.read()
     ticks = itertools.count(1)
     runs = [train(settings, fp8, text, lambda: progress(next(ticks) / (2 * steps))) for fp8 in (False, True)]
-    return {
-        "what": "losses in nats per byte of the walkthrough's GPT, from one start, on Python's standard library",
-        "settings": asdict(settings),
-        "text": {"files": text.files, "bytes": len(text.data), "sha256": text.digest},
-        "runs": runs,
-        "provenance": measure.provenance(KERNELS),
-    }
+    what = "losses in nats per byte of the walkthrough's GPT, from one start, on Python's standard library"
+    about = {"files": text.files, "bytes": len(text.data), "sha256": text.digest}
+    return result(what, KERNELS, settings=asdict(settings), text=about, runs=runs)
 
 
 def tables(payload: Payload) -> list[Table]:
-    """Where both runs ended, in bits per byte."""
+    """The losses at the end of both runs, in bits per byte."""
     rows = []
     for one in payload["runs"]:
         last = one["train"][-max(1, len(one["train"]) // 10) :]

@@ -1,8 +1,8 @@
-"""docs/training.png: a GPT's losses in bf16 and in FP8, and words of an H200 beside those that a CPU computes.
+"""Draws docs/training.png: a GPT's losses in bf16 and in FP8, and words of an H200 beside those that a CPU computes.
 
     python -m optimized.bench.training_plot
 
-Reads docs/results/training.json and a recorded GEMM; needs no GPU.
+It reads docs/results/training.json and a recorded GEMM, and needs no GPU.
 """
 
 import math
@@ -18,11 +18,11 @@ from optimized.recordings import products
 from reference import formats
 
 INK, QUIET, BF16, FP8, WRONG = "#222222", "#777777", "#0072B2", "#D55E00", "#C00000"
-WORDS, WINDOW = 6, 50  # words of the row; steps over which the curves are means
+WORDS, WINDOW = 6, 50  # words of the row that are shown; steps that a point of a curve is the mean of
 
 
 def curves(axes: Axes, runs: list[dict[str, Any]]) -> None:
-    """Both losses in bits per byte: lines while training, dots on held-out text."""
+    """Draw the losses of both runs in bits per byte: lines in training, dots on held-out text."""
     for run, colour, width in zip(runs, (BF16, FP8), (3.5, 1.2), strict=True):
         bits = np.array(run["train"]) / math.log(2)
         means = np.convolve(bits, np.ones(WINDOW) / WINDOW, mode="valid")
@@ -36,7 +36,7 @@ def curves(axes: Axes, runs: list[dict[str, Any]]) -> None:
 
 
 def words(axes: Axes) -> None:
-    """The first words of a row of a recorded FP8 GEMM: the H200's, this CPU's, and an ordinary sum's."""
+    """Write the first words of a row of a recorded FP8 GEMM: the H200's, this CPU's, and an ordinary sum's."""
     product = next(one for one in products() if one.k == 16384)
     ordinary = formats.decode(product.a[:1]) @ formats.decode(product.b[:WORDS]).t()
     rows = (
@@ -51,8 +51,7 @@ def words(axes: Axes) -> None:
         height = 0.78 - 0.34 * line
         axes.text(0.0, height + 0.1, name, color=QUIET, fontsize=10, va="center")
         for place, (word, true) in enumerate(zip(_hex(row), _hex(product.out[0, :WORDS]), strict=True)):
-            shade = colour if word == true else WRONG
-            weight = "normal" if word == true else "bold"
+            shade, weight = (colour, "normal") if word == true else (WRONG, "bold")
             x = place / WORDS
             axes.text(x, height, word, color=shade, weight=weight, fontsize=10.5, family="monospace", va="center")
 

@@ -1,9 +1,9 @@
-"""The tutorial's layer, four times over the same parameters: plain PyTorch, te's modules, fused modules, one layer.
+"""The tutorial's layer in four forms with the same parameters: plain PyTorch, te's modules, fused modules, one layer.
 
     h = x + projection(attention(qkv(norm(x))))        y = h + fc2(gelu(fc1(norm(h))))
 
-Activations are `[sequence, batch, hidden]`; QKV's rows are `[heads, (q, k, v), channels]`. With dropout, attention's
-weights and the projection's output are dropped; a `TransformerLayer` also applies dropout after the MLP.
+Activations are `[sequence, batch, hidden]`; QKV's rows are `[heads, (q, k, v), channels]`. Dropout applies to
+attention's weights and to the projection's output; a `TransformerLayer` also applies it after the MLP.
 Source: Transformer Engine's quickstart.
 """
 
@@ -19,13 +19,7 @@ twin = torch.ops.twin
 
 
 class BasicTransformerLayer(torch.nn.Module):
-    """Plain PyTorch; `linear` and `norm` make its parts.
-
-    Args:
-        hidden, ffn, heads: sizes.
-        linear, norm: constructors of the linear maps and of the norms.
-        p: dropout; causal: the mask.
-    """
+    """The layer in plain PyTorch; `linear` and `norm` make its parts, `p` is the probability of dropout."""
 
     def __init__(
         self,
@@ -69,7 +63,7 @@ class BasicTransformerLayer(torch.nn.Module):
         return torch.matmul(dropout(torch.softmax(scores, dim=-1), self.p), v)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
-        """The feed-forward part, its norm included."""
+        """The feed-forward part, with its norm."""
         return self.fc2(torch.nn.functional.gelu(self.fc1(self.ln2(h)), approximate="tanh"))
 
 
@@ -89,7 +83,7 @@ class _Gelu(torch.autograd.Function):
 
 
 class ModulesLayer(BasicTransformerLayer):
-    """The same of `te.LayerNorm`, `te.Linear` and `te.DotProductAttention`: without dropout every bit is defined.
+    """The layer made of `te.LayerNorm`, `te.Linear` and `te.DotProductAttention`: without dropout every bit is defined.
 
     `init_method` and `params_dtype` are te's.
     """
@@ -111,16 +105,14 @@ class ModulesLayer(BasicTransformerLayer):
         self.attention = te.DotProductAttention(heads, self.channels, attention_dropout=p, attn_mask_type=mask)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention."""
         return self.attention(q, k, v)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
-        """The feed-forward part."""
         return self.fc2(_Gelu.apply(self.fc1(self.ln2(h))))
 
 
 class FusedLayer(ModulesLayer):
-    """The same of `te.LayerNormLinear` and `te.LayerNormMLP`."""
+    """The layer made of `te.LayerNormLinear` and `te.LayerNormMLP`."""
 
     def __init__(self, hidden: int, ffn: int, heads: int, *rest: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, heads, *rest, **options)
@@ -129,16 +121,14 @@ class FusedLayer(ModulesLayer):
         self.ln_mlp = te.LayerNormMLP(hidden, ffn, output_layer_init_method=self.options["init_method"], **self.options)
 
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of x."""
         return self.ln_qkv(x)
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
-        """The feed-forward part."""
         return self.ln_mlp(h)
 
 
 def share(layer: torch.nn.Module, basic: BasicTransformerLayer) -> torch.nn.Module:
-    """Give `layer` (any of the tutorial's) the very parameters of `basic`, and return it."""
+    """Make `layer`, any of the tutorial's, share the parameters of `basic`, and return it."""
     for source, targets in (
         ("ln1", ("ln1.", "ln_qkv.layer_norm_", "self_attention.layernorm_qkv.layer_norm_")),
         ("qkv", ("qkv.", "ln_qkv.", "self_attention.layernorm_qkv.")),
@@ -156,5 +146,5 @@ def share(layer: torch.nn.Module, basic: BasicTransformerLayer) -> torch.nn.Modu
 
 
 def transformer_layer(hidden: int, ffn: int, heads: int) -> torch.nn.Module:
-    """The same as one `te.TransformerLayer`; without dropout, so that it can be compared."""
+    """The layer as one `te.TransformerLayer`, without dropout, so that it can be compared."""
     return te.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True)

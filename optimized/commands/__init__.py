@@ -1,7 +1,7 @@
 """The command `twin`: one file per subcommand, each with `SUMMARY`, `add_arguments(parser)` and `run(args, console)`.
 
-Exit codes: 0 all is well; 1 something that must be equal differs; 2 the command was asked for something it
-cannot do, said in one sentence on stderr; 130 it was interrupted (`twin compile`).
+Exit codes: 0 success; 1 something that must be equal differs; 2 the request cannot be met, and one sentence on stderr
+says why; 130 the command was interrupted (`twin compile`).
 """
 
 import argparse
@@ -20,11 +20,11 @@ SUBCOMMANDS = ("walkthrough", "parity", "bench", "compile", "info")
 
 
 class CommandError(Exception):
-    """A request that cannot be met; its text is the sentence the user reads."""
+    """A request that cannot be met; its text is the sentence that the user reads."""
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse, before the work and not after it, a folder that `option` cannot write to."""
+    """Refuse, before the work begins, a folder that `option` cannot write to."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -32,7 +32,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its refusals raised so that every one leaves through the same door."""
+    """An argparse parser that raises its refusals as `CommandError`."""
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{self.prog}: {message}. `{self.prog} --help` lists what is accepted.")
@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `twin` with `argv` (default: the process's arguments) and return its exit code."""
     try:
         args = parser().parse_args(argv)
-        code: int = args.run(args, Console())
-        return code
+        return int(args.run(args, Console()))
     except (CommandError, files.NotWritten, files.Damaged) as error:
         print(error, file=sys.stderr)
         return 2

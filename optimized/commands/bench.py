@@ -1,8 +1,8 @@
 """Speed against cuBLASLt, cuDNN, PyTorch and Transformer Engine, and which GEMMs equal cuBLASLt's in every word.
 
-Without arguments it lists the benchmarks. On a machine with a Hopper GPU a benchmark runs: ours and theirs in one run,
-interleaved. Elsewhere the results recorded on an H200 are shown (docs/results); where the kernels have changed since,
-that is said.
+Without arguments it lists the benchmarks. On a machine with a Hopper GPU it runs a benchmark: ours and theirs are
+interleaved in one run. Elsewhere it shows the results that were recorded on an H200 (docs/results), and says if kernels
+have changed since.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from optimized.device import hopper
 
 SUMMARY = "speed against NVIDIA's libraries and PyTorch; without a Hopper GPU, the recorded results"
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
-# Measured by programs of their own, which take minutes; here their results are only shown.
+# These are measured by programs of their own; here their results are only shown.
 APART = {
     "parity": "twin parity --replay --write",
     "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
@@ -37,7 +37,6 @@ ALL = "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin bench`."""
     parser.add_argument("name", nargs="?", choices=[*WHAT, ALL], help="one benchmark, or all; default: list them")
     parser.add_argument("--recorded", action="store_true", help="show the recorded results even on a Hopper machine")
     parser.add_argument("--table", action="store_true", help="print the recorded results as Markdown tables")
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list() -> None:
-    """One line per benchmark, of at most 80 columns: its name, what it measures, and when that was recorded."""
+    """Print a line of at most 80 columns for each benchmark: its name, what it measures, when it was recorded."""
     stale = False
     for name, what in WHAT.items():
         payload = tables.load(name)
@@ -82,7 +81,6 @@ def _measure(names: list[str], console: Console, write: bool) -> list[tables.Tab
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin bench`."""
     if not (args.name or args.recorded or args.table or args.write):
         _list()
         return 0

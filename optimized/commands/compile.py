@@ -1,12 +1,11 @@
 """Compile, ahead of time, every kernel that the layers launch at their defaults, so that no step waits for a compiler.
 
-It needs no GPU. What is compiled goes to the cache (~/.cache/twin-engine/cubin, or under XDG_CACHE_HOME), one file at a
-time: a run that is interrupted leaves what it has compiled, and the next one goes on from there.
+It needs no GPU. Each compiled kernel goes to the cache (~/.cache/twin-engine/cubin, or under XDG_CACHE_HOME) at once: a
+run that is interrupted leaves what it has compiled, and the next run goes on from there.
 """
 
 import argparse
 import time
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,24 +20,16 @@ INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin compile`."""
     parser.add_argument("--jobs", type=positive, default=None, help="kernels at a time (default: one for each core)")
 
 
-def _cache() -> Path:
-    """The cache's folder, which can be written to."""
+def run(args: argparse.Namespace, console: Console) -> int:
     folder = files.cache_folder("cubin")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"the cache's folder {folder} cannot be made ({error.strerror}).") from error
     check_folder("the cache", folder)
-    return folder
-
-
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin compile`."""
-    folder = _cache()
     begun = time.perf_counter()
     try:
         wanted = defaults.configurations()
@@ -54,7 +45,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return INTERRUPTED
     except (MissingDependency, compiler.CompileError) as error:
         raise CommandError(str(error)) from error
-    seconds = time.perf_counter() - begun
-    there = len(wanted) - len(missing)
+    seconds, there = time.perf_counter() - begun, len(wanted) - len(missing)
     console.print(f"{len(missing)} kernels compiled, {there} were there, in {seconds:.0f} s: {folder}", soft_wrap=True)
     return 0

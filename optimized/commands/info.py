@@ -33,7 +33,7 @@ def _version(*distributions: str) -> str:
 
 
 def _cpu() -> str:
-    """The CPU's name, cores, and vector units, as far as the system tells."""
+    """The CPU's name, cores and vector units, as far as the system tells."""
     name, units = platform.processor() or platform.machine(), ""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
@@ -49,21 +49,12 @@ def _cpu() -> str:
 def _gpus() -> list[str]:
     if not torch.cuda.is_available():
         return ["none that torch can use"]
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        memory = properties.total_memory / 2**30
-        found.append(f"{properties.name}, compute capability {capability}, {memory:.0f} GiB")
-    return found
-
-
-def _recordings() -> str:
-    return f"{len(list(reader.DATA.glob('*.npz')))} files in {reader.DATA}"
+    every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"{x.name}, compute capability {x.major}.{x.minor}, {x.total_memory / 2**30:.0f} GiB" for x in every]
 
 
 def facts() -> list[tuple[str, str]]:
-    """What this machine has, as (name, value)."""
+    """What this machine has: names and values."""
     return [
         ("CPU", _cpu()),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -73,12 +64,11 @@ def facts() -> list[tuple[str, str]]:
         *[("GPU", gpu) for gpu in _gpus()],
         ("CuPy", _version("cupy-cuda13x", "cupy")),
         ("NVRTC", _version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13")),
-        ("recordings of an H200", _recordings()),
+        ("recordings of an H200", f"{len(list(reader.DATA.glob('*.npz')))} files in {reader.DATA}"),
     ]
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin info`."""
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

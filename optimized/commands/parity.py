@@ -1,10 +1,10 @@
 """Compare the two sides op by op: how many words were compared, and how many of them differ.
 
 On a machine with a Hopper GPU both sides run (live). Elsewhere the CPU is compared with what an H200 recorded:
-outputs of this project's kernels and of cuBLASLt, and six training steps, of an FP8 Linear made of cuBLASLt and of
+outputs of this project's kernels and of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt and of
 Transformer Engine's layers. Where Transformer Engine rounds otherwise (docs/numerics.md), nothing is compared.
-A recording holds large outputs as digests: equal means equal in every word, and a difference counts as one word at
-least. The exit code is 1 if any word differs.
+A recording has digests of large outputs: if a digest is equal, every word is; if it differs, at least one word counts
+as different. The exit code is 1 if any word differs.
 """
 
 import argparse
@@ -30,7 +30,6 @@ Results = dict[str, Tally]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin parity`."""
     parser.add_argument("--op", help="only the ops whose name contains this text")
     parser.add_argument("--replay", action="store_true", help="replay recordings even where there is a Hopper GPU")
     parser.add_argument("--write", action="store_true", help="store the counts of a whole replay in docs/results")
@@ -60,7 +59,7 @@ def replay(case: Case, recording: Recording) -> Tally:
 
 
 def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, Callable[[], Tally]]]:
-    """(op, comparison) for everything that this machine can compare."""
+    """Everything that this machine can compare: names of ops, and functions that compare."""
     if gpu is not None:
         for case in listed:
             yield case.op, partial(live, case, gpu)
@@ -96,7 +95,7 @@ def compare(gpu: torch.device | None, wanted: str | None, console: Console) -> R
 
 
 def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
-    """Write the GPU's outputs of every case that is quickly replayed."""
+    """Write the GPU's outputs for every case that is not `live`."""
     if gpu is None:
         raise CommandError("--record needs a Hopper GPU; `twin info` says what this machine lacks.")
     check_folder("--record", folder)
@@ -107,7 +106,7 @@ def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
         for case in progress.track(found, description="recording"):
             try:
                 words |= {case.key(name): tensor for name, tensor in case.run(gpu).items()}
-            except Exception as error:  # time on a Hopper machine is dear: the other cases are recorded all the same
+            except Exception as error:  # the other cases are recorded all the same: time on a Hopper machine is costly
                 failed += 1
                 console.print(f"{case.op}, {case.name}: not recorded: {error!r}", markup=False)
     path = outputs.write(folder, words, gpu)
@@ -133,7 +132,7 @@ def _say_what_changed(console: Console) -> None:
 
 
 def _group(op: str) -> str:
-    """Whose words the recordings of an op are."""
+    """Whose words were recorded for an op."""
     if op.startswith("Transformer Engine"):
         return "Transformer Engine: six training steps of its layers"
     if op.startswith("wgmma"):
@@ -154,7 +153,6 @@ def _store(results: Results) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin parity`."""
     if args.write and (args.op is not None or not args.replay):
         raise CommandError("--write stores the counts of a whole replay; --replay without --op is accepted with it.")
     gpu = None if args.replay else hopper()

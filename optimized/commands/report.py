@@ -1,6 +1,6 @@
-"""One self-contained HTML page: text, tables and pictures, nothing loaded from anywhere.
+"""One self-contained HTML page of text, tables and pictures.
 
-Pictures are matplotlib figures embedded as SVG data URIs, so that ids of one picture cannot meet ids of another.
+Pictures are matplotlib figures, embedded as SVG data URIs so that ids of two pictures cannot collide.
 """
 
 import base64
@@ -14,11 +14,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 WORD = re.compile(r"[0-9A-F]{8}")
+NUMERIC = set("0123456789+-−.±")
 STYLE_FILE = Path(__file__).with_name("report.css")
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG text, the same bytes for the same figure."""
+    """The figure as SVG text; the same figure gives the same bytes."""
     out = io.StringIO()
     figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     return out.getvalue()
@@ -31,7 +32,7 @@ def escape(text: object) -> str:
 
 @dataclass
 class Report:
-    """A page built from top to bottom: `section`, then `text`, `table`, `picture`, `columns`."""
+    """A page that is built from top to bottom: `section`, then `text`, `table`, `picture`, `columns`."""
 
     title: str
     subtitle: str
@@ -39,7 +40,7 @@ class Report:
     _sections: list[str] = field(default_factory=list)
 
     def section(self, title: str, verdict: str = "") -> None:
-        """Start a section; `verdict` is a short result shown beside its title."""
+        """Start a section; `verdict` is a short result beside its title."""
         self._sections.append(title)
         anchor = f"s{len(self._sections)}"
         badge = f'<span class="verdict">{escape(verdict)}</span>' if verdict else ""
@@ -47,35 +48,30 @@ class Report:
         self._body.append(f'<h2 id="{anchor}">{number}{escape(title)}{badge}</h2>')
 
     def text(self, *paragraphs: str) -> None:
-        """Paragraphs of HTML (escape what is not yours)."""
+        """Add paragraphs of HTML; escape any text that is not HTML."""
         self._body.extend(f"<p>{paragraph}</p>" for paragraph in paragraphs)
 
     def columns(self, *blocks: tuple[str, str]) -> None:
-        """Preformatted texts side by side, each with a heading."""
+        """Add preformatted texts side by side, each with a heading."""
         cells = "".join(f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in blocks)
         self._body.append(f'<div class="columns">{cells}</div>')
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
-        """A table; cells that start with a digit are set as numbers, 32-bit words in hexadecimal as code."""
-        lines = [f"<th>{escape(cell)}</th>" for cell in head]
-        body = []
-        for row in rows:
-            cells = []
-            for cell in row:
-                text = str(cell)
-                kind = ' class="n"' if text[:1] in set("0123456789+-−.±") else ""
-                if WORD.fullmatch(text):
-                    kind = ' class="w"'
-                cells.append(f"<td{kind}>{escape(text)}</td>")
-            body.append(f"<tr>{''.join(cells)}</tr>")
+        """Add a table; cells that start with a digit are set as numbers, 32-bit words in hexadecimal as code."""
+
+        def cell(content: object) -> str:
+            text = str(content)
+            kind = ' class="w"' if WORD.fullmatch(text) else ' class="n"' if text[:1] in NUMERIC else ""
+            return f"<td{kind}>{escape(text)}</td>"
+
+        heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+        body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
         note = f"<figcaption>{caption}</figcaption>" if caption else ""
-        self._body.append(
-            f'<figure class="table"><table><thead><tr>{"".join(lines)}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table>{note}</figure>"
-        )
+        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        self._body.append(f'<figure class="table">{table}{note}</figure>')
 
     def picture(self, figure: Figure, caption: str, alternative: str) -> None:
-        """A figure with a caption (HTML) that says what to see and a text for those who cannot."""
+        """Add a figure, with a caption (HTML) and an alternative text for those who cannot see it."""
         data = base64.b64encode(svg(figure).encode()).decode()
         self._body.append(
             f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alternative)}">'

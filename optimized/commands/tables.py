@@ -1,7 +1,7 @@
-"""The tables of measured results, built from docs/results/*.json and from nowhere else.
+"""The tables of measured results, built from docs/results/*.json alone.
 
-`python -m optimized.commands.tables` puts them between two marks: one table into README.md, all of them into
-docs/results.md. tests/test_readme.py fails where a page and the results disagree. A benchmark's module has its tables.
+`python -m optimized.commands.tables` puts them between two marks: two tables into README.md, all of them into
+docs/results.md. tests/test_readme.py fails if a page and the results disagree. A benchmark's module builds its tables.
 """
 
 import importlib
@@ -21,14 +21,14 @@ BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"optimized.bench.{n
 
 
 def gpu_suite(payload: Payload) -> list[Table]:
-    """How the GPU suite went."""
+    """The outcome of the GPU suite."""
     row = (f"`{payload['command']}`", str(payload["passed"]), str(payload["failed"]))
     how = "Tests that ran on a GPU, most of which compare every bit of an op or layer with the CPU's."
     return [table(payload, "The GPU suite", ("command", "passed", "failed"), [row], how)]
 
 
 def parity(payload: Payload) -> list[Table]:
-    """What a CPU computed again of what an H200 had computed."""
+    """How many words of an H200 a CPU has computed again."""
     rows = [(row["of"], f"{row['words']:,}", f"{row['different']:,}") for row in payload["rows"]]
     how = "An H200 computed the words; a CPU computed each of them again."
     columns = ("recorded on an H200", "words compared", "words different")
@@ -37,7 +37,7 @@ def parity(payload: Payload) -> list[Table]:
 
 
 def transformer_engine(payload: Payload) -> list[Table]:
-    """Words of Transformer Engine's and ours: by op, on its own arguments, and by layer."""
+    """Words of Transformer Engine compared with ours, by op on its own arguments, and by layer."""
     ops = []
     for op in dict.fromkeys(row["op"] for row in payload["ops"]):
         rows = [row for row in payload["ops"] if row["op"] == op]
@@ -113,7 +113,7 @@ def load(name: str) -> Payload | None:
 
 
 def _built(result: str, build: Callable[[Payload], Any]) -> Any:
-    """What `build` makes of a recorded result; None where nothing is recorded."""
+    """What `build` makes of a recorded result; None if it is not recorded."""
     payload = load(result)
     try:
         return None if payload is None else build(payload)
@@ -125,10 +125,10 @@ def _built(result: str, build: Callable[[Payload], Any]) -> Any:
 
 
 def recorded(name: str) -> list[Table]:
-    """The tables of a recorded result; none where nothing is recorded.
+    """The tables of a recorded result; none if it is not recorded.
 
     Raises:
-        files.Damaged: the file does not hold what its tables show.
+        files.Damaged: the file does not have what its tables show.
     """
     return _built(*DETAILS[name] if name in DETAILS else (name, BUILDERS[name])) or []
 
@@ -156,7 +156,7 @@ def summary() -> str:
 
 
 def equality() -> str:
-    """README's table: who has the same bits."""
+    """README's table of what has the same bits."""
     recorded_rows, problems = _built("parity", lambda payload: payload["rows"]), _built("gemm_equality", dict)
     if recorded_rows is None or problems is None:
         return "Nothing has been recorded yet."
@@ -190,7 +190,7 @@ def equality() -> str:
 
 
 def everything() -> str:
-    """docs/results.md: every table, by group."""
+    """Every table by group, for docs/results.md."""
     return "\n\n".join(f"## {title}\n\n{markdown(names)}" for title, names in GROUPS.items())
 
 

@@ -2,8 +2,8 @@
 
 The steps: the FP8 number line; one Linear in plain PyTorch, in 16 bits and in FP8; one Transformer layer in plain
 PyTorch, of modules, of fused modules, as one TransformerLayer and in FP8; the CPU predicting words that an H200
-recorded; a small GPT of the standard library's sources, trained in bf16 and in FP8; the layer's speed. On a machine
-with a Hopper GPU every step runs on both sides, and any word that differs makes the exit code 1.
+recorded; a small GPT that learns the standard library's sources in bf16 and in FP8; the layer's speed. On a machine
+with a Hopper GPU every step runs on both sides, and the exit code is 1 if any word differs.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from optimized.commands import CommandError, check_folder, positive
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
+from optimized.commands.steps import Progress as StepProgress
 from optimized.commands.steps.style import styled
 from optimized.device import hopper
 from optimized.training import corpus
@@ -32,11 +33,9 @@ SUMMARY = "the main job: from the FP8 number line to a trained model, with an HT
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
 QUICK_FILES = 40
 FULL_STEPS = 240
-Bars = Callable[[str, int], Callable[[], None]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `twin walkthrough`."""
     parser.add_argument(
         "--output", type=Path, default=Path("twin_report.html"), help="the report (default: ./twin_report.html)"
     )
@@ -52,7 +51,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _refuse_output(output: Path) -> None:
-    """Refuse before the work, not after it, where the report cannot be written."""
+    """Refuse, before the work begins, a path that the report cannot be written to."""
     try:
         what = None if output.is_file() or not output.exists() else "a folder" if output.is_dir() else "not a file"
     except OSError as error:
@@ -69,7 +68,7 @@ def _machine() -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · {versions}"
 
 
-def _steps(report: Report, settings: Settings, files: int | None, bars: Bars, quick: bool) -> Iterator[Outcome]:
+def _steps(report: Report, settings: Settings, files: int | None, bars: StepProgress, quick: bool) -> Iterator[Outcome]:
     """Run the steps in order."""
     yield number_line.run(report)
     yield linear.run(report)
@@ -80,13 +79,12 @@ def _steps(report: Report, settings: Settings, files: int | None, bars: Bars, qu
 
 
 def _line(outcome: Outcome) -> str:
-    """What a step found, as the terminal shows it."""
+    """The terminal's line about a step."""
     mark = {True: " [green]equal[/]", False: " [red]DIFFERENT[/]", None: ""}[outcome.equal]
     return f"[bold]{escape(outcome.step)}:[/] {escape(outcome.result)}{mark}"
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run `twin walkthrough`."""
     _refuse_output(args.output)
     report = Report(
         "FP8 training, bit by bit",
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), *bar, console=console) as progress, styled():
 
         def bars(name: str, total: int) -> Callable[[], None]:
-            """Add a bar; the function returned moves it by one."""
+            """Add a bar and return a function that advances it by one."""
             task = progress.add_task(name, total=total)
             return lambda: progress.advance(task)
 
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for outcome in _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick):
             found.append(outcome)
             progress.console.print(_line(outcome), highlight=False)
-            files.write(args.output, report.html())  # what there is so far can be read
+            files.write(args.output, report.html())  # the part that is finished can be read
     report.section("What this run found")
     verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
     report.table(["step", "result", "bits"], [[o.step, o.result, verdicts[o.equal]] for o in found])

@@ -4,57 +4,17 @@ Importing registers them; nothing is compiled, loaded or looked for before the f
 Each module lists its kernels' `CONFIGURATIONS` (kernel file, macros), which the CPU suite compiles for sm_90a.
 """
 
+import importlib
+
 import reference.ops  # noqa: F401  (declares the ops)
-from optimized.ops import (
-    activation,
-    adam,
-    amax,
-    attention,
-    attention_backward,
-    cast,
-    cast_transpose,
-    cat_cast_transpose,
-    dbias,
-    dropout,
-    gemm,
-    gemm_fp8,
-    gemm_fp8_split_k,
-    gemm_fused,
-    multi_cast_transpose,
-    norm,
-    norm_backward,
-    norm_cast_transpose,
-    normal,
-    rotary,
-    scale_update,
-    softmax,
-)
 from reference import not_offered
 
-MODULES = (
-    activation,
-    adam,
-    amax,
-    attention,
-    attention_backward,
-    cast,
-    cast_transpose,
-    cat_cast_transpose,
-    dbias,
-    dropout,
-    gemm,
-    gemm_fp8,
-    gemm_fp8_split_k,
-    gemm_fused,
-    multi_cast_transpose,
-    norm,
-    norm_backward,
-    norm_cast_transpose,
-    normal,
-    rotary,
-    scale_update,
-    softmax,
+_NAMES = (
+    *("activation", "adam", "amax", "attention", "attention_backward", "cast", "cast_transpose", "cat_cast_transpose"),
+    *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "multi_cast_transpose", "norm"),
+    *("norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update", "softmax"),
 )
+MODULES = tuple(importlib.import_module(f"{__name__}.{name}") for name in _NAMES)
 
 __all__ = ["MODULES"]
 

@@ -1,5 +1,6 @@
-"""The activations on the GPU: kernels/activation.cu, and with the FP8 cast kernels/activation_cast_transpose.cu and the
-kernel `total` of kernels/dbias.cu. Semantics: `reference.ops.activation`.
+"""`twin::activation` and its relatives on the GPU. kernels/activation.cu computes activations and their derivatives,
+kernels/activation_cast_transpose.cu also casts them to FP8, and the kernel `total` of kernels/dbias.cu finishes dbias.
+Semantics: `reference.ops.activation`.
 """
 
 import itertools
@@ -9,8 +10,8 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.amax import WIDE, aligned, amax_pointer
-from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.amax import WIDE, aligned, pointer
+from optimized.ops.cast import FP8, scaling_pointers
 from optimized.ops.cast_transpose import tile_grid
 from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.activation import (
@@ -26,68 +27,42 @@ from reference.ops.cast import Scaling
 from reference.ops.cast_transpose import Four, Three
 from reference.ops.library import on_cuda
 
-# The macro KIND of kernels/activation.cuh.
-KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
+KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}  # the macro of kernels/activation.cuh
 _THREADS = 128
-_ROWS = 4  # of a block of kernels/activation.cu
-# A tile of kernels/activation_cast_transpose.cu: 64 rows, 256 bytes of each and 64 more after 16 of them.
+_ROWS = 4  # that a block of kernels/activation.cu computes
+# A tile of kernels/activation_cast_transpose.cu has 64 rows of 256 bytes, and 64 bytes of padding after each 16 rows.
 _TILE_ROWS, _ROW_BYTES = 64, 256
 _TILE_BYTES = _TILE_ROWS * _ROW_BYTES + 4 * 64
-_CARVEOUT = 70  # percent: 164 KB of shared memory. What is read passes through L1, and 60 KB would starve it
-
-Defines = dict[str, int | str]
-
-
-def _inputs(kind: str, backward: bool) -> int:
-    """Matrices of y's shape that the kernel with the cast reads."""
-    return (2 if kind in GATED else 1) + backward
-
-
-def cast_defines(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> Defines:
-    """The macros of one configuration of kernels/activation_cast_transpose.cu.
-
-    The blocks that must fit a multiprocessor are as many as its shared memory has room for, or enough
-    (docs/log/activation.md).
-    """
-    return {
-        "KIND": KIND[kind],
-        "WIDE": WIDE[x],
-        "FP8": FP8[q],
-        "BACKWARD": int(backward),
-        "BLOCKS": {1: 6, 2: 4, 3: 3}[_inputs(kind, backward)],
-    }
-
-
-def defines(kind: str, x: torch.dtype, vector: int) -> Defines:
-    """The macros of one configuration of kernels/activation.cu."""
-    return {"KIND": KIND[kind], "WIDE": WIDE[x], "VECTOR": vector}
-
-
-CONFIGURATIONS: list[tuple[str, Defines]] = [
-    *(("activation", defines(*choice)) for choice in itertools.product(KINDS, WIDE, (0, 1))),
-    *(
-        ("activation_cast_transpose", cast_defines(*choice))
-        for choice in itertools.product(KINDS, WIDE, FP8, (False, True))
-    ),
-]
+# Percent of a multiprocessor's 228 KB: 164 KB of shared memory. What is read passes through L1, and 60 KB would starve
+# it.
+_CARVEOUT = 70
+_BLOCKS = {
+    1: 6,
+    2: 4,
+    3: 3,
+}  # that a multiprocessor should hold, by the matrices that are read (docs/log/activation.md)
 
 
 @cache
 def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
-    return launch.function("activation", name, defines(kind, x, vector))
+    return launch.function("activation", name, {"KIND": KIND[kind], "WIDE": WIDE[x], "VECTOR": vector})
 
 
 @cache
-def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> tuple[launch.Kernel, int]:
-    """The kernel, and the bytes of shared memory that a tile of all that it reads takes."""
-    macros = cast_defines(kind, x, q, backward)
-    shared = _inputs(kind, backward) * _TILE_BYTES
-    name = "activation_cast_transpose"
-    return launch.function(name, name, macros, shared, _CARVEOUT), shared
+def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> launch.Kernel:
+    name, matrices = "activation_cast_transpose", (2 if kind in GATED else 1) + backward
+    macros = {"KIND": KIND[kind], "WIDE": WIDE[x], "FP8": FP8[q], "BACKWARD": int(backward)}
+    return launch.function(name, name, {**macros, "BLOCKS": _BLOCKS[matrices]}, matrices * _TILE_BYTES, _CARVEOUT)
+
+
+CONFIGURATIONS = [
+    *(_plain("forward_kernel", *choice).configuration for choice in itertools.product(KINDS, WIDE, (0, 1))),
+    *(_casting(*choice).configuration for choice in itertools.product(KINDS, WIDE, FP8, (False, True))),
+]
 
 
 def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> None:
-    """Launch a kernel of activation.cu over `rows` and `cols`, those of y; the last tensor is its output."""
+    """Launch a kernel of activation.cu; y has `rows` and `cols`, and the last tensor is the kernel's output."""
     if rows * cols == 0:
         return
     out = tensors[-1]
@@ -101,7 +76,7 @@ def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, col
 
 @on_cuda
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16)."""
+    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype: fp32, bf16 or fp16."""
     y = activation_outputs(x, kind)
     _run("forward_kernel", kind, (x, y), *y.shape)
     return y
@@ -118,29 +93,20 @@ def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch
 def run_cast(
     out: Three, kind: str, grad: torch.Tensor | None, x: torch.Tensor, partial: torch.Tensor | None, *scaling: *Scaling
 ) -> None:
-    """Launch activation_cast_transpose.cu on checked arguments, backward with a grad: q, q_t and scale_inv into `out`,
-    sums over rows into `partial`.
+    """Launch activation_cast_transpose.cu on checked arguments: forward, or backward where there is a `grad`.
+
+    It writes q, q_t and scale_inv to `out`, and sums over rows to `partial`.
     """
-    x = aligned(x)
-    grad = None if grad is None else aligned(grad)
+    x, grad = aligned(x), aligned(grad)
     rows, m = x.shape[0], width(kind, x.shape[1])
     scale, amax_history, column, dtype = scaling
-    args = [
-        0 if grad is None else grad.data_ptr(),
-        x.data_ptr(),
-        scale_pointer(scale, column),
-        amax_pointer(amax_history, column),
-        out[0].data_ptr(),
-        out[1].data_ptr(),
-        out[2].data_ptr(),
-        0 if partial is None else partial.data_ptr(),
-        np.int32(rows),
-        np.int32(m),
-    ]
-    kernel, shared = _casting(kind, x.dtype, dtype, grad is not None)
+    inputs = (pointer(grad), x.data_ptr(), *scaling_pointers(scale, amax_history, column))
+    results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr(), pointer(partial))
+    args = (*inputs, *results, np.int32(rows), np.int32(m))
+    kernel = _casting(kind, x.dtype, dtype, grad is not None)
     tile_cols = _ROW_BYTES // x.element_size()
     grid = tile_grid(-(-m // tile_cols), -(-rows // _TILE_ROWS))
-    launch.launch(kernel, grid, (tile_cols,), args, shared, device=x.device.index)
+    launch.launch(kernel, grid, (tile_cols,), args, kernel.max_dynamic_smem, device=x.device.index)
 
 
 @on_cuda

@@ -7,20 +7,13 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.amax import WIDE
+from optimized.ops.amax import WIDE, pointer
 from reference.ops.adam import outputs
 from reference.ops.library import on_cuda
 
-# Tensors whose addresses fit in the kernel's argument (56 bytes each, of 32764); a longer list takes more launches.
+# Tensors of one launch: their addresses are in the kernel's argument (56 bytes for each, of 32764). A longer list takes
+# more launches.
 CAPACITIES = (32, 512)
-# Gradient's dtype, and whether the parameter is fp32 beside it; of fp32 gradients both are one.
-_KINDS = [(wide, master) for wide, master in itertools.product(WIDE, (False, True)) if not (WIDE[wide] == 0 and master)]
-_MACROS: dict[tuple[torch.dtype, bool, int], dict[str, int | str]] = {
-    (wide, master, capacity): {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity}
-    for (wide, master), capacity in itertools.product(_KINDS, CAPACITIES)
-}
-CONFIGURATIONS = [("adam", macros) for macros in _MACROS.values()]
-
 _THREADS = 256
 _ELEMENTS_PER_BLOCK = _THREADS * 8
 _TENSOR = np.dtype(
@@ -29,7 +22,15 @@ _TENSOR = np.dtype(
         *(("count", "i8"), ("first_block", "i4"), ("aligned", "i4")),
     ]
 )
-_kernels = {key: launch.function("adam", "adam", macros) for key, macros in _MACROS.items()}
+# By the gradient's dtype, whether the parameter is an fp32 master of it, and the capacity. fp32 has no masters.
+_kernels = {
+    (wide, master, capacity): launch.function(
+        "adam", "adam", {"WIDE": WIDE[wide], "MASTER": int(master), "CAPACITY": capacity}
+    )
+    for wide, master, capacity in itertools.product(WIDE, (False, True), CAPACITIES)
+    if not (wide == torch.float32 and master)
+}
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
 @on_cuda
@@ -60,12 +61,11 @@ def adam(
     for start in range(0, len(filled), CAPACITIES[-1]):
         part = filled[start : start + CAPACITIES[-1]]
         capacity = next(c for c in CAPACITIES if len(part) <= c)
-        rows = []
-        blocks = 0
+        rows, blocks = [], 0
         for grad, param, first, second, copy in part:
             count = grad.numel()
             at = (grad.data_ptr(), param.data_ptr(), first.data_ptr(), second.data_ptr())
-            last = 0 if copy is None else copy.data_ptr()
+            last = pointer(copy)
             rows.append((*at, last, count, blocks, (at[0] | at[1] | at[2] | at[3] | last) % 16 == 0))
             blocks += -(-count // _ELEMENTS_PER_BLOCK)
         table = np.zeros(capacity, _TENSOR)

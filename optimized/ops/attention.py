@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,34 +27,34 @@ ARGUMENTS = np.dtype(
 )
 
 
-def shape_defines(d: int) -> dict[str, int | str]:
-    """The macros that follow from the head dimension."""
-    chunks = 1 if d <= 64 else 2 if d <= 128 else 4
-    return {"D_CHUNKS": chunks, "N_OUT": 64 if chunks == 1 else 128, "STAGES": 1 if chunks == 4 else 2}
+CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
 
 
-def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
-    """The macros of one configuration of kernels/attention.cu."""
-    return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **shape_defines(d)}
+def capacity(d: int) -> int:
+    """The least of `CAPACITIES` that holds heads of `d` channels."""
+    return 64 if d <= 64 else 128 if d <= 128 else 256
 
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("attention", defines(dtype, d, dropout))
-    for dtype, d, dropout in itertools.product(FORMATS, (64, 128, 256), (False, True))
-]
+def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str, Any]:
+    """The macros of both kernels for a head dimension of `CAPACITIES`; `more` are those of one kernel alone."""
+    sizes = {"D_CHUNKS": d // 64, "N_OUT": min(d, 128), "STAGES": 1 if d == 256 else 2}
+    return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, chunks_of: int, dropout: bool) -> launch.Kernel:
-    macros = defines(dtype, chunks_of, dropout)
-    chunks, columns, stages = (int(macros[name]) for name in ("D_CHUNKS", "N_OUT", "STAGES"))
+def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
+    macros = defines(dtype, d, dropout)
+    chunks, columns, stages = macros["D_CHUNKS"], macros["N_OUT"], macros["STAGES"]
     chunk = BLOCK * 128
     shared = chunks * chunk + stages * (chunks + columns // 64) * chunk + 8 + 32 * stages
     return launch.function("attention", "attention", macros, shared)
 
 
+CONFIGURATIONS = [_kernel(*case).configuration for case in itertools.product(FORMATS, CAPACITIES, (False, True))]
+
+
 def loadable(x: torch.Tensor) -> torch.Tensor:
-    """`x` `[b, h, s, d]`, or a copy where the copy engine cannot read it: rows off 16 bytes, or repeated."""
+    """`x` `[b, h, s, d]`, or a copy where the copy engine cannot read it: rows repeat or are not 16-byte aligned."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
         return x
@@ -61,7 +62,7 @@ def loadable(x: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
-    """Boxes of `rows` rows and 64 columns of a head of `x` `[b, h, s, d]`, which is `loadable`."""
+    """The tensor map of a `loadable` `x` `[b, h, s, d]`; a box has `rows` rows and 64 columns of one head."""
     b, h, s, d = x.shape
     # The stride of a dimension of one element means nothing, and torch may report any number.
     steps = (2 * step if size > 1 else 16 for size, step in ((s, x.stride(2)), (h, x.stride(1)), (b, x.stride(0))))
@@ -78,7 +79,7 @@ def arguments(
     dropout: float,
     rng_state: torch.Tensor | None,
 ) -> np.ndarray:
-    """The structure that the kernels take; `out` is the tensor that they write, or one of its strides."""
+    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
     shift = causal_shift(mask_type, sq, skv)
     a = np.zeros((), ARGUMENTS)
@@ -114,11 +115,10 @@ def attention(
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
-        args = [tensor_map(x, BLOCK).argument for x in inputs]
-        args += [launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
-        kernel = _kernel(q.dtype, _capacity(d), threshold(dropout) > 0)
-        columns = 64 if d <= 64 else 128
-        grid = (-(-sq // BLOCK), b * h, -(-d // columns))
+        maps = [tensor_map(x, BLOCK).argument for x in inputs]
+        args = (*maps, launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr())
+        kernel = _kernel(q.dtype, capacity(d), threshold(dropout) > 0)
+        grid = (-(-sq // BLOCK), b * h, -(-d // min(capacity(d), 128)))
         launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
@@ -126,8 +126,3 @@ def attention(
         assert rng_state is not None
         advance(rng_state)
     return out, m, inv
-
-
-def _capacity(d: int) -> int:
-    """The head dimension that the kernel for `d` is compiled for."""
-    return 64 if d <= 64 else 128 if d <= 128 else 256

@@ -1,5 +1,5 @@
-"""`twin::cat_cast_transpose_dbias` on the GPU: kernels/cat_cast_transpose.cu, and the kernel `total` of dbias.cu.
-Semantics: `reference.ops.cat_cast_transpose`.
+"""`twin::cat_cast_transpose_dbias` on the GPU: kernels/cat_cast_transpose.cu, and the kernel `total` of
+kernels/dbias.cu. Semantics: `reference.ops.cat_cast_transpose`.
 """
 
 import itertools
@@ -8,23 +8,21 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.amax import WIDE, aligned, amax_pointer
-from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.amax import WIDE, aligned
+from optimized.ops.cast import FP8, scaling_pointers
 from optimized.ops.cast_transpose import THREADS, tile_grid, tiles
 from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.cast_transpose import Four
 from reference.ops.cat_cast_transpose import PARTS, outputs
 from reference.ops.library import on_cuda
 
-_BEYOND = np.iinfo(np.int32).max
+_BEYOND = np.iinfo(np.int32).max  # the first column of a part that is not given
 _PARTS = np.dtype([("part", [("x", "u8"), ("first", "i4"), ("width", "i4")], PARTS), ("groups", "i4"), ("width", "i4")])
 _kernels = {
     (x, q): launch.function("cat_cast_transpose", "cat_cast_transpose", {"WIDE": WIDE[x], "FP8": FP8[q]})
     for x, q in itertools.product(WIDE, FP8)
 }
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("cat_cast_transpose", {"WIDE": wide, "FP8": fp8}) for wide, fp8 in itertools.product(WIDE.values(), FP8.values())
-]
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
 @on_cuda
@@ -38,7 +36,6 @@ def cat_cast_transpose_dbias(
 ) -> Four:
     """xs -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`, dbias `[cols]` of xs's dtype)."""
     q, q_t, scale_inv, dbias = outputs(xs, groups, scale, amax_history, column, dtype)
-    cols = dbias.shape[0]
     read = [aligned(x) for x in xs]  # kept until the launch
     widths = [x.shape[1] // groups for x in read]
     parts = np.zeros((), _PARTS)
@@ -48,17 +45,10 @@ def cat_cast_transpose_dbias(
     parts["groups"], parts["width"] = groups, sum(widths)
     x = read[0]
     partial = new_partial(q)
-    args = [
-        launch.by_value(parts),
-        scale_pointer(scale, column),
-        amax_pointer(amax_history, column),
-        q.data_ptr(),
-        q_t.data_ptr(),
-        scale_inv.data_ptr(),
-        partial.data_ptr(),
-        np.int32(x.shape[0]),
-        np.int32(cols),
-    ]
-    launch.launch(_kernels[x.dtype, dtype], tile_grid(*tiles(x, cols)), (THREADS,), args, device=x.device.index)
+    inputs = (launch.by_value(parts), *scaling_pointers(scale, amax_history, column))
+    results = (q.data_ptr(), q_t.data_ptr(), scale_inv.data_ptr(), partial.data_ptr())
+    args = (*inputs, *results, np.int32(q.shape[0]), np.int32(q.shape[1]))
+    grid = tile_grid(*tiles(x, q.shape[1]))
+    launch.launch(_kernels[x.dtype, dtype], grid, (THREADS,), args, device=x.device.index)
     add_blocks(partial, dbias)
     return q, q_t, scale_inv, dbias

@@ -10,21 +10,18 @@ from optimized.ops.amax import WIDE
 from reference.ops.dbias import outputs
 from reference.ops.library import on_cuda
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("dbias", {"WIDE": wide, "VECTOR": vector}) for wide, vector in itertools.product(WIDE.values(), (0, 1))
-]
-
 BLOCK_ROWS = 64
 _THREADS = 128
 _CLUSTER = 8
 _TOTAL_THREADS = 256
 _TOTAL_COLS = 32
-_SHARED = 227 * 1024  # bytes that the blocks of a multiprocessor can have
-_RESERVED = 17 * 1024  # of them for a block of `total`: 16 KB of its own and 1 KB of the system's
+_SHARED = 227 * 1024  # bytes of shared memory that the blocks of a multiprocessor can have
+_RESERVED = 17 * 1024  # what a block of `total` takes of them: 16 KB that it declares, 1 KB that the system adds
 _kernels = {
     (x, vector): launch.function("dbias", "dbias", {"WIDE": WIDE[x], "VECTOR": vector})
     for x, vector in itertools.product(WIDE, (0, 1))
 }
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 _total = {x: launch.function("dbias", "total", {"WIDE": WIDE[x], "VECTOR": 1}, _SHARED - _RESERVED) for x in WIDE}
 
 
@@ -35,13 +32,13 @@ def new_partial(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_blocks(partial: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the sums over blocks in order, and round, into `out` `[cols]`."""
+    """Add the sums over blocks in order, round, and write them to `out` `[cols]`."""
     blocks, cols = partial.shape
     args = [partial.data_ptr(), out.data_ptr(), np.int32(blocks), np.int32(cols)]
     grid = (max(1, -(-cols // _TOTAL_COLS)),)
     index = partial.device.index
-    # Launched early, blocks would pile up on the multiprocessors that are free first. So they ask for shared memory, as
-    # much as lets no more of them on one than are its share.
+    # The kernel is launched early, and its blocks would pile up on the multiprocessors that are free first. So each
+    # asks for so much shared memory that a multiprocessor has room for its share of them and no more.
     share = -(-grid[0] // launch.processors(index))
     unused = max(0, _SHARED // share - _RESERVED)
     launch.launch(_total[out.dtype], grid, (_TOTAL_THREADS,), args, unused, device=index, early=True)

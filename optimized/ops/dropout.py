@@ -1,5 +1,4 @@
 """`twin::bias_dropout_add` and `twin::dropout_backward` on the GPU: kernels/dropout.cu.
-
 Semantics: `reference.ops.dropout`.
 """
 
@@ -7,20 +6,19 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.amax import WIDE
+from optimized.ops.amax import WIDE, pointer
 from reference.ops.dropout import bias_dropout_add_outputs, dropout_backward_outputs, keep_scale, threshold
 from reference.ops.library import on_cuda
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("dropout", {"WIDE": wide}) for wide in WIDE.values()]
-
 _THREADS = 256
-_ELEMENTS = 8  # of a thread
+_ELEMENTS = 8  # that a thread computes
 _kernels = {dtype: launch.function("dropout", "bias_dropout_add", {"WIDE": wide}) for dtype, wide in WIDE.items()}
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 _advance = launch.function("dropout", "advance", {"WIDE": 1})
 
 
 def advance(rng_state: torch.Tensor) -> None:
-    """Add one to the offset of a generator's state, on its device, after the kernels launched before."""
+    """Add one to the offset of a generator's state, on its device, in the order of launches."""
     launch.launch(_advance, (1,), (1,), [rng_state.data_ptr()], device=rng_state.device.index)
 
 
@@ -32,20 +30,14 @@ def run(
     p: float,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launch the kernel on checked arguments, which writes `out`; the state is not advanced."""
+    """Launch the kernel on checked arguments. It writes `out`; the state is not advanced."""
     if not x.numel():
         return out
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (x, bias, residual, out)]
-    dropped = threshold(p) > 0
-    args = [
-        *pointers,
-        np.int64(x.numel()),
-        np.int32(x.shape[1]),
-        np.uint32(threshold(p)),
-        np.float32(keep_scale(p)),
-        rng_state.data_ptr() if dropped and rng_state is not None else 0,
-        np.int32(all(pointer % 16 == 0 for pointer in pointers)),
-    ]
+    pointers = [pointer(tensor) for tensor in (x, bias, residual, out)]
+    sizes = (np.int64(x.numel()), np.int32(x.shape[1]))
+    state = pointer(rng_state) if threshold(p) else 0
+    vector = np.int32(all(address % 16 == 0 for address in pointers))
+    args = (*pointers, *sizes, np.uint32(threshold(p)), np.float32(keep_scale(p)), state, vector)
     grid = (-(-x.numel() // (_THREADS * _ELEMENTS)),)
     launch.launch(_kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
     return out
@@ -65,5 +57,5 @@ def bias_dropout_add(
 
 @on_cuda
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient before the dropout; `rng_state` is the state from before the forward."""
+    """The gradient of dropout's input; `rng_state` is the state from before the forward."""
     return run(dropout_backward_outputs(grad, p, rng_state), grad, None, None, p, rng_state)

@@ -1,6 +1,6 @@
-"""twin::gemm on Hopper: the host side of kernels/gemm.cu.
+"""`twin::gemm` and `twin::gemm_accumulate` on the GPU: kernels/gemm.cu. Every tile gives the same bits.
 
-The definition, with its rounding points, is reference/ops/gemm.py. Every tile gives the same bits.
+The definition, with its rounding points: `reference.ops.gemm`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from reference.ops.library import on_cuda
 def config(
     dtype: torch.dtype, out: torch.dtype, transpose_a: bool, transpose_b: bool, tile: Tile, add: bool = False
 ) -> GemmConfig:
-    """One configuration of kernels/gemm.cu; `add`: to what the output holds."""
+    """One configuration of kernels/gemm.cu; with `add` it adds the product to what the output holds."""
     macros: dict[str, int | str] = {
         "FORMAT": TYPES[dtype],
         "OUT": TYPES[out],
@@ -33,18 +33,15 @@ def config(
     return GemmConfig("gemm", tile, tuple(macros.items()))
 
 
-# What the CPU suite compiles: every tile with each layout, and every output and format in one tile.
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    config(dtype, out, transpose_a, transpose_b, tile).listed
-    for dtype, out, transpose_a, transpose_b, tile in [
-        *itertools.product([torch.bfloat16], [torch.bfloat16], (False, True), (False, True), TILES),
-        *itertools.product(HALVES, (torch.float16, torch.float32), [False], [False], TILES[:1]),
-    ]
-] + [config(torch.bfloat16, out, True, True, tile, add=True).listed for out, tile in itertools.product(OUTPUTS, TILES)]
+# What the CPU suite compiles: every tile with each layout, and every output and format with one tile.
+_EVERY_TILE = itertools.product(HALVES[:1], HALVES[:1], (False, True), (False, True), TILES)
+_EVERY_FORMAT = itertools.product(HALVES, OUTPUTS[1:], [False], [False], TILES[:1])
+_ADDING = itertools.product(HALVES[:1], OUTPUTS, [True], [True], TILES, [True])
+CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
 
 
 def _transposed(x: torch.Tensor) -> bool:
-    """Whether `x` `[rows, K]` is a transposed view: rows are what is contiguous in memory."""
+    """Whether `x` `[rows, K]` is a transposed view, in which the rows' numbers lie side by side in memory."""
     rows, depth = x.shape
     return not (x.stride(1) == 1 or depth == 1) and (x.stride(0) == 1 or rows == 1)
 
@@ -56,7 +53,7 @@ UNALIGNED = (
 
 
 def _loadable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`x`, or a copy in padded memory, and the elements from one contiguous line of it to the next."""
+    """`x`, or a copy in padded memory; and how many elements lie from one contiguous line of it to the next."""
     lines, line = (x.shape[1], x.shape[0]) if _transposed(x) else (x.shape[0], x.shape[1])
     padded = -(-line // 8) * 8
     # The stride of a dimension of one element means nothing, and torch may report any number.
@@ -93,7 +90,7 @@ def _tile(a: torch.Tensor, b: torch.Tensor) -> Tile:
 
 @on_cuda
 def gemm_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """a `[M, K]` and b `[N, K]`, both bf16 or both fp16; out `[M, N]` fp32, bf16 or fp16 is added to."""
+    """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; a `[M, K]` and b `[N, K]` are both bf16 or both fp16."""
     accumulate_outputs(a, b, out)
     check_devices("gemm", a, b=b, out=out)
     if writable(out):
@@ -113,13 +110,13 @@ def gemm_tiled(
     add: bool = False,
     cut: int | None = None,
 ) -> torch.Tensor:
-    """`gemm` with a given tile, for tests and tuning; arguments are those that `gemm` accepts.
+    """`gemm` with a given tile; arguments are those that `gemm` accepts.
 
     Args:
         tile: one of `gemm_tile.TILES`, or any that fits.
         out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
-        add: to what `out` holds, in fp32.
-        cut: into how many clusters' tiles; `Tile.cut` if None.
+        add: add to what `out` holds, in fp32.
+        cut: how many clusters' tiles the output is cut into; `Tile.cut` if None.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
@@ -135,15 +132,9 @@ def gemm_tiled(
     transpose_a, transpose_b = _transposed(a), _transposed(b)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    args = (
-        _map(a, a_stride, transpose_a, tile.block_m).argument,
-        _map(b, b_stride, transpose_b, tile.block_n // tile.cluster).argument,
-        out.data_ptr(),
-        *bias_arguments(bias),
-        np.int32(m),
-        np.int32(n),
-        np.int32(k),
-        np.int32(cut),
-    )
+    a_map = _map(a, a_stride, transpose_a, tile.block_m)
+    b_map = _map(b, b_stride, transpose_b, tile.block_n // tile.cluster)
+    sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
+    args = (a_map.argument, b_map.argument, out.data_ptr(), *bias_arguments(bias), *sizes)
     config(a.dtype, out_dtype, transpose_a, transpose_b, tile, add).launch(index, cut, args)
     return out

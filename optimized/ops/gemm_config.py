@@ -1,4 +1,4 @@
-"""A configuration of a GEMM kernel: what its macros, threads and shared memory follow from."""
+"""A configuration of a GEMM kernel: its macros, its threads and its shared memory."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from optimized import launch
 from optimized.ops.gemm_tile import Tile, multiprocessors
 
-TYPES = {  # of a kernel's operands and outputs
+TYPES = {  # a kernel's names of the dtypes of operands and outputs
     torch.float8_e4m3fn: "E4M3",
     torch.float8_e5m2: "E5M2",
     torch.bfloat16: "BF16",
@@ -48,17 +48,12 @@ class GemmConfig:
         """The entry of a module's CONFIGURATIONS."""
         return self.kernel, self.defines
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self.tile.shared_bytes + self.epilogue_bytes
-
     @functools.cached_property
     def function(self) -> launch.Kernel:
         """The kernel's function of its own name."""
-        return launch.function(self.kernel, self.kernel, self.defines, self.shared_bytes)
+        return launch.function(self.kernel, self.kernel, self.defines, self.tile.shared_bytes + self.epilogue_bytes)
 
     def launch(self, index: int, tiles: int, args: Sequence[Any]) -> None:
-        """Launch persistent blocks for so many clusters' tiles on CUDA device `index`."""
-        blocks = self.tile.blocks(tiles, multiprocessors(index))
-        launch.launch(self.function, (blocks,), (self.tile.threads,), args, self.shared_bytes, device=index)
+        """Launch persistent blocks for `tiles` clusters' tiles on CUDA device `index`."""
+        blocks, shared = self.tile.blocks(tiles, multiprocessors(index)), self.function.max_dynamic_smem
+        launch.launch(self.function, (blocks,), (self.tile.threads,), args, shared, device=index)

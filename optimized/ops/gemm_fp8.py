@@ -1,6 +1,6 @@
-"""twin::gemm_fp8 on Hopper: the host side of kernels/gemm_fp8.cu.
+"""`twin::gemm_fp8` and `twin::gemm_fp8_accumulate` on the GPU: kernels/gemm_fp8.cu. Every tile gives the same bits.
 
-The definition, with its rounding points, is reference/ops/gemm_fp8.py. Every tile gives the same bits.
+The definition, with its rounding points: `reference.ops.gemm_fp8`.
 """
 
 import functools
@@ -30,7 +30,7 @@ from reference.ops.library import on_cuda
 def config(
     a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, n: int, add: bool = False
 ) -> GemmConfig:
-    """One configuration of kernels/gemm_fp8.cu; of N it depends on n % 32. `add`: to what the output holds."""
+    """One configuration of kernels/gemm_fp8.cu; only n % 32 counts. With `add` it adds to what the output holds."""
     macros: dict[str, int | str] = {
         "A_FORMAT": TYPES[a],
         "B_FORMAT": TYPES[b],
@@ -43,22 +43,15 @@ def config(
     return GemmConfig("gemm_fp8", tile, tuple(macros.items()))
 
 
-# Of a GEMM that is added to its output: in clusters, which help split accumulation little, it lacks registers.
+# The kernel that adds to its output lacks registers in clusters, which help split accumulation little anyway.
 ADDING_TILES = tuple(tile for tile in TILES if tile.cluster == 1)
 
-# What the CPU suite compiles: every tile with both accumulations, and every format and output in one tile.
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    config(a, b, out, accumulate, tile, n).listed
-    for a, b, out, accumulate, tile, n in [
-        *itertools.product(
-            [torch.float8_e4m3fn], [torch.float8_e4m3fn], [torch.bfloat16], ("fast", "split"), FP8_TILES, (16, 32)
-        ),
-        *itertools.product([torch.float8_e5m2], FP8, OUTPUTS, ("fast", "split"), TILES[:1], [32]),
-    ]
-] + [
-    config(torch.float8_e5m2, torch.float8_e4m3fn, out, "split", tile, n, add=True).listed
-    for out, tile, n in itertools.product(OUTPUTS, ADDING_TILES, (16, 32))
-]
+# What the CPU suite compiles: every tile with both accumulations, and every format and output with one tile.
+_E4M3, _E5M2 = FP8
+_EVERY_TILE = itertools.product([_E4M3], [_E4M3], [torch.bfloat16], ("fast", "split"), FP8_TILES, (16, 32))
+_EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, ("fast", "split"), TILES[:1], [32])
+_ADDING = itertools.product([_E5M2], [_E4M3], OUTPUTS, ["split"], ADDING_TILES, (16, 32), [True])
+CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
 
 
 @on_cuda
@@ -96,9 +89,9 @@ def run_gemm(
 
 
 def chains(accumulate: str, k: int) -> str:
-    """How to accumulate: a K of one k-block is one chain either way, and "fast" is faster.
+    """The accumulation to run: with a single k-block both are one chain, and "fast" is faster.
 
-    The addition of split accumulation then is to +0, which changes no word: no step of a tensor core gives -0.
+    Split accumulation would add that chain to +0. This changes no word, because no step of a tensor core gives -0.
     """
     return accumulate if k > K_BLOCK_BYTES else "fast"
 
@@ -116,36 +109,25 @@ def gemm_fp8_tiled(
     add: bool = False,
     cut: int | None = None,
 ) -> torch.Tensor:
-    """`gemm_fp8` with a given tile, for tests and tuning; arguments are those that `gemm_fp8` accepts.
+    """`gemm_fp8` with a given tile, one of `gemm_tile.FP8_TILES` or any that fits.
 
-    Args:
-        tile: one of `gemm_tile.FP8_TILES`, or any that fits.
-        out: where to write, `[M, N]` contiguous and 16-byte aligned; allocated if None.
-        add: to what `out` holds, in fp32.
-        cut: into how many clusters' tiles; `Tile.cut` if None.
+    The arguments are those that `gemm_fp8` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if m == 0 or n == 0:
         return out
-    if k == 0:
-        zero = _epilogue_of_zero(m, n, a_scale_inv, b_scale_inv, bias)
+    if k == 0:  # the accumulators are +0, and only the epilogue remains
+        zero = torch.zeros((m, n), dtype=torch.float32, device=a.device) * (a_scale_inv * b_scale_inv)
+        zero = zero if bias is None else zero + bias.to(torch.float32)
         return out.copy_(out.float() + zero if add else zero)
     bias = loadable(bias)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    args = (
-        operand_maps(a, b, tile, run(n, out_dtype, tile.block_n)),
-        out.data_ptr(),
-        *bias_arguments(bias),
-        a_scale_inv.data_ptr(),
-        b_scale_inv.data_ptr(),
-        np.int32(m),
-        np.int32(n),
-        np.int32(k),
-        np.int32(cut),
-    )
+    maps = operand_maps(a, b, tile, run(n, out_dtype, tile.block_n))
+    pointers = (out.data_ptr(), *bias_arguments(bias), a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+    args = (maps, *pointers, np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
     config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add).launch(index, cut, args)
     return out
 
@@ -154,7 +136,7 @@ def gemm_fp8_tiled(
 def gemm_fp8_accumulate(
     a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`; out `[M, N]` fp32, bf16 or fp16 is added to."""
+    """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; a `[M, K]` and b `[N, K]` are float8, scales fp32 `[1]`."""
     accumulate_outputs(a, b, a_scale_inv, b_scale_inv, out)
     check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
     rest = (a, b, a_scale_inv, b_scale_inv, None)
@@ -165,11 +147,3 @@ def gemm_fp8_accumulate(
     else:
         tell_once("gemm_fp8_accumulate", UNWRITABLE)
         out.copy_(out.float() + gemm_fp8(*rest, torch.float32, "split"))
-
-
-def _epilogue_of_zero(
-    m: int, n: int, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """K = 0: the accumulators are +0 and only the epilogue remains."""
-    out = torch.zeros((m, n), dtype=torch.float32, device=a_scale_inv.device) * (a_scale_inv * b_scale_inv)
-    return out if bias is None else out + bias.to(torch.float32)

@@ -1,7 +1,7 @@
-"""Split accumulation over few output tiles and a long K: the host side of kernels/gemm_fp8_split_k.cu.
+"""`twin::gemm_fp8` with split accumulation where few output tiles meet a long K: kernels/gemm_fp8_split_k.cu.
 
-The same words as gemm_fp8's "split" (reference/ops/gemm_fp8.py): chains of K = 128 on all multiprocessors, then their
-sums in order.
+All multiprocessors compute chains of K = 128, and a second kernel adds them in order, so the words are those of
+kernels/gemm_fp8.cu.
 """
 
 import functools
@@ -18,8 +18,8 @@ from optimized.ops.gemm_tile import FP8_TILES, K_BLOCK_BYTES, Tile, modelled_cyc
 TILE = Tile(1, 64, 6)
 RUN = 4
 RESIDENT = 2  # blocks that a multiprocessor holds at once
-SUMS, SUMMING = 32, 256  # of a block of the second kernel: outputs, threads
-# Cycles, fitted to an H200: of a k-block; of a byte of the slabs, written and read; of both kernels' ends.
+SUMS, SUMMING = 32, 256  # outputs and threads of a block of the second kernel
+# Cycles, fitted to an H200: for a k-block, for writing and reading a byte of a slab, for the ends of both kernels.
 BLOCK, BYTE, ENDS = 1040, 1 / 670, 5500
 
 
@@ -30,13 +30,11 @@ def config(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> GemmConfig:
     return GemmConfig("gemm_fp8_split_k", TILE, tuple(macros.items()))
 
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    config(*types).listed for types in itertools.product(FP8, FP8, OUTPUTS)
-]
+CONFIGURATIONS = [config(*types).listed for types in itertools.product(FP8, FP8, OUTPUTS)]
 
 
 def partition(m: int, n: int, k: int, sms: int) -> tuple[int, int, int]:
-    """Tiles, parts of K and k-blocks of a part: as many blocks as are resident at once, where K is long enough."""
+    """Tiles, parts of K and k-blocks of a part; where K is long enough, as many blocks as are resident at once."""
     tiles, k_blocks = TILE.count(m, n), -(-k // K_BLOCK_BYTES)
     count = -(-k_blocks // max(1, RESIDENT * sms // tiles))
     return tiles, -(-k_blocks // count), count
@@ -44,7 +42,7 @@ def partition(m: int, n: int, k: int, sms: int) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def is_faster(m: int, n: int, k: int, sms: int) -> bool:
-    """Whether this way is modelled to take less time than the best tile of kernels/gemm_fp8.cu."""
+    """Whether the model expects this to take less time than the best tile of kernels/gemm_fp8.cu."""
     _, parts, count = partition(m, n, k, sms)
     if parts == 1:
         return False
@@ -62,10 +60,7 @@ def gemm_fp8_split_k(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gemm_fp8` with split accumulation; arguments as there, checked, none of M, N and K zero.
-
-    `out` is where to write, allocated if None.
-    """
+    """`gemm_fp8` with split accumulation on checked arguments, none of M, N and K zero; `out` is allocated if None."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
     tiles, parts, count = partition(m, n, k, multiprocessors(index))
     k_blocks = -(-k // K_BLOCK_BYTES)
@@ -77,21 +72,11 @@ def gemm_fp8_split_k(
     defines = config(a.dtype, b.dtype, out_dtype).defines
     maps = operand_maps(a, b, TILE, RUN)
     sizes = np.int32(m), np.int32(n)
-    launch.launch(
-        launch.function("gemm_fp8_split_k", "partials", defines, TILE.shared_bytes),
-        (tiles, parts),
-        (TILE.threads,),
-        (maps, workspace.data_ptr(), *sizes, np.int32(k_blocks), np.int32(count)),
-        TILE.shared_bytes,
-        device=index,
-    )
+    partials = launch.function("gemm_fp8_split_k", "partials", defines, TILE.shared_bytes)
+    args = (maps, workspace.data_ptr(), *sizes, np.int32(k_blocks), np.int32(count))
+    launch.launch(partials, (tiles, parts), (TILE.threads,), args, TILE.shared_bytes, device=index)
+    add_in_order = launch.function("gemm_fp8_split_k", "add_in_order", defines)
     scales = a_scale_inv.data_ptr(), b_scale_inv.data_ptr()
-    launch.launch(
-        launch.function("gemm_fp8_split_k", "add_in_order", defines),
-        (-(-m * n // SUMS),),
-        (SUMMING,),
-        (workspace.data_ptr(), out.data_ptr(), *bias_arguments(bias), *scales, *sizes, np.int32(slabs)),
-        device=index,
-        early=True,
-    )
+    sums = (workspace.data_ptr(), out.data_ptr(), *bias_arguments(bias), *scales, *sizes, np.int32(slabs))
+    launch.launch(add_in_order, (-(-m * n // SUMS),), (SUMMING,), sums, device=index, early=True)
     return out

@@ -1,8 +1,8 @@
-"""FP8 GEMMs with the next operations fused in, on Hopper: the host side of kernels/gemm_fp8_fused.cu.
+"""FP8 GEMMs with the next operation fused in, on the GPU: kernels/gemm_fp8_fused.cu. Every tile gives the same bits.
 
-The definitions are reference/ops/gemm_fused.py: each op has the bits of the two that it names. So two kernels run, one
-after the other, where the fused one has no form (fp32 activations, an empty matrix) or has been measured to take longer
-(docs/log/gemm.md; naming a tile forces it). Every tile gives the same bits.
+Each op has the bits of the two ops that it is named after (`reference.ops.gemm_fused`). So two kernels run where the
+fused one has no form (fp32 activations, an empty matrix) and, unless the caller names a tile, where it takes longer
+(docs/log/gemm.md).
 """
 
 import functools
@@ -15,8 +15,8 @@ import torch
 from optimized import launch
 from optimized.ops import activation as activations
 from optimized.ops import dropout, gemm_fp8
-from optimized.ops.amax import WIDE, aligned, amax_pointer
-from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.amax import WIDE, aligned, pointer
+from optimized.ops.cast import FP8, scaling_pointers
 from optimized.ops.gemm_config import GemmConfig
 from optimized.ops.gemm_operands import bias_arguments, check_devices, loadable, operand_maps, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
@@ -28,7 +28,7 @@ from reference.ops.gemm_fused import activation_backward_outputs, activation_out
 from reference.ops.library import on_cuda
 
 ACTIVATION, DROPOUT = "BiasActivation", "BiasDropoutAdd"  # the macro EPILOGUE: structs of the kernel
-SHARED_BYTES = 232448  # of a block, at most
+SHARED_BYTES = 232448  # that a block can have
 
 
 def epilogue_bytes(epilogue: str, tile: Tile) -> int:
@@ -36,16 +36,7 @@ def epilogue_bytes(epilogue: str, tile: Tile) -> int:
     if epilogue == ACTIVATION:
         return 4 * tile.block_n + 16  # the bias in fp32
     bias, mask = 2 * tile.block_n + 16, tile.block_m * tile.block_n // 8 + 16
-    return bias + mask + 127 + tile.warpgroups * 4 * 2 * (16 * 32 * 2 + 8)  # and two boxes of the residual a warp
-
-
-def residual_map(residual: torch.Tensor | None) -> list[int]:
-    """The words of a tensor map for the boxes of kernels/gemm_residual.cuh."""
-    if residual is None:
-        return [0] * 16
-    m, n = residual.shape
-    found = tensor_map_2d(residual.data_ptr(), residual.dtype, m, n, 2 * n, box_rows=16, box_cols=32, swizzle=0)
-    return found.words.view(np.int64).tolist()
+    return bias + mask + 127 + tile.warpgroups * 4 * 2 * (16 * 32 * 2 + 8)  # with two boxes of the residual for a warp
 
 
 def fused_tile(epilogue: str, tile: Tile) -> Tile:
@@ -57,12 +48,12 @@ def fused_tile(epilogue: str, tile: Tile) -> Tile:
 
 
 def halves(epilogue: str, kind: str | None) -> int:
-    """Into how many halves a tile's columns fall: the two of a gated pre-activation."""
+    """How many halves a tile's columns have: a gated activation takes two."""
     return 2 if epilogue == ACTIVATION and kind in GATED else 1
 
 
 def select_steps(epilogue: str, tile: Tile, k: int, kind: str | None = None) -> int:
-    """In how many steps the epilogue finishes a tile, each beside a k-block of the next tile."""
+    """How many steps the epilogue takes for a tile; each runs beside a k-block of the next tile."""
     units = tile.block_n // (16 if epilogue == DROPOUT else 8) // halves(epilogue, kind)
     return next(steps for steps in (units, units // 2, units // 4, 1) if (steps - 1) * K_BLOCK_BYTES < k)
 
@@ -102,7 +93,7 @@ def config(
 
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-_LONG = K_BLOCK_BYTES * 32  # a K with room for every step
+_LONG = K_BLOCK_BYTES * 32  # a K that is long enough for every step
 _CHOICES = [
     *itertools.product(TILES, [32], [_LONG], [ACTIVATION], ("gelu", "swiglu"), [_BF16], [_E4M3], [False]),
     *itertools.product(TILES, [16], [_LONG], [ACTIVATION], ("geglu",), [_BF16], [_E5M2], [False]),
@@ -112,8 +103,8 @@ _CHOICES = [
     *itertools.product(TILES[:2], [32], [128, 1024, 2048], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
     *itertools.product(TILES[2:], [32], [272], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
 ]
-# What the CPU suite compiles: every tile with each epilogue, every kind and type in one tile, fewer steps.
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
+# What the CPU suite compiles: every tile with each epilogue, every kind and type with one tile, and fewer steps.
+CONFIGURATIONS = [
     config(epilogue, (_E4M3, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop).listed
     for tile, columns, k, epilogue, kind, dtype, q, drop in _CHOICES
 ]
@@ -132,33 +123,27 @@ def _launch(
     q: torch.dtype | None = None,
     drop: bool = False,
 ) -> None:
-    """Run the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments."""
+    """Launch the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
     tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), TILES))
     parts = halves(epilogue, kind)
     columns = n // parts
-    args = (
-        operand_maps(a, b, tile, run(columns, dtype), parts),
-        launch.by_value(np.array(arguments, np.int64)),
-        a_scale_inv.data_ptr(),
-        b_scale_inv.data_ptr(),
-        np.int32(m),
-        np.int32(n),
-        np.int32(k),
-    )
-    # The configuration depends on these alone.
+    maps, words = operand_maps(a, b, tile, run(columns, dtype), parts), launch.by_value(np.array(arguments, np.int64))
+    scales = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+    args = (maps, words, *scales, np.int32(m), np.int32(n), np.int32(k))
+    # Shapes that agree in these two have one configuration.
     width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
     chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
     chosen.launch(index, tile.count(m, n), args)
 
 
 def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel has a form for this GEMM; fp32 has none, being no activation dtype of tensor cores."""
+    """Whether the kernel has a form for this GEMM. It has none for fp32."""
     return dtype != torch.float32 and a.shape[0] > 0 and b.shape[0] > 0 and a.shape[1] > 0
 
 
 def _short(a: torch.Tensor, tile: Tile | None) -> bool:
-    """Many tiles with few k-blocks each: the next tile leaves the epilogue too little time (docs/log/gemm.md)."""
+    """Whether K is so short that the next tile leaves the epilogue too little time (docs/log/gemm.md)."""
     return tile is None and a.shape[0] >= 2048 and a.shape[1] < 2048
 
 
@@ -187,17 +172,8 @@ def gemm_fp8_activation(
         return h, q, q_t, scale_inv
     bias = loadable(bias)
     bias_pointer, bias_type = bias_arguments(bias)
-    arguments = [
-        h.data_ptr(),
-        bias_pointer,
-        scale_pointer(scale, column),
-        amax_pointer(amax_history, column),
-        q.data_ptr(),
-        q_t.data_ptr(),
-        scale_inv.data_ptr(),
-        0,
-        int(bias_type),
-    ]
+    arguments = [h.data_ptr(), bias_pointer, *scaling_pointers(scale, amax_history, column)]
+    arguments += [q.data_ptr(), q_t.data_ptr(), scale_inv.data_ptr(), 0, int(bias_type)]
     _launch(ACTIVATION, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, kind, dtype)
     return h, q, q_t, scale_inv
 
@@ -219,7 +195,7 @@ def gemm_fp8_activation_backward(
     scaling = (scale, amax_history, column, dtype)
     out = activation_backward_outputs(a, b, a_scale_inv, b_scale_inv, x, kind, *scaling)
     check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, x=x, scale=scale)
-    # In two kernels: fused into one they took as long or longer at every size (docs/log/gemm.md).
+    # Two kernels: fused into one they took as long or longer at every size (docs/log/gemm.md).
     dact = x.new_empty((a.shape[0], b.shape[0]))
     gemm_fp8.run_gemm(dact, a, b, a_scale_inv, b_scale_inv, None, "split")
     activations.run_backward_cast(out, kind, dact, x, *scaling)
@@ -242,23 +218,22 @@ def gemm_fp8_bias_dropout_add(
     """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]`; advances `rng_state`."""
     out = bias_dropout_add_outputs(a, b, a_scale_inv, b_scale_inv, bias, residual, out_dtype, p, rng_state)
     check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
-    # Beside few k-blocks the mask is not drawn in time, and the kernel has 32 bits for a counter of eight elements.
+    # With few k-blocks the mask is not drawn in time; and the kernel counts groups of eight elements in 32 bits.
     apart = threshold(p) > 0 and (_short(a, tile) or out.numel() >= 2**35)
     if apart or not _fusible(a, b, out_dtype):
         x = gemm_fp8.run_gemm(torch.empty_like(out), a, b, a_scale_inv, b_scale_inv, None, "fast")
         dropout.run(out, x, bias, residual, p, rng_state)
     else:
-        bias, residual = (None if t is None else aligned(t) for t in (bias, residual))
-        arguments = [
-            *residual_map(residual),
-            out.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            0 if rng_state is None else rng_state.data_ptr(),
-            threshold(p),
-            int(np.float32(keep_scale(p)).view(np.uint32)),
-            *(0, 0),  # the struct ends at a multiple of the map's 64 bytes
-        ]
+        bias, residual = aligned(bias), aligned(residual)
+        tensor_map = [0] * 16
+        if residual is not None:
+            rows, columns = residual.shape
+            boxes = {"box_rows": 16, "box_cols": 32, "swizzle": 0}  # of kernels/gemm_residual.cuh
+            encoded = tensor_map_2d(residual.data_ptr(), residual.dtype, rows, columns, 2 * columns, **boxes)
+            tensor_map = encoded.words.view(np.int64).tolist()
+        scalars = [threshold(p), int(np.float32(keep_scale(p)).view(np.uint32))]
+        pointers = [out.data_ptr(), pointer(bias), pointer(residual), pointer(rng_state)]
+        arguments = [*tensor_map, *pointers, *scalars, 0, 0]  # the struct ends at a multiple of the map's 64 bytes
         _launch(DROPOUT, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, drop=threshold(p) > 0)
     if threshold(p):
         assert rng_state is not None

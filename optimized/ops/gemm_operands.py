@@ -1,4 +1,4 @@
-"""What the GEMM ops share: how their kernels read operands and bias, and which outputs they can write."""
+"""What the GEMM ops share: how their kernels read operands and a bias, and which outputs they can write."""
 
 import functools
 
@@ -11,23 +11,19 @@ from optimized.tensor_map import TensorMap, encode
 from reference.notice import say_once
 
 UNWRITABLE = "got an out that is not contiguous from a multiple of 16 bytes, and adds the product in a second pass"
-BIAS_TYPES = {
-    None: np.int32(0),
-    torch.bfloat16: np.int32(1),
-    torch.float16: np.int32(2),
-    torch.float32: np.int32(3),
-}
+BIAS_TYPES = {torch.bfloat16: np.int32(1), torch.float16: np.int32(2), torch.float32: np.int32(3)}
+_NO_BIAS = 0, np.int32(0)
 
 
 def check_devices(op: str, a: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Refuse tensors that are not where `a` is, by their names."""
+    """Refuse tensors on another device than `a`; the keywords are their names."""
     for name, other in others.items():
         if other is not None and other.device != a.device:
             raise ValueError(f"{name} is on {other.device} and a on {a.device}; {op} runs on one device.")
 
 
 def tell_once(op: str, what: str) -> None:
-    """Say once that an op goes a slower way."""
+    """Say once that an op takes a slower way."""
     say_once(f"{op} {what}", f"twin::{op} {what}: a fallback")
 
 
@@ -37,7 +33,7 @@ def writable(out: torch.Tensor) -> bool:
 
 
 def run(n: int, out: torch.dtype, block_n: int = 32) -> int:
-    """Consecutive columns of the output that a thread owns: 16 bytes; 8 where N or a tile is an odd multiple of 16."""
+    """How many consecutive columns of the output a thread owns: 16 bytes, or 8 if N or a tile is no multiple of 32."""
     return 8 if n % 32 == block_n % 32 == 0 and out != torch.float32 else 4
 
 
@@ -53,7 +49,7 @@ def _operand_maps(
     width: int,
     halves: int,
 ) -> launch.ByValue:
-    # L2 fetches two lines at a time, but for rows that straddle lines: there it costs 5 to 20 %.
+    # L2 fetches two lines at a time, except where rows straddle lines: there it would cost 5 to 20 %.
     l2 = 256 if k % 128 == 0 else 128
     a_part = tile.block_m // tile.sharing_a
     part = tile.block_n // max(halves, tile.sharing_b)
@@ -70,12 +66,11 @@ def _operand_maps(
 
 
 def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: int = 1) -> launch.ByValue:
-    """How the copy engine reads FP8 operands, B with its rows permuted: the kernels' struct OperandMaps.
+    """The kernels' struct OperandMaps: how the copy engine reads FP8 operands, the rows of B permuted.
 
-    B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e: shared memory then holds the rows in
-    the order in which wgmma gives a thread `width` consecutive columns. A tile's rows of B are one box, or one for
-    each block of a cluster that shares them (likewise A) or each of B's `halves`. At the edges a box has the rows that
-    remain.
+    B's dimensions are k, e, q, j, g, where row = 4·width·g + width·q + 2·j + e. In this order wgmma gives a thread
+    `width` consecutive columns. A tile's rows of A or B are one box, or one box for each block of a cluster that shares
+    them, or for each of B's `halves`. At the edges a box has the rows that remain.
     """
     for name, operand in (("a", a), ("b", b)):
         if operand.data_ptr() % 16:
@@ -95,5 +90,5 @@ def loadable(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def bias_arguments(bias: torch.Tensor | None) -> tuple[int, np.int32]:
-    """Where a `loadable` bias is and its type, as the kernels take them. It must live until the launch."""
-    return (0, BIAS_TYPES[None]) if bias is None else (bias.data_ptr(), BIAS_TYPES[bias.dtype])
+    """The address and the type of a `loadable` bias, which must live until the launch."""
+    return _NO_BIAS if bias is None else (bias.data_ptr(), BIAS_TYPES[bias.dtype])

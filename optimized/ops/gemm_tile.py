@@ -1,23 +1,22 @@
 """Output tiles of the GEMM kernels, and which of them a problem gets.
 
-The choice changes no bit of any result (the order over K is fixed by contract), only the time. It is a pure
-function of the problem and the number of multiprocessors:
+The choice changes the time but no bit of any result: the contract fixes the order over K. It is a pure function of the
+problem and the number of multiprocessors:
 
     time = sum over waves of (cycles of a tile's ends + max(k-blocks · cycles of a k-block, cycles of its copies))
 
-with cycles fitted to a sweep on an H200 (docs/results/gemm_sweep.json), and more for a cluster,
-which starts later. The copies of a wave take as long as the copy engine of a multiprocessor needs for its rows, or as
-L2 needs for the lines that all of the wave ask for: so blocks of a wave that is not full may be faster.
-The last wave is rarely full. So tiles of 256 columns are mixed with tiles of 224, as many more as fill it (`Tile.cut`).
+The cycles are fitted to a sweep on an H200 (docs/results/gemm_sweep.json). A cluster takes more, since it starts later.
+The copies of a wave take as long as a multiprocessor's copy engine needs for its rows, or as L2 needs for the lines of
+the whole wave, so a wave that is not full may be faster. The last wave is rarely full: therefore tiles of 256 columns
+are mixed with as many of 224 as fill it (`Tile.cut`).
 
 A k-block is 128 bytes of K: 128 FP8 or 64 16-bit values. Hopper's tensor cores take 1024 cycles for a k-block of a
-128 x 256 tile in either, and a smaller tile is bound by its operands' way from L2 and through shared memory.
+128 x 256 tile in either. Smaller tiles are bound by the way of their operands from L2 through shared memory.
 
-The copy engine fetches a row of a k-block in 2.4 cycles or less if it starts at a multiple of 128 bytes, which the
-costs of k-blocks contain. Where K is no such multiple, most rows straddle two lines, and the last k-block reaches
-over the end of every row: then the copies may take longer than the wgmma, and what counts is to copy few rows,
-which clusters do.
-Rows that do not exist are not copied.
+The copy engine fetches a row of a k-block in at most 2.4 cycles if it starts at a multiple of 128 bytes; the costs of
+k-blocks contain this. Where K is no such multiple, most rows straddle two lines, and the last k-block reaches past the
+end of every row. Then the copies may take longer than the wgmma, and clusters win, because they copy fewer rows. Rows
+that do not exist are not copied.
 """
 
 import functools
@@ -37,7 +36,8 @@ def stage_bytes(block_m: int, block_n: int) -> int:
 class Tile:
     """An output tile: `warpgroups` consumers of 64 rows each, `block_n` columns, a ring of `stages` k-blocks.
 
-    `cluster` blocks compute tiles one below the other and share the copies of B; or, `across`, side by side and A.
+    The `cluster` blocks compute tiles one below the other and share the copies of B, or, with `across`, tiles side by
+    side and share the copies of A.
     """
 
     warpgroups: int
@@ -81,7 +81,7 @@ class Tile:
         return self.stages * stage_bytes(self.block_m, self.block_n)
 
     def macros(self, *names: str) -> dict[str, int | str]:
-        """Those of a kernel's macros, in this order."""
+        """The kernel's macros of these names, in this order."""
         every = {
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block_n,
@@ -94,17 +94,17 @@ class Tile:
 
     @property
     def narrow(self) -> int:
-        """Columns of the tiles that are mixed with those of `block_n`; the same where there are none."""
+        """Columns of the narrow tiles that are mixed with those of `block_n`; `block_n` where there are none."""
         return 224 if self.block_n == 256 else self.block_n
 
     @property
     def sharing_a(self) -> int:
-        """Blocks of a cluster that share the copies of A: those side by side."""
+        """How many blocks of a cluster share the copies of A: those side by side."""
         return self.cluster if self.across else 1
 
     @property
     def sharing_b(self) -> int:
-        """Blocks of a cluster that share the copies of B: those one below the other."""
+        """How many blocks of a cluster share the copies of B: those one below the other."""
         return self.cluster // self.sharing_a
 
     @property
@@ -113,18 +113,18 @@ class Tile:
         return self.block_n * self.sharing_a
 
     def rows(self, m: int) -> int:
-        """Rows of clusters that cover `m` rows."""
+        """How many clusters, one below the other, cover `m` rows."""
         return -(-m // (self.block_m * self.sharing_b))
 
     def count(self, m: int, n: int) -> int:
-        """Clusters' tiles that cover an output `[m, n]`, all of them with `block_n` columns."""
+        """How many clusters' tiles cover an output `[m, n]` if all have `block_n` columns."""
         return self.rows(m) * -(-n // self.columns)
 
     def cut(self, m: int, n: int, sms: int) -> int:
-        """Into how many clusters' tiles an output `[m, n]` is cut: whole waves, if narrow tiles can fill the last.
+        """How many clusters' tiles an output `[m, n]` is cut into: whole waves, if narrow tiles can fill the last one.
 
-        The kernel spreads them over the rows (kernels/gemm_tile.cuh, `Schedule`). No cluster has more tiles than the
-        busiest has without narrow ones, and all have some that are narrow.
+        The kernel spreads them over the rows (kernels/gemm_tile.cuh, `Schedule`). The busiest cluster has as many tiles
+        as it would have without narrow ones, and each cluster has some that are narrow.
         """
         wide, clusters = self.count(m, n), sms // self.cluster
         if wide <= clusters or self.narrow == self.block_n:
@@ -132,19 +132,20 @@ class Tile:
         return max(wide, min(-(-wide // clusters) * clusters, self.rows(m) * (n // self.narrow)))
 
     def blocks(self, tiles: int, sms: int) -> int:
-        """Blocks of the persistent kernel for so many clusters' tiles: at most one a multiprocessor."""
+        """How many blocks of the persistent kernel `tiles` clusters' tiles take: at most one for a multiprocessor."""
         return min(tiles, sms // self.cluster) * self.cluster
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cycles of a tile: of one k-block, and of its ends (filling the pipeline, scaling, packing, storing)."""
+    """Cycles that a tile takes for one k-block, and for its ends: filling the pipeline, scaling, packing, storing."""
 
     block: int
     ends: int
 
 
-# By tile: one chain over K (fast accumulation, 16-bit operands), and chains of K = 128 (split accumulation).
+# For each tile: with one chain over K (fast accumulation, 16-bit operands), and with chains of K = 128 (split
+# accumulation).
 COSTS = {
     Tile(2, 256, 4): (Cost(1245, 4000), Cost(1210, 5500)),
     Tile(2, 256, 4, 2): (Cost(1235, 4000), Cost(1245, 5900)),
@@ -164,20 +165,21 @@ COSTS = {
     Tile(1, 16, 22, 2, across=True): (Cost(210, 950), Cost(175, 800)),
     Tile(1, 32, 18, 2, across=True): (Cost(210, 900), Cost(215, 1870)),
 }
-TILES = tuple(COSTS)[:6]  # of every kernel
-FP8_TILES = tuple(COSTS)  # of the FP8 GEMM without a fused epilogue
+TILES = tuple(COSTS)[:6]  # every kernel has them
+FP8_TILES = tuple(COSTS)  # the FP8 GEMM without a fused epilogue has them
 
-# Cycles of the copy engine for a row of a k-block: starting at a multiple of 32 bytes, of 16; reaching over its end.
+# Cycles of the copy engine for a row of a k-block that starts at a multiple of 32 bytes, or of 16, or that reaches past
+# the end of the operand's row.
 ROW_32, ROW_16, ROW_END = 2.5, 3.3, 8.5
-# Lines that L2 delivers in a cycle, to all multiprocessors; of them, those that such a row takes.
+# Lines that L2 delivers to all multiprocessors in a cycle, and lines that a row at a multiple of 32, or of 16, takes.
 L2_LINES, LINES_32, LINES_16 = 64, 1.5, 2.7
 CLUSTER_START = 1500  # cycles
-# Cycles from which on a GEMM runs at the power limit, where copies cost power too; how near to the best time is enough.
+# A GEMM of more cycles runs at the power limit, where copies cost power, too; a time this near to the best will do.
 LONG, NEARLY = 300_000, 1.01
 
 
 def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
-    """The time of `select_tile`'s model, in cycles; arguments as there."""
+    """The time in cycles that `select_tile` compares; arguments as there."""
     if m == 0 or n == 0:
         return 0.0
     blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
@@ -192,7 +194,7 @@ def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: 
     together = k_blocks * (m * tiles / tile.rows(m) + n * tile.rows(m)) * lines / L2_LINES  # all tiles' copies
 
     def wave(clusters: int) -> float:
-        """Of so many clusters' tiles at once."""
+        """Cycles for so many clusters' tiles at once."""
         return cost.ends + max(alone, together * clusters / tiles)
 
     clusters = sms // tile.cluster
@@ -208,14 +210,13 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tupl
     For a long GEMM it is the largest tile within 1 % of that time: it copies operands least often.
 
     Args:
-        m: rows of the output.
-        n: columns of the output.
+        m, n: rows and columns of the output.
         k_bytes: bytes of a row of an operand.
         split: whether the accumulation is split.
         sms: multiprocessors, each of which runs one persistent block.
         tiles: those that the kernel has.
     """
-    # A cluster needs a second row of tiles, or column, or its second block has nothing to do.
+    # Without a second row of tiles, or a second column, a cluster's second block has nothing to do.
     candidates = (t for t in tiles if t.cluster == 1 or (n > t.block_n if t.across else m > t.block_m))
     cycles = {tile: modelled_cycles(tile, m, n, k_bytes, split, sms) for tile in candidates}
     least = min(cycles.values())

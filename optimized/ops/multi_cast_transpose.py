@@ -9,20 +9,15 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.amax import WIDE, aligned, amax_pointer
-from optimized.ops.cast import FP8, scale_pointer
+from optimized.ops.amax import WIDE, aligned
+from optimized.ops.cast import FP8, scaling_pointers
 from optimized.ops.cast_transpose import THREADS, tiles
 from reference.ops.library import on_cuda
 from reference.ops.multi_cast_transpose import OP, outputs
 
-# Matrices whose addresses fit in the kernel's argument (64 bytes each, of 32764): a module's, or a model's; a longer
-# list takes more launches.
+# Matrices of one launch, a module's or a model's: their addresses are in the kernel's argument (64 bytes for each, of
+# 32764). A longer list takes more launches.
 CAPACITIES = (4, 256)
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("multi_cast_transpose", {"WIDE": wide, "FP8": fp8, "CAPACITY": capacity})
-    for wide, fp8, capacity in itertools.product(WIDE.values(), FP8.values(), CAPACITIES)
-]
-
 _MATRIX = np.dtype(
     [
         *((name, "u8") for name in ("x", "scale", "amax", "q", "q_t", "scale_inv")),
@@ -35,6 +30,7 @@ _kernels = {
     )
     for x, q, capacity in itertools.product(WIDE, FP8, CAPACITIES)
 }
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
 @on_cuda
@@ -56,22 +52,12 @@ def multi_cast_transpose(
         read = [aligned(xs[i]) for i in part]  # kept until the launch
         first_tile = 0
         for entry, (i, x) in enumerate(zip(part, read, strict=True)):
-            rows, cols = x.shape
             if (q[i].data_ptr() | q_t[i].data_ptr()) % 16:
                 raise ValueError(f"{OP}: q[{i}] and q_t[{i}] must start at multiples of 16 bytes on a GPU.")
-            table[entry] = (
-                x.data_ptr(),
-                scale_pointer(scales[i], columns[i]),
-                amax_pointer(amax_histories[i] if amax_histories else None, columns[i]),
-                q[i].data_ptr(),
-                q_t[i].data_ptr(),
-                scale_inv[i].data_ptr(),
-                rows,
-                cols,
-                first_tile,
-                0,
-            )
-            first_tile += max(1, math.prod(tiles(x, cols)))  # at least the block that writes scale_inv
+            scaling = scaling_pointers(scales[i], amax_histories[i] if amax_histories else None, columns[i])
+            results = (q[i].data_ptr(), q_t[i].data_ptr(), scale_inv[i].data_ptr())
+            table[entry] = (x.data_ptr(), *scaling, *results, *x.shape, first_tile, 0)
+            first_tile += max(1, math.prod(tiles(x, x.shape[1])))  # at least the block that writes scale_inv
         kernel = _kernels[xs[0].dtype, q[0].dtype, capacity]
         args = [launch.by_value(table), np.int32(len(part))]
         launch.launch(kernel, (first_tile,), (THREADS,), args, device=xs[0].device.index)

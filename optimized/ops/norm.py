@@ -1,6 +1,5 @@
-"""LayerNorm and RMSNorm on the GPU: `twin::norm`.
-
-Kernels: norm.cu and norm_any.cu. Semantics, and the order of the sums: `reference.ops.norm`.
+"""`twin::norm` on the GPU, LayerNorm and RMSNorm: kernels/norm.cu, and kernels/norm_any.cu for rows that norm.cu cannot
+hold in registers. Semantics, and the order of the sums: `reference.ops.norm`.
 """
 
 import functools
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.amax import WIDE, aligned
+from optimized.ops.amax import WIDE, aligned, pointer
 from reference.ops.cast_transpose import Three
 from reference.ops.library import on_cuda
 from reference.ops.norm import KINDS, norm_outputs
@@ -18,7 +17,9 @@ from reference.ops.norm import KINDS, norm_outputs
 Defines = dict[str, int | str]
 
 KIND = {kind: number for number, kind in enumerate(KINDS)}
-ROW_WARPS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # that hold a row, 1024 elements each
+# By the warps that hold a row, 1024 elements each: rows of a block, and blocks of a multiprocessor.
+_SHAPES = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
+ROW_WARPS = tuple(_SHAPES)
 _SHARED = 8 * 16 * 1024
 _ANY_THREADS = 256
 
@@ -28,12 +29,8 @@ def row_warps(hidden: int) -> int | None:
     return None if hidden % 8 else next((n for n in ROW_WARPS if hidden <= n * 1024), None)
 
 
-# Rows of a block and blocks of a multiprocessor, by the warps of a row.
-_SHAPES = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
-
-
 def whole(x: torch.dtype, held: int, hidden: int) -> int:
-    """WHOLE of the kernels: the row fills its warps, which hold so many. (fp32 rows, rare, do without such kernels.)"""
+    """The kernels' macro WHOLE: whether a row fills the `held` elements of its warps. fp32 has no such kernels."""
     return int(hidden == held and x != torch.float32)
 
 
@@ -43,49 +40,28 @@ def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
     if x == torch.float32:
         rows = min(rows, max(1, 16 // warps))
         blocks = min(blocks, max(1, 16 // (rows * warps)))
-    return {
-        "WIDE": WIDE[x],
-        "KIND": KIND[kind],
-        "ROW_WARPS": warps,
-        "ROWS": rows,
-        "BLOCKS": blocks,
-        "WHOLE": whole(x, 1024 * warps, hidden),
-    }
-
-
-def _any_defines(x: torch.dtype, kind: str, vector: int) -> Defines:
-    return {"WIDE": WIDE[x], "KIND": KIND[kind], "VECTOR": vector}
-
-
-CONFIGURATIONS: list[tuple[str, Defines]] = [
-    *(
-        ("norm", defines(x, kind, warps, 1024 * warps - short))
-        for x, kind, warps, short in itertools.product(WIDE, KINDS, ROW_WARPS, (0, 8))
-        if short or x != torch.float32
-    ),
-    *(("norm_any", _any_defines(*choice)) for choice in itertools.product(WIDE, KINDS, (0, 1))),
-]
+    macros: Defines = {"WIDE": WIDE[x], "KIND": KIND[kind], "ROW_WARPS": warps}
+    return {**macros, "ROWS": rows, "BLOCKS": blocks, "WHOLE": whole(x, 1024 * warps, hidden)}
 
 
 @functools.cache
 def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int) -> launch.Kernel:
-    """norm.cu with the macros of `defines`."""
     return launch.function("norm", "norm_rows", defines(x, kind, warps, hidden), _SHARED)
 
 
 @functools.cache
 def _any_kernel(x: torch.dtype, kind: str, vector: int) -> launch.Kernel:
-    return launch.function("norm_any", "norm_any", _any_defines(x, kind, vector))
+    return launch.function("norm_any", "norm_any", {"WIDE": WIDE[x], "KIND": KIND[kind], "VECTOR": vector})
 
 
-def parameters(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both as the kernels take them: aligned to 16 bytes."""
-    return aligned(weight), None if bias is None else aligned(bias)
-
-
-def pointer(tensor: torch.Tensor | None) -> int:
-    """The address, or null."""
-    return 0 if tensor is None else tensor.data_ptr()
+CONFIGURATIONS = [
+    *(
+        rows_kernel(x, kind, warps, 1024 * warps - short).configuration
+        for x, kind, warps, short in itertools.product(WIDE, KINDS, ROW_WARPS, (0, 8))
+        if short or x != torch.float32
+    ),
+    *(_any_kernel(*case).configuration for case in itertools.product(WIDE, KINDS, (0, 1))),
+]
 
 
 def normalize(
@@ -97,31 +73,20 @@ def normalize(
     zero_centered: bool,
     kind: str,
 ) -> None:
-    """`norm` on checked arguments, into (y, mean, rstd)."""
-    x = aligned(x)
-    weight, bias = parameters(weight, bias)
+    """Compute `norm` on checked arguments; `out` is (y, mean, rstd)."""
     rows, hidden = x.shape
     if rows == 0:
         return
-    args = [
-        x.data_ptr(),
-        weight.data_ptr(),
-        pointer(bias),
-        out[0].data_ptr(),
-        out[1].data_ptr(),
-        out[2].data_ptr(),
-        np.int32(rows),
-        np.int32(hidden),
-        np.float32(eps),
-        np.int32(zero_centered),
-        np.int32(WIDE[weight.dtype]),
-        np.int32(WIDE[out[0].dtype]),
-    ]
+    x, weight, bias = aligned(x), aligned(weight), aligned(bias)
+    inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias))
+    results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr())
+    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]), np.int32(WIDE[out[0].dtype]))
+    args = (*inputs, *results, np.int32(rows), np.int32(hidden), *options)
     warps = row_warps(hidden)
     if warps is not None:
         kernel = rows_kernel(x.dtype, kind, warps, hidden)
         in_block = int(kernel.defines["ROWS"])
-        # Persistent blocks, as many as run at once, or a few less if each then has as many rows.
+        # The blocks are persistent: as many as run at once, or a few less if each then has as many rows.
         at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
         parts = -(-rows // in_block)
         turns = -(-parts // at_once)

@@ -1,7 +1,6 @@
-"""LayerNorm and RMSNorm straight to FP8, on the GPU: `twin::norm_cast_transpose`.
-
-Kernels: norm_cast_transpose.cu and norm_cast_transpose_long.cu. Semantics, and the order of the sums:
-`reference.ops.norm`.
+"""`twin::norm_cast_transpose` on the GPU: LayerNorm and RMSNorm straight to FP8, by kernels/norm_cast_transpose.cu for
+rows of up to 1024 elements and by kernels/norm_cast_transpose_long.cu for longer ones. Semantics, and the order of the
+sums: `reference.ops.norm`.
 """
 
 import functools
@@ -13,18 +12,18 @@ import torch
 
 from optimized import launch
 from optimized.ops import cast_transpose
-from optimized.ops.amax import WIDE, aligned, amax_pointer
-from optimized.ops.cast import FP8, scale_pointer
-from optimized.ops.norm import KIND, Defines, normalize, parameters, pointer, whole
+from optimized.ops.amax import WIDE, aligned, pointer
+from optimized.ops.cast import FP8, scaling_pointers
+from optimized.ops.norm import KIND, Defines, normalize, whole
 from reference.ops.cast import Scaling
 from reference.ops.library import on_cuda
 from reference.ops.norm import KINDS, Five, norm_cast_transpose_outputs
 
-_SHARED = 232448 - 7 * 1024  # bytes, at most, beside what the kernels declare themselves
+_SHARED = 232448 - 7 * 1024  # bytes at most, without those that the kernels declare themselves
 
 
 class Shape(NamedTuple):
-    """How rows are shared out: stripes of 512 columns to a block, blocks to a cluster; warps and rows of a tile."""
+    """How rows are distributed: a block has `stripes` of 512 columns, a cluster `cluster` blocks, a tile `rows`."""
 
     stripes: int
     cluster: int
@@ -38,12 +37,12 @@ class Shape(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The kernel: a row to a warp, or to a warp of every block."""
+        """The kernel file: a warp has a row, or a warp of each block has its part of a row."""
         return "norm_cast_transpose_long" if self.width > 1024 else "norm_cast_transpose"
 
     @property
     def share(self) -> int:
-        """Rows at least for each cluster at once: a tile of 64; the long kernel's tiles may be half as high."""
+        """The fewest rows that a cluster is launched for: a tile of 64, or half a tile of the long kernel."""
         return 64 if self.width <= 1024 else 32
 
     def codes(self, kind: str) -> int:
@@ -51,7 +50,7 @@ class Shape(NamedTuple):
         return 512 * self.stripes * ((8 if kind == "layernorm" else 4) + self.rows) + 128
 
     def ring(self, x: torch.dtype, kind: str) -> int:
-        """Rows on the way for each warp: as many as there is room for, up to 4."""
+        """Rows that each warp of the long kernel has under way: as many as there is room for, up to 4."""
         row = 512 * self.stripes * x.itemsize
         return min(4, (_SHARED - self.codes(kind)) // (self.warps * row)) if self.width > 1024 else 0
 
@@ -60,7 +59,7 @@ class Shape(NamedTuple):
         return self.codes(kind) + self.ring(x, kind) * self.warps * 512 * self.stripes * x.itemsize
 
 
-# (stripes, cluster): the first that holds a row is taken.
+# Stripes and cluster; the first pair that holds a row is taken.
 SHAPES = ((2, 1), (4, 1), (3, 2), (4, 2), (5, 2), (3, 4), (4, 4), (3, 8), (4, 8))
 
 
@@ -70,7 +69,7 @@ def tile_shape(x: torch.dtype, kind: str, hidden: int) -> Shape | None:
     for stripes, cluster in SHAPES:
         width = 512 * stripes * cluster
         if hidden <= width:
-            rows = 32 if stripes == 5 else 64  # 64 would leave room for 8 warps' rows
+            rows = 32 if stripes == 5 else 64  # 64 would leave room for the rows of only 8 warps
             # More warps where their registers allow it, and where they gain (docs/log/norm.md).
             many = {2: 24, 3: 22 if kind == "layernorm" else 16}.get(stripes, 16) if whole(x, width, hidden) else 16
             shapes = (Shape(stripes, cluster, warps, rows) for warps in (many, 8))
@@ -80,13 +79,8 @@ def tile_shape(x: torch.dtype, kind: str, hidden: int) -> Shape | None:
 
 def defines(x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int) -> Defines:
     """Macros of either kernel for rows of `hidden` elements."""
-    macros: Defines = {
-        "WIDE": WIDE[x],
-        "KIND": KIND[kind],
-        "FP8": FP8[q],
-        "TILE_WARPS": shape.warps,
-        "WHOLE": whole(x, shape.width, hidden),
-    }
+    macros: Defines = {"WIDE": WIDE[x], "KIND": KIND[kind], "FP8": FP8[q], "TILE_WARPS": shape.warps}
+    macros["WHOLE"] = whole(x, shape.width, hidden)
     if shape.source == "norm_cast_transpose":
         return {**macros, "ROW_WARPS": 1}
     ring = {"TILE_ROWS": shape.rows, "RING": shape.ring(x, kind)}
@@ -105,48 +99,12 @@ CONFIGURATIONS: list[tuple[str, Defines]] = [
 def configured(
     x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int, device: int
 ) -> tuple[launch.Kernel, int, int, int]:
-    """The kernel with the macros of `defines`, its threads, bytes of shared memory, and clusters that run at once."""
+    """The kernel with the macros of `defines`, its threads, its shared memory, and how many clusters run at once."""
     kernel = launch.function(shape.source, "norm_cast_transpose", defines(x, kind, q, shape, hidden), _SHARED)
     threads, smem = 32 * shape.warps, shape.shared(x, kind)
     if shape.width <= 1024:  # no clusters
         return kernel, threads, smem, launch.processors(device)
     return kernel, threads, smem, launch.clusters_at_once(kernel, shape.cluster, threads, smem, device)
-
-
-def run(
-    out: Five,
-    shape: Shape,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    kind: str,
-    *scaling: *Scaling,
-) -> None:
-    """Launch one configuration on checked arguments."""
-    x = aligned(x)
-    weight, bias = parameters(weight, bias)
-    rows, hidden = x.shape
-    scale, amax_history, column, dtype = scaling
-    args = [
-        x.data_ptr(),
-        weight.data_ptr(),
-        pointer(bias),
-        scale_pointer(scale, column),
-        amax_pointer(amax_history, column),
-        *(tensor.data_ptr() for tensor in out),
-        np.int32(rows),
-        np.int32(hidden),
-        np.float32(eps),
-        np.int32(zero_centered),
-        np.int32(WIDE[weight.dtype]),
-    ]
-    index = x.device.index
-    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
-    # Persistent blocks, as many as run at once. At least a cluster: it writes scale_inv.
-    clusters = max(1, min(-(-rows // shape.share), at_once))
-    launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
 
 
 @on_cuda
@@ -161,12 +119,23 @@ def norm_cast_transpose(
 ) -> Five:
     """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd)."""
     out = norm_cast_transpose_outputs(x, weight, bias, eps, zero_centered, kind, *scaling)
-    shape = tile_shape(x.dtype, kind, x.shape[1])
-    if shape is not None:
-        run(out, shape, x, weight, bias, eps, zero_centered, kind, *scaling)
-    else:
-        # Rows too long for registers: fp32 y goes through memory. The same bits, three times the traffic.
+    rows, hidden = x.shape
+    shape = tile_shape(x.dtype, kind, hidden)
+    if shape is None:
+        # The rows are too long for registers: y goes through memory in fp32. The bits are the same, the traffic is
+        # three times as much.
         y = x.new_empty(x.shape, dtype=torch.float32)
         normalize((y, *out[3:]), x, weight, bias, eps, zero_centered, kind)
         cast_transpose.run(out[:3], y, None, *scaling)
+        return out
+    x, weight, bias = aligned(x), aligned(weight), aligned(bias)
+    scale, amax_history, column, dtype = scaling
+    inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias), *scaling_pointers(scale, amax_history, column))
+    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]))
+    args = (*inputs, *(tensor.data_ptr() for tensor in out), np.int32(rows), np.int32(hidden), *options)
+    index = x.device.index
+    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
+    # The blocks are persistent: as many as run at once, and at least one cluster, which writes scale_inv.
+    clusters = max(1, min(-(-rows // shape.share), at_once))
+    launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
     return out

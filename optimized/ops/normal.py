@@ -7,11 +7,10 @@ from optimized import launch
 from reference.ops.library import on_cuda
 from reference.ops.normal import outputs
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [("normal", {})]
-
 _THREADS = 256
-_ELEMENTS = 8  # of a thread
-_kernel = launch.function("normal", "normal", {})
+_ELEMENTS = 8  # that a thread computes
+_kernel = launch.function("normal", "normal")
+CONFIGURATIONS = [_kernel.configuration]
 
 
 def _word(x: float) -> np.int64:

@@ -11,19 +11,17 @@ from optimized.ops.amax import WIDE
 from reference.ops.library import on_cuda
 from reference.ops.rotary import outputs
 
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("rotary", {"WIDE": wide, "VECTOR": vector, "INTERLEAVED": interleaved})
-    for wide, vector, interleaved in itertools.product(WIDE.values(), (0, 1), (0, 1))
-]
-
 _THREADS = 256
-_MAX_DIMENSIONS = 4096  # of freqs: their table lies in shared memory
+_MAX_DIMENSIONS = 4096  # of freqs: the kernel keeps their table in shared memory
 
 
 @functools.cache
 def _kernel(x: torch.dtype, vector: bool, interleaved: bool) -> launch.Kernel:
     macros = {"WIDE": WIDE[x], "VECTOR": int(vector), "INTERLEAVED": int(interleaved)}
     return launch.function("rotary", "rotary", macros)
+
+
+CONFIGURATIONS = [_kernel(*case).configuration for case in itertools.product(WIDE, (False, True), (False, True))]
 
 
 def _strides(x: torch.Tensor) -> object:

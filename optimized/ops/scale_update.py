@@ -1,4 +1,4 @@
-"""`twin::scale_update` on the GPU: kernels/scale_update.cu, one launch for all modules of a device.
+"""`twin::scale_update` on the GPU: kernels/scale_update.cu, launched once for all modules of a device.
 Semantics: `reference.ops.scale_update`.
 """
 
@@ -13,14 +13,9 @@ from optimized.replay import relaunch
 from reference.ops.library import on_cuda
 from reference.ops.scale_update import ALGORITHMS, outputs
 
-# Modules whose addresses fit in the kernel's argument (24 bytes each, of 32764). A model with more takes more
-# launches; a small one need not pay for a large argument.
+# Modules of one launch: their addresses are in the kernel's argument (24 bytes for each, of 32764). A model with more
+# takes more launches; a small one need not pay for a large argument.
 CAPACITIES = (64, 1024)
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("scale_update", {"CAPACITY": capacity, "MOST_RECENT": recent})
-    for capacity, recent in itertools.product(CAPACITIES, (0, 1))
-]
-
 _THREADS = 256
 _MODULE = np.dtype([("scale", "u8"), ("history", "u8"), ("length", "i4"), ("columns", "i4")])
 _kernels = {
@@ -29,6 +24,7 @@ _kernels = {
     )
     for capacity, algorithm in itertools.product(CAPACITIES, ALGORITHMS)
 }
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
 @on_cuda
@@ -57,7 +53,7 @@ def scale_update(
 def _update(
     scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
 ) -> None:
-    """All of one device."""
+    """Update the modules of one device."""
     outputs(scales, amax_histories, fp8_max, margin, algorithm)
     modules = [
         (scale.data_ptr(), history.data_ptr(), *history.shape)

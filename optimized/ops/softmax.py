@@ -12,26 +12,28 @@ from reference.ops.attention import causal_shift
 from reference.ops.library import on_cuda
 from reference.ops.softmax import softmax_backward_outputs, softmax_outputs
 
-# Rows of up to 256 · groups elements are kept in registers; 0: of any length, read again.
-_GROUPS = (1, 2, 4, 8)
-CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
-    ("softmax", {"WIDE": wide, "GROUPS": groups, "VECTOR": vector, "MASKED": masked})
-    for wide, groups, vector, masked in itertools.product(WIDE.values(), (0, *_GROUPS), (0, 1), (0, 1))
-]
-
-_WARPS = 4  # rows of a block
+_WARPS = 4  # of a block, each with a row
+_GROUPS = (
+    1,
+    2,
+    4,
+    8,
+)  # a warp keeps a row of up to 256 · groups elements in registers; with 0 groups it reads it again
 _NO_SHIFT = 1 << 30
 _MASK = np.dtype([("pointer", "u8"), ("strides", "i8", 4)])
 
 
 @functools.cache
-def _configured(name: str, dtype: torch.dtype, groups: int, vector: int, masked: int) -> launch.Kernel:
-    macros = {"WIDE": WIDE[dtype], "GROUPS": groups, "VECTOR": vector, "MASKED": masked}
-    return launch.function("softmax", name, macros)
+def _configured(name: str, x: torch.dtype, groups: int, vector: int, masked: int) -> launch.Kernel:
+    return launch.function("softmax", name, {"WIDE": WIDE[x], "GROUPS": groups, "VECTOR": vector, "MASKED": masked})
+
+
+_CASES = itertools.product(WIDE, (0, *_GROUPS), (0, 1), (0, 1))
+CONFIGURATIONS = [_configured("softmax", *case).configuration for case in _CASES]
 
 
 def _kernel(name: str, *tensors: torch.Tensor, masked: bool = False) -> launch.Kernel:
-    """For rows of such tensors, of one shape and dtype."""
+    """The kernel for rows of these tensors, which have one shape and dtype."""
     cols = tensors[0].shape[-1]
     groups = next((groups for groups in _GROUPS if cols <= 256 * groups), 0)
     vector = cols % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
@@ -50,14 +52,8 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
     if mask is not None:
         masked["pointer"], masked["strides"] = mask.data_ptr(), mask.expand(b, h, sq, skv).stride()
     rows = b * h * sq
-    args = [
-        x.data_ptr(),
-        y.data_ptr(),
-        np.int64(rows),
-        *(np.int32(value) for value in (skv, sq, h, _NO_SHIFT if shift is None else shift)),
-        np.float32(scale),
-        launch.by_value(masked),
-    ]
+    sizes = (np.int64(rows), np.int32(skv), np.int32(sq), np.int32(h), np.int32(_NO_SHIFT if shift is None else shift))
+    args = (x.data_ptr(), y.data_ptr(), *sizes, np.float32(scale), launch.by_value(masked))
     kernel = _kernel("softmax", x, y, masked=mask is not None)
     launch.launch(kernel, (-(-rows // _WARPS),), (32 * _WARPS,), args, device=x.device.index)
     return y
@@ -65,7 +61,7 @@ def softmax(x: torch.Tensor, scale: float, mask_type: str, mask: torch.Tensor | 
 
 @on_cuda
 def softmax_backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """The gradient of x, from that of y and y itself."""
+    """The gradient of x, from y and the gradient of y."""
     dx = softmax_backward_outputs(grad, y, scale)
     if not y.numel():
         return dx

@@ -1,4 +1,4 @@
-"""What the cases of `twin parity` are made of: their class, and inputs that Philox draws alike on every machine."""
+"""What the cases of `twin parity` share: their class, and inputs that Philox draws alike on every machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Case:
-    """`run(device)` gives the outputs of `op` on that device."""
+    """`run(device)` gives the outputs of `op` on that device; a `live` case is too large to be recorded."""
 
     op: str
     name: str
@@ -30,13 +30,13 @@ class Case:
 
 
 def short(dtype: torch.dtype) -> str:
-    """A dtype as kernels name it: bf16, fp16, fp32, e4m3, e5m2."""
+    """The short name of a dtype: bf16, fp16, fp32, e4m3, e5m2."""
     names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
     return names[str(dtype).removeprefix("torch.")]
 
 
 def every_word(dtype: torch.dtype) -> torch.Tensor:
-    """[256, 256]: all words of a 16-bit dtype; for fp32, 65,536 random ones, NaN and infinities among them."""
+    """[256, 256]: all words of a 16-bit dtype, or 65,536 random words of fp32 with NaN and infinities among them."""
     if dtype == torch.float32:
         words = philox.element_words(11, 0, 1 << 16)[0].astype("uint32").view("int32")
         words[:8] = [0x7F800000, -0x800000, 0x7FC00000, -0x400000, 0, -0x80000000, 1, 0x7F7FFFFF]
@@ -62,7 +62,7 @@ def named(names: str, results: Any) -> Outputs:
 
 
 def state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales, history) of three columns; the cases use column 1."""
+    """Scales and amax history of three columns; the cases use column 1."""
     return torch.tensor([1.0, 3.0, 1.0], device=device), torch.zeros(4, 3, device=device)
 
 

@@ -1,8 +1,8 @@
 """The cases of `twin parity`: each runs one operation on one device and returns its outputs.
 
-Inputs come from Philox, so a case is the same on every machine, and a recording holds outputs only. Cases marked
-`live` are too large to be replayed in a few seconds: they run where there is a GPU to compare with. Here are casts,
-the scale update and GEMMs; `cases_ops` has the other ops, `cases_layers` the layers.
+Inputs come from Philox, so a case is the same on every machine and a recording has only outputs. A `live` case would
+take too long to replay: it runs where there is a GPU to compare with. Here are casts, the scale update and GEMMs;
+`cases_ops` has the other ops, `cases_layers` the layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def _cast(op: str, make: Callable[[], torch.Tensor], dtype: torch.dtype, scale: 
 
 
 def _casts_together(wide: torch.dtype, dtype: torch.dtype, device: torch.device) -> Outputs:
-    """Matrices of several shapes in one call; each has its own column."""
+    """Matrices of several shapes in one call; each has a column of its own."""
     xs = [numbers((rows, 80), wide, 21 + rows).to(device) for rows in (1, 7, 130)]
     scales, history = torch.tensor([1.0, 3.0, 37.5], device=device), torch.zeros(4, 3, device=device)
     parts = [list(part) for part in zip(*(cast_outputs(x, x.shape[1], dtype) for x in xs), strict=True)]
@@ -64,7 +64,7 @@ def _side_by_side(wide: torch.dtype, dtype: torch.dtype, groups: int, device: to
 
 
 def casts() -> Iterator[Case]:
-    """The casts and the two reductions that they contain."""
+    """The casts, and the two reductions that are part of them."""
     for wide, dtype in product(WIDE, FP8):
         label = f"{short(wide)} to {short(dtype)}"
         for scale in (1.0, 37.5):
@@ -93,15 +93,14 @@ def _amax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> O
 
 
 def _scale_update(algorithm: str, margin: int, device: torch.device) -> Outputs:
-    """Nine updates of three modules at once; amaxes of 0, infinity and NaN among them."""
+    """Nine updates of three modules at once, with amaxes of 0, infinity and NaN among them."""
     scales = [torch.ones(n, device=device) for n in (3, 3, 2)]
     histories = [torch.zeros(rows, n, device=device) for rows, n in ((5, 3), (1, 3), (16, 2))]
     amaxes = numbers((9, 8), torch.float32, 51).abs()
     amaxes[3] = 0.0
     amaxes[4, :3] = torch.tensor([float("inf"), float("nan"), 1e-45])
     for step in range(9):
-        parts = amaxes[step].split([3, 3, 2])
-        for history, part in zip(histories, parts, strict=True):
+        for history, part in zip(histories, amaxes[step].split([3, 3, 2]), strict=True):
             history[0] = part.to(device)
         twin.scale_update(scales, histories, 448.0, margin, algorithm)
     return {
@@ -157,7 +156,7 @@ def products() -> Iterator[Case]:
 
 
 def _fused(op: str, shape: tuple[int, int, int], kind: str, half: torch.dtype, device: torch.device) -> Outputs:
-    """A fused GEMM on `shape` = rows and columns of the activation, K; `kind` names its activation."""
+    """A GEMM fused with the activation `kind`; `shape` is the activation's rows and columns, and K."""
     m, cols, k = shape
     n = cols * (2 if kind in GATED else 1)
     scales, history = state(device)
@@ -195,7 +194,7 @@ def _accumulated(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.
 
 
 def fused() -> Iterator[Case]:
-    """GEMMs with what follows them."""
+    """GEMMs fused with the next operation."""
     shapes = ((1, 16, 16), (70, 96, 272), (300, 528, 400))
     for half, kind, shape in product(HALVES, KINDS, shapes):
         for op in ("gemm_fp8_activation", "gemm_fp8_activation_backward"):
@@ -210,7 +209,7 @@ def fused() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case, op by op."""
+    """Every case of the three files, op by op."""
     yield from casts()
     yield from updates()
     yield from products()

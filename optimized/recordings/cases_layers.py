@@ -1,10 +1,10 @@
-"""Cases of `twin parity`: the layers, each trained for eight steps, dropout on where it has one.
+"""Cases of `twin parity`: the layers, each trained for eight steps, with dropout if it has any.
 
-Their masks follow from the random states that they were made with (`te.random.undrawn`), as in a CUDA graph; in the
-cases "seeded" from a seed of torch's before each step, as in eager mode.
+Dropout's masks follow from the random states that a layer was made with (`te.random.undrawn`), as in a CUDA graph. In
+cases that are "seeded" they follow from torch's seed before each step, as in eager mode.
 
 After each step p = round(p - round(lr·g)) in p's dtype. Compared are y, dx and every gradient of each step, and the
-parameters, FP8 scales, amax histories and random states after the last.
+parameters, FP8 scales, amax histories and random states after the last one.
 """
 
 import contextlib
@@ -16,19 +16,20 @@ from typing import Any
 import torch
 
 import reference as te
+from optimized.compare import fp8_state
 from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
 from reference import philox
 from reference.nn.dropout import Generator
 from reference.ops.activation import KINDS as ACTIVATIONS
 
 LEARNING_RATE = 0.03125
-GROWTH = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)  # of the inputs at each step, so that scales move
+GROWTH = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)  # factors of the inputs at each step, so that scales change
 FORMATS = {None: "16 bits", te.Format.HYBRID: "FP8", te.Format.E4M3: "FP8"}
 Make = Callable[[torch.dtype], torch.nn.Module]
 
 
 class PackedAttention(torch.nn.Module):
-    """`DotProductAttention` of one input `[s, b, (heads + 2·groups)·d]`, so that it trains like any layer."""
+    """`DotProductAttention` with one input `[s, b, (heads + 2·groups)·d]`, so that it trains like any layer."""
 
     def __init__(self, heads: int, groups: int, channels: int, **arguments: Any) -> None:
         super().__init__()
@@ -42,20 +43,6 @@ class PackedAttention(torch.nn.Module):
         return self.core(q, k, v, **arguments)
 
 
-def _states(layer: torch.nn.Module) -> Outputs:
-    """Scales, histories and random states of every module inside."""
-    found = {}
-    for name, part in layer.named_modules():
-        meta: Any = getattr(part, "fp8_meta", {})
-        for key in ("scaling_fwd", "scaling_bwd"):
-            if key in meta:
-                found[f"{name}.{key}.scale"] = meta[key].scale
-                found[f"{name}.{key}.amax_history"] = meta[key].amax_history
-        if isinstance(part, Generator):
-            found[f"{name}.state"] = part.state
-    return found
-
-
 def _trained(
     make: Make,
     shape: tuple[int, ...],
@@ -65,38 +52,31 @@ def _trained(
     seeded: bool,
     device: torch.device,
 ) -> Outputs:
-    with torch.random.fork_rng(devices=[]), contextlib.nullcontext() if seeded else te.random.undrawn():
-        torch.manual_seed(171)
-        return _train(make(dtype).to(device), shape, dtype, recipe, extra, device)
-
-
-def _train(
-    layer: torch.nn.Module,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    recipe: te.DelayedScaling | None,
-    extra: dict[str, torch.Tensor],
-    device: torch.device,
-) -> Outputs:
     arguments = {name: tensor.to(device) for name, tensor in extra.items()}
     found: Outputs = {}
-    for step, growth in enumerate(GROWTH):
-        x = philox.normal(shape, std=growth, seed=172 + step).to(dtype).to(device).requires_grad_()
-        layer.zero_grad(set_to_none=True)
-        torch.manual_seed(200 + step)
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            y = layer(x, **arguments)
-        y.backward(philox.normal(y.shape, std=1e-2 * growth, seed=182 + step).to(dtype).to(device))
-        gradients = {f"d {name}": parameter.grad for name, parameter in layer.named_parameters()}
-        for name, tensor in {"y": y, "dx": x.grad, **gradients}.items():
-            assert tensor is not None
-            found[f"{name}{step}"] = tensor.detach().clone()
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                assert parameter.grad is not None
-                parameter.copy_(parameter - (parameter.grad * LEARNING_RATE))
+    with torch.random.fork_rng(devices=[]), contextlib.nullcontext() if seeded else te.random.undrawn():
+        torch.manual_seed(171)
+        layer = make(dtype).to(device)
+        for step, growth in enumerate(GROWTH):
+            x = philox.normal(shape, std=growth, seed=172 + step).to(dtype).to(device).requires_grad_()
+            layer.zero_grad(set_to_none=True)
+            torch.manual_seed(200 + step)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = layer(x, **arguments)
+            y.backward(philox.normal(y.shape, std=1e-2 * growth, seed=182 + step).to(dtype).to(device))
+            gradients = {f"d {name}": parameter.grad for name, parameter in layer.named_parameters()}
+            for name, tensor in {"y": y, "dx": x.grad, **gradients}.items():
+                assert tensor is not None
+                found[f"{name}{step}"] = tensor.detach().clone()
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    assert parameter.grad is not None
+                    parameter.copy_(parameter - (parameter.grad * LEARNING_RATE))
     found |= {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    return found | _states(layer)
+    for name, part in layer.named_modules():
+        state = {"state": part.state} if isinstance(part, Generator) else fp8_state(part)
+        found |= {f"{name}.{key}": tensor for key, tensor in state.items()}
+    return found
 
 
 def _case(
@@ -196,7 +176,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def transformer_layers() -> Iterator[Case]:
-    """`TransformerLayer`, encoder and decoder, hidden and attention dropout 0.1."""
+    """`TransformerLayer`, encoder and decoder, with hidden and attention dropout 0.1."""
     padding = {"attention_mask": _padding(40, 40, 17)}
     for label, arguments in LAYERS.items():
         shape = (2, 40, 64) if "batch first" in label else (40, 2, 64)
@@ -218,7 +198,6 @@ def transformer_layers() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case of this file."""
     yield from linears()
     yield from norms()
     yield from attention()

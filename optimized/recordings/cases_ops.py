@@ -30,7 +30,7 @@ EPSILON = 1e-5
 
 
 def _norm(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
-    """Forward, backward, backward with the residual's gradient, and the FP8 cast where the width allows it."""
+    """Forward, backward with and without the residual's gradient, and the FP8 cast where the width allows it."""
     x, grad, residual = (numbers(shape, dtype, 101 + n).to(device) for n in range(3))
     zero_centered = shape[0] % 2 == 0
     weight, bias = (philox.normal((shape[1],), 1.0 - n, 0.3, seed=104 + n).to(dtype).to(device) for n in range(2))
@@ -58,9 +58,9 @@ def norms() -> Iterator[Case]:
 
 
 def _words_through(dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
-    """All words of a 16-bit dtype through an activation and its derivative."""
+    """An activation and its derivative, of all words of a 16-bit dtype."""
     x = every_word(dtype).to(device)
-    if kind in GATED:  # the activated half holds every word
+    if kind in GATED:  # the half that is activated has every word
         x = torch.cat([x, numbers((256, 256), dtype, 111).to(device)], 1)
     grad = numbers((256, 256), dtype, 112).to(device)
     return {"y": twin.activation(x, kind), "dx": twin.activation_backward(grad, x, kind)}
@@ -83,7 +83,7 @@ def _activation_cast(shape: tuple[int, int], dtype: torch.dtype, kind: str, devi
 
 
 def activations() -> Iterator[Case]:
-    """Activations: every word, forward and backward; and both directions to FP8."""
+    """Activations of every word, and activations with the FP8 cast; forward and backward."""
     for kind, dtype in product(ACTIVATIONS, WIDE):
         yield Case(f"{kind}", f"{short(dtype)}, 65,536 words", partial(_words_through, dtype, kind))
         for shape in ((1, 16), (37, 80), (130, 144), (1000, 2048)):
@@ -93,7 +93,7 @@ def activations() -> Iterator[Case]:
 
 
 def _mask(kind: str, b: int, h: int, sq: int, skv: int) -> torch.Tensor | None:
-    """A padding mask [b, 1, 1, skv] whose last sequence is all padding, or a random one [b, h, sq, skv]."""
+    """A padding mask [b, 1, 1, skv] whose last sequence is all padding, or a random mask [b, h, sq, skv]."""
     if kind == "padding":
         lengths = torch.tensor([skv * (n + 1) // b for n in range(b)][::-1])
         lengths[-1] = 0
@@ -192,7 +192,7 @@ def _adam(dtype: torch.dtype, master: bool, decoupled: bool, device: torch.devic
 
 
 def elementwise() -> Iterator[Case]:
-    """Adam; softmax, rotary embedding, normal numbers, and bias + dropout + residual, forward and backward."""
+    """Adam, normal numbers, softmax, rotary embedding, and bias + dropout + residual, forward and backward."""
     for dtype, master, decoupled in product(WIDE, (False, True), (False, True)):
         if not (master and dtype == torch.float32):
             label = f"{short(dtype)}{', masters' * master}{', decoupled decay' * decoupled}"
@@ -211,7 +211,6 @@ def elementwise() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case of this file."""
     yield from norms()
     yield from activations()
     yield from attentions()

@@ -1,7 +1,7 @@
 """Six training steps of an FP8 Linear that PyTorch and cuBLASLt computed on an H200, and the same by `reference`.
 
-tests/golden/record_linear.py recorded them. The inputs are not stored: `words` makes them again from PCG64's raw
-stream, which NumPy keeps fixed.
+tests/golden/record_linear.py recorded them. The inputs are not stored: `words` makes them again from the raw stream of
+PCG64, which NumPy promises to keep.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from optimized.recordings.reader import arrays
 RECORDING = "linear_h200"
 STEPS = 6
 LEARNING_RATE = 0.125
+GROWTH = (1.0, 3.0, 0.5, 40.0, 0.125, 1.0)  # factors of the inputs at each step, so that scales change
 
 
 class Case(NamedTuple):
@@ -42,7 +43,7 @@ CASES = {
 
 
 def words(seed: int, shape: tuple[int, ...], scale: float) -> torch.Tensor:
-    """fp32 numbers, bell-shaped, exactly reproducible: (sum of the word's 8 bytes − 1020) / 256 · scale."""
+    """Bell-shaped fp32 numbers, exactly reproducible: (sum of the word's 8 bytes − 1020) / 256 · scale."""
     count = int(np.prod(shape))
     raw = np.random.PCG64(seed).random_raw(count)
     total = raw.view(np.uint8).reshape(count, 8).sum(1, dtype=np.int64)
@@ -51,12 +52,11 @@ def words(seed: int, shape: tuple[int, ...], scale: float) -> torch.Tensor:
 
 
 def inputs(name: str, case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and g of one step; their size changes from step to step so that the scales have to follow."""
+    """x and g = dL/dy of one step."""
     dtype = getattr(torch, case.dtype)
     seed = 1000 * list(CASES).index(name) + 10 * step
-    growth = (1.0, 3.0, 0.5, 40.0, 0.125, 1.0)[step]
-    x = words(seed + 1, (case.tokens, case.in_features), 1.0 * growth)
-    g = words(seed + 2, (case.tokens, case.out_features), 1e-3 * growth)
+    x = words(seed + 1, (case.tokens, case.in_features), GROWTH[step])
+    g = words(seed + 2, (case.tokens, case.out_features), 1e-3 * GROWTH[step])
     return x.to(dtype), g.to(dtype)
 
 
@@ -69,9 +69,9 @@ def parameters(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def replay(name: str) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Train `reference.Linear` as the recording was: of each step what it gave and what is recorded, by name.
+    """Train `reference.Linear` as recorded; for each step and by name, its result and the recorded one.
 
-    `db`, the bias's gradient, may differ by an ulp: its order of summation is this project's own.
+    `db`, the gradient of the bias, may differ by an ulp: the order of its sum is this project's own.
     """
     case, recorded = CASES[name], arrays(RECORDING)
     dtype = getattr(torch, case.dtype)
@@ -114,7 +114,7 @@ def replay(name: str) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
 
 
 def compare(name: str) -> Tally:
-    """`replay`, every word of it but the bias's gradient."""
+    """Compare every word of `replay`, except the gradient of the bias."""
     tally = Tally()
     for step in replay(name):
         for key, (ours, recorded) in step.items():

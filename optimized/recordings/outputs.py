@@ -1,8 +1,8 @@
 """data/parity_h200.npz: what an H200 computed for the cases of `twin parity`, small enough to be committed.
 
 An output of up to `WHOLE` words is stored as it is. A larger one is stored as its first `SHOWN` words and a digest of
-all words, in which every NaN of 16 and 32 bits is one NaN: the digest is equal if and only if (but for chance, 2⁻¹²⁸)
-every word is.
+all words. To the digest every NaN of 16 and 32 bits is the same NaN. Two digests are equal if every word is, and
+otherwise with a probability of 2⁻¹²⁸.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ def digest(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Recording:
-    """`index` has an entry per output: dtype, shape, place and number of its stored words in `data`, digest or None.
+    """`index` has for each output its dtype, its shape, where its stored words are in `data`, and its digest or None.
 
-    `provenance` is that of `measure.provenance`.
+    `provenance` is as in `measure.provenance`.
     """
 
     index: dict[str, dict[str, Any]]
@@ -50,7 +50,7 @@ class Recording:
     provenance: dict[str, Any] = field(default_factory=lambda: {"kernels": {}})
 
     def compare(self, key: str, tensor: torch.Tensor) -> Tally:
-        """Compare a tensor with the recorded output. A differing digest counts as one different word at least."""
+        """Compare a tensor with the recorded output. If the digests differ, at least one word counts as different."""
         entry = self.index.get(key)
         if entry is None:
             raise files.Damaged(
@@ -71,18 +71,14 @@ class Recording:
 
 
 def write(folder: Path, outputs: Outputs, gpu: torch.device) -> Path:
-    """Store the outputs of `gpu` in `folder` and return the file's path."""
-    index, parts, at = {}, [], 0
+    """Store the outputs that `gpu` computed in `folder`, and return the file's path."""
+    index: dict[str, dict[str, Any]] = {}
+    parts, at = [], 0
     for key, tensor in outputs.items():
         count = tensor.numel() if tensor.numel() <= WHOLE else SHOWN
         words = canonical(tensor)[:count].numpy().tobytes()
-        index[key] = {
-            "dtype": str(tensor.dtype),
-            "shape": list(tensor.shape),
-            "at": at,
-            "bytes": len(words),
-            "digest": digest(tensor) if count < tensor.numel() else None,
-        }
+        index[key] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "at": at, "bytes": len(words)}
+        index[key]["digest"] = digest(tensor) if count < tensor.numel() else None
         parts.append(words)
         at += len(words)
     kernels = sorted(path.stem for path in compiler.KERNELS.glob("*.cu"))

@@ -1,4 +1,4 @@
-"""The files of data/: words that an H200 computed, with GPU, driver, versions and date."""
+"""Reads the files of data/: words that an H200 computed, with GPU, driver, versions and date."""
 
 import json
 from functools import cache
@@ -19,7 +19,7 @@ def exists(name: str) -> bool:
 
 
 class _Whole(dict[str, Any]):
-    """What a recording holds, by name; a name that it lacks is damage."""
+    """The content of a recording by name; asking for a name that is not there raises `files.Damaged`."""
 
     def __init__(self, path: Path, found: dict[str, Any]) -> None:
         super().__init__(found)
@@ -43,7 +43,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def provenance(name: str) -> dict[str, Any]:
-    """Where a recording comes from: GPU, driver, versions, date."""
+    """The GPU, driver, versions and date of a recording."""
     beside = DATA / f"{name}.json"
     if beside.is_file():
         return _Whole(beside, files.record(beside, RESTORED))

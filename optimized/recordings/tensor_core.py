@@ -1,4 +1,4 @@
-"""What an H200's tensor core computed: raw `wgmma` instructions, and GEMMs of cuBLASLt."""
+"""What an H200's tensor cores computed: single `wgmma` instructions, and GEMMs of cuBLASLt."""
 
 import functools
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from optimized.recordings.reader import arrays
 from reference import tensor_core
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Where few tiles meet a long K, cuBLASLt computes slices of K apart and adds them in fp32, in order. (M, N, K) of the
-# recorded GEMMs where it did, with the length of the slices: found by trying all, and the words agree.
+# Where few tiles meet a long K, cuBLASLt computes slices of K separately and adds them in fp32, in order. These are M,
+# N and K of the recorded GEMMs for which it did, with the length of a slice: all lengths were tried, and with this one
+# the words agree.
 SLICES_OF_CUBLASLT = {(256, 256, 16384): 5504, (64, 64, 65536): 2688}
 
 
 @dataclass(frozen=True)
 class Product:
-    """A recorded corner of a GEMM of cuBLASLt: out = a·bᵀ, fp32 [rows, columns], of operands [·, k]."""
+    """A recorded corner of a GEMM of cuBLASLt: out = a·bᵀ, fp32 [rows, columns], with operands [·, k]."""
 
     formats: str
     m: int
@@ -33,7 +34,7 @@ class Product:
 
     @property
     def slices(self) -> int:
-        """How many slices cuBLASLt cut K into."""
+        """How many slices of K cuBLASLt computed."""
         return -(-self.k // self._slice)
 
     @property
@@ -49,12 +50,12 @@ class Product:
         return functools.reduce(torch.add, partial)
 
     def compare(self) -> Tally:
-        """The prediction against the recorded words."""
+        """Compare the prediction with the recorded words."""
         return Tally(self.out.numel(), differing(self.predict(), self.out))
 
     @property
     def title(self) -> str:
-        """Formats and shape, as a reader would say them."""
+        """Formats, shape and accumulation, for a reader."""
         return f"{self.operands}, {self.m}×{self.n}×{self.k}, {self.accumulate}"
 
     @property
@@ -74,11 +75,11 @@ class Steps:
     d: torch.Tensor
 
     def compare(self) -> Tally:
-        """Every tile by single steps, chained through C; NaN words included."""
+        """Compute every tile by single steps, chained through C, and compare all words, NaN included."""
         depth = 32 if self.a.element_size() == 1 else 16
         tally = Tally()
         for a, b, c, d in zip(self.a, self.b, self.c, self.d, strict=True):
-            if a.shape[1] > 64 * depth:  # long chains were recorded with C = 0
+            if a.shape[1] > 64 * depth:  # a long chain, which was recorded with C = 0
                 out = tensor_core.gemm(a, b)
             else:
                 out = c.view(torch.float32)
@@ -89,7 +90,7 @@ class Steps:
 
 
 def steps() -> Iterator[Steps]:
-    """Every case of raw `wgmma` instructions, one step or a chain of them."""
+    """Every recorded `wgmma` case: one step, or a chain of steps."""
 
     def typed(array: np.ndarray, name: str) -> torch.Tensor:
         dtype = DTYPES[name]

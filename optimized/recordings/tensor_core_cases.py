@@ -1,7 +1,7 @@
-"""The inputs of `tensor_core_h200.npz`: made again from seeds, so that only the outputs are stored.
+"""The inputs of `tensor_core_h200.npz`. They are made again from seeds, so that only the outputs are stored.
 
-Bits come from NumPy's Philox *bit generator* (`random_raw`), whose stream NumPy promises to keep, and the
-file holds a checksum of every input. Names read `<a format>.<b format>.<case>`.
+The bits come from NumPy's Philox *bit generator* (`random_raw`), whose stream NumPy promises to keep; the file has a
+checksum of every input. Names are `<a format>.<b format>.<case>`.
 """
 
 import zlib
@@ -54,9 +54,9 @@ class Bits:
     def codes(
         self, fmt: model.FloatFormat, shape: tuple[int, ...], fields: tuple[int, int], zeros: int = 0, specials: int = 0
     ) -> np.ndarray:
-        """Codes with exponent fields in `fields` (inclusive), finite.
+        """Finite codes with exponent fields in `fields` (inclusive); on average, `zeros` of 64 codes are signed zeros.
 
-        Of 64 codes, `zeros` are set to a signed zero and `specials` to NaN or infinity.
+        Another `specials` of 64 are NaN or infinity.
         """
         low, high = fields
         sign = self.below(2, shape)
@@ -78,7 +78,7 @@ class Bits:
         return word.astype({8: np.uint8, 16: np.uint16, 32: np.uint32}[1 + fmt.exponent_bits + fmt.fraction_bits])
 
 
-# case: (fields of a, fields of b, zeros in 64, specials in 64, fields of c, zeros of c in 64, specials of c)
+# Exponent fields of a and of b, zeros and specials in 64 codes of either; fields, zeros and specials of c.
 Recipe = tuple[tuple[int, int], tuple[int, int], int, int, tuple[int, int], int, int]
 
 
@@ -87,7 +87,7 @@ def _top(fmt: model.FloatFormat) -> int:
 
 
 def recipes(a: model.FloatFormat, b: model.FloatFormat) -> dict[str, Recipe]:
-    """The one-step cases of a kind."""
+    """The one-step cases for two formats, by name."""
     all_a, all_b = (0, _top(a)), (0, _top(b))
     near = (max(0, a.bias - 2), a.bias + 2), (max(0, b.bias - 2), b.bias + 2)
     found: dict[str, Recipe] = {
@@ -127,7 +127,7 @@ def _one_step(kind: str, name: str, tiles: int, recipe: Recipe, seed: str) -> Ca
 
 
 def _cancelling(kind: str, tiles: int, seed: str) -> Case:
-    """Products that cancel in pairs but for a few flipped fraction bits, over a small C."""
+    """Products that cancel in pairs, except for a few flipped fraction bits, with a small C."""
     a_format, b_format, instruction = KINDS[kind]
     bits = Bits(f"{kind}.cancel.{seed}")
     half = instruction.k // 2
@@ -142,7 +142,7 @@ def _cancelling(kind: str, tiles: int, seed: str) -> Case:
 
 
 def _chain(kind: str, depth: int, tiles: int, seed: str) -> Case:
-    """K products in a row, C = 0, exponents around 1 so that C grows past its terms."""
+    """`depth` products in a row with C = 0 and exponents around 1, so that the sum grows past its terms."""
     a_format, b_format, _ = KINDS[kind]
     bits = Bits(f"{kind}.chain{depth}.{seed}")
     a = bits.codes(a_format, (tiles, ROWS, depth), (max(0, a_format.bias - 6), a_format.bias + 2), 4)
@@ -151,9 +151,9 @@ def _chain(kind: str, depth: int, tiles: int, seed: str) -> Case:
 
 
 def _low_edge(tiles: int, seed: str) -> Case:
-    """bf16: a power of two among fp32's subnormals and a far smaller product of the other sign, C = 0.
+    """bf16: a power of two among fp32's subnormals, plus a far smaller product of the other sign; C = 0.
 
-    Whether the small one borrows from the large one shows where terms stop being kept.
+    Whether the small product borrows from the large one shows where terms are cut off.
     """
     kind = "bf16.bf16"
     bits = Bits(f"{kind}.low_edge.{seed}")
@@ -174,7 +174,7 @@ def cases(tiles: int = 3, seed: str = "committed") -> Iterator[Case]:
         yield _cancelling(kind, tiles, seed)
         for depth in (4 * instruction.k, 64 * instruction.k, 16384):
             yield _chain(kind, depth, 1, seed)
-        if kind == "bf16.bf16":  # a chain whose C wanders beyond fp32's range
+        if kind == "bf16.bf16":  # a chain whose sum leaves fp32's range
             bits = Bits(f"{kind}.chain_extreme.{seed}")
             a = bits.codes(a_format, (tiles, ROWS, 64), (0, 254), 40)
             b = bits.codes(b_format, (tiles, COLUMNS, 64), (0, 254), 40)
@@ -183,7 +183,7 @@ def cases(tiles: int = 3, seed: str = "committed") -> Iterator[Case]:
     yield _chain("e4m3.e4m3", 65536, 1, seed)
 
 
-# cuBLASLt through torch._scaled_mm: (formats, M, N, K).
+# The GEMMs of cuBLASLt, through torch._scaled_mm: formats, M, N, K.
 PRODUCTS = [
     ("e4m3.e4m3", 64, 64, 16),
     ("e4m3.e4m3", 64, 64, 48),
@@ -201,11 +201,11 @@ PRODUCTS = [
     ("e4m3.e5m2", 512, 512, 2048),
     ("e4m3.e5m2", 1024, 2048, 16384),
 ]
-CORNER = (24, 16)  # how much of a GEMM is stored: its first rows and columns
+CORNER = (24, 16)  # the rows and columns of a GEMM that are stored
 
 
 def product_inputs(index: int, corner: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Codes a [M, K], b [N, K] of PRODUCTS[index]: any finite code; `corner`: only the stored rows."""
+    """Finite codes a [M, K] and b [N, K] of PRODUCTS[index]; with `corner` only the rows that are stored."""
     kind, m, n, depth = PRODUCTS[index]
     drawn = []
     for side, fmt, count in (("a", KINDS[kind][0], m), ("b", KINDS[kind][1], n)):

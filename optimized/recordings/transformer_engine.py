@@ -1,11 +1,11 @@
 """What Transformer Engine computed on an H200, and the same by `reference`, step by step and op by op.
 
-tests/golden/record_transformer_engine.py recorded it: six training steps of each of `transformer_engine_cases`, and of
-each step every call of an op of Transformer Engine, with its arguments and results.
+tests/golden/record_transformer_engine.py recorded six training steps of each of `transformer_engine_cases`, and every
+call of an op of Transformer Engine in these steps, with its arguments and results.
 
-`steps` trains `reference`'s layer. Each step starts from what Transformer Engine had: parameters from its recorded
-gradients, scales and histories as recorded. `calls` repeats each recorded call by the op of this project that it
-corresponds to, on Transformer Engine's own arguments: a difference found there is that op's and no other's.
+`steps` trains `reference`'s layer. Each step starts from Transformer Engine's state: parameters follow from recorded
+gradients, scales and histories are the recorded ones. `calls` repeats each recorded call with the corresponding op of
+this project on Transformer Engine's own arguments, so that a difference comes from this op alone.
 """
 
 import json
@@ -35,39 +35,35 @@ from reference.ops.library import twin
 RECORDING = "transformer_engine_h200"
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
-# Of each part of an op's result that may differ, why. What is not here must not differ.
 _NORM = "its norm adds a row in another order, contracts to fma, and takes rsqrtf"
 _SUM = "its order of the column sum"
 _GELU = "its GELU in tanhf, contracted to fma; ours are recorded fp32 words"
 _SILU = "its sigmoid in expf, contracted to fma; ours are recorded fp32 words"
 _ROUNDED = "it rounds a gated activation's gradient to 16 bits before the cast and the sum, which read fp32 here"
+# Why a part of an op's result may differ, by op and part. All other parts must not differ.
 WHY = {
-    ("norm", "codes"): _NORM,
-    ("norm", "amax"): _NORM,
-    ("norm", "mean"): _NORM,
-    ("norm", "rstd"): _NORM,
-    ("norm_backward", "dx"): _NORM,
-    ("norm_backward", "dgamma"): _SUM,
-    ("norm_backward", "dbeta"): _SUM,
-    ("gelu", "codes"): _GELU,
-    ("gelu", "amax"): _GELU,
-    ("gelu_backward", "codes"): _GELU,
-    ("gelu_backward", "amax"): _GELU,
-    ("gelu_backward", "dbias"): f"{_GELU}; {_SUM}",
-    ("swiglu", "codes"): _SILU,
-    ("swiglu", "amax"): _SILU,
-    ("swiglu_backward", "dx"): _SILU,
-    ("cast_dbias", "dbias"): _SUM,
-    ("dbias", "dbias"): _SUM,
-    ("swiglu_backward with its cast", "codes"): _ROUNDED,
-    ("swiglu_backward with its cast", "amax"): _ROUNDED,
-    ("swiglu_backward with its cast", "dbias"): f"{_ROUNDED}; {_SUM}",
-    ("bias_dropout_add", "out"): "torch.compile fuses it and keeps fp32 between its two additions",
+    (op, part): why
+    for op, parts, why in (
+        ("norm", "codes amax mean rstd", _NORM),
+        ("norm_backward", "dx", _NORM),
+        ("norm_backward", "dgamma dbeta", _SUM),
+        ("gelu", "codes amax", _GELU),
+        ("gelu_backward", "codes amax", _GELU),
+        ("gelu_backward", "dbias", f"{_GELU}; {_SUM}"),
+        ("swiglu", "codes amax", _SILU),
+        ("swiglu_backward", "dx", _SILU),
+        ("cast_dbias", "dbias", _SUM),
+        ("dbias", "dbias", _SUM),
+        ("swiglu_backward with its cast", "codes amax", _ROUNDED),
+        ("swiglu_backward with its cast", "dbias", f"{_ROUNDED}; {_SUM}"),
+        ("bias_dropout_add", "out", "torch.compile fuses it and keeps fp32 between its two additions"),
+    )
+    for part in parts.split()
 }
 
 
 class Step(NamedTuple):
-    """One recorded step: its start (x, g, parameters), the named results, and the calls."""
+    """One recorded step: what it started from (x, g, parameters), the results by name, and the calls."""
 
     start: Tensors
     results: Tensors
@@ -84,7 +80,7 @@ def _file() -> tuple[dict[str, Any], np.ndarray]:
 
 
 def stored(place: list[Any], start: Tensors) -> torch.Tensor:
-    """The tensor of `[name or number, shape]`: of the step's start, or of the file."""
+    """The tensor at `[name or number, shape]`: a name is one of the step's start, a number one of the file."""
     where, shape = place
     if isinstance(where, str):
         return start[where].reshape(shape)
@@ -110,13 +106,14 @@ def recorded(name: str) -> list[Step]:
 
 
 def steps(name: str) -> Iterator[Pairs]:
-    """Of each step of `reference`'s layer: its result and the recorded one, by name."""
+    """For each step of `reference`'s layer and by name, its result and the recorded one."""
     run = Run(name, te, te, "cpu")
     before: Tensors | None = None
     for x, step in enumerate(recorded(name)):
         run.load({key: step.start[key] for key in run.shapes()})
         if before is not None:
-            _set_states(run, before)
+            for key, tensor in run.states().items():
+                tensor.copy_(before[key])
         given = run.step(*inputs(name, x))
         if given.keys() != step.results.keys():
             raise files.Damaged(
@@ -126,16 +123,8 @@ def steps(name: str) -> Iterator[Pairs]:
         before = step.results
 
 
-@torch.no_grad()
-def _set_states(run: Run, results: Tensors) -> None:
-    for prefix, part in run.parts().items():
-        for key in ("scaling_fwd", "scaling_bwd"):
-            part.fp8_meta[key].scale.copy_(results[f"{prefix}{key}.scale"])
-            part.fp8_meta[key].amax_history.copy_(results[f"{prefix}{key}.amax_history"])
-
-
 def calls(name: str) -> Iterator[tuple[str, Pairs]]:
-    """Of each recorded call: the op, and of each part of its result ours and Transformer Engine's."""
+    """For each recorded call the op, and for each part of its result ours and Transformer Engine's."""
     for step in recorded(name):
         for call in step.calls:
             given = {key: stored(place, step.start) for key, place in call["in"].items()}
@@ -150,7 +139,7 @@ def _pairs(ours: Tensors, call: dict[str, Any], step: Step) -> Pairs:
 
 
 def _fused(call: dict[str, Any], given: Tensors, step: Step) -> Iterator[tuple[str, Pairs]]:
-    """Where what is cast is a swiglu's gradient: the op that does both in one, as this project's layers do."""
+    """For a cast of swiglu's gradient, compare the op that computes and casts it, as this project's layers do."""
     for before in step.calls:
         if before["op"] == "swiglu_backward" and before["out"]["dx"][0] == call["in"]["x"][0]:
             scaling = _scaling(call, given)
@@ -161,7 +150,7 @@ def _fused(call: dict[str, Any], given: Tensors, step: Step) -> Iterator[tuple[s
 
 
 def updates(name: str) -> Iterator[Pairs]:
-    """Of each module, direction and step: scales and history after it, ours from Transformer Engine's own amaxes."""
+    """Scales and histories of each module and direction, step by step; ours follow from Transformer Engine's amaxes."""
     run, before = Run(name, te, te, "cpu"), None
     recipe = run.recipe
     for step in recorded(name):
@@ -246,7 +235,7 @@ _OPS = {
 
 
 def compare(name: str) -> Tally:
-    """Every part of every call that may not differ (`WHY`)."""
+    """Compare every part of every call, except those that may differ (`WHY`)."""
     tally = Tally()
     for op, parts in _every(name):
         for part, pair in parts.items():
@@ -261,9 +250,9 @@ def _every(name: str) -> Iterator[tuple[str, Pairs]]:
 
 
 def summary() -> dict[str, Any]:
-    """Words compared and different: of every op's parts over all cases, and of every case's tensors.
+    """Words compared and different, for each part of an op over all cases and for each tensor of a case.
 
-    Where a case's tensor differs, `steps` counts by step, and `ops` names what differs among that case's calls: the
+    Where a case's tensor differs, `steps` has the counts by step, and `ops` names the ops of that case that differ: the
     source of the difference.
     """
     ops: dict[tuple[str, str], Tally] = {}

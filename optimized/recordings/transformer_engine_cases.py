@@ -1,11 +1,11 @@
 """Six training steps of Transformer Engine's layers: cases, inputs, and the step itself for either library.
 
 tests/golden/record_transformer_engine.py runs `Run` with Transformer Engine on an H200, and
-`optimized.recordings.transformer_engine` with `reference` on a CPU. Both get the same words: inputs and first
-parameters come from PCG64's raw stream (`linear.words`), later parameters from the recorded gradients.
+`optimized.recordings.transformer_engine` runs it with `reference` on a CPU. Both get the same words: inputs and first
+parameters come from PCG64's raw stream (`linear.words`), later parameters follow from the recorded gradients.
 
-A whole layer runs without its own attention, whose order of sums is cuDNN's: in its place stands `select`, which only
-chooses and adds once, so that both libraries must agree about all that is around it.
+A `TransformerLayer` runs without its attention, whose order of sums is cuDNN's. `select` takes its place: it chooses
+elements and adds once, so that both libraries must agree about everything around it.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimized.recordings.linear import words
+from optimized.compare import fp8_state
+from optimized.recordings.linear import GROWTH, LEARNING_RATE, STEPS, words
 
-STEPS = 6
-LEARNING_RATE = 0.125
-GROWTH = (1.0, 3.0, 0.5, 40.0, 0.125, 1.0)  # of the inputs from step to step, so that scales have to follow
+__all__ = ["CASES", "STEPS", "Run", "first_parameters", "inputs", "known", "select", "updated"]
 PARTS = ("Linear", "LayerNormLinear", "LayerNormMLP")  # modules with FP8 state
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Case(NamedTuple):
-    """One recorded training run: layer, dtype, delayed scaling, leading sizes of x, the layer's arguments."""
+    """One recorded training run: the layer, its dtype, its recipe, the leading sizes of x, the layer's arguments."""
 
     layer: str
     dtype: torch.dtype
@@ -82,7 +81,7 @@ def inputs(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def first_parameters(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """The parameters before the first step, by name: weights and biases around 0, γ around 1 unless zero-centred."""
+    """The parameters before the first step, by name: weights and biases around 0, γ around 1 unless zero-centered."""
     case, found = CASES[name], {}
     for i, key in enumerate(sorted(shapes)):
         is_gamma = key.endswith("layer_norm_weight")
@@ -103,7 +102,7 @@ def updated(parameters: Tensors, gradients: Tensors) -> Tensors:
 
 
 def known(x: torch.Tensor, gradient: torch.Tensor, parameters: Tensors) -> Tensors:
-    """What a step starts from, by name; q's, k's and v's weights also as one, as their GEMM reads them."""
+    """What a step starts from, by name. The weights of q, k and v are also there as one, as their GEMM reads them."""
     found = {"x": x, "g": gradient, **parameters}
     for kind in ("weight", "bias"):
         parts = [f"self_attention.layernorm_qkv.{part}_{kind}" for part in ("query", "key", "value")]
@@ -113,13 +112,13 @@ def known(x: torch.Tensor, gradient: torch.Tensor, parameters: Tensors) -> Tenso
 
 
 def select(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """v plus q in even and k in odd channels, `[s, b, heads·d]`: one rounding forward, none backward."""
+    """v plus q in even channels and k in odd ones, `[s, b, heads·d]`: one rounding forward, none backward."""
     even = torch.arange(q.shape[-1], device=q.device) % 2 == 0
     return (v + torch.where(even, q, k)).flatten(2)
 
 
 def _stand_in(q: Any, k: Any, v: Any, *_: Any, qkv_layer: Any = None, qkv_interleave_dim: Any = None, **__: Any) -> Any:
-    """`select` with the arguments of a `DotProductAttention`; Transformer Engine may hand over q, k, v as one."""
+    """`select` with the arguments of a `DotProductAttention`; Transformer Engine may pass q, k and v as one tensor."""
     if qkv_layer is not None:
         q, k, v = qkv_layer.unbind(qkv_interleave_dim)
     return select(q, k, v)
@@ -146,7 +145,7 @@ class Run:
             self.layer.self_attention.core_attention.forward = _stand_in
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by name."""
+        """The shapes of the parameters, by name."""
         return {key: tuple(value.shape) for key, value in self.layer.named_parameters()}
 
     def parts(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Run:
 
     @torch.no_grad()
     def load(self, parameters: Tensors) -> None:
-        """Take over parameters."""
+        """Set the parameters."""
         for key, parameter in self.layer.named_parameters():
             parameter.copy_(parameters[key])
 
@@ -169,14 +168,10 @@ class Run:
         y.backward(gradient.to(self.device))
         found = {"y": y, "dx": x.grad}
         found |= {f"d {key}": parameter.grad for key, parameter in self.layer.named_parameters()}
-        return {key: value.detach().cpu() for key, value in found.items()} | self.states()
+        states = {key: value.cpu().clone() for key, value in self.states().items()}
+        return {key: value.detach().cpu() for key, value in found.items()} | states
 
     def states(self) -> Tensors:
-        """Scales and amax histories."""
-        found = {}
-        for prefix, part in self.parts().items():
-            for key in ("scaling_fwd", "scaling_bwd"):
-                meta = part.fp8_meta[key]
-                found[f"{prefix}{key}.scale"] = meta.scale.detach().cpu().clone()
-                found[f"{prefix}{key}.amax_history"] = meta.amax_history.detach().cpu().clone()
-        return found
+        """The scales and amax histories of all modules, by name."""
+        parts = self.parts().items()
+        return {f"{prefix}{key}": x.detach() for prefix, part in parts for key, x in fp8_state(part).items()}

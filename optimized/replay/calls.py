@@ -1,15 +1,15 @@
-"""Which calls agree, and the tapes of each: the one cache of launches.
+"""Which calls agree, and their tapes: the one cache of launches.
 
-    first call of a kind       runs, and is measured: sizes of its arena, its scratch and its results
-    then                       its launches, if a tape was recorded at these addresses
-                               else it runs, with its tensors placed there, and is recorded
+    the first call of a kind   runs, and the sizes of its arena, its scratch and its results are measured
+    a later call               is replayed, if a tape was recorded at these addresses;
+                               otherwise it runs, with its tensors placed there, and is recorded
 
-A tape holds no memory: what a call saves for backward lies in one tensor, the arena, and its temporaries in another,
-the scratch, allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
+A tape holds no memory. What a call saves for backward lies in one tensor, the arena, and its temporaries in another,
+the scratch; both are allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
 
-A call that allocates more than `LARGEST` bytes always runs, because its kernels outlast its Python. Where addresses
-keep changing, as with lengths that are drawn for each batch, no more is measured or recorded after `MOST_MISSES` times,
-each of which costs as much as running does.
+A call that allocates more than `LARGEST` bytes always runs, because its kernels take longer than its Python. Measuring
+or recording a call costs as much as running it. So where addresses keep changing, because each batch has lengths of its
+own, this ends after `MOST_MISSES` times.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arran
 from optimized.replay.watch import Record, Watch
 
 LARGEST = 448 << 20
-MOST_KINDS, MOST_TAPES = 4096, 256  # of all (a layer takes up to four for each length), and of a kind
-MOST_MISSES = 4096  # more than hits, of all
+MOST_KINDS, MOST_TAPES = 4096, 256  # kinds (a layer takes up to four for each length), and tapes of one kind
+MOST_MISSES = 4096  # by how many misses may outnumber hits
 
 Saved = tuple[torch.Tensor | None, ...]
 Function = Callable[[], tuple[Saved, Saved]]  # results, and what is saved for backward
@@ -36,12 +36,12 @@ class Kind:
     Attributes:
         usable: whether such a call can be replayed.
         results: how its results are allocated.
-        places: for each allocation, in order, where it lies.
+        places: where each allocation lies, in their order.
         sizes: bytes of the arena and of the scratch.
-        saved_places: what is saved for backward: None, or a place in what `saved` gives.
-        needed: the numbers of those, among arena, scratch, inputs and state.
+        saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
+        needed: the numbers of those tensors among arena, scratch, inputs and state.
         tapes: by all addresses.
-        hits, misses: calls that were replayed, and that were recorded.
+        hits, misses: how many calls were replayed, and how many were recorded.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Kind:
         self.misses = self.hits = 0
 
     def measure(self, run: Function) -> tuple[Saved, Saved]:
-        """Run as ever, and note what was allocated."""
+        """Run the first call, and note what it allocates."""
         with Watch() as watch:
             results, saved = run()
         last = {one.address: i for i, one in enumerate(watch.allocated)}
@@ -100,7 +100,7 @@ class Kind:
         needed = sorted({place.number for place in places if place is not None})
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
-        # Another place than before: inputs share storage at times.
+        # The places may differ from call to call, because inputs may share storage.
         same = not self.tapes or (self.needed, self.saved_places) == (needed, located)
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
         self.needed, self.saved_places = needed, located
@@ -108,11 +108,11 @@ class Kind:
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
-        """What goes to `save_for_backward`: of arena, inputs and state, what is needed."""
+        """What goes to `save_for_backward`: the arena, inputs and state, as far as they are needed."""
         return tuple([sources[i] for i in self.needed])
 
     def found(self, saved: Saved) -> Saved:
-        """What the function itself would have saved."""
+        """The tensors that the function itself would have saved."""
         return tuple(None if place is None else place.of(saved) for place in self.saved_places)
 
 
@@ -142,7 +142,7 @@ def _address(x: torch.Tensor | None) -> int:
 
 
 def specification(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Of each tensor what a launch depends on besides its address."""
+    """What launches depend on besides addresses, for each tensor."""
     return [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
 
 
@@ -153,11 +153,13 @@ def play(
     state: Sequence[torch.Tensor],
     before_first: Callable[[], None] | None = None,
 ) -> tuple[Saved, Saved, Kind | None]:
-    """What the function that `prepare` gives returns; with a kind, in the form of `Kind.saved`.
+    """Run or replay the function that `prepare` gives: its results, what it saved, and its kind or None.
+
+    With a kind, what it saved is in the form of `Kind.saved`.
 
     Args:
         prepare: makes the function.
-        key: all but addresses that its launches depend on.
+        key: everything that its launches depend on, except addresses.
         inputs: what it reads; the first is a tensor.
         state: what else it reads or changes.
         before_first: called before the first call of a kind runs.
@@ -170,7 +172,7 @@ def play(
             before_first()
         counts.misses += 1
         kind = Kind()
-        results, saved = kind.measure(prepare())  # which may fail: then the next call is new again
+        results, saved = kind.measure(prepare())  # if this fails, the next call is a first one again
         _keep(key, kind)
         return results, saved, None
     if not kind.usable:
@@ -195,12 +197,12 @@ def play(
 def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
     """Call `run`, or make the launches of an earlier call with the same key and tensors.
 
-    For a function that does nothing but launch. Where launches are recorded or collected, it runs.
+    The function does nothing but launch. Where launches are recorded or collected, it runs.
 
     Args:
-        key: all that its launches depend on besides the tensors; hashable.
-        tensors: what it reads or changes, on one CUDA device; at least one.
-        run: the function. Its first call checks what it is given.
+        key: everything that its launches depend on besides the tensors; hashable.
+        tensors: what it reads or changes, at least one, on one CUDA device.
+        run: the function; it checks its arguments.
     """
     if launch.noted():
         run()

@@ -1,4 +1,4 @@
-"""Launches made again, in order: one by one at first, then as one CUDA graph."""
+"""A tape of launches that are made again in order: one by one at first, then as one CUDA graph."""
 
 import contextlib
 import functools
@@ -10,11 +10,11 @@ import torch
 from optimized import launch
 
 _WORTH_A_GRAPH = 3  # launches
-_retired: list[Any] = []  # graphs to be destroyed when no stream captures: there it is not permitted
-# By device and stream. What torch's ops allocate in each graph of a stream lies in the same memory, since all of it is
-# free when a graph ends, and one runs after the other.
+_retired: list[Any] = []  # graphs to destroy once no stream captures, because a capture does not permit it
+# By device and stream. The graphs of a stream run one after the other, and what torch's ops allocate in a graph is free
+# when it ends: so all of them share this memory.
 _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
-_capturing = threading.RLock()  # one capture at a time: they share a stream and its memory
+_capturing = threading.RLock()  # one capture at a time: captures share a stream and its memory
 
 
 class Replayable(Protocol):
@@ -25,7 +25,7 @@ class Replayable(Protocol):
         """Whether it may become part of a CUDA graph that is not torch's."""
 
     def replay(self, stream: int) -> None:
-        """Do it on torch's current stream, which is `stream`."""
+        """Do it again on torch's current stream, which is `stream`."""
 
 
 class Copy:
@@ -44,14 +44,14 @@ class Copy:
 
 
 class Launches:
-    """A tape: launches and the like, in order. From its third time on it is a CUDA graph, one call for all of them."""
+    """A tape: launches, copies and ops in order. From the third replay on, one CUDA graph makes all of them."""
 
     def __init__(self) -> None:
         self._entries: list[Replayable] = []
         self._capturable = True
         self._times = 0
         self._graph: Any = None  # CuPy's
-        self._stream = 0  # on which the graph may run
+        self._stream = 0  # the stream on which the graph may run
 
     def __del__(self) -> None:
         if self._graph is not None:
@@ -63,7 +63,7 @@ class Launches:
         self._capturable = self._capturable and entry.capturable
 
     def replay(self, device: int) -> None:
-        """Do them on torch's current stream of a device."""
+        """Make them again on torch's current stream of a device."""
         previous = torch._C._cuda_exchangeDevice(device)
         try:
             stream = launch.current_stream(device)
@@ -86,7 +86,7 @@ class Launches:
                 torch._C._cuda_exchangeDevice(previous)
 
     def _captured(self, device: int, stream: int) -> Any:
-        """Not by torch's own capture: that would stop every thread's use of torch's generator."""
+        """Capture the graph, but not by torch's own capture: it would keep every thread from torch's generator."""
         _retired.clear()
         capturing = _capturing_stream(device)
         current = torch.cuda.ExternalStream(capturing.ptr, device)
@@ -101,7 +101,7 @@ class Launches:
 
 
 def _memory(device: int, stream: int) -> contextlib.AbstractContextManager[None]:
-    """Where torch's ops allocate in a capture for that stream; cudaMallocAsync's allocations are part of the graph."""
+    """Where torch's ops allocate in a capture for that stream. With cudaMallocAsync they allocate in the graph."""
     if torch.cuda.get_allocator_backend() != "native":
         return contextlib.nullcontext()
     if (device, stream) not in _pools:
@@ -111,7 +111,7 @@ def _memory(device: int, stream: int) -> contextlib.AbstractContextManager[None]
 
 @functools.cache
 def _capturing_stream(device: int) -> Any:
-    """For captures on the current device; none of the streams that torch deals out in turn."""
+    """The stream for captures on the current device; it is none of the streams that torch hands out in turn."""
     from cupy.cuda import Stream
 
     return Stream(non_blocking=True)

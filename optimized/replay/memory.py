@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# What a call's tensors lie in, by number: what it saves for backward, its temporaries, and from `FIRST` on the results
-# of the call or, where something that it saved is looked for, its inputs and its state.
+# The storages that a call's tensors lie in have numbers. The arena has what is saved for backward, the scratch has the
+# temporaries. From `FIRST` on come the call's results, or its inputs and its state where a saved tensor is located.
 ARENA, SCRATCH, FIRST = range(3)
 _ALIGNMENT = 512  # bytes, as of PyTorch's allocator
 
@@ -16,16 +16,16 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 class Place(NamedTuple):
-    """A tensor in the storage of another, which stands at `number` in some list."""
+    """Where a tensor lies in the storage of another tensor, which has `number` in a list."""
 
     number: int
-    offset: int  # bytes from the other's first
+    offset: int  # bytes from the other tensor's first
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def of(self, sources: Tensors) -> torch.Tensor:
-        """The tensor."""
+        """The tensor in this place."""
         whole = sources[self.number]
         assert whole is not None
         if (self.offset, self.shape, self.stride, self.dtype) == (0, whole.shape, whole.stride(), whole.dtype):
@@ -36,23 +36,23 @@ class Place(NamedTuple):
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Which storage a tensor lies in."""
+    """The address of a tensor's storage."""
     return x.untyped_storage().data_ptr()
 
 
 def place_of(x: torch.Tensor, sources: Tensors) -> Place:
-    """Where a tensor lies (number -1: in none of them)."""
+    """Where a tensor lies; the number is -1 if it is in none of `sources`."""
     storage = storage_of(x)
     for number, whole in enumerate(sources):
         if whole is not None and storage_of(whole) == storage:
-            # Not from addresses: that of a tensor without elements is 0.
+            # Not computed from addresses: a tensor without elements has the address 0.
             offset = int(x.storage_offset()) * x.itemsize - int(whole.storage_offset()) * whole.itemsize
             return Place(number, offset, x.shape, x.stride(), x.dtype)
     return Place(-1, 0, x.shape, x.stride(), x.dtype)
 
 
 class TensorRef(NamedTuple):
-    """A tensor by its address, which does not keep its memory."""
+    """A tensor by its address; it does not keep the memory."""
 
     address: int
     shape: torch.Size
@@ -62,7 +62,7 @@ class TensorRef(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> Any:
-        """The reference to a tensor, or to each of a list; what is no tensor, as it is."""
+        """The reference to a tensor, or to each of a list; anything else is returned as it is."""
         if isinstance(x, list):
             return [cls.of(one) for one in x]
         return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
@@ -76,14 +76,14 @@ class TensorRef(NamedTuple):
 
 
 def tensors_of(x: Any) -> Any:
-    """What `TensorRef.of` was given."""
+    """The inverse of `TensorRef.of`."""
     if isinstance(x, list):
         return [tensors_of(one) for one in x]
     return x.tensor() if isinstance(x, TensorRef) else x
 
 
 class Allocation:
-    """A tensor that a function allocated: `until` is the number of the first allocation after its end."""
+    """A tensor that a function allocated; `until` is the number of the first allocation after its end."""
 
     def __init__(self, x: torch.Tensor) -> None:
         storage = x.untyped_storage()
@@ -100,12 +100,12 @@ def arrange(
     A temporary lies at the first place of the scratch that is free while it lives.
 
     Args:
-        allocated: in their order.
-        results: of those that are results, by number: which.
-        saved: the numbers of those that are saved for backward.
+        allocated: all allocations in their order.
+        results: by the number of an allocation, which result it is.
+        saved: the numbers of the allocations that are saved for backward.
     """
     places: list[Place] = []
-    used: list[tuple[int, int, int]] = []  # of the scratch: from, to, until which allocation
+    used: list[tuple[int, int, int]] = []  # parts of the scratch: first byte, end, and until which allocation
     arena = scratch = 0
     for i, one in enumerate(allocated):
         size = max(1, -(-one.size // _ALIGNMENT)) * _ALIGNMENT
@@ -128,19 +128,23 @@ def arrange(
 
 
 class Results:
-    """How a call's results are allocated: the first is its own tensor, which may live longer; others share one if they
-    have one dtype, each from a multiple of 512 bytes on.
+    """How a call's results are allocated.
+
+    The first has memory of its own, since it may live longer. The others share one tensor if they have one dtype; each
+    starts at a multiple of 512 bytes.
 
     Attributes:
         like: shape and dtype of each, or None.
-        sizes: elements of the shared ones and of the paddings between them.
+        sizes: elements of those that share a tensor, and of the padding between them.
     """
 
     def __init__(self, results: Tensors = ()) -> None:
         self.like = [None if x is None else (x.shape, x.dtype) for x in results]
         self.sizes: list[int] = []
         self._dtype = torch.uint8
-        self._parts: list[tuple[int, torch.Size] | None] = []  # of each result but the first: which of `sizes`
+        self._parts: list[
+            tuple[int, torch.Size] | None
+        ] = []  # for each but the first: its number in `sizes`, its shape
         shared = [x for x in results[1:] if x is not None]
         if len(shared) > 1 and len({x.dtype for x in shared}) == 1:
             self._dtype = shared[0].dtype
@@ -157,7 +161,7 @@ class Results:
         if not self.sizes:
             return first, first
         whole = torch.empty(sum(self.sizes), dtype=self._dtype, device=device)
-        parts = whole.unsafe_split_with_sizes(self.sizes)  # unsafe: they are no views to autograd
+        parts = whole.unsafe_split_with_sizes(self.sizes)  # unsafe: autograd does not see them as views
         others = [
             None if at is None else parts[at[0]] if len(at[1]) == 1 else parts[at[0]].view(*at[1]) for at in self._parts
         ]

@@ -1,5 +1,6 @@
-"""Runs pairs of functions (`reference.nn.autograd`) from tapes, where their plan says what they depend on."""
+"""Runs pairs of functions (`reference.nn.autograd`), from tapes where it can."""
 
+import functools
 from typing import Any
 
 import torch
@@ -13,17 +14,17 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class Player(autograd.Plain):
-    """Registered in `reference.nn.autograd` by `optimized`, in place of what runs each pair as it is."""
+    """What `optimized` registers in `reference.nn.autograd`, in place of `Plain`, which always runs a pair."""
 
     def forward(self, pair: Any, plan: Any, context: Any, tensors: Saved, backward: Any) -> tuple[Any, Saved, Any]:
-        # Whoever takes what is saved elsewhere (offloading) or compares it (checkpoint) gets tensors, not arenas.
+        # Hooks that move what is saved (offloading) or compare it (checkpoint) get tensors, not arenas.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
-        # A weight that is kept in FP8 comes quantized; its tensors are where they were the step before.
+        # A weight that is kept in FP8 comes quantized; its tensors lie where they lay in the step before.
         inputs = tensors
         if Quantized in map(type, tensors):
             inputs = tuple(part for x in tensors for part in (x[:3] if isinstance(x, Quantized) else (x,)))
-        # What no module takes part in is one op, which launches as fast by itself.
+        # A pair without a module is a single op, which launches as fast by itself.
         if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
             ahead.compile_plain(pair, backward, plan, context, tensors)
             return super().forward(pair, plan, context, tensors, backward)
@@ -33,9 +34,7 @@ class Player(autograd.Plain):
             out, saved = pair(plan, context, *tensors)
             return (out if isinstance(out, tuple) else (out,)), saved
 
-        def compile_both() -> None:  # a backward's kernels come with its forward's
-            ahead.compile_pair(pair, backward, plan, context, tensors)
-
+        compile_both = functools.partial(ahead.compile_pair, pair, backward, plan, context, tensors)
         key = (pair, plan, tensors[0].device.index, *specification(inputs), *specification(context.reads))  # type: ignore[union-attr]
         out, saved, kind = play(lambda: run, key, inputs, state, compile_both)
         if kind is not None and changed:
@@ -53,7 +52,7 @@ class Player(autograd.Plain):
         if torch._C._len_torch_dispatch_stack():
             return prepare()()[0]
         state, changed = context.state(backward=True)
-        # The kind stands for the plan, and for shapes and dtypes of what it saved.
+        # The kind stands for the plan, and for the shapes and dtypes of what was saved.
         key = (pair, kind, *specification(grads))
         results, _, replayed = play(prepare, key, (*grads, *saved), state)
         if replayed is not None and changed:

@@ -1,7 +1,7 @@
-"""What a function does on the GPU besides launching: seen once, and put in its place while a tape is recorded.
+"""Watches what a function does on the GPU besides launching; while a tape is recorded, it also places the tensors.
 
-A tape holds our own launches, allocations, views and copies. cuDNN's attention puts its results where
-PyTorch allocates them; they are copied to where ours would lie. A function that does anything else is not `usable`.
+A function may make our own launches, allocations, views and copies. It may call cuDNN's attention, whose results lie
+where PyTorch allocates them: they are copied to their places. A function that does anything else is not `usable`.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ _ALLOCATIONS = {
 }
 _VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
 
-# Ops of torch's that a tape may hold, and which of their results are tensors that are read later.
+# Ops of torch's that a tape may hold, and which of their results are read later.
 TORCH_OPS = {
     aten._scaled_dot_product_cudnn_attention.default: (0, 1),
     aten._scaled_dot_product_cudnn_attention_backward.default: (0, 1, 2),
 }
-MOST_MOVED = 32 << 20  # bytes of such a result: copying more takes longer than what a tape saves
-_DRAWN = (6, 7)  # of cuDNN's attention with dropout: what it drew from torch's generator
+MOST_MOVED = 32 << 20  # bytes of such a result: copying more takes longer than a tape saves
+_DRAWN = (6, 7)  # results of cuDNN's attention with dropout: what it drew from torch's generator
 
 
 def _copy(source: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(source)
 
 
-# Others, with what writes their result where a tape says: in 16 bits the gradients of q, k and v are put side by side;
-# with grouped queries q is taken out of the groups.
+# Other ops that a tape may hold, each with a function that writes its result to a given tensor. In 16 bits the
+# gradients of q, k and v are concatenated; with grouped queries q is taken out of the groups.
 _OUT_VARIANTS: dict[Any, Any] = {aten.cat.default: aten.cat.out, aten.clone.default: _copy}
 
 
@@ -50,7 +50,7 @@ def _read_later(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 class TorchOp(NamedTuple):
-    """An op of torch's to be called again, its results copied to where they lay."""
+    """An op of torch's that is called again; its results are copied to where they lay."""
 
     func: Any
     args: list[Any]
@@ -59,11 +59,10 @@ class TorchOp(NamedTuple):
 
     @property
     def capturable(self) -> bool:
-        """Not if it draws from torch's generator, of which only torch's own captures know."""
+        """Not if it draws from torch's generator, which only torch's own captures know."""
         return not _draws(self.func, self.args)
 
     def replay(self, stream: int) -> None:
-        """Call it on torch's current stream."""
         made = self.func(*tensors_of(self.args), **self.kwargs)
         for position, to in self.results.items():
             if to is not None:
@@ -71,26 +70,21 @@ class TorchOp(NamedTuple):
 
 
 class TorchOutOp(NamedTuple):
-    """An op of torch's to be called again, writing where it wrote."""
+    """An op of torch's that is called again and writes where it wrote."""
 
     func: Any
     args: list[Any]
     out: TensorRef
-
-    @property
-    def capturable(self) -> bool:
-        """Always."""
-        return True
+    capturable: bool = True
 
     def replay(self, stream: int) -> None:
-        """Call it on torch's current stream."""
         self.func(*tensors_of(self.args), out=self.out.tensor())
 
 
 class Watch(TorchDispatchMode):
     """Sees what a function does on the GPU besides launching, and places what it allocates."""
 
-    transparent = True  # ops past the dispatcher may stay there
+    transparent = True  # ops that bypass the dispatcher may go on doing so
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,18 +107,18 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An op of torch's that a tape may hold: its results where ours would lie."""
+        """Call an op of `TORCH_OPS`; copy its results to allocations that a tape can place."""
         made = list(func(*args, **kwargs))
         for position in _read_later(func, args):
             made[position] = self.moved(made[position])
         return tuple(made)
 
     def call_into(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An op of torch's that a tape may hold, and that can write where ours would."""
+        """Call an op of `_OUT_VARIANTS`, whose result a tape can place."""
         return self.allocate(func, args, kwargs)
 
     def moved(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """A copy (cuDNN makes no sums of rows where no backward wants them)."""
+        """A copy of a result; None stays None (cuDNN makes no sums of rows where no backward wants them)."""
         if x is None:
             return None
         self.usable = self.usable and x.nbytes <= MOST_MOVED
@@ -133,7 +127,7 @@ class Watch(TorchDispatchMode):
         return to.copy_(x)
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """An ordinary tensor, noted."""
+        """Allocate a tensor as usual, and note it."""
         for one in self.allocated:
             if one.storage.expired():
                 one.until = min(one.until, len(self.allocated))
@@ -142,12 +136,12 @@ class Watch(TorchDispatchMode):
         return made
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """A whole tensor."""
+        """Copy a whole tensor."""
         to.copy_(source)
 
 
 class Record(Watch):
-    """The second and later runs: tensors go where the first run's measurement said."""
+    """Watches a run that is recorded: tensors go to the places that the first run's measurement gave."""
 
     def __init__(self, places: Sequence[Place], sources: Tensors, tape: Launches) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""Real text without a download: the Python standard library's own sources, as bytes.
+"""Real text without a download: the sources of Python's standard library, as bytes.
 
-The files are taken in the order of their paths and without the parts that differ between builds of one
-Python version (site-packages, tests), so that a Python version gives one text on every machine. Another
-Python version gives another text: `Corpus.digest` names the one that was used.
+The files are in the order of their paths. Folders that differ between builds of one Python version (site-packages,
+tests) are left out, so that a version gives the same text on every machine. `Corpus.digest` identifies the text.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ SKIPPED = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """`data` uint8 [bytes] and the number of files it came from."""
+    """`data` uint8 [bytes] and the number of files that it came from."""
 
     data: np.ndarray
     files: int
@@ -34,12 +33,12 @@ class Corpus:
         return hashlib.sha256(self.data.tobytes()).hexdigest()[:12]
 
     def split(self, held_out: float = 0.05) -> tuple["Corpus", "Corpus"]:
-        """What is trained on, and the last share of the bytes, which is not."""
+        """The text to train on, and the last part of the bytes, which is held out."""
         cut = len(self.data) - int(len(self.data) * held_out)
         return Corpus(self.data[:cut], self.files), Corpus(self.data[cut:], self.files)
 
     def batch(self, seed: int, step: int, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows` windows at places drawn by (seed, step): bytes int64 [rows, context], next byte int64 [rows]."""
+        """`rows` windows at places drawn by seed and step: bytes int64 [rows, context], next byte int64 [rows]."""
         words = philox.element_words(seed, step * rows, rows)[0]
         places = context + (words % (len(self.data) - context)).astype(np.int64)
         windows = self.data[places[:, None] + np.arange(-context, 0)]

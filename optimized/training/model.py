@@ -1,13 +1,13 @@
-"""A byte-level GPT of `TransformerLayer`s, trained the same way on the CPU and, where there is one, on a GPU.
+"""A byte-level GPT of `TransformerLayer`s, trained in the same way on the CPU and, if there is one, on a GPU.
 
-It guesses each next byte of a text from the bytes before it. Activations are `[sequence, rows, hidden]` in bf16:
+It predicts each byte of a text from the bytes before it. Activations are `[sequence, rows, hidden]` in bf16:
 
-    h = onehot·Eᵀ                     the byte's row of a table plus the position's, as one Linear of a one-hot vector
-    h = TransformerLayer(h)           `layers` times, causal; these layers are what runs in FP8
+    h = onehot·Eᵀ                     the embeddings of byte and position, as one Linear of a one-hot vector
+    h = TransformerLayer(h)           `layers` times, causal; only these layers run in FP8
     logits = LayerNorm(h)·wᵀ + b      [sequence, rows, 256]
 
-The lookup is a GEMM because its gradient then is one, too: torch's own adds rows in an order that differs between
-devices. The loss and its gradient are computed once, on the CPU, for both devices. Parameters are fp32, and the
+The lookup is a GEMM so that its gradient is one, too: torch's embedding adds rows in an order that differs between
+devices. The loss and its gradient are computed once, on the CPU, for both devices. Parameters are fp32 and the
 optimizer is `FusedAdam`, so both devices must agree in every bit.
 """
 
@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 import reference as te
-from optimized.compare import Tally
+from optimized.compare import Tally, fp8_state
 from optimized.training.corpus import Corpus
 from reference import formats, philox
 from reference.nn import init
 
 VOCABULARY = 256
 TENSORS = ("input", "weight", "grad_output")
-# The linear maps of a TransformerLayer: module, then columns of input and weight in its scaling_fwd, of the output's
-# gradient in its scaling_bwd.
+# The linear maps of a TransformerLayer: the module; the columns of input and weight in its scaling_fwd; the column of
+# the output's gradient in its scaling_bwd.
 PRODUCTS = {
     "QKV": ("self_attention.layernorm_qkv", 0, 1, 0),
     "proj": ("self_attention.proj", 0, 1, 0),
@@ -115,10 +115,7 @@ class ByteModel(torch.nn.Module):
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The mean loss in nats of logits [.., 256], and its gradient in bf16, computed on the CPU.
-
-    In float64, of which the gradient keeps eight bits: it is computed once and given to both devices.
-    """
+    """The mean loss in nats of logits [.., 256], and its gradient in bf16; both are computed on the CPU, in float64."""
     z = logits.detach().cpu().double().flatten(0, -2)
     targets = targets.flatten()
     logarithms = torch.log_softmax(z, 1)
@@ -130,10 +127,10 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, t
 
 @dataclass
 class Run:
-    """What one training left behind.
+    """What one training recorded.
 
-    `amax` and `scale` hold a value per step for each product's tensors. `codes` [256] counts the FP8 codes of the last
-    projection's tensors at a (moment, tensor), and `lost` is the share of their nonzero elements that became zero.
+    `amax` and `scale` have a value of each step for each product's tensors. By moment and tensor of the last
+    projection, `codes` [256] counts the FP8 codes, and `lost` is the share of nonzero elements that became zero.
     """
 
     precision: str
@@ -170,7 +167,7 @@ class Side:
         self.optimizer.step()
 
     def learn(self, logits: torch.Tensor, gradient: torch.Tensor, step: int) -> None:
-        """Backward and Adam. All scales are 1 in an FP8 run's first step: it finds them, and updates nothing."""
+        """Backward and Adam. The first step of an FP8 run, in which all scales are 1, only finds scales."""
         self.backward(logits, gradient)
         if self.recipe is None or step > 0:
             self.update(self.settings.rate(step))
@@ -178,7 +175,10 @@ class Side:
 
 @contextmanager
 def _watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the input, weight and output gradient of a projection (`return_bias`) while the context is open."""
+    """Collect the input, weight and output gradient of a projection while the context is open.
+
+    The projection also returns its bias (`return_bias`).
+    """
     seen: dict[str, torch.Tensor] = {}
 
     def hook(module: torch.nn.Module, args: tuple[torch.Tensor], out: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -194,7 +194,7 @@ def _watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def scales(model: ByteModel) -> dict[Key, tuple[float, float]]:
-    """(scale, newest amax) of each product's input, weight and output gradient, after an FP8 step."""
+    """Scale and newest amax of each product's input, weight and output gradient, after an FP8 step."""
     found = {}
     for product, module, columns in model.products():
         for name, column in zip(TENSORS, columns, strict=True):
@@ -213,15 +213,6 @@ def _count_codes(run: Run, moment: str, seen: dict[str, torch.Tensor], product: 
         run.lost[moment, name] = float(((codes & 0x7F) == 0)[alive].float().mean())
 
 
-def _states(model: ByteModel) -> Iterator[torch.Tensor]:
-    """Scales and amax histories of every FP8 module."""
-    for module in model.layers.modules():
-        meta: Any = getattr(module, "fp8_meta", {})
-        for key in ("scaling_fwd", "scaling_bwd"):
-            if key in meta:
-                yield from (meta[key].scale, meta[key].amax_history)
-
-
 def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Compare logits, gradients, parameters and FP8 state of the two sides word for word."""
     run.tally.add(*logits)
@@ -230,13 +221,15 @@ def _compare(run: Run, cpu: Side, gpu: Side, logits: tuple[torch.Tensor, torch.T
         assert other.grad is not None
         run.tally.add(one.grad, other.grad)
         run.tally.add(one, other)
-    for here, there in zip(_states(cpu.model), _states(gpu.model), strict=True):
-        run.tally.add(here, there)
+    for one_module, other_module in zip(cpu.model.layers.modules(), gpu.model.layers.modules(), strict=True):
+        there = fp8_state(other_module)
+        for key, here in fp8_state(one_module).items():
+            run.tally.add(here, there[key])
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch and the tensor core on one thread: for tensors as small as these, waking others costs more."""
+    """Run torch and the tensor core's model on one thread: for such small tensors, waking other threads costs more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -255,7 +248,7 @@ def lesson(corpus: Corpus, settings: Settings, step: int) -> tuple[torch.Tensor,
 def train(
     corpus: Corpus, settings: Settings, fp8: bool, gpu: torch.device | None, progress: Callable[[], None] = lambda: None
 ) -> Run:
-    """Train from the same start on the CPU and, if `gpu` is a device, side by side there, comparing each step."""
+    """Train on the CPU and, if `gpu` is a device, also there from the same start, comparing the two after each step."""
     model = ByteModel(settings)
     run = Run("FP8" if fp8 else "bf16", model)
     sides = [Side(model, settings, fp8)]
@@ -263,7 +256,7 @@ def train(
         sides.append(Side(copy.deepcopy(model).to(gpu), settings, fp8))
     watched: Any = model.layers[-1]
     last = f"layer {settings.layers - 1} proj"
-    used: dict[Key, float] = {}  # the scales a step's casts use; 1 before the first update
+    used: dict[Key, float] = {}  # the scales that a step's casts use; 1 before the first update
     for step in range(settings.steps):
         text, targets = lesson(corpus, settings, step)
         moments = [name for name, at in (("first step", 0), ("last step", settings.steps - 1)) if at == step]
@@ -288,9 +281,9 @@ def train(
 
 @torch.no_grad()
 def held_out_loss(side: Side, corpus: Corpus, batches: int = 8) -> float:
-    """The mean loss in nats over batches of a text that the model was not trained on, the same at each call.
+    """The mean loss in nats over batches of a text that the model was not trained on; the batches are always the same.
 
-    In FP8 their amaxes enter the histories, as those of every forward do.
+    In FP8 their amaxes enter the histories, as in every forward.
     """
     found = []
     for batch in range(batches):
@@ -309,7 +302,7 @@ def write(
     progress: Callable[[], None] = lambda: None,
     temperature: float = 0.7,
 ) -> str:
-    """Let the trained model continue `prompt` by `length` bytes, drawn with the project's own random numbers."""
+    """Let the trained model continue `prompt` by `length` bytes, which it draws with `philox`."""
     side = Side(run.model, settings, run.precision == "FP8")
     text = prompt
     draws = philox.uniform((length,), seed=settings.seed)

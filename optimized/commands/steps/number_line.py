@@ -1,4 +1,4 @@
-"""Step 1, the FP8 number line: which numbers 8 bits can say, and how far a number moves when it is cast."""
+"""Step 1, the FP8 number line: which numbers 8 bits can represent, and how far a number moves when it is cast."""
 
 import matplotlib.ticker
 import torch
@@ -15,7 +15,7 @@ FIELD_COLOURS = {"sign": "#c9d0d8", "exponent": "#9fc3ea", "mantissa": "#f3c39d"
 
 
 def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
-    """Draw the eight bits of one code, fields in colours, with its value."""
+    """Draw the eight bits of one code, its fields in colours, and its value."""
     kinds = ["sign"] + ["exponent"] * fmt.exponent_bits + ["mantissa"] * fmt.mantissa_bits
     for place, kind in enumerate(kinds):
         axes.add_patch(Rectangle((place, y), 0.94, 0.8, facecolor=FIELD_COLOURS[kind], edgecolor="white", linewidth=1))
@@ -23,13 +23,8 @@ def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
     fields = fmt.fields(code)
     scale = 1 << fmt.mantissa_bits
     axes.text(-0.3, y + 0.4, fmt.name, ha="right", va="center", size=11, color=COLOURS[fmt.name], weight="bold")
-    axes.text(
-        8.3,
-        y + 0.4,
-        f"(1 + {fields.mantissa}/{scale}) · 2^({fields.exponent} − {fmt.bias}) = {fields.value:g}",
-        va="center",
-        size=11,
-    )
+    value = f"(1 + {fields.mantissa}/{scale}) · 2^({fields.exponent} − {fmt.bias}) = {fields.value:g}"
+    axes.text(8.3, y + 0.4, value, va="center", size=11)
 
 
 def bits_picture(value: float = 0.35) -> Figure:
@@ -47,7 +42,7 @@ def bits_picture(value: float = 0.35) -> Figure:
 
 
 def line_picture() -> Figure:
-    """Every positive value of both formats: near zero on an even scale, and all of them by powers of two."""
+    """Every positive value of both formats: near zero on a linear scale, and all of them by powers of two."""
     fig = figure(9, 3.6)
     near, far = fig.subplots(2, 1)
     for row, fmt in enumerate(formats.FORMATS):
@@ -68,7 +63,7 @@ def line_picture() -> Figure:
 
 
 def error_picture() -> Figure:
-    """Relative error of the cast over the magnitude of what is cast, scale 1."""
+    """The relative error of a cast with scale 1, by the magnitude of the number."""
     x = torch.logspace(-18, 18, 1801, base=2.0, dtype=torch.float32)
     fig = figure(9, 3.6)
     panels = fig.subplots(2, 1, sharex=True)
@@ -89,17 +84,16 @@ def error_picture() -> Figure:
 
 
 def run(report: Report) -> Outcome:
-    """Write the section."""
     report.section("The FP8 number line")
     report.text(
         "FP8 training keeps the operands of its matrix products in eight bits. Two formats share the work: "
-        "<b>E4M3</b> has more mantissa and holds activations and weights, <b>E5M2</b> has more exponent "
-        "and holds gradients, whose magnitudes spread further."
+        "<b>E4M3</b> has more mantissa bits and is used for activations and weights; <b>E5M2</b> has more exponent "
+        "bits and is used for gradients, whose magnitudes are spread more widely."
     )
     report.picture(
         bits_picture(),
-        "<b>The number 0.35 in both formats.</b> Neither can say 0.35. E4M3 takes the nearest of its 8 values from "
-        "0.25 up to 0.5, E5M2 the nearest of its 4.",
+        "<b>The number 0.35 in both formats.</b> Neither format has 0.35. E4M3 rounds it to the nearest of its 8 "
+        "values from 0.25 up to 0.5, E5M2 to the nearest of its 4.",
         "The bits of 0.35 in E4M3 and E5M2",
     )
     report.picture(
@@ -111,9 +105,9 @@ def run(report: Report) -> Outcome:
     )
     report.picture(
         error_picture(),
-        "<b>What a cast costs.</b> Inside its range a format has a flat error: at most 1/17 for E4M3 and 1/9 for "
-        "E5M2. Outside it the error goes to 100 %. So before a cast every tensor is multiplied by a "
-        "<code>scale</code> that moves it into the flat part; where that scale comes from is the subject of step 5.",
+        "<b>What a cast costs.</b> Inside a format's range the relative error is bounded, by 1/17 for E4M3 and 1/9 for "
+        "E5M2. Outside it rises to 100 %. So before a cast every tensor is multiplied by a <code>scale</code> that "
+        "moves it into the range. Step 5 shows where that scale comes from.",
         "Relative error of casts to E4M3 and E5M2 over magnitude",
     )
     count = " and ".join(f"{len(fmt.values())} ({fmt.name})" for fmt in formats.FORMATS)

@@ -1,6 +1,8 @@
-"""Step 4, prediction: this CPU computes the words that cuBLASLt gave on an H200."""
+"""Step 4, prediction: this CPU computes the words that cuBLASLt computed on an H200."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from matplotlib.colors import ListedColormap
@@ -8,48 +10,44 @@ from matplotlib.figure import Figure
 
 from optimized import recordings
 from optimized.commands.report import Report, escape
-from optimized.commands.steps import Outcome
+from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.recordings import linear
 from optimized.recordings.tensor_core import Product
 from reference import files, formats
 
+RECORDING = "tensor_core_h200"
 SHOWN = ("e4m3.e4m3", 512, 512, 4096)
 WORDS_SHOWN = 8
 
 
-def _fp32(product: Product) -> torch.Tensor:
-    """An ordinary fp32 product of the same operands."""
-    return formats.decode(product.a) @ formats.decode(product.b).t()
-
-
-def _exact(product: Product) -> torch.Tensor:
-    """The exact product, rounded once to fp32 (every term and sum is exact in float64 for these operands)."""
-    return (formats.decode(product.a).double() @ formats.decode(product.b).double().t()).float()
+def _plain(product: Product, dtype: torch.dtype) -> torch.Tensor:
+    """An ordinary product in `dtype`, in fp32. In float64 every term and sum of these operands is exact."""
+    return (formats.decode(product.a).to(dtype) @ formats.decode(product.b).to(dtype).t()).float()
 
 
 WAYS: dict[str, Callable[[Product], torch.Tensor]] = {
     "this project's model of the tensor core": Product.predict,
-    "an ordinary fp32 product": _fp32,
-    "the exact sum, rounded to fp32": _exact,
+    "an ordinary fp32 product": partial(_plain, dtype=torch.float32),
+    "the exact sum, rounded to fp32": partial(_plain, dtype=torch.float64),
 }
 
 
 def hexadecimal(tensor: torch.Tensor) -> list[str]:
-    """The words of a fp32 tensor."""
+    """The words of an fp32 tensor."""
     return [f"{word & 0xFFFFFFFF:08X}" for word in tensor.flatten().view(torch.int32).tolist()]
 
 
 def word_rows(product: Product, count: int = WORDS_SHOWN) -> list[list[str]]:
-    """The first words of a product: what the H200 gave, and what each way of computing gives."""
+    """The first words of a product, as the H200 computed them and as each way of computing gives them."""
     table = [["recorded on the H200", *hexadecimal(product.out[0, :count])]]
     table.extend([name, *hexadecimal(way(product)[0, :count])] for name, way in WAYS.items())
     return table
 
 
 def picture(product: Product) -> Figure:
-    """One square per recorded word: green where the way of computing gives the same 32 bits."""
+    """One square for each recorded word: green where the way of computing gives the same 32 bits."""
     fig = figure(9, 3.0)
     panels = fig.subplots(1, len(WAYS))
     for axes, (name, way) in zip(panels, WAYS.items(), strict=True):
@@ -74,13 +72,8 @@ def shown(products: list[Product]) -> Product:
     return products[0]
 
 
-def _machine() -> str:
-    """On what the words were recorded."""
-    machine = recordings.provenance("tensor_core_h200")
-    return f"{machine['gpu']} (torch {machine['torch']}, CUDA {machine['cuda']}, {machine['date']})"
-
-
-def _introduce(report: Report, machine: str) -> None:
+def _introduce(report: Report, origin: dict[str, Any]) -> None:
+    machine = f"{origin['gpu']} (torch {origin['torch']}, CUDA {origin['cuda']}, {origin['date']})"
     report.text(
         f"The words below were computed by cuBLASLt, NVIDIA's matrix library, on an {escape(machine)} and stored. "
         "Now this CPU computes them again, from the same FP8 operands.",
@@ -106,8 +99,7 @@ def _example(report: Report, product: Product) -> None:
     )
 
 
-def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
-    """Compute every recorded product and training again, and write the section."""
+def run(report: Report, progress: Progress) -> Outcome:
     try:
         return _predict(report, progress)
     except files.Damaged as missing:
@@ -116,8 +108,8 @@ def run(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> O
         return Outcome("CPU predicts H200", str(missing))
 
 
-def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]]) -> Outcome:
-    products, trainings, machine = list(recordings.products()), list(linear.CASES), _machine()
+def _predict(report: Report, progress: Progress) -> Outcome:
+    products, trainings, origin = list(recordings.products()), list(linear.CASES), recordings.provenance(RECORDING)
     tick = progress("predicting recorded words", len(products) + len(trainings))
     total = Tally()
     by_shape: dict[str, dict[str, str]] = {}
@@ -136,7 +128,7 @@ def _predict(report: Report, progress: Callable[[str, int], Callable[[], None]])
         by_training.append([name.replace("_", " "), f"{tally.compared:,}", f"{tally.different:,}"])
         tick()
     report.section("The CPU predicts an H200", f"{total.compared:,} words, {total.different:,} different")
-    _introduce(report, machine)
+    _introduce(report, origin)
     _example(report, shown(products))
     columns = ("compared", "fast", "split", "note")
     report.table(

@@ -1,6 +1,6 @@
-"""The last step, speed: the tutorial's layer by each way to compute it, and what an FP8 step consists of.
+"""The last step, speed: the time of the tutorial's layer by each way to compute it, and the parts of an FP8 step.
 
-Measured now where there is a Hopper GPU; elsewhere as recorded in docs/results/layer.json.
+It is measured now if there is a Hopper GPU; elsewhere it is what docs/results/layer.json recorded.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ HEAD = ("step", "attention", "milliseconds", "× plain PyTorch", "every bit defi
 
 
 def results(live: bool) -> tuple[dict[str, Any], str] | None:
-    """The quickstart's layer and where it was measured; None where nothing is recorded and nothing can be."""
+    """The times of the quickstart's layer and where they were measured; None if there are none."""
     if live and hopper() is not None:
         return layer.measured(QUICKSTART, repeats=2), "Measured just now, on this machine."
     payload = tables.load("layer")
@@ -54,7 +54,6 @@ def table(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def run(report: Report, live: bool) -> Outcome:
-    """Add the table and the pictures."""
     try:
         found = results(live)
     except files.Damaged as error:

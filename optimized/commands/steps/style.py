@@ -1,7 +1,4 @@
-"""How every picture of the report looks: colours by meaning, and a figure to draw on.
-
-Figures are made without pyplot: no window, no global state, nothing to close.
-"""
+"""The look of the report's pictures. Figures are made without pyplot: no window, no global state, nothing to close."""
 
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,6 @@
-"""Step 5, training: a byte-level GPT of the standard library's sources, in bf16 and in FP8."""
+"""Step 5, training: a byte-level GPT learns the standard library's sources, in bf16 and in FP8."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from optimized import measure
 from optimized.bench import training_plot
 from optimized.commands.report import Report, escape
-from optimized.commands.steps import Outcome
+from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.device import hopper
@@ -30,7 +29,7 @@ def bits(run: Run) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """Mean of the values up to `reach` places away on either side, as far as there are any."""
+    """The mean of each value and its neighbours up to `reach` places away, as far as there are any."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
     first, last = np.maximum(places - reach, 0), np.minimum(places + reach, len(values) - 1)
@@ -38,13 +37,13 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def final(run: Run) -> float:
-    """The mean of the last tenth of the steps, in bits per byte."""
+    """The mean loss of the last tenth of the steps, in bits per byte."""
     values = bits(run)
     return float(values[-max(1, len(values) // 10) :].mean())
 
 
 def loss_picture(runs: list[Run]) -> Figure:
-    """Loss curves of all runs, and how far FP8 is from bf16."""
+    """The loss curves of both runs, and their difference."""
     fig = figure(9, 4.4)
     curve, gap = fig.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     window = len(runs[0].losses) // 40
@@ -63,7 +62,7 @@ def loss_picture(runs: list[Run]) -> Figure:
 
 
 def scale_picture(run: Run, layers: int) -> Figure:
-    """amax and scale of every tensor of the last layer over the steps."""
+    """The amax and scale of every tensor of the last layer, step by step."""
     fig = figure(9, 6.2)
     grid = fig.subplots(3, 2, sharex=True)
     for row, name in enumerate(TENSORS):
@@ -82,7 +81,7 @@ def scale_picture(run: Run, layers: int) -> Figure:
 
 
 def _code_panel(axes: Axes, counts: torch.Tensor, lost: float, fmt: formats.Format8, colour: str) -> None:
-    """Share of elements on each code, signs together; zero is written, not drawn."""
+    """Draw the share of elements on each code, signs together; zero is written, not drawn."""
     magnitudes = (counts[:128] + counts[128:]).double().numpy()
     share = 100 * magnitudes / magnitudes.sum()
     axes.bar(range(1, fmt.largest_code + 1), share[1 : fmt.largest_code + 1], 1.0, color=colour)
@@ -90,20 +89,14 @@ def _code_panel(axes: Axes, counts: torch.Tensor, lost: float, fmt: formats.Form
     ticks = [(e + fmt.bias) << fmt.mantissa_bits for e in wanted if e + fmt.bias >= 1]
     axes.set_xticks(ticks, [f"$2^{{{e}}}$" for e in wanted if e + fmt.bias >= 1])
     used = int((magnitudes[: fmt.largest_code + 1] > 0).sum())
-    axes.text(
-        0.02,
-        0.97,
-        f"{used} magnitudes used\nbecame zero: {100 * lost:.2g} %\nlargest: {share[fmt.largest_code]:.2g} %",
-        transform=axes.transAxes,
-        va="top",
-        size=8.5,
-    )
+    text = f"{used} magnitudes used\nbecame zero: {100 * lost:.2g} %\nlargest: {share[fmt.largest_code]:.2g} %"
+    axes.text(0.02, 0.97, text, transform=axes.transAxes, va="top", size=8.5)
     axes.set_xlim(0, 128)
     axes.set_ylim(0, 1.45 * float(np.max(share[1 : fmt.largest_code + 1])) + 1e-9)
 
 
 def codes_picture(run: Run) -> Figure:
-    """The FP8 codes in use, first step and last."""
+    """The FP8 codes in use in the first and in the last step."""
     fig = figure(9, 4.4)
     grid = fig.subplots(2, 3)
     for row, moment in enumerate(("first step", "last step")):
@@ -178,18 +171,7 @@ def _recorded(report: Report) -> None:
     )
 
 
-def _verdict(tally: Tally, settings: Settings) -> str:
-    return (
-        "This machine has a Hopper GPU, so both trainings ran on both sides at once, CPU and GPU from the same start. "
-        f"After each of the {settings.steps} steps logits, gradients, parameters and FP8 state were compared: "
-        f"<b>{tally}</b>."
-    )
-
-
-def run(
-    report: Report, corpus: Corpus, settings: Settings, progress: Callable[[str, int], Callable[[], None]]
-) -> Outcome:
-    """Train, write the section; `progress(name, steps)` gives a function to call after each."""
+def run(report: Report, corpus: Corpus, settings: Settings, progress: Progress) -> Outcome:
     gpu, tally = hopper(), Tally()
     runs = []
     for name, fp8 in (("bf16", False), ("FP8", True)):
@@ -198,7 +180,11 @@ def run(
     report.section("Training in bf16 and in FP8", "GPU = CPU in every word" if tally.equal else "")
     _introduce(report, corpus, settings)
     if gpu is not None:
-        report.text(_verdict(tally, settings))
+        report.text(
+            "This machine has a Hopper GPU, so both trainings ran on both sides at once, CPU and GPU from the same "
+            f"start. After each of the {settings.steps} steps logits, gradients, parameters and FP8 state were "
+            f"compared: <b>{tally}</b>."
+        )
     else:
         report.text(
             "There is no Hopper GPU here, so FP8 is a simulation on the CPU: it has the GPU's numbers, not its speed."
@@ -211,6 +197,4 @@ def run(
     report.text("What the two models write after <code>" + escape(PROMPT.decode()) + "</code>:")
     report.columns(*((one.precision, text) for one, text in zip(runs, texts, strict=True)))
     result = "; ".join(f"{one.precision} {bits(one)[0]:.2f} → {final(one):.2f} bits/byte" for one in runs)
-    if gpu is not None:
-        return Outcome("Training", f"{result}; GPU: {tally}", tally.equal)
-    return Outcome("Training", result)
+    return Outcome("Training", result) if gpu is None else Outcome("Training", f"{result}; GPU: {tally}", tally.equal)
