@@ -3,7 +3,7 @@
 `interleave` times variants in rounds, so that they share one clock and one temperature, with CUDA events on the
 current stream. What a call costs depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
 together exceed it, or pass `flush`. `provenance` and `write_result` make a result file that says on what, with what
-and when it was measured, with a hash of the kernel sources, so that `outdated` can say what changed since.
+and when it was measured, with a hash of the kernels' code, so that `outdated` can say what changed since.
 """
 
 import datetime
