@@ -110,14 +110,14 @@ template <bool kSums>
 __device__ __forceinline__ void store_tile(
     const Tile<kSums>& tile, unsigned char* q_t, float* partial, int rows, int cols, int first_row, int first_col) {
     static_assert(kThreads == kGroups * kRuns, "a thread takes all columns of a group");
-    const size_t width = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
+    const size_t width = static_cast<unsigned>(cols), stride = q_t_stride(rows);
     const int group = threadIdx.x / kRuns, run = threadIdx.x % kRuns;
     const int col = first_col + group * kLanes, row = first_row + run * kRunRows;
     if (col < cols && row < rows) {
-        q_t += col * q_t_stride + row;
+        q_t += col * stride + row;
 #pragma unroll
         for (int c = 0; c < kLanes; c++)
-            *reinterpret_cast<uint4*>(q_t + c * q_t_stride) = tile.columns[c][group][swizzled(run, group)];
+            *reinterpret_cast<uint4*>(q_t + c * stride) = tile.columns[c][group][swizzled(run, group)];
     }
     if constexpr (kSums) {
         constexpr int kColumns = 2 * kTileCols / kThreads;
@@ -159,6 +159,20 @@ __device__ __forceinline__ void cast_tile(
     }
     __syncthreads();
     store_tile(tile, q_t, partial, rows, cols, first_row, first_col);
+}
+
+// A whole source, a tile to each block of threads of a grid of (tile columns, tile rows in y and z).
+template <bool kSums, class Source>
+__device__ __forceinline__ void cast_matrix(
+    const Source& source, const float* scale_slot, float* amax_slot, unsigned char* q, unsigned char* q_t,
+    float* scale_inv, float* partial, int rows, int cols) {
+    const float scale = *scale_slot;
+    float amax = 0.0f;
+    // Rows in two dimensions: a division would keep the loads waiting.
+    const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
+    cast_tile<kSums>(source, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
+    if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+    if (amax_slot != nullptr) commit_amax<kWarps>(amax, amax_slot);
 }
 
 }  // namespace twin

@@ -20,29 +20,18 @@ struct Values {
 
 // Elements from `at` on; those from `end` on read as zero. `whole`: all eight exist, at an aligned address.
 __device__ __forceinline__ Values load(const wide_t* x, long long at, long long end, bool whole) {
+    const Eight loaded = whole ? load8(x + at) : load_elements<kElements>(x + at, end - at);
     Values eight;
-    if (whole) {
 #pragma unroll
-        for (int v = 0; v < kElements / kLanes; v++) {
-            const Vector<kLanes> vector = load_once<kLanes>(x + at + v * kLanes);
-#pragma unroll
-            for (int i = 0; i < kLanes; i++) eight.value[v * kLanes + i] = widen(vector, i);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++) eight.value[i] = at + i < end ? widen(x[at + i]) : 0.0f;
-    }
+    for (int i = 0; i < kElements; i++) eight.value[i] = widen(loaded, i);
     return eight;
 }
 
 __device__ __forceinline__ void store(wide_t* out, const Values& eight, long long at, long long end, bool whole) {
-    if (whole) {
+    if (whole)
         store_eight(out + at, eight.value);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++)
-            if (at + i < end) out[at + i] = narrow(eight.value[i]);
-    }
+    else
+        store_elements(out + at, eight.value, end - at);
 }
 
 // `aligned`: every pointer is at a multiple of 16 bytes. hidden % 8 == 0 besides makes the bias's loads whole.

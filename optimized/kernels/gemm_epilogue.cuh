@@ -29,6 +29,21 @@ __device__ __forceinline__ float widen_bias(unsigned short bits, int type) {
     return type == kBiasBF16 ? __uint_as_float(static_cast<unsigned>(bits) << 16) : cvt_f32_f16(bits);
 }
 
+// 2, 4, 8 or 16 bytes, which many threads read: kept in L1.
+template <int kBytes>
+__device__ __forceinline__ void load_cached(unsigned* words, const void* from) {
+    if constexpr (kBytes == 2) *words = __ldg(static_cast<const unsigned short*>(from));
+    if constexpr (kBytes == 4) *words = __ldg(static_cast<const unsigned*>(from));
+    if constexpr (kBytes == 8) {
+        const uint2 two = __ldg(static_cast<const uint2*>(from));
+        words[0] = two.x, words[1] = two.y;
+    }
+    if constexpr (kBytes == 16) {
+        const uint4 four = __ldg(static_cast<const uint4*>(from));
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    }
+}
+
 // A tile's bias. Loaded where a thread needs it, one run after the other, it took 8 to 13 % of a GEMM with K = 4096. So
 // each lane loads a part ahead of its use: of the columns of a quad's lane q, lane 4 i + q holds the runs i, i + 8, ...
 template <int kRun, int kCount>
@@ -48,24 +63,10 @@ struct Bias {
             for (int v = 0; v < kRun; v += kVector) {
                 const int run = min(threadIdx.x % 32 / 4 + 8 * i, kRuns - 1);
                 const int c = min(column + 4 * kRun * run + v, n - kVector);
-                unsigned* to = words[i] + v;
-                if (type == kBiasFP32) {
-                    const float* source = static_cast<const float*>(bias) + c;
-                    if constexpr (kVector == 1) {
-                        *to = __float_as_uint(__ldg(source));
-                    } else {
-                        const uint4 four = __ldg(reinterpret_cast<const uint4*>(source));
-                        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-                    }
-                } else {
-                    const unsigned short* source = static_cast<const unsigned short*>(bias) + c;
-                    if constexpr (kVector == 1) {
-                        *to = __ldg(source);
-                    } else {
-                        const uint2 four = __ldg(reinterpret_cast<const uint2*>(source));
-                        to[0] = four.x, to[1] = four.y;
-                    }
-                }
+                if (type == kBiasFP32)
+                    load_cached<4 * kVector>(words[i] + v, static_cast<const float*>(bias) + c);
+                else
+                    load_cached<2 * kVector>(words[i] + v, static_cast<const unsigned short*>(bias) + c);
             }
     }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
+#include "ptx/barrier.cuh"
 #include "wide.cuh"
 
 namespace twin {
@@ -63,7 +64,7 @@ __device__ __forceinline__ Vector<8> parked_row(unsigned char* memory, int row) 
     return {v.x, v.y, v.z, v.w};
 }
 __device__ __forceinline__ void park(unsigned char* memory, const unsigned (&words)[kAcc / 2]) {
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory");  // no consumer reads a stage any more
+    barrier_sync<128 * WARPGROUPS>(1);  // no consumer reads a stage any more
 #pragma unroll
     for (int i = 0; i < 2 * kPieces; i++) {
         const Vector<8> v = packed_row(words, i / 2, i % 2);

@@ -17,6 +17,7 @@
 // it will read itself, so these copies need no barrier. A thread keeps xhat and g while one barrier a row (two sets of
 // slots in shared memory) exchanges both of its sums. Rows too long for that: norm_backward_long.cu.
 #include "norm_backward.cuh"
+#include "ptx/barrier.cuh"
 
 using namespace twin;
 
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
         }
         write_sums(sums, slots[parity][chain]);
         // The threads of one row only: rows of one block go on independently.
-        asm volatile("bar.sync %0, %1;" ::"r"(chain + 1), "n"(32 * ROW_WARPS) : "memory");
+        barrier_sync<32 * ROW_WARPS>(chain + 1);
         const float2 c = row_means(slots[parity][chain], n);
         wide_t* const to = dx + static_cast<size_t>(row) * hidden + column;
 #pragma unroll

@@ -60,9 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
                 normalized.for_each_output(affine, held, [&](int i, const float(&y)[8]) {
 #pragma unroll
                     for (int j = 0; j < 8; j++) amax = amax_of(amax, y[j]);
-                    const uint2 words = make_uint2(
-                        quantize2(y[0], y[1], scale) | quantize2(y[2], y[3], scale) << 16,
-                        quantize2(y[4], y[5], scale) | quantize2(y[6], y[7], scale) << 16);
+                    const uint2 words = make_uint2(quantize4(y, scale), quantize4(y + 4, scale));
                     *reinterpret_cast<uint2*>(target + kStripe * i) = words;
                     *reinterpret_cast<uint2*>(copy + kStripe * i) = words;
                 });

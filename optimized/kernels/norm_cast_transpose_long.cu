@@ -207,17 +207,14 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads
                 float gamma[kValues], beta[kValues], y[kValues];
                 staged(affine, first + kSpan * i, gamma);
                 if (KIND == 0) staged(affine + kShare / 4, first + kSpan * i, beta);
-                unsigned words[kValues / 4];
 #pragma unroll
                 for (int j = 0; j < kValues; j++) {
                     y[j] = (v[i][j] * inverse) * gamma[j];
                     if (KIND == 0) y[j] = y[j] + beta[j];
                     amax = amax_of(amax, y[j]);
                 }
-#pragma unroll
-                for (int j = 0; j < kValues; j += 4)
-                    words[j / 4] = quantize2(y[j], y[j + 1], scale) | quantize2(y[j + 2], y[j + 3], scale) << 16;
-                const uint4 sixteen = make_uint4(words[0], words[1], words[2], words[3]);
+                const uint4 sixteen = make_uint4(
+                    quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale), quantize4(y + 12, scale));
                 *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
                 *reinterpret_cast<uint4*>(copy + kSpan * i) = sixteen;
             }

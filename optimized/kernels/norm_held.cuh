@@ -4,6 +4,7 @@
 // WHOLE 1: rows of 1024 * ROW_WARPS elements. The length is then a constant, and no lane asks where the row ends.
 #pragma once
 #include "norm_row.cuh"
+#include "ptx/barrier.cuh"
 
 namespace twin {
 
@@ -43,7 +44,7 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kStripes], Leave
     for (int bit = 1; bit < kStripes; bit *= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, bit);
     if constexpr (ROW_WARPS == 1) return sum;
     if (threadIdx.x % 32 == 0) slots.sum[threadIdx.x / 32 % ROW_WARPS] = sum;
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * ROW_WARPS) : "memory");
+    barrier_sync<32 * ROW_WARPS>(barrier);
     return tree<ROW_WARPS>(slots.sum);
 }
 

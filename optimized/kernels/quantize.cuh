@@ -14,7 +14,7 @@ __device__ __forceinline__ unsigned quantize2(float first, float second, float s
 }
 
 // Codes of four values, the first in the low byte.
-__device__ __forceinline__ unsigned quantize4(const float (&v)[4], float scale) {
+__device__ __forceinline__ unsigned quantize4(const float* v, float scale) {
     return quantize2(v[0], v[1], scale) | quantize2(v[2], v[3], scale) << 16;
 }
 

@@ -57,9 +57,7 @@ __device__ __forceinline__ void store_run(wide_t* line, const float (&v)[kRun], 
 #if VECTOR
     store_vector(line + j, v);
 #else
-#pragma unroll
-    for (int i = 0; i < kRun; i++)
-        if (j + i < end) line[j + i] = narrow(v[i]);
+    store_elements(line + j, v, end - j);
 #endif
 }
 

@@ -38,9 +38,7 @@ __device__ __forceinline__ void store(wide_t* y, const float (&v)[kElements], in
 #if VECTOR
     if (left > 0) store_eight(y, v);
 #else
-#pragma unroll
-    for (int i = 0; i < kElements; i++)
-        if (i < left) y[i] = narrow(v[i]);
+    store_elements(y, v, left);
 #endif
 }
 

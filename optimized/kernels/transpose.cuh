@@ -3,6 +3,9 @@
 
 namespace twin {
 
+// Bytes from row to row of a transposed copy, of a matrix of `rows` rows.
+__device__ __forceinline__ size_t q_t_stride(int rows) { return (static_cast<unsigned>(rows) + 15u) / 16 * 16; }
+
 // Four rows of four codes to four columns of four codes, first row or column in the low byte.
 __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, unsigned d, unsigned (&out)[4]) {
     const unsigned ab_low = __byte_perm(a, b, 0x5140), cd_low = __byte_perm(c, d, 0x5140);

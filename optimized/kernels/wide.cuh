@@ -72,7 +72,7 @@ __device__ __forceinline__ Eight load8(const wide_t* address) {
 
 // The first `count` of kCount neighbours, at any address, and zeros.
 template <int kCount>
-__device__ __forceinline__ Vector<kCount> load_elements(const wide_t* address, int count) {
+__device__ __forceinline__ Vector<kCount> load_elements(const wide_t* address, long long count) {
     Vector<kCount> v = {};
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
