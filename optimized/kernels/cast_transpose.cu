@@ -1,4 +1,4 @@
-// cast_transpose: to FP8, with the transposed copy beside it, noting the amax; with DBIAS the rows' sum as well.
+// cast_transpose: to FP8, with a transposed copy and the amax; with DBIAS also the sums of blocks of rows.
 //
 //     q[r, c]   = satfinite_rne(fp32(x[r, c]) * scale[0])   one fp32 rounding, then one to FP8; NaN -> 0x7F
 //     q_t[c, r] = q[r, c]; 0x00 for rows <= r < ceil16(rows)
@@ -8,8 +8,6 @@
 //
 // x [rows, cols] fp32, bf16 or fp16 (WIDE); q [rows, cols], q_t [cols, ceil16(rows)] FP8 (FP8); cols a multiple of
 // 16; partial fp32 [ceil(rows / 64), cols], which the kernel `total` of dbias.cu adds up.
-//
-// Bound by memory: 4 bytes an element in bf16. The plan: cast_transpose.cuh.
 #include "cast_transpose.cuh"
 #include "ptx/grid.cuh"
 

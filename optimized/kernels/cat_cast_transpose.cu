@@ -1,9 +1,8 @@
-// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS of a matrix that lies in up to three parts side by side.
+// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS, of a matrix whose columns lie in up to three tensors.
 //
 //     x[r, g * width + c] = part[i].x[r, g * part[i].width + c - part[i].first]   part i holds column c of a group
 //
-// part[i].x [rows, groups * part[i].width], a part's width a multiple of 8; everything else as in cast_transpose.cu,
-// which says what x becomes.
+// part[i].x [rows, groups * part[i].width], a part's width a multiple of 8; all else as in cast_transpose.cu.
 #include "cast_transpose.cuh"
 #include "ptx/grid.cuh"
 
@@ -15,7 +14,7 @@ struct Part {
 };
 
 struct Parts {
-    Part part[3];  // unused ones begin beyond a group's last column
+    Part part[3];  // an unused one begins after a group's last column
     int groups, width;
 
     __device__ __forceinline__ Rows<unsigned> rows(size_t, size_t, int row, int col) const {

@@ -3,7 +3,7 @@
 // Definition, the mask included: reference/ops/dropout.py. x, residual, out [rows, hidden], bias [hidden], of one type.
 // A thread takes 8 consecutive elements, which share one Philox counter.
 //
-// `advance` counts a use of a generator's state, after the kernel that has read it.
+// `advance` adds 1 to a generator's offset; it is launched after the kernel that has read the state.
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16).
 #include "philox.cuh"
@@ -34,7 +34,7 @@ __device__ __forceinline__ void store(wide_t* out, const Values& eight, long lon
         store_elements(out + at, eight.value, end - at);
 }
 
-// `aligned`: every pointer is at a multiple of 16 bytes. hidden % 8 == 0 besides makes the bias's loads whole.
+// `aligned`: every pointer is at a multiple of 16 bytes. The bias is loaded whole if hidden % 8 == 0 as well.
 extern "C" __global__ void __launch_bounds__(256)
     bias_dropout_add(const wide_t* x, const wide_t* bias, const wide_t* residual, wide_t* out, long long count,
                      int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned) {
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Values other{};
     if (residual != nullptr) other = load(residual, at, count, whole);
     if (bias != nullptr) {
-        // A 32-bit remainder where it will do: the 64-bit one is a subroutine.
+        // A 32-bit remainder where it suffices: the 64-bit one is a subroutine.
         int column = count >> 32 ? static_cast<int>(at % hidden) : static_cast<int>(static_cast<unsigned>(at) % hidden);
         if (whole && hidden % kElements == 0) {
             const Values b = load(bias, column, hidden, true);

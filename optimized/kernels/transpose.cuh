@@ -16,7 +16,7 @@ __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, u
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// The words that four lanes hold, kLane and 2 kLane apart: word s of lane q of the four becomes word q of lane s.
+// Transpose the 4 x 4 words of four lanes, which are kLane apart: word s of lane q becomes word q of lane s.
 template <int kLane>
 __device__ __forceinline__ void transpose_lanes(unsigned& w0, unsigned& w1, unsigned& w2, unsigned& w3) {
     const auto exchange = [](unsigned& low, unsigned& high, int mask) {
