@@ -69,9 +69,8 @@ __device__ __forceinline__ float tree8(const float (&v)[8]) {
 
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// v[i], i < kCount, summed over the warp's lanes: lane l gets the sum of v[l % kCount]. Lanes trade halves, so that
-// kCount sums cost about kCount shuffles instead of 5 kCount: after the level of `kBit`, lanes with that bit hold odd
-// values.
+// Each v[i] summed over the warp's lanes: lane l gets the sum of v[l % kCount]. Lanes trade halves, so that kCount sums
+// cost about kCount shuffles instead of 5 kCount: after the level of `kBit`, lanes with that bit hold the odd ones.
 template <int kCount, int kBit = 1>
 __device__ __forceinline__ float lane_sum(const float (&v)[kCount]) {
     if constexpr (kCount == 1) {
