@@ -106,8 +106,7 @@ struct BiasActivation {
         if (static_cast<int>(arguments.bias_type) != kNoBias) shared.bias.add(acc, parity);
         parity ^= 1;
         pack_tile<OUT, kRun>(words, acc);
-        // Uniform, so that no branch seems to divide a warp: then the compiler would compute wgmma's operands lane by
-        // lane.
+        // Uniform: if a branch might divide a warp, the compiler would compute wgmma's operands lane by lane.
         row = uniform(tile.row + threadIdx.x / 32 * 16);
         column = uniform(tile.column);
         const Place at = place(column);

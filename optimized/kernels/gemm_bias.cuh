@@ -1,6 +1,6 @@
 // A tile's bias in shared memory, put there by an idle warp of the producer's warpgroup.
 //
-// Consumers have no registers to load it ahead, so they would wait for memory at a tile's end, and each lane would
+// Consumers have no registers to load the bias ahead: they would wait for memory at a tile's end, and each lane would
 // widen it. The warp loads the next tile's bias while the consumers use the present one, and writes it when they are
 // done.
 #pragma once

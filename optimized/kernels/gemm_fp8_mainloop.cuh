@@ -4,9 +4,9 @@
 // B, (k, e, q, j, g), puts row 4 RUN g + RUN q + 2 j + e there (optimized/ops/gemm_operands.py), so that a thread's
 // results are RUN consecutive columns of the output.
 //
-// ACROSS 1: the blocks of a cluster compute tiles side by side and share A instead of B. STAGE_BLOCKS: how many of the
-// STAGES k-blocks in the ring share a stage and its barriers. B_HALVES 2: a tile has the same columns of both halves of
-// B's rows, so that a thread holds x1 and x2 of a gated activation.
+//   ACROSS 1       the blocks of a cluster compute tiles side by side and share A instead of B
+//   STAGE_BLOCKS   how many of the STAGES k-blocks in the ring share a stage and its barriers
+//   B_HALVES 2     a tile has the same columns of both halves of B's rows: a thread holds a gated kind's x1 and x2
 #pragma once
 
 #include "gemm_mainloop.cuh"
@@ -40,8 +40,8 @@ constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: parts of a tile's 
 constexpr bool kAlternating = kBlockN <= 128;  // split: a thread has registers for two temporaries
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages, CLUSTER, kStageBlocks>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow, ACROSS>;
-// An operand's stage is copied in one part; or in one from each block that shares it, into all of them; or a half of B
-// in each.
+// The parts in which an operand's stage is copied: one; or one by each block of the cluster that shares it, into all of
+// them; or one for each half of B.
 constexpr int kSharingA = ACROSS ? CLUSTER : 1, kSharingB = ACROSS ? 1 : CLUSTER;
 constexpr int kParts = kBHalves > kSharingB ? kBHalves : kSharingB;
 constexpr int kPartRows = kBlockN / kParts;
@@ -61,7 +61,7 @@ __device__ __forceinline__ int box_rows(int first, int end, int rows) {
     return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
 }
 
-// For each tile, copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...], and after each call also(tile, kb).
+// For each tile, copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...], calling also(tile, kb) after each.
 // kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from tile
 // to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
 template <int kProducers = 1, class Also = Nothing>

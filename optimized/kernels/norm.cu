@@ -2,7 +2,7 @@
 //
 //     layernorm: mean = rowsum(x) / n, xc = x - mean         rmsnorm: xc = x, no mean, no bias
 //     rstd = 1 / sqrt(rowsum(xc * xc) / n + eps)             IEEE division and square root
-//     y = ((xc * rstd) * gamma) + beta                       fp32, each operation rounded; one rounding to OUT
+//     y = ((xc * rstd) * gamma) + beta                       fp32, each operation rounded; one rounding to `out`
 //
 // x, y [rows, hidden], x of type WIDE, y of type `out`; hidden a multiple of 8; rows 16-byte aligned. weight, bias
 // [hidden] of type `parameters`; gamma is weight, or weight + 1. mean, rstd fp32 [rows]. rowsum: norm_row.cuh.
