@@ -44,6 +44,13 @@ FLAGS = (
     "--no-source-include",  # no header comes from a folder that is not named, such as the current one
 )
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)["<]([^">]+)[">]', re.MULTILINE)
+# C++: what is kept as it stands (raw strings, literals, names, numbers: each may hold a quote or `//`), or a stretch of
+# comments and blank space.
+_KEPT_OR_BLANK = re.compile(
+    r"""(R"(?P<end>[^(\s]*)\(.*?\)(?P=end)"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*|\d(?:'?[\w.])*)"""
+    r"""|(?:\s|//(?:\\.|[^\\\n])*|/\*.*?\*/)+""",
+    re.DOTALL,
+)
 _BUILD_ID = re.compile(rb"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0(.{20})", re.DOTALL)  # an ELF note
 _locks: dict[str, threading.Lock] = {}  # by cache entry, so that different kernels compile side by side
 _unstored: dict[str, bytes] = {}  # entries that the cache could not take; this process keeps them
@@ -221,9 +228,17 @@ def _digest(texts: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
+def code_of(text: str) -> str:
+    """C++ without comments: a stretch of comments and blank space is one newline, or one space within a line."""
+    return _KEPT_OR_BLANK.sub(lambda found: found[1] or ("\n" if "\n" in found[0] else " "), text).strip()
+
+
 def source_hash(kernel: str, root: Path = KERNELS) -> str:
-    """SHA-256 of a kernel's source and our headers; a result file stores it to say what it measured."""
-    return _digest(sources(kernel, root))
+    """SHA-256 over a kernel's code and that of our includes: what a result file says that it measured.
+
+    Comments are left out: a measurement is as good as before when only a comment has changed.
+    """
+    return _digest({name: code_of(text) for name, text in sources(kernel, root).items()})
 
 
 def key(kernel: str, defines: Defines | None = None, root: Path = KERNELS) -> str:

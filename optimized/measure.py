@@ -2,8 +2,8 @@
 
 `interleave` times variants in rounds, so that they share one clock and one temperature, with CUDA events on the
 current stream. The time of a call depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
-together exceed L2, or pass `flush`. `provenance` says on what, with what and when a result was measured, with a hash of
-the kernels' sources; `outdated` compares the hashes with the sources of today.
+together exceed L2, or pass `flush`. `provenance` and `write_result` make a result file that says on what, with what and
+when it was measured, with a hash of the kernels' code; `outdated` compares the hashes with the code of today.
 """
 
 import datetime

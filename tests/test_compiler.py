@@ -70,6 +70,34 @@ def test_the_key_depends_on_every_source(root: Path, name: str) -> None:
     assert compiler.key("f", root=root) != before
 
 
+@pytest.mark.parametrize("name", ["f.cu", "half.cuh", "inner/factor.cuh"])
+def test_the_source_hash_is_that_of_the_code_of_every_source(root: Path, name: str) -> None:
+    before, text = compiler.source_hash("f", root), (root / name).read_text()
+    (root / name).write_text(f"/* The file's\n   header */\n{text}  // a remark\n\n")
+    assert compiler.source_hash("f", root) == before
+    (root / name).write_text(text + "#define CHANGED\n")
+    assert compiler.source_hash("f", root) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("a  /* one */ +// two\n\n  b;", "a +\nb;"),
+        ('asm("a // b  /* c" ::"r"(x));  // d', 'asm("a // b  /* c" ::"r"(x));'),
+        (r'"\\" // "  x' + "\n" + r'"\""  y', r'"\\"' + "\n" + r'"\"" y'),
+        ("'\"' // '\n'/'  '/'", "'\"'\n'/' '/'"),
+        ("1'000  // it's\nu8'/'  // no", "1'000\nu8'/'"),
+        ('R"x(// "  )" )x"  // end', 'R"x(// "  )" )x"'),
+        ("// goes \\\n on\nx /* // */ y /* ' */ // /*\n  z", "x y\nz"),
+        ("#define A 1  // a\n#define B 2", "#define A 1\n#define B 2"),
+        ("a + +b", "a + +b"),
+    ],
+)
+def test_code_is_what_remains_without_comments(text: str, code: str) -> None:
+    assert compiler.code_of(text) == code
+    assert compiler.code_of(code) == code
+
+
 def test_the_key_depends_on_nothing_else_in_the_folder(root: Path) -> None:
     before = compiler.key("f", root=root)
     (root / "unrelated.cuh").write_text("// changed\n")

@@ -105,6 +105,14 @@ def run(progress: Progress = silent, repeats: int = 9) -> Payload:
     return result(what, ("gemm_fp8", "gemm_fp8_split_k"), repeats=repeats, summary=summaries(rows), rows=rows)
 
 
+# Colour and label of a problem by its number of tiles, from the least up to the most.
+FULLNESS = (
+    (plots.ORANGE, "1 to 15", 1, 16),
+    (plots.BLUE, f"16 to {PROCESSORS - 1}", 16, PROCESSORS),
+    (plots.GREEN, f"{PROCESSORS} or more: one for each multiprocessor", PROCESSORS, 1 << 62),
+)
+
+
 def plot(payload: Payload) -> None:
     """Our speed over cuBLASLt's by the size of the problem, one panel per accumulation."""
     with plots.drawing(NAME, 1, 2, (10, 4.2), sharey=True) as (figure, panels):
@@ -112,19 +120,23 @@ def plot(payload: Payload) -> None:
             rows = [row for row in payload["rows"] if row["kind"] == kind]
             sizes = [2 * row["m"] * row["n"] * row["k"] for row in rows]
             ratios = [row["speed_over_theirs"] for row in rows]
-            tiles = [min(PROCESSORS, -(-row["m"] // 128) * -(-row["n"] // 128)) for row in rows]
-            points = axes.scatter(sizes, ratios, c=tiles, s=14, cmap="viridis", vmin=1, vmax=PROCESSORS)
+            tiles = [-(-row["m"] // 128) * -(-row["n"] // 128) for row in rows]
+            for colour, label, least, most in FULLNESS:
+                some = [i for i, count in enumerate(tiles) if least <= count < most]
+                places, speeds = [sizes[i] for i in some], [ratios[i] for i in some]
+                axes.scatter(places, speeds, color=colour, s=14, alpha=0.8, label=label)
             axes.set(xscale="log", yscale="log", xlabel="operations of the GEMM")
-            axes.axhline(1, color="black", lw=0.8)
-            axes.axhline(0.75, color="#C44E52", lw=0.8, ls="--")
+            axes.axhline(1, color=plots.INK, lw=0.8)
+            axes.axhline(0.75, color=plots.RED, lw=0.8, ls="--")
             found = payload["summary"][kind]
             title = "{}: {problems} problems, geometric mean {geometric_mean:.3f}, worst {worst:.2f}"
-            axes.set_title(title.format(kind, **found), fontsize=10)
+            axes.set_title(title.format(kind, **found))
         panels[0].set_ylabel("our speed over cuBLASLt's")
         ticks = [0.5, 0.75, 1, 1.5, 2, 3]
         panels[0].set_yticks(ticks, [str(tick) for tick in ticks])
         panels[0].minorticks_off()
-        figure.colorbar(points, ax=panels, label="128x128 tiles, up to the multiprocessors")
+        legend = panels[1].get_legend_handles_labels()
+        figure.legend(*legend, loc="outside lower center", ncols=3, title="output tiles of 128×128")
 
 
 def tables(payload: Payload) -> list[Table]:

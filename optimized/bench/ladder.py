@@ -154,9 +154,9 @@ def plot(payload: Payload) -> None:
     """Draw bars of TFLOP/s by rung and shape, cuBLASLt as lines, and what was expected on fc1.fprop as brackets."""
     names = [*payload["rungs"], "twin::gemm_fp8"]
     with plots.drawing(NAME, 1, 1, (9, 4.6)) as (_, axes):
-        for side, (shape, color) in enumerate(zip(SHAPES, ("#4C72B0", "#DD8452"), strict=True)):
+        for side, (shape, color) in enumerate(zip(SHAPES, (plots.BLUE, plots.ORANGE), strict=True)):
             found = {row["kernel"]: row for row in payload["rows"] if row["shape"] == shape}
-            size = "x".join(str(extent) for extent in SHAPES[shape])
+            size = "×".join(str(extent) for extent in SHAPES[shape])
             places = [i + 0.4 * (side - 0.5) for i in range(len(names))]
             axes.bar(places, [found[name]["tflops"] for name in names], 0.38, color=color, label=f"{shape}, {size}")
             for place, name in zip(places, names, strict=True):
@@ -166,13 +166,12 @@ def plot(payload: Payload) -> None:
         spans = [rung["expected_tflops"] for rung in payload["rungs"].values()]
         middle, half = ([(high + sign * low) / 2 for low, high in spans] for sign in (1, -1))
         places = [i - 0.42 for i in range(len(spans))]
-        axes.errorbar(places, middle, half, fmt="none", ecolor="black", capsize=3, lw=1, label="expected, fc1.fprop")
+        axes.errorbar(places, middle, half, fmt="none", ecolor=plots.INK, capsize=3, lw=1, label="expected, fc1.fprop")
         axes.set_xticks(range(len(names)), [name.replace("_", "\n", 1).replace("_", " ") for name in names], fontsize=8)
         axes.set_ylabel("TFLOP/s, and % of cuBLASLt")
-        axes.set_title("The ladder: E4M3, fast accumulation, bf16 out. Dashed: cuBLASLt as torch calls it", fontsize=10)
-        axes.set_ylim(0, 1.12 * max(row["tflops"] for row in payload["rows"]))
-        axes.legend(loc="lower right", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title("The ladder: E4M3, fast accumulation, bf16 out. Dashed: cuBLASLt as torch calls it")
+        axes.set_ylim(0, 1.25 * max(row["tflops"] for row in payload["rows"]))
+        axes.legend(loc="upper left", fontsize=8, ncols=3)
 
 
 def tables(payload: Payload) -> list[Table]:

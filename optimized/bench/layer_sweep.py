@@ -61,10 +61,10 @@ def run(progress: Progress = silent, repeats: int = 5) -> Payload:
 
 AXES = (("hidden", "tokens", TOKENS), ("tokens", "hidden", HIDDEN))  # the axis, what is fixed, and its value
 STYLES = {
-    ("TransformerLayer", "cuDNN"): ("#7570b3", "bf16, cuDNN's attention"),
-    ("TransformerLayer, FP8", "exact"): ("#1b9e77", "FP8, exact attention: every bit defined"),
-    ("TransformerLayer, FP8", "cuDNN"): ("#d95f02", "FP8, cuDNN's attention"),
-    ("Transformer Engine, FP8", "its own"): ("#222222", "Transformer Engine, FP8"),
+    ("TransformerLayer", "cuDNN"): (plots.BLUE, "bf16, cuDNN's attention"),
+    ("TransformerLayer, FP8", "exact"): (plots.GREEN, "FP8, exact attention: every bit defined"),
+    ("TransformerLayer, FP8", "cuDNN"): (plots.ORANGE, "FP8, cuDNN's attention"),
+    ("Transformer Engine, FP8", "its own"): (plots.INK, "Transformer Engine, FP8"),
 }
 
 
@@ -84,17 +84,16 @@ def plot(payload: Payload) -> None:
                     faster = [theirs / found[step] for theirs, found in zip(plain, times, strict=True)]
                     axes.plot(places, faster, "o-", color=colour, ms=4, label=label)
             best = [theirs / point["parts"]["median"] for theirs, point in zip(plain, points, strict=True)]
-            axes.plot(places, best, "--", color="#888888", label="cuBLASLt's FP8 GEMMs + cuDNN's attention alone")
-            axes.axhline(1, color="#c9ced6", lw=1)
+            axes.plot(places, best, "--", color=plots.LABEL, label="cuBLASLt's FP8 GEMMs + cuDNN's attention alone")
+            axes.axhline(1, color=plots.GREY, lw=1, zorder=0)
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
             axes.minorticks_off()
             axes.set_xlabel(f"{axis} ({fixed} {at})")
-            axes.spines[["top", "right"]].set_visible(False)
-        panels[0].set_ylabel("times faster than PyTorch with cuDNN's attention", fontsize=9)
+        panels[0].set_ylabel("times faster than PyTorch (cuDNN's attention)", fontsize=9)
         panels[0].set_ylim(bottom=0)
         legend = panels[0].get_legend_handles_labels()
-        figure.legend(*legend, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(*legend, loc="outside lower center", ncols=3, fontsize=8)
 
 
 def tables(payload: Payload) -> list[Table]:

@@ -1,10 +1,25 @@
-"""Draws and writes the figures of docs/."""
+"""A figure of docs/, drawn and written, in the colours and the style of the lessons (notebooks/pictures.py)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from optimized import measure
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, PURPLE, RED = "#56b4e9", "#e69f00", "#2fb58c", "#cc79a7", "#d55e00"
+GREY, PALE, INK, LABEL = "#b9c0c8", "#dfe3e8", "#101418", "#5b6876"  # LABEL: text beside text
+STYLE: Any = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": LABEL,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "xtick.color": LABEL,
+    "ytick.color": LABEL,
+    "legend.frameon": False,
+}
 
 
 @contextmanager
@@ -15,7 +30,8 @@ def drawing(name: str, rows: int, columns: int, size: tuple[float, float], **opt
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
-    yield figure, axes
-    measure.write_plot(measure.ROOT / "docs" / f"{name}.png", figure)
-    plt.close(figure)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
+        yield figure, axes
+        measure.write_plot(measure.ROOT / "docs" / f"{name}.png", figure)
+        plt.close(figure)

@@ -7,7 +7,7 @@
 // fp32, bf16 or fp16 (WIDE). VECTOR 1: a thread takes 16 bytes of a row, for which m * sizeof(x) is a multiple of 16
 // and the pointers are aligned; VECTOR 0: one element, for any m, at a fraction of the speed.
 //
-// Bound by memory. A block takes kRows rows of kThreads vectors, and a thread has the loads of all of them in flight.
+// Bound by memory. A block takes kRows rows of kThreads vectors; a thread has all of its loads in flight at once.
 #include "activation.cuh"
 #include "wide_store.cuh"
 

@@ -38,27 +38,10 @@ __device__ __forceinline__ float derivative(float x) {
 #endif
 }
 
-// act and act' together: in both directions of a gated kind. silu and dsilu share sigmoid as they are written; gelu and
-// dgelu do but for the clamp of x^2 in the latter, which changes no bit of the sigmoid (from x^2 = 128 on, it is 0 or
-// 1).
-__device__ __forceinline__ void act_and_derivative(float x, float& y, float& slope) {
-#if KIND == 1 && WIDE == 0
-    const float square = fminf(x * x, 128.0f);
-    const float e = exp2_nonpositive(
-        fmaxf(-fabsf(x) * __fmaf_rn(square, kGelu3Log2e, kGelu1Log2e), -127.0f));
-    const float r = reciprocal_1_2(1.0f + e), h = e * r;
-    y = (x * (x < 0.0f ? e : 1.0f)) * r;
-    slope = __fmaf_rn((r * h) * __fmaf_rn(square, kGeluSlope, kGelu1), x, x < 0.0f ? h : r);
-#elif KIND == 1
-    const float square = fminf(x * x, 128.0f);
-    const float w = x * __fmaf_rn(square, -kGelu3Log2e, -kGelu1Log2e);
-    const float s = rcp_approx(1.0f + ex2_approx(w));
-    y = x * s;
-    slope = __fmaf_rn(__fmaf_rn(-s, s, s) * __fmaf_rn(square, kGeluSlope, kGelu1), x, s);
-#else
-    y = act(x);
-    slope = derivative(x);
-#endif
+// act and act' of a gated kind, which its backward needs both. The compiler sees that silu and dsilu share a sigmoid.
+__device__ __forceinline__ Evaluated act_and_derivative(float x) {
+    if constexpr (KIND == 1) return WIDE == 0 ? gelu_and_slope_f32(x) : gelu_and_slope(x);
+    return {act(x), derivative(x)};
 }
 
 // The second argument is x2, which only the gated kinds read.
@@ -66,10 +49,9 @@ __device__ __forceinline__ float forward(float x1, float x2) { return kGated ? a
 
 __device__ __forceinline__ void backward(float grad, float x1, float x2, float (&dx)[kHalves]) {
     if constexpr (kGated) {
-        float y, slope;
-        act_and_derivative(x1, y, slope);
-        dx[0] = (grad * x2) * slope;
-        dx[1] = grad * y;
+        const Evaluated at = act_and_derivative(x1);
+        dx[0] = (grad * x2) * at.slope;
+        dx[1] = grad * at.value;
     } else {
         dx[0] = grad * derivative(x1);
     }

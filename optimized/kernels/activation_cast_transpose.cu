@@ -1,5 +1,5 @@
-// activation_cast_transpose: an activation (BACKWARD 0) or its backward (BACKWARD 1), from fp32 straight to FP8 with
-// the transposed copy, noting the amax; backward also sums the rows of dx.
+// activation_cast_transpose: an activation (BACKWARD 0) or its backward (BACKWARD 1), cast to FP8 from fp32, with the
+// transposed copy and the amax; backward also sums blocks of rows of dx.
 //
 //     v         = y [rows, m] of x [rows, n]; BACKWARD: dx [rows, n] of grad [rows, m] and x     (activation.cuh)
 //     q, q_t, scale_inv, amax     of v, as in cast_transpose.cu
@@ -7,12 +7,11 @@
 //
 // n = 2 m where gated, else m; v has a multiple of 16 columns. x and grad fp32, bf16 or fp16 (WIDE).
 //
-// Bound by memory. A block of threads takes 64 rows by 256 bytes of y's columns. All that it reads is on its way to
-// shared memory at once and holds no register (loaded to registers, half of the loads ended up after the arithmetic on
-// the others). Then the plan of cast_transpose.cu: a thread owns 16 rows of four columns of y (and of both halves of
-// dx), a warp 4 such runs by 8 column groups, and the transposition happens in registers; columns of codes meet where
-// the inputs were. Rows are evaluated in the order in which the sums' halving tree wants them, so that few sums wait
-// for others.
+// Bound by memory. A block of threads takes 64 rows by 256 bytes of y's columns. It copies all of its input to shared
+// memory at once; with loads to registers, the compiler puts half of them after the arithmetic on the others. Then it
+// works like cast_transpose.cuh: a thread owns 16 rows of four columns of y (and of both halves of dx), a warp 4 such
+// runs by 8 column groups; columns of codes go through the shared memory of the inputs. Rows are evaluated in the order
+// of the sums' halving tree, so that few partial sums are held.
 #include "activation.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
@@ -31,22 +30,22 @@ constexpr int kColumns = 4;  // of a thread
 constexpr int kTileCols = kWarps * 8 * kColumns;
 constexpr int kGroups = kTileCols / kColumns, kRuns = kBlockRows / kRunRows;
 
-// Inputs lie one after the other. The runs of 16 rows are 64 bytes further apart than their bytes, so that in 16 bits
-// two runs of a warp lie in different banks.
+// Inputs lie one after the other. Runs of 16 rows have 64 bytes of padding, so that in 16 bits two runs of a warp lie
+// in different banks.
 constexpr int kRowBytes = kTileCols * sizeof(wide_t), kPieces = kRowBytes / 16;
 constexpr int kRowsAtOnce = kThreads / kPieces;
 constexpr int kPadding = 64, kRunBytes = kRunRows * kRowBytes + kPadding, kInputBytes = kRuns * kRunBytes;
 static_assert(kRunRows % kRowsAtOnce == 0, "rows that are fetched at once belong to one run");
 
-// Where the inputs were, columns of codes meet: 16 rows each, [output][column of a group][group][swizzled(run, group)].
+// Columns of codes, 16 rows each, where the inputs were: [output][column of a group][group][swizzled(run, group)].
 using Columns = uint4[kColumns][kGroups][kRuns];
 static_assert(kOutputs * sizeof(Columns) <= kInputs * kInputBytes, "codes are smaller than what they are of");
 static_assert(kThreads == kGroups * kRuns, "a thread stores all columns of a group");
 
-// Eight groups that lie side by side put the same run into different banks.
+// Eight neighbouring groups put the same run into different banks.
 __device__ __forceinline__ int swizzled(int run, int group) { return run ^ group / 2 % kRuns; }
 
-// A tile's rows of one input, `from` being the thread's first piece; zeros from the `left`-th row after it on.
+// Copy a tile's rows of one input. `from` is the thread's first piece; from the `left`-th row after it on: zeros.
 __device__ __forceinline__ void fetch(unsigned char* to, const wide_t* from, size_t stride, int left) {
 #pragma unroll
     for (int r = 0; r < kBlockRows; r += kRowsAtOnce)
@@ -54,13 +53,13 @@ __device__ __forceinline__ void fetch(unsigned char* to, const wide_t* from, siz
             to + threadIdx.x * 16 + r * kRowBytes + r / kRunRows * kPadding, from + r * stride, r < left);
 }
 
-// What a thread makes of its 16 rows of four columns: codes, a row a word; and their sums.
+// What a thread makes of its 16 rows of four columns: codes, a row in a word, and the amax.
 struct Rows {
     unsigned codes[kOutputs][kRunRows];
     float amax;
 };
 
-// Rows kRow, kRow + kStep, kRow + 2 kStep, ...: the halving tree adds the sum of every other one to that of the rest.
+// Casts rows kRow, kRow + kStep, kRow + 2 kStep, ... and sums them: every other one, and the rest, by the same rule.
 template <int kStep = 1, int kRow = 0>
 __device__ __forceinline__ void cast_rows(
     const unsigned char* fetched, float scale, Rows& rows, float (&sum)[kOutputs][kColumns]) {
@@ -105,14 +104,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) activation_cast_t
     float* __restrict__ partial, int rows, int cols) {
     if (BACKWARD) let_next_grid_start();  // `total` of dbias.cu
     extern __shared__ __align__(16) unsigned char fetched[];
-    // No division: it would keep the copies waiting.
+    // Rows in two dimensions: a division would keep the copies waiting.
     const int block_row = blockIdx.z * gridDim.y + blockIdx.y;
     const int first_row = block_row * kBlockRows, first_col = blockIdx.x * kTileCols;
     const size_t m = cols, q_t_stride = (static_cast<size_t>(rows) + 15) / 16 * 16;
     {
         const int row = first_row + threadIdx.x / kPieces, col = first_col + threadIdx.x % kPieces * kLanes;
         const int left = col < cols ? rows - row : 0;
-        // What is not there is not read, but its address exists.
+        // A piece that does not exist is not read, but its address must be valid.
         const size_t r = left > 0 ? row : 0, c = left > 0 ? col : 0;
         fetch(fetched, x + r * kHalves * m + c, kHalves * m, left);
         if constexpr (kGated) fetch(fetched + kInputBytes, x + (r * kHalves + 1) * m + c, kHalves * m, left);
@@ -140,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) activation_cast_t
         for (int g = 0; g < 4; g++) {
             const unsigned* const codes = mine.codes[o] + 4 * g;
             transpose4(codes[0], codes[1], codes[2], codes[3], columns[g]);
-            // The code of a row that is not there is not left to 0 * scale, which is NaN if scale is infinite.
+            // A row that does not exist gives code 0, not 0 * scale, which is NaN if scale is infinite.
             const int there = min(max(left - 4 * g, 0), 4);
             const unsigned mask = there == 4 ? ~0u : (1u << 8 * there) - 1;
 #pragma unroll

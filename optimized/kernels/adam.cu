@@ -6,9 +6,9 @@
 //     u = (m / c1) / (sqrt(v / c2) + eps) [+ decay p]
 //     p = p - lr u
 //
-// grad and rounded (which may be null) are WIDE, m and v fp32, p fp32 (MASTER 1) or WIDE (MASTER 0). Bound by memory:
-// a thread takes eight neighbours, 16 bytes a load. Blocks are numbered through all tensors, those of tensor i from
-// first_block on; the table is a kernel argument by value.
+// grad and rounded (which may be null) are WIDE, m and v fp32, p fp32 (MASTER 1) or WIDE (MASTER 0). Bound by memory: a
+// thread takes eight neighbours, 16 bytes a load. Blocks are numbered through all tensors, those of tensor i from
+// first_block on. The table is a kernel argument by value.
 #include "wide.cuh"
 
 using namespace twin;

@@ -2,8 +2,7 @@
 //
 //     amax[0] = max(amax[0], max |x[i]|)      x widened to fp32, NaN ignored, infinity counts
 //
-// x [count] fp32, bf16 or fp16 (WIDE), any count, 16-byte aligned. The maximum is one of integers, so the
-// order in which blocks arrive does not matter.
+// x [count] fp32, bf16 or fp16 (WIDE), any count, 16-byte aligned.
 #define FP8 0
 #include "wide.cuh"
 #include "quantize.cuh"

@@ -6,9 +6,8 @@
 //
 // x [count] fp32, bf16 or fp16 (WIDE), count a multiple of 16; q [count] FP8 (FP8).
 //
-// Bound by memory: 3 bytes an element in bf16. A thread loads twice 16 bytes before it uses the first; a block reads
-// 16 KB and is done, because blocks that loop are up to 5 % slower. Stores are 8 bytes a thread (fp32: 4), 256 in a
-// row a warp.
+// Bound by memory: 3 bytes an element in bf16. A thread has two 16-byte loads in flight. A block reads 16 KB and ends:
+// blocks that loop are up to 5 % slower.
 #include "wide.cuh"
 #include "quantize.cuh"
 

@@ -1,4 +1,4 @@
-// cast_transpose: to FP8, with the transposed copy beside it, noting the amax; with DBIAS the rows' sum as well.
+// cast_transpose: to FP8, with a transposed copy and the amax; with DBIAS also the sums of blocks of rows.
 //
 //     q[r, c]   = satfinite_rne(fp32(x[r, c]) * scale[0])   one fp32 rounding, then one to FP8; NaN -> 0x7F
 //     q_t[c, r] = q[r, c]; 0x00 for rows <= r < ceil16(rows)
@@ -8,8 +8,6 @@
 //
 // x [rows, cols] fp32, bf16 or fp16 (WIDE); q [rows, cols], q_t [cols, ceil16(rows)] FP8 (FP8); cols a multiple of
 // 16; partial fp32 [ceil(rows / 64), cols], which the kernel `total` of dbias.cu adds up.
-//
-// Bound by memory: 4 bytes an element in bf16. The plan: cast_transpose.cuh.
 #include "cast_transpose.cuh"
 #include "ptx/grid.cuh"
 
@@ -20,11 +18,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) cast_transpose(
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
     if (DBIAS) let_next_grid_start();  // `total`
-    const float scale = *scale_slot;
-    float amax = 0.0f;
-    // No division: it would keep the loads waiting.
-    const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
-    cast_tile<DBIAS>(Matrix{x}, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
-    if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<kWarps>(amax, amax_slot);
+    cast_matrix<DBIAS>(Matrix{x}, scale_slot, amax_slot, q, q_t, scale_inv, partial, rows, cols);
 }

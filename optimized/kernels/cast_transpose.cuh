@@ -1,11 +1,10 @@
-// A tile of the cast with the transposed copy: q, q_t, the amax, and with kSums the sums of blocks of 64 rows.
-// Formulas: cast_transpose.cu.
+// Casts with a transposed copy: q, q_t, the amax and, with kSums, the sums of blocks of 64 rows (cast_transpose.cu).
 //
-// Bound by memory: 4 bytes an element in bf16. The transposition happens in registers: a thread owns 16 rows of one
-// 16-byte column group, so a column of its codes is 16 bytes that are adjacent in q_t; all its 16 loads are in flight
-// at once. A warp is 4 runs of 16 rows by 8 column groups: it reads 128 bytes of a row and writes 64 (fp32: 32) of q.
-// Two by two warps make a tile of 128 rows. Its columns of codes, and the runs' sums, meet in shared memory, from where
-// they leave in full lines.
+// Bound by memory: 4 bytes an element in bf16. The transposition happens in registers: a thread owns a run of 16 rows
+// of one column group, 16 bytes of x wide, so that a column of its codes is 16 bytes that are adjacent in q_t. All of
+// its loads are in flight at once. A warp takes 4 runs by 8 groups: it reads 128 bytes of a row and writes 64 (fp32:
+// 32) of q. Two by two warps make a tile of 128 rows; they put columns of codes, and sums of runs, into shared memory,
+// from which whole lines are stored.
 #pragma once
 #include "ptx/l2_policy.cuh"
 #include "quantize.cuh"
@@ -28,7 +27,7 @@ struct Tile {
     float sums[kSums ? kRuns : 1][kTileCols];
 };
 
-// Groups that lie side by side put the same run into different banks.
+// Neighbouring groups put the same run into different banks.
 __device__ __forceinline__ int swizzled(int run, int group) { return run ^ group % kRuns; }
 
 // Where a thread's first row begins, and how far apart its rows are.
@@ -38,14 +37,14 @@ struct Rows {
     Stride stride;
 };
 
-// x [rows, cols] as it lies: at the offsets of q.
+// A contiguous x [rows, cols]: its offsets are those of q.
 struct Matrix {
     const wide_t* x;
     __device__ __forceinline__ Rows<size_t> rows(size_t at, size_t cols, int, int) const { return {x + at, cols}; }
 };
 
-// 16 rows, of which `left` exist (kWhole: all), of kCount columns of a thread's group from `first` on: q to memory, the
-// rest into the tile.
+// A thread's 16 rows, of which `left` exist (kWhole: all), and kCount columns of its group from `first` on: stores q,
+// and puts the rest into the tile.
 template <bool kWhole, int kCount, bool kSums, class Stride>
 __device__ __forceinline__ void cast_run(
     const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<kSums>& tile, int run, int group, int first, int left,
@@ -57,7 +56,7 @@ __device__ __forceinline__ void cast_run(
         v[r] = kWhole || r < left ? load_once<kCount>(in.x + first + static_cast<size_t>(r) * in.stride)
                                   : Vector<kCount>{};
 
-    // Four columns at a time, from the loads to the transposed store, so that registers free up on the way.
+    // Four columns at a time from the load to the transposed store, so that registers become free on the way.
     unsigned codes[kRunRows][kWords];
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
@@ -70,7 +69,7 @@ __device__ __forceinline__ void cast_run(
                 amax = amax_of(amax, f[i]);
             }
             codes[r][w] = quantize4(f, scale);
-            // Not left to 0 * scale, which is NaN if scale is infinite.
+            // Rows that do not exist give code 0, not 0 * scale, which is NaN if scale is infinite.
             if (!kWhole && r >= left) codes[r][w] = 0;
         }
         if constexpr (kSums) {
@@ -105,19 +104,19 @@ __device__ __forceinline__ void cast_run(
     }
 }
 
-// From the tile to memory: 128 bytes of a column by 8 threads; the sums of 64 rows, side by side.
+// From the tile to memory: eight threads write 128 bytes of a row of q_t; then the sums of 64 rows.
 template <bool kSums>
 __device__ __forceinline__ void store_tile(
     const Tile<kSums>& tile, unsigned char* q_t, float* partial, int rows, int cols, int first_row, int first_col) {
     static_assert(kThreads == kGroups * kRuns, "a thread takes all columns of a group");
-    const size_t width = static_cast<unsigned>(cols), q_t_stride = (static_cast<unsigned>(rows) + 15u) / 16 * 16;
+    const size_t width = static_cast<unsigned>(cols), stride = q_t_stride(rows);
     const int group = threadIdx.x / kRuns, run = threadIdx.x % kRuns;
     const int col = first_col + group * kLanes, row = first_row + run * kRunRows;
     if (col < cols && row < rows) {
-        q_t += col * q_t_stride + row;
+        q_t += col * stride + row;
 #pragma unroll
         for (int c = 0; c < kLanes; c++)
-            *reinterpret_cast<uint4*>(q_t + c * q_t_stride) = tile.columns[c][group][swizzled(run, group)];
+            *reinterpret_cast<uint4*>(q_t + c * stride) = tile.columns[c][group][swizzled(run, group)];
     }
     if constexpr (kSums) {
         constexpr int kColumns = 2 * kTileCols / kThreads;
@@ -159,6 +158,20 @@ __device__ __forceinline__ void cast_tile(
     }
     __syncthreads();
     store_tile(tile, q_t, partial, rows, cols, first_row, first_col);
+}
+
+// A whole source, a tile to each block of threads of a grid of (tile columns, tile rows in y and z).
+template <bool kSums, class Source>
+__device__ __forceinline__ void cast_matrix(
+    const Source& source, const float* scale_slot, float* amax_slot, unsigned char* q, unsigned char* q_t,
+    float* scale_inv, float* partial, int rows, int cols) {
+    const float scale = *scale_slot;
+    float amax = 0.0f;
+    // Rows in two dimensions: a division would keep the loads waiting.
+    const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
+    cast_tile<kSums>(source, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
+    if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
+    if (amax_slot != nullptr) commit_amax<kWarps>(amax, amax_slot);
 }
 
 }  // namespace twin

@@ -1,9 +1,8 @@
-// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS of a matrix that lies in up to three parts side by side.
+// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS, of a matrix whose columns lie in up to three tensors.
 //
 //     x[r, g * width + c] = part[i].x[r, g * part[i].width + c - part[i].first]   part i holds column c of a group
 //
-// part[i].x [rows, groups * part[i].width], a part's width a multiple of 8; everything else as in cast_transpose.cu,
-// which says what x becomes.
+// part[i].x [rows, groups * part[i].width], a part's width a multiple of 8; all else as in cast_transpose.cu.
 #include "cast_transpose.cuh"
 #include "ptx/grid.cuh"
 
@@ -15,7 +14,7 @@ struct Part {
 };
 
 struct Parts {
-    Part part[3];  // unused ones begin beyond a group's last column
+    Part part[3];  // an unused one begins after a group's last column
     int groups, width;
 
     __device__ __forceinline__ Rows<unsigned> rows(size_t, size_t, int row, int col) const {
@@ -31,11 +30,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) cat_cast_transpose(
     unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
     float* __restrict__ partial, int rows, int cols) {
     let_next_grid_start();  // `total`
-    const float scale = *scale_slot;
-    float amax = 0.0f;
-    // No division: it would keep the loads waiting.
-    const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
-    cast_tile<true>(parts, q, q_t, partial, rows, cols, tile_row, tile_col, scale, amax);
-    if (tile_row == 0 && tile_col == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<kWarps>(amax, amax_slot);
+    cast_matrix<true>(parts, scale_slot, amax_slot, q, q_t, scale_inv, partial, rows, cols);
 }

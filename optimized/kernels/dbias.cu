@@ -2,16 +2,16 @@
 //
 //     dbias[c] = round(sum over r of fp32(grad[r, c]))     fp32 additions, one rounding at the end
 //
-// `dbias`: the sums over blocks of 64 rows in the order of row_sum.cuh, added in order of block, starting from block
-// 0's; no rows give +0. `total` only adds, from partial [ceil(rows / 64), cols] fp32: the sums that the kernels of the
-// casts make on their way.
+// `dbias` sums blocks of 64 rows in the order of row_sum.cuh and adds those sums in order of block, starting from block
+// 0's; no rows give +0. `total` only adds: the sums of blocks that a cast has left in partial [ceil(rows / 64), cols]
+// fp32.
 //
 // grad [rows, cols] fp32, bf16 or fp16 (WIDE). VECTOR 1: a thread reads 16 bytes of a row, for which rows are
 // 16-byte aligned; VECTOR 0: one element, for any number of columns, at a fraction of the speed.
 //
-// Bound by memory: 2 bytes an element in bf16. A cluster of 8 blocks of threads takes all rows of a strip of columns, a
-// warp 64 rows at a time, in turn. Every block of the cluster adds an eighth of the columns: sums go to its shared
-// memory, where a barrier counts their bytes. So one launch does it all.
+// Bound by memory: 2 bytes an element in bf16. A cluster of 8 blocks of threads takes a strip of columns; its warps
+// take 64 rows each in turn. Each block adds up an eighth of the columns: the others send their sums to its shared
+// memory, where a barrier counts the bytes. So one launch suffices.
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
@@ -88,7 +88,7 @@ extern "C" __global__ __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThread
             wait_for_blocks();
 #pragma unroll
             for (int c = 0; c < kSums; c++) {
-                // With one column to a lane all four runs hold the sum.
+                // With one column to a lane, all four runs hold the sum: only the first sends it.
                 const int owner = (at + c) / kShare;
                 if (kColumns > 1 || lane < 8)
                     store_async(map_to_rank(shared_address(&sums[b][(at + c) % kShare]), owner), sum[c],
@@ -98,12 +98,12 @@ extern "C" __global__ __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThread
         wait_for_blocks();
         mbarrier_wait(arrived, first / kAtOnce & 1);
         if (threadIdx.x < kShare) {
-            // Not 0 + block 0's sum: that would turn -0 into +0.
+            // Not 0 + block 0's sum, which would turn -0 into +0.
             if (first == 0) total = sums[0][threadIdx.x];
 #pragma unroll 16
             for (int b = first == 0 ? 1 : 0; b < here; b++) total = total + sums[b][threadIdx.x];
         }
-        if (first + kAtOnce < blocks) {  // added everywhere, before the next sums come
+        if (first + kAtOnce < blocks) {  // all blocks have added before the next sums come
             cluster_arrive();
             cluster_wait();
         }
@@ -116,11 +116,11 @@ extern "C" __global__ __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThread
 constexpr int kTotalCols = 32;
 constexpr int kTotalThreads = 256;
 constexpr int kChunk = 128;  // blocks staged at a time: 8192 rows
-constexpr int kAhead = 32;   // of them whose sums are on the way to registers at once
+constexpr int kAhead = 32;   // sums on their way from shared memory to a register
 constexpr int kPieces = kTotalCols / 4;  // of 16 bytes
 
-// The additions of a column form a chain; what must not wait for one another are the loads. So all threads fetch
-// a chunk of partial sums, and one warp adds it from shared memory. cols is a multiple of 4. Launched early.
+// A column's additions form a chain, but its loads need not wait for each other: all threads fetch a chunk of sums into
+// shared memory, and one warp adds them. cols is a multiple of 4. Launched early.
 extern "C" __global__ void __launch_bounds__(kTotalThreads) total(
     const float* __restrict__ partial, wide_t* __restrict__ dbias, int blocks, int cols) {
     __shared__ __align__(16) float chunk[kChunk][kTotalCols];

@@ -3,7 +3,7 @@
 // Definition, the mask included: reference/ops/dropout.py. x, residual, out [rows, hidden], bias [hidden], of one type.
 // A thread takes 8 consecutive elements, which share one Philox counter.
 //
-// `advance` counts a use of a generator's state, after the kernel that has read it.
+// `advance` adds 1 to a generator's offset; it is launched after the kernel that has read the state.
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16).
 #include "philox.cuh"
@@ -20,32 +20,21 @@ struct Values {
 
 // Elements from `at` on; those from `end` on read as zero. `whole`: all eight exist, at an aligned address.
 __device__ __forceinline__ Values load(const wide_t* x, long long at, long long end, bool whole) {
+    const Eight loaded = whole ? load8(x + at) : load_elements<kElements>(x + at, end - at);
     Values eight;
-    if (whole) {
 #pragma unroll
-        for (int v = 0; v < kElements / kLanes; v++) {
-            const Vector<kLanes> vector = load_once<kLanes>(x + at + v * kLanes);
-#pragma unroll
-            for (int i = 0; i < kLanes; i++) eight.value[v * kLanes + i] = widen(vector, i);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++) eight.value[i] = at + i < end ? widen(x[at + i]) : 0.0f;
-    }
+    for (int i = 0; i < kElements; i++) eight.value[i] = widen(loaded, i);
     return eight;
 }
 
 __device__ __forceinline__ void store(wide_t* out, const Values& eight, long long at, long long end, bool whole) {
-    if (whole) {
+    if (whole)
         store_eight(out + at, eight.value);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++)
-            if (at + i < end) out[at + i] = narrow(eight.value[i]);
-    }
+    else
+        store_elements(out + at, eight.value, end - at);
 }
 
-// `aligned`: every pointer is at a multiple of 16 bytes. hidden % 8 == 0 besides makes the bias's loads whole.
+// `aligned`: every pointer is at a multiple of 16 bytes. The bias is loaded whole if hidden % 8 == 0 as well.
 extern "C" __global__ void __launch_bounds__(256)
     bias_dropout_add(const wide_t* x, const wide_t* bias, const wide_t* residual, wide_t* out, long long count,
                      int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned) {
@@ -56,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Values other{};
     if (residual != nullptr) other = load(residual, at, count, whole);
     if (bias != nullptr) {
-        // A 32-bit remainder where it will do: the 64-bit one is a subroutine.
+        // A 32-bit remainder where it suffices: the 64-bit one is a subroutine.
         int column = count >> 32 ? static_cast<int>(at % hidden) : static_cast<int>(static_cast<unsigned>(at) % hidden);
         if (whole && hidden % kElements == 0) {
             const Values b = load(bias, column, hidden, true);

@@ -60,6 +60,12 @@ __device__ __forceinline__ float exp2_nonpositive(float y) {
     return __fmaf_rn(power, (y - n) * kLn2, power);
 }
 
+// A function's value and its derivative, at one x. The clamp of x^2 in gelu's changes no bit of the value: where x^2 is
+// greater, its sigmoid is 0 or 1.
+struct Evaluated {
+    float value, slope;
+};
+
 // ---- functions of a 16-bit value (x holds a bf16 or fp16 value; other x give Hopper's own words) ----
 
 __device__ __forceinline__ float gelu(float x) {
@@ -67,14 +73,16 @@ __device__ __forceinline__ float gelu(float x) {
     return x * rcp_approx(1.0f + ex2_approx(w));
 }
 
-// d gelu / dx = s + x s (1 - s) z'(x), s = sigmoid(z).
-__device__ __forceinline__ float dgelu(float x) {
+// gelu and its derivative s + x s (1 - s) z'(x), s = sigmoid(z).
+__device__ __forceinline__ Evaluated gelu_and_slope(float x) {
     const float square = fminf(x * x, 128.0f);  // keeps z' finite: 0 times it must be 0
     const float w = x * __fmaf_rn(square, -kGelu3Log2e, -kGelu1Log2e);
     const float s = rcp_approx(1.0f + ex2_approx(w));
     const float slope = __fmaf_rn(square, kGeluSlope, kGelu1);
-    return __fmaf_rn(__fmaf_rn(-s, s, s) * slope, x, s);  // s (1 - s) as s - s^2
+    return {x * s, __fmaf_rn(__fmaf_rn(-s, s, s) * slope, x, s)};  // s (1 - s) as s - s^2
 }
+
+__device__ __forceinline__ float dgelu(float x) { return gelu_and_slope(x).slope; }
 
 __device__ __forceinline__ float silu(float x) { return x * rcp_approx(1.0f + ex2_approx(x * -kLog2e)); }
 
@@ -87,21 +95,20 @@ __device__ __forceinline__ float dsilu(float x) {
 // With e = 2^-|y| in [0, 1] and r = 1 / (1 + e): sigmoid is r on the positive side and e r on the negative.
 
 __device__ __forceinline__ float gelu_f32(float x) {
-    const float y = fmaxf(-fabsf(x) * __fmaf_rn(x * x, kGelu3Log2e, kGelu1Log2e), -127.0f);
-    const float e = exp2_nonpositive(y);
+    const float e = exp2_nonpositive(fmaxf(-fabsf(x) * __fmaf_rn(x * x, kGelu3Log2e, kGelu1Log2e), -127.0f));
     const float r = reciprocal_1_2(1.0f + e);
     return (x * (x < 0.0f ? e : 1.0f)) * r;
 }
 
-__device__ __forceinline__ float dgelu_f32(float x) {
+__device__ __forceinline__ Evaluated gelu_and_slope_f32(float x) {
     const float square = fminf(x * x, 128.0f);
-    const float y = fmaxf(-fabsf(x) * __fmaf_rn(square, kGelu3Log2e, kGelu1Log2e), -127.0f);
-    const float e = exp2_nonpositive(y);
-    const float r = reciprocal_1_2(1.0f + e);
-    const float h = e * r;
+    const float e = exp2_nonpositive(fmaxf(-fabsf(x) * __fmaf_rn(square, kGelu3Log2e, kGelu1Log2e), -127.0f));
+    const float r = reciprocal_1_2(1.0f + e), h = e * r;
     const float slope = __fmaf_rn(square, kGeluSlope, kGelu1);
-    return __fmaf_rn((r * h) * slope, x, x < 0.0f ? h : r);
+    return {(x * (x < 0.0f ? e : 1.0f)) * r, __fmaf_rn((r * h) * slope, x, x < 0.0f ? h : r)};
 }
+
+__device__ __forceinline__ float dgelu_f32(float x) { return gelu_and_slope_f32(x).slope; }
 
 __device__ __forceinline__ float silu_f32(float x) {
     const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
@@ -111,8 +118,7 @@ __device__ __forceinline__ float silu_f32(float x) {
 
 __device__ __forceinline__ float dsilu_f32(float x) {
     const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
-    const float r = reciprocal_1_2(1.0f + e);
-    const float h = e * r;
+    const float r = reciprocal_1_2(1.0f + e), h = e * r;
     return __fmaf_rn(r * h, x, x < 0.0f ? h : r);
 }
 

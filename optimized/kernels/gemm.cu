@@ -1,10 +1,10 @@
 // 16-bit GEMM.   out[M, N] = round(fp32(acc + bias)),   acc = A[M, K] B[N, K]^T
 //
-// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view): the tensor core reads
-// either from shared memory, so a transposed view costs no copy. M, N, K any. out bf16, fp16 or fp32. acc is one chain
-// over K in steps of k = 16 from +0, in order (docs/numerics.md); K beyond the end arrives as zeros, and a step of zero
-// products leaves its C as it is. No tile shape changes a bit of the result.
-// ACCUMULATE: out = round(fp32(out) + acc), without a bias.
+// A, B bf16 or fp16 (both the same), each K-major (row-major) or MN-major (a transposed view); the tensor core reads
+// both from shared memory, so a transposed view costs no copy. Any M, N, K. out bf16, fp16 or fp32. acc is one chain
+// over K in steps of k = 16 from +0, in order (docs/numerics.md); What lies after the end of K arrives as zeros, and a
+// step of zero products leaves its C unchanged. No tile shape changes a bit of the result. ACCUMULATE: out =
+// round(fp32(out) + acc), without a bias.
 //
 // One persistent block per multiprocessor, as in gemm_fp8.cu. An MN-major operand lies in shared memory as chunks of 64
 // rows of M (or N): [64 k][64 m], 8 KB, swizzled by 128 bytes.
@@ -26,7 +26,7 @@ constexpr bool kFP32 = same_type<OUT, FP32>;
 using Map = SharedMap<WARPGROUPS, kBlockN, STAGES, CLUSTER>;
 using Tiles = Schedule<kBlockM, kBlockN, CLUSTER, kNarrow>;
 
-// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`; kShared: into all blocks of
+// One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`. kShared: for all blocks of
 // the cluster.
 template <bool kTransposed, bool kShared>
 __device__ __forceinline__ void load_operand(unsigned destination, const CUtensorMap* map, unsigned full, int row,
@@ -103,7 +103,7 @@ __device__ __forceinline__ void pack_transposed(unsigned (&words)[kAcc / 2], con
         }
 }
 
-// A packed tile whose rows are no multiple of 16 bytes: value by value.
+// Store, value by value, a packed tile whose rows are no multiple of 16 bytes.
 __device__ __forceinline__ void store_ragged(const unsigned (&words)[kAcc / 2], const Destination& to) {
 #pragma unroll
     for (int i = 0; i < kAcc; i++) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_ragged(const unsigned (&words)[kAcc / 2], 
     }
 }
 
-// Part by part, since with ACCUMULATE all loads at once, and their guards, would not fit the registers.
+// In parts: with ACCUMULATE, all loads at once and their guards would not fit the registers.
 __device__ __forceinline__ void store_fp32_pairs(float (&acc)[kAcc], const Destination& to) {
     constexpr int kPart = 32;
 #pragma unroll
@@ -128,7 +128,8 @@ __device__ __forceinline__ void store_fp32_pairs(float (&acc)[kAcc], const Desti
     }
 }
 
-// Bias, or what is stored; one rounding; stores. A 16-bit tile waits in registers, if its rows are whole vectors.
+// Adds the bias, or what the output holds; rounds once; stores. A 16-bit tile waits in registers if its rows are whole
+// vectors.
 struct BiasStore {
     using Loaded = Bias<2, kAcc>;
     static constexpr int kSteps = kStoreSteps<8, kAcc>;
@@ -136,7 +137,7 @@ struct BiasStore {
     void* out;
     const void* bias;
     int bias_type, m, n;
-    int row, quad;  // the thread's row of a tile, its lane of a quad
+    int row, quad;  // the thread's row of a tile, its place in a quad
     Destination to;
     unsigned words[kAcc / 2];
     bool pending;
@@ -185,6 +186,6 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1)
         FastMainloop<Map, Issue, kNarrow> mainloop(shared, k_blocks);
         consume<kAcc>(mainloop, epilogue);
     };
-    // With an elected thread ptxas finds too few registers for the accumulating tiles (C7511).
+    // Accumulating tiles do without elect_one: with it, ptxas lacks registers (C7511).
     run_block<Map, 232, 40, !ACCUMULATE>(shared, a_map, b_map, producing, consuming);
 }

@@ -3,8 +3,8 @@
 //   h = T(acc * scale + bias) [m, n], kept;   y [m, width] is its activation (activation.cuh)
 //   q = y in FP8, q_t its transpose [width, ceil16(m)], amax     (quantize.cuh, reference/ops/cast_transpose.py)
 //
-// n is twice `width` where the kind is gated; a tile then holds the same columns of h's two halves. The consumers
-// finish a tile in units: four columns of a row half of a piece, of both halves together where gated.
+// If the kind is gated, n is twice `width` and a tile holds the same columns of both halves of h. The consumers finish
+// a tile in units: four columns of a row half of a piece (gemm_piece.cuh), of both halves if gated.
 //
 // Defines: KIND (activation.cuh), FP8 (quantize.cuh).
 #pragma once
@@ -17,10 +17,10 @@
 
 namespace twin {
 
-// Codes of two rows, i and i + 8 of a piece (codes[row][four columns]), to one column's 16: those of column i % 8 of
-// the eight that lanes 4 i + q share.
+// From codes[row][four columns] of rows i and i + 8 of a piece to a column's 16 codes: those of column i of the eight
+// that lanes 4 i + q share.
 __device__ __forceinline__ uint4 transpose_codes(const unsigned (&codes)[2][2]) {
-    const bool upper = threadIdx.x & 16;  // lanes of rows 4 .. 7 and 12 .. 15: they take the second four columns
+    const bool upper = threadIdx.x & 16;  // lanes of rows 4 .. 7 and 12 .. 15 take the second four columns
     unsigned w[4];                        // rows j, j + 4, j + 8, j + 12
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -57,9 +57,9 @@ struct BiasActivation {
 
     static constexpr int kSteps = kSteps_;
     static constexpr int kConsumerRegisters = 232;
-    static constexpr int kItems = kPieces / kBHalves;  // of a tile's pieces; x1 and x2 of a gated one are one item
+    static constexpr int kItems = kPieces / kBHalves;  // a tile's pieces; if gated, those of x1 and x2 make one item
     static constexpr int kUnits = 4 * kItems;
-    static constexpr int every = 1;  // k-blocks from step to step; a variable costs more
+    static constexpr int every = 1;  // k-blocks from step to step: a constant, since a variable costs more
     static_assert(kUnits % kSteps == 0, "whole units after each k-block");
     static_assert(kBHalves == kHalves, "a gated activation reads B in halves");
     struct Loaded {};
@@ -73,7 +73,7 @@ struct BiasActivation {
     unsigned short* h;        // the lane's first place in the outputs
     unsigned char *q, *q_t;
     float amax = 0.0f;
-    unsigned codes[2][2];  // of an item, from its first unit to its last
+    unsigned codes[2][2];  // of the item whose units are being finished
     unsigned words[kAcc / 2];
     bool pending = false;
     unsigned parity = 0;  // of the bias
@@ -91,7 +91,7 @@ struct BiasActivation {
     // By one thread, before the block's first barrier.
     __device__ __forceinline__ static void init(Shared& shared) { shared.bias.init(); }
 
-    // By the warps that copy nothing.
+    // By the producer's three idle warps; one suffices.
     __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const Tiles& tiles, int n) {
         if (threadIdx.x / 32 % 4 != 3) return;
         unsigned parity = 0;
@@ -106,7 +106,7 @@ struct BiasActivation {
         if (static_cast<int>(arguments.bias_type) != kNoBias) shared.bias.add(acc, parity);
         parity ^= 1;
         pack_tile<OUT, kRun>(words, acc);
-        // Uniform, or after a branch that might part a warp the compiler would compute what wgmma needs lane by lane.
+        // Uniform: if a branch might divide a warp, the compiler would compute wgmma's operands lane by lane.
         row = uniform(tile.row + threadIdx.x / 32 * 16);
         column = uniform(tile.column);
         const Place at = place(column);
@@ -143,11 +143,11 @@ private:
     __device__ __forceinline__ Place place(int first) const {
         const int lane = threadIdx.x % 32;
         int r = row + lane / 4;
-        asm volatile("" : "+r"(r));  // addresses are computed each time anew: there is no room to keep them
+        asm volatile("" : "+r"(r));  // addresses are computed anew each time: there are no registers to keep them
         return {r, first + kRun * (lane % 4), {r < m, r + 8 < m}, kRun == 8 || first + kSecond < width};
     }
 
-    // Of q_t's columns the one that a lane has after transpose_codes, and whether it exists; the bytes of q_t's rows.
+    // The column that a lane has after transpose_codes, and whether it exists; the bytes of a row of q_t.
     __device__ __forceinline__ int own_column(const Place& at) const {
         const int i = threadIdx.x % 32 / 4;
         return at.column + i / 4 * kSecond + i % 4;
@@ -155,7 +155,7 @@ private:
     __device__ __forceinline__ bool owns(const Place& at) const { return threadIdx.x % 32 < 16 || at.second; }
     __device__ __forceinline__ size_t rows_t() const { return (m + 15) / 16 * 16; }
 
-    // Four columns, the first (f 0) or the other four, of row half r of an item.
+    // Finish the first (f 0) or the other four columns of row half r of an item.
     template <class Row>
     __device__ __forceinline__ void finish_unit(int item, int r, int f, const Row& packed) {
         if (row >= m || column + 32 * item >= width) return;
@@ -170,7 +170,7 @@ private:
             amax = amax_of(amax, y[c]);
         }
         const unsigned code = quantize4(y, scale);
-        codes[r][f] = at.rows[r] ? code : 0;  // not left to 0 * scale, which is NaN if scale is infinite
+        codes[r][f] = at.rows[r] ? code : 0;  // not 0 * scale, which is NaN if scale is infinite
         const size_t rows = 8 * r, columns = 32 * item;  // from the lane's first place
         if (f == 0 && at.rows[r]) {
 #pragma unroll

@@ -1,7 +1,8 @@
-// A tile's bias in shared memory, where a warp that copies nothing puts it for the consumers.
+// A tile's bias in shared memory, put there by an idle warp of the producer's warpgroup.
 //
-// Consumers would wait for memory at a tile's end, have no registers to load ahead, and would widen in every lane. This
-// warp loads the next tile's bias while the consumers still use the present one, and writes it when they have finished.
+// Consumers have no registers to load the bias ahead: they would wait for memory at a tile's end, and each lane would
+// widen it. The warp loads the next tile's bias while the consumers use the present one, and writes it when they are
+// done.
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
@@ -18,18 +19,18 @@ struct alignas(4 * sizeof(T)) Four {
 // T: float where a bias of any type is added in fp32, unsigned short where it has the output's 16 bits.
 template <class T>
 struct alignas(16) SharedBias {
-    T values[kBlockN];  // columns after the matrix's last repeat it; nobody stores their results
+    T values[kBlockN];  // columns after the matrix's last repeat it: their results are not stored
     Mailbox mailbox;
 
     __device__ __forceinline__ void init() { mailbox.init(1, 4 * WARPGROUPS); }
 
-    // By the producing warp. The second of kBHalves of a tile's columns is n / 2 further.
+    // By that warp. With two kBHalves, the second half of a tile's columns is n / 2 further.
     __device__ __forceinline__ void fill(const Tile& tile, const void* bias, int type, int n, unsigned parity) {
         if (type == kNoBias) return;
         constexpr int kHeld = kBlockN / 32;
         const int lane = threadIdx.x % 32, width = n / kBHalves;
         const auto column = [&](int c) { return min(tile.column + c % kTileN, width - 1) + c / kTileN * width; };
-        unsigned words[kHeld];  // as stored; all loads are in flight before one is waited for
+        unsigned words[kHeld];  // as in memory; all loads are in flight at once
         if (type == kBiasFP32)
 #pragma unroll
             for (int i = 0; i < kHeld; i++)
@@ -49,7 +50,7 @@ struct alignas(16) SharedBias {
         mailbox.arrive_full();
     }
 
-    // Of four neighbouring columns of the tile, the first a multiple of four.
+    // The bias of four neighbouring columns of the tile; `column` is a multiple of four.
     __device__ __forceinline__ Four<T> four(int column) const {
         return reinterpret_cast<const Four<T>*>(values)[column / 4];
     }

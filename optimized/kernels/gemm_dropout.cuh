@@ -2,9 +2,9 @@
 //
 //   out = T( T( dropout( T( x + bias ) ) ) + residual )         kernels/dropout.cu, reference/ops/dropout.py
 //
-// Each part may be absent. The mask is that of element row * n + column, eight neighbours to a Philox counter. The
-// consumers finish a tile in row halves of pieces, spread over the next tile's k-blocks; mask, bias and residual reach
-// them through shared memory (gemm_mask.cuh, gemm_bias.cuh, gemm_residual.cuh).
+// Each part may be absent. Element row * n + column has its own bit of the mask; eight neighbours share a Philox
+// counter. The consumers finish a tile in row halves of pieces (gemm_piece.cuh), spread over the next tile's k-blocks;
+// mask, bias and residual reach them through shared memory (gemm_mask.cuh, gemm_bias.cuh, gemm_residual.cuh).
 //
 // Defines: DROP (0: nothing is dropped).
 #pragma once
@@ -16,8 +16,9 @@
 
 namespace twin {
 
-// Sums of two T, of two columns. Rounded once they are those in fp32 rounded to T: fp32 holds a sum exactly, or the
-// smaller addend is less than half of what parts the greater from its neighbours, and both give the greater.
+// a + b for two columns, each sum rounded once to T. It equals the sum in fp32 rounded to T: either fp32 holds the sum
+// exactly, or the smaller addend is less than half the distance from the greater to its neighbours in T, and both ways
+// give the greater.
 __device__ __forceinline__ unsigned add_two(unsigned a, unsigned b) {
     if constexpr (same_type<OUT, BF16>) return add_bf16x2(a, b);
     return add_f16x2(a, b);
@@ -25,7 +26,7 @@ __device__ __forceinline__ unsigned add_two(unsigned a, unsigned b) {
 
 template <int kSteps_>
 struct BiasDropoutAdd {
-    // The kernel's parameter; what is absent is null.
+    // The kernel's parameter. Absent parts are null.
     struct Arguments {
         CUtensorMap residual_map;
         unsigned short* out;
@@ -80,7 +81,7 @@ struct BiasDropoutAdd {
         boxes(shared).init();
     }
 
-    // By the three warps that copy nothing.
+    // By the producer's three idle warps.
     __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const Tiles& tiles, int n) {
         unsigned parity = 0;
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1) {
@@ -135,7 +136,7 @@ private:
     // The lane's part of the piece of row half i.
     __device__ __forceinline__ Place place(int i) const {
         int r = row + threadIdx.x % 32 / 4;
-        asm volatile("" : "+r"(r));  // addresses are computed for each step anew: there is no room to keep them
+        asm volatile("" : "+r"(r));  // addresses are computed anew each time: there are no registers to keep them
         const int lane = threadIdx.x % 32, first = column + i / 2 * 32;
         return {r, first + kRun * (lane % 4), {r < m, r + 8 < m}, kRun == 8 || first + kSecond < n};
     }
@@ -145,7 +146,7 @@ private:
             boxes(shared).fetch(warp, &arguments.residual_map, piece, row, column + 32 * piece);
     }
 
-    // Wait for bias and mask; the mask is read at once, so that the next tile's can be drawn.
+    // Wait for bias and mask, and read the mask at once, so that the next tile's can be drawn.
     __device__ __forceinline__ void wait() {
         if (arguments.bias != nullptr) shared.bias.mailbox.wait_full(parity);
         if constexpr (DROP) {
@@ -176,7 +177,7 @@ private:
         const Vector<8> residual = boxes(shared).row(warp, i / 2, i % 2);
         unsigned out[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {  // two values at a time: rounding one alone is eight times as slow
+        for (int j = 0; j < 4; j++) {  // two values at a time: rounding one alone takes eight times as long
             unsigned two = x.words[j];
             if (arguments.bias != nullptr) two = add_two(two, bias.words[j]);
             if constexpr (DROP) {

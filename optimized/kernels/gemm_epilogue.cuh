@@ -2,9 +2,9 @@
 //
 //   out = round(fp32(fp32(acc * scale) + bias))        every step one fp32 rounding, then one to the output type
 //
-// A thread owns, in rows r and r + 8 of its warpgroup's 64, runs of kRun consecutive columns: acc[8 run ..] of wgmma
-// (columns 8 j + 2 q + e) are columns 4 kRun g + kRun q + 2 j + e of the output, since the copy engine puts the rows of
-// B into shared memory in that order (gemm_fp8_mainloop.cuh). So results go to global memory as whole vectors.
+// A thread owns runs of kRun consecutive columns in rows r and r + 8 of its warpgroup's 64, and stores them as whole
+// vectors: what wgmma takes for column 8 j + 2 q + e is column 4 kRun g + kRun q + 2 j + e of the output, since the
+// rows of B lie in shared memory in that order (gemm_fp8_mainloop.cuh).
 #pragma once
 
 #include "gemm_tile.cuh"
@@ -29,16 +29,32 @@ __device__ __forceinline__ float widen_bias(unsigned short bits, int type) {
     return type == kBiasBF16 ? __uint_as_float(static_cast<unsigned>(bits) << 16) : cvt_f32_f16(bits);
 }
 
-// A tile's bias. Loaded where a thread needs it, one run after the other, it took 8 to 13 % of a GEMM with K = 4096. So
-// each lane loads a part ahead of its use: of the columns of a quad's lane q, lane 4 i + q holds the runs i, i + 8, ...
+// 2, 4, 8 or 16 bytes, which many threads read: kept in L1.
+template <int kBytes>
+__device__ __forceinline__ void load_cached(unsigned* words, const void* from) {
+    if constexpr (kBytes == 2) *words = __ldg(static_cast<const unsigned short*>(from));
+    if constexpr (kBytes == 4) *words = __ldg(static_cast<const unsigned*>(from));
+    if constexpr (kBytes == 8) {
+        const uint2 two = __ldg(static_cast<const uint2*>(from));
+        words[0] = two.x, words[1] = two.y;
+    }
+    if constexpr (kBytes == 16) {
+        const uint4 four = __ldg(static_cast<const uint4*>(from));
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    }
+}
+
+// A tile's bias. If a thread loaded each run where it adds it, a GEMM with K = 4096 would take 8 to 13 % longer. So the
+// eight lanes 4 i + q, which need the same runs, load them ahead: lane 4 i + q holds runs i, i + 8, ...
 template <int kRun, int kCount>
 struct Bias {
     static constexpr int kRuns = kCount / (2 * kRun), kHeld = (kRuns + 7) / 8;
-    static constexpr int kVector = kRun == 2 ? 1 : 4;  // values loaded together; 2: rows of any length
+    static constexpr int kVector = kRun == 2 ? 1 : 4;  // values loaded together; kRun 2: rows of any length
     int type;
-    unsigned words[kHeld][kRun];  // as stored; vectors of 16-bit values two to a word
+    unsigned words[kHeld][kRun];  // as in memory; in vectors, two 16-bit values to a word
 
-    // `column` is this lane's first of the tile. Columns after the last repeat it: nobody stores their results.
+    // `column` is this lane's first of the tile. Columns after the matrix's last repeat it: their results are not
+    // stored.
     __device__ __forceinline__ void load(const void* bias, int bias_type, int column, int n) {
         type = bias_type;
         if (type == kNoBias) return;
@@ -48,24 +64,10 @@ struct Bias {
             for (int v = 0; v < kRun; v += kVector) {
                 const int run = min(threadIdx.x % 32 / 4 + 8 * i, kRuns - 1);
                 const int c = min(column + 4 * kRun * run + v, n - kVector);
-                unsigned* to = words[i] + v;
-                if (type == kBiasFP32) {
-                    const float* source = static_cast<const float*>(bias) + c;
-                    if constexpr (kVector == 1) {
-                        *to = __float_as_uint(__ldg(source));
-                    } else {
-                        const uint4 four = __ldg(reinterpret_cast<const uint4*>(source));
-                        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-                    }
-                } else {
-                    const unsigned short* source = static_cast<const unsigned short*>(bias) + c;
-                    if constexpr (kVector == 1) {
-                        *to = __ldg(source);
-                    } else {
-                        const uint2 four = __ldg(reinterpret_cast<const uint2*>(source));
-                        to[0] = four.x, to[1] = four.y;
-                    }
-                }
+                if (type == kBiasFP32)
+                    load_cached<4 * kVector>(words[i] + v, static_cast<const float*>(bias) + c);
+                else
+                    load_cached<2 * kVector>(words[i] + v, static_cast<const unsigned short*>(bias) + c);
             }
     }
 
@@ -113,7 +115,7 @@ __device__ __forceinline__ void scale_tile(float (&acc)[kCount], float scale) {
     for (int i = 0; i < kCount; i++) acc[i] = __fmul_rn(acc[i], scale);
 }
 
-// Where a thread's results of one tile go: its first column in its two rows, and which of them exist.
+// Where a thread's results of a tile go: the address of its first column in its two rows, and what exists of them.
 struct Destination {
     char* pointer[2];  // row r and row r + 8
     bool valid[2];
@@ -140,7 +142,8 @@ __device__ __forceinline__ float stored(const char* row, int column) {
                       same_type<Out, BF16> ? kBiasBF16 : kBiasFP16);
 }
 
-// 8 or 16 bytes of an output; zeros where they do not exist. Not a branch: loads after one wait for each other.
+// 8 or 16 bytes of an output; zeros where they do not exist. By a predicate, since loads after a branch wait for each
+// other.
 template <int kWords>
 __device__ __forceinline__ void load_if(unsigned (&words)[kWords], const char* pointer, bool exists) {
     for (unsigned& word : words) word = 0;
@@ -156,7 +159,7 @@ __device__ __forceinline__ void load_if(unsigned (&words)[kWords], const char* p
                      : "memory");
 }
 
-// In place: acc -> fp32(stored + acc). As many loads are in flight as the main loop leaves registers for.
+// In place: acc -> fp32(stored + acc). There are as many loads in flight as the main loop leaves registers for.
 template <class Out, int kRun, int kCount>
 __device__ __forceinline__ void add_stored(float (&acc)[kCount], const Destination& to) {
     constexpr int kBytes = same_type<Out, FP32> ? 4 : 2, kWords = kRun * kBytes / 4;
@@ -191,7 +194,7 @@ __device__ __forceinline__ void pack_tile(unsigned (&words)[kCount / 2], const f
             }
 }
 
-// Store group g of a packed tile: the thread's run of kRun columns in both rows.
+// Store group g of a packed tile: a run of kRun columns in both rows.
 template <int kRun, int kWords>
 __device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], int g, const Destination& to) {
     static_assert(kRun == 8 || kRun == 4, "runs are 16 or 8 bytes of 16-bit values");
@@ -244,7 +247,7 @@ __device__ __forceinline__ void store_fp32(const float (&acc)[kCount], const Des
     }
 }
 
-// The epilogue of FP8 GEMMs. kDeferred: a 16-bit tile waits in registers and is stored beside the next tile's k-blocks.
+// The epilogue of FP8 GEMMs. kDeferred: a tile waits in registers and is stored beside the next tile's k-blocks.
 // kAccumulate: out = round(fp32(out) + fp32(acc * scale)), without a bias.
 template <class Out, int kRun, int kAcc, bool kMayDefer, bool kAccumulate>
 struct ScaleBiasStore {

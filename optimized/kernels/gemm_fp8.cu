@@ -4,20 +4,20 @@
 // acc follows the tensor core (docs/numerics.md): steps of k = 32, in order of K, from +0;
 //   fast  (SPLIT 0): one chain over all of K                                              (gemm_mainloop.cuh)
 //   split (SPLIT 1): chains of K = 128, each added to an fp32 accumulator, rounded once   (gemm_fp8_mainloop.cuh)
-// K beyond the end arrives as zeros from the copy engine; a step of zero products leaves its C as it is.
-// The order over K does not depend on the tile, so every configuration of this file gives the same bits.
-// ACCUMULATE: out = round(fp32(out) + fp32(acc * scale)), without a bias.
+// What lies after the end of K arrives as zeros, and a step of zero products leaves its C unchanged. The order over K
+// does not depend on the tile, so every configuration of this file gives the same bits. ACCUMULATE: out =
+// round(fp32(out) + fp32(acc * scale)), without a bias.
 //
-// One persistent block per multiprocessor walks over output tiles of 64*WARPGROUPS x BLOCK_N (gemm_tile.cuh), a
-// producer warpgroup copying and WARPGROUPS consumers computing. Registers of a consumer thread: BLOCK_N/2
-// accumulators; fast with 16-bit output, BLOCK_N/4 words of the tile before; split, a temporary of at most 64, promoted
-// while the tensor cores work for the other warpgroup.
+// One persistent block per multiprocessor walks over output tiles of 64 * WARPGROUPS x BLOCK_N (gemm_tile.cuh); one
+// warpgroup copies, WARPGROUPS compute. A computing thread holds BLOCK_N / 2 accumulators and, fast with 16-bit output,
+// BLOCK_N / 4 words of the previous tile; split, temporaries of at most 64 floats, which it adds while the tensor cores
+// work for the other warpgroup.
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SPLIT (0 | 1), ACCUMULATE (0 | 1), WARPGROUPS (1
 // | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B, or A with
 // ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32).
 
-// Split, few columns: two k-blocks share a stage, to halve what it costs beside its wgmma.
+// Split with few columns: two k-blocks share a stage, which halves its cost beside the wgmma.
 #define STAGE_BLOCKS (SPLIT && WARPGROUPS == 1 && BLOCK_N <= 64 ? 2 : 1)
 #include "gemm_fp8_mainloop.cuh"
 
@@ -34,7 +34,7 @@ struct Choice<true> {
 using Loop = Choice<SPLIT>::Mainloop;
 using Epilogue = ScaleBiasStore<OUT, kRun, kAcc, !SPLIT, ACCUMULATE>;
 
-// Where k-blocks are short: producers in turns.
+// Small tiles have short k-blocks: four warps copy in turns.
 constexpr int kProducers = WARPGROUPS == 1 ? 4 : 1;
 
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)

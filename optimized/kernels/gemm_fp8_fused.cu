@@ -4,14 +4,14 @@
 //   EPILOGUE   BiasActivation   T(acc * s + bias), its activation to FP8, transposed copy, amax   gemm_activation.cuh
 //              BiasDropoutAdd   T(acc * s) + bias, dropout, + residual                            gemm_dropout.cuh
 //
-// Each gives the bits of gemm_fp8.cu followed by the kernel that it replaces: T, 16 bits, is where they part.
+// Each gives the bits of gemm_fp8.cu, which rounds to T (16 bits), followed by the kernel that it replaces.
 //
-// The epilogue runs in the consumers, in steps beside the k-blocks of the next tile. What it reads comes through shared
-// memory after the stages (mailbox.cuh), from the warps of the producer's warpgroup that copy nothing.
+// The consumers run the epilogue in steps beside the k-blocks of the next tile. The producer's three idle warps put
+// what it reads into shared memory, after the stages (mailbox.cuh).
 //
 // Defines: EPILOGUE (and that header's), STEPS (k-blocks over which it is spread), WIDE (1 bf16, 2 fp16: T),
 // OUT (BF16 | FP16, the same), and those of gemm_fp8.cu; B_HALVES 2 where BiasActivation is gated.
-#ifndef KIND  // one epilogue's macros, where the other is compiled
+#ifndef KIND  // the macros of the epilogue that is not compiled
 #define KIND 0
 #define FP8 0
 #endif

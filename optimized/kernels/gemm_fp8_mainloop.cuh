@@ -1,14 +1,12 @@
-// The main loops of the FP8 GEMMs: the producer's copies, fast and split accumulation. gemm_fp8.cu says what they
-// compute.
+// The FP8 GEMMs: the producer's copies, and the main loops of fast and split accumulation (defined in gemm_fp8.cu).
 //
-// Rows of B arrive permuted. wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e of B's tile; the tensor map of B
-// (optimized/ops/gemm_operands.py) is 5-D, (k, e, q, j, g), and puts row  4 RUN g + RUN q + 2 j + e  of B there, so
-// that a thread's results are RUN consecutive columns of the output.
+// Rows of B arrive permuted. wgmma gives lane q = lane % 4 the columns 8 j + 2 q + e of B's tile. The 5-D tensor map of
+// B, (k, e, q, j, g), puts row 4 RUN g + RUN q + 2 j + e there (optimized/ops/gemm_operands.py), so that a thread's
+// results are RUN consecutive columns of the output.
 //
-// ACROSS 1: the blocks of a cluster compute tiles side by side and share A, instead of B.
-// STAGE_BLOCKS: k-blocks that share a stage and its barriers, of the STAGES in the ring.
-// B_HALVES 2: half of a tile's columns come from the first half of B's rows, and the same columns from the second, so
-// that a thread holds x1 and x2 of a gated activation.
+//   ACROSS 1       the blocks of a cluster compute tiles side by side and share A instead of B
+//   STAGE_BLOCKS   how many of the STAGES k-blocks in the ring share a stage and its barriers
+//   B_HALVES 2     a tile has the same columns of both halves of B's rows: a thread holds a gated kind's x1 and x2
 #pragma once
 
 #include "gemm_mainloop.cuh"
@@ -38,35 +36,34 @@ constexpr int kBHalves = B_HALVES;
 constexpr int kTileN = kBlockN / kBHalves;  // columns from one tile to the next
 constexpr int kNarrow = NARROW;
 constexpr int kAcc = kBlockN / 2;                   // accumulators of a thread
-constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: of a tile's columns, each through one temporary
+constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // split: parts of a tile's columns that share one temporary
 constexpr bool kAlternating = kBlockN <= 128;  // split: a thread has registers for two temporaries
 using Map = SharedMap<WARPGROUPS, kBlockN, kStages, CLUSTER, kStageBlocks>;
 using Tiles = Schedule<kBlockM, kTileN, CLUSTER, kNarrow == kBlockN ? kTileN : kNarrow, ACROSS>;
-// The copies of an operand's stage: one, or one for each block of the cluster that shares it (each copies a part into
-// all of them), or one for each half of B.
+// The parts in which an operand's stage is copied: one; or one by each block of the cluster that shares it, into all of
+// them; or one for each half of B.
 constexpr int kSharingA = ACROSS ? CLUSTER : 1, kSharingB = ACROSS ? 1 : CLUSTER;
 constexpr int kParts = kBHalves > kSharingB ? kBHalves : kSharingB;
 constexpr int kPartRows = kBlockN / kParts;
 constexpr int kPartRowsA = kBlockM / kSharingA;
 
-// How the copy engine reads A and B: in boxes of a part's rows, and at the matrix's edge in boxes of the rows that
-// remain there. Rows that do not exist are not copied: the engine takes three times as long to fill one with zeros as
-// to fetch one, and what shared memory holds instead reaches only outputs that do not exist.
+// How the copy engine reads A and B: in boxes of a part's rows and, at the matrix's edge, in boxes of the remaining
+// rows. Rows that do not exist are not copied: to fill one with zeros takes the engine three times as long as to fetch
+// one, and what shared memory holds in their place reaches only outputs that do not exist.
 struct OperandMaps {
     CUtensorMap a, b, a_edge, b_edge;
 };
 
-// How many rows to copy from `first` on: a full box of `rows`, or those that are left. An edge box has the rows left
-// after full ones; where tiles of two widths are mixed, the last may begin elsewhere and takes a full box.
+// How many rows to copy from `first` on: a full box of `rows`, or an edge box, which has the rows that remain after
+// full ones. Where two widths of tiles are mixed, the last may begin elsewhere; it takes a full box.
 __device__ __forceinline__ int box_rows(int first, int end, int rows) {
     const int left = end - first;
     return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
 }
 
-// Copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...] for each tile; also(tile, kb) is called after the
-// copies of each. kProducers warps of the producer's warpgroup take turns, since one alone issues a k-block's copies in
-// some 210 cycles. Turns go on from tile to tile: a warp that skipped more stages than the ring has would mistake a
-// barrier's phase.
+// For each tile, copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...], calling also(tile, kb) after each.
+// kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from tile
+// to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
 template <int kProducers = 1, class Also = Nothing>
 __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles, int begin,
                                         int end, int m, int n, const Also& also = {}) {
@@ -127,8 +124,8 @@ __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared
     }
 }
 
-// L2 fetches the tile's part of `matrix` [m, n], kBytes bytes an element, `stride` of them from row to row: a share of
-// it beside each k-block, so that it is there when the epilogue reads it.
+// Have L2 fetch the tile's part of `matrix` [m, n] (kBytes bytes an element, `stride` elements from row to row), a
+// share beside each k-block, so that it is there when the epilogue reads it.
 template <int kBytes>
 __device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m,
                                               size_t stride) {
@@ -188,16 +185,16 @@ struct SplitMainloop : Mainloop<Map> {
         }
     }
 
-    // take(partial) is called with each k-block's chain in order, while those of the next stage run. The chains of a
-    // stage run side by side, wgmma by wgmma: with few columns one waits longer for the one before it than it takes. A
-    // thread has two temporaries for each.
+    // Calls take(partial) with each k-block's chain, in order, while the chains of the next stage run. The chains of a
+    // stage run side by side, since with few columns a wgmma waits for the one before it longer than it takes. A thread
+    // has two temporaries for each chain of a stage.
     template <class Take>
     __device__ __forceinline__ void alternate(const Take& take) {
         static_assert(kStages >= 2, "a stage is waited for while the one before it is still held");
         float even[kStageBlocks][kAcc], odd[kStageBlocks][kAcc];
         int previous;
         const auto start = [&](float(&partials)[kStageBlocks][kAcc]) {
-            // Then descriptors stay in uniform registers and are not moved there for each wgmma.
+            // Keeps descriptors in uniform registers; they would be moved there for each wgmma.
             if constexpr (kStageBlocks > 1) stage.index = uniform(stage.index);
             wait_full();
             wgmma_fence();
@@ -236,13 +233,13 @@ struct SplitMainloop : Mainloop<Map> {
         }
     }
 
-    // One temporary, where there are no registers for two: a chain for each part of the columns, then its promotion.
-    // The stage has been waited for on entry, and the next tile's (if there is `more`) on return: that wait runs under
-    // a part's wgmma, so that nothing but the additions stands between it and the next part.
+    // One temporary, where there are no registers for two: for each part of the columns a chain, then its promotion. On
+    // entry the stage is full, and on return the next tile's, if there is `more`: the wait for a stage runs under a
+    // part's wgmma, so that only the additions stand between two parts.
     template <int kCount>
     __device__ __forceinline__ void promote_parts(float (&acc)[kCount], bool more) {
         constexpr int kPart = kCount / kSplitParts;
-        const int followed = k_blocks - !more;  // stages of this tile after which another comes
+        const int followed = k_blocks - !more;  // stages of this tile that another follows
         for (int kb = 0; kb < k_blocks; kb++) {
             const auto a = operands.a(stage.index), b = operands.b(stage.index);
 #pragma unroll

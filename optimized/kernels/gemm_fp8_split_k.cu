@@ -4,12 +4,12 @@
 //   acc = ((+0 + partial[0]) + partial[1]) + ...              fp32, one rounding each, in order of K
 //   out = round(fp32(fp32(acc * fp32(a_scale_inv * b_scale_inv)) + bias))
 //
-// A [M, K], B [N, K] FP8 row-major, K and N multiples of 16, M any; out [M, N] bf16, fp16 or fp32. The same words as
-// gemm_fp8.cu with SPLIT 1: the chains are independent of each other, only their additions have an order. So
+// A [M, K], B [N, K] FP8 row-major, K and N multiples of 16, M any; out [M, N] bf16, fp16 or fp32. The bits are those
+// of gemm_fp8.cu with SPLIT 1: the chains are independent of each other; only their additions have an order.
 //   partials       computes chains on all multiprocessors and writes them to a workspace [slab][M][N] fp32: slab 0 is
 //                  acc after the first `count` k-blocks, each further slab the partial of one more k-block,
 //   add_in_order   adds the slabs and finishes the epilogue. It is launched early.
-// It pays while the workspace, written and read, is small beside what L2 holds (optimized/ops/gemm_fp8_split_k.py).
+// It pays while the workspace, written and read, is small beside L2 (optimized/ops/gemm_fp8_split_k.py).
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), STAGES.
 #define WARPGROUPS 1
@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     run_block<Map, 0, 0>(shared, maps.a, maps.b, producing, consuming);
 }
 
-// 32 outputs a block. Its warps load kBatch slabs each, all in flight at once; then the sum goes from warp to warp, in
-// order of K.
+// A block takes 32 outputs. Each of its warps loads kBatch slabs, all in flight at once; then the sum goes from warp to
+// warp in order of K.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     add_in_order(const float* workspace, void* out, const void* bias, int bias_type, const float* a_scale_inv,
                  const float* b_scale_inv, int m, int n, int slabs) {

@@ -1,8 +1,8 @@
 // The fast main loop of a GEMM, one chain over K, and the roles of a block's warps.
 //
-// While the tensor cores compute a k-block, the stage of the one before goes back to the producer. A finished tile
-// stays in the consumers' registers, packed in 16 bits, and its epilogue runs in steps after the first k-blocks of the
-// next tile ("deferred"), so that the tensor cores do not wait for it.
+// While the tensor cores compute a k-block, the consumers release the previous stage to the producer. A finished 16-bit
+// tile stays packed in their registers, and they store it in steps beside the first k-blocks of the next tile
+// ("deferred"), so that the tensor cores do not wait.
 #pragma once
 
 #include "gemm_epilogue.cuh"
@@ -11,7 +11,7 @@
 
 namespace twin {
 
-// A value that all threads of a warp share, in a form which tells the compiler so.
+// A value that is the same in all threads of a warp: afterwards the compiler knows it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
 
 __device__ __forceinline__ int warpgroup_index() { return uniform(threadIdx.x / 128); }
@@ -28,7 +28,7 @@ __device__ __forceinline__ float (&columns(float (&acc)[kAcc]))[kColumns / 2] {
     return reinterpret_cast<float(&)[kColumns / 2]>(acc);
 }
 
-// What every main loop has: the ring of stages, and the number of k-blocks.
+// What main loops have in common: the ring of stages and the number of k-blocks.
 template <class Map_>
 struct Mainloop {
     using Map = Map_;
@@ -47,11 +47,12 @@ struct Mainloop {
     }
 };
 
-// One chain. issue(acc, stage, first) issues the four wgmma of a k-block; in the first of a tile they start from zero.
+// One chain over K. issue(acc, stage, first) issues the four wgmma of a k-block; a tile's first k-block starts from
+// zero.
 template <class Map, class Issue>
 struct Chain : Mainloop<Map> {
     Issue issue;
-    int previous = 0;  // stage of the k-block before
+    int previous = 0;  // stage of the previous k-block
 
     __device__ __forceinline__ Chain(unsigned shared, int k_blocks) : Mainloop<Map>(shared, k_blocks), issue(shared) {}
 
@@ -67,7 +68,7 @@ struct Chain : Mainloop<Map> {
         this->stage.advance();
     }
 
-    // The k-blocks from kb on, after one at least; last() is called while the tensor cores compute the last of them.
+    // The k-blocks from kb >= 1 on; last() is called while the tensor cores compute the last of them.
     template <int kAcc, class Last = Nothing>
     __device__ __forceinline__ void finish(float (&acc)[kAcc], int kb, const Last& last = {}) {
         for (; kb < this->k_blocks; kb++) block(acc, false);
@@ -78,8 +79,8 @@ struct Chain : Mainloop<Map> {
     }
 };
 
-// The main loop of fast accumulation. The first Epilogue::kSteps k-blocks of a tile each have a step of the tile
-// before.
+// The main loop of fast accumulation. Beside each of a tile's first Epilogue::kSteps k-blocks runs a step of the
+// previous tile's epilogue.
 template <class Map, class Issue, int kNarrow>
 struct FastMainloop : Chain<Map, Issue> {
     using Chain<Map, Issue>::Chain;
@@ -120,7 +121,7 @@ struct FastMainloop : Chain<Map, Issue> {
     }
 };
 
-// The work of the consumer warps: an epilogue takes the tiles that a main loop computes.
+// The consumers' work: the main loop computes a tile, and the epilogue takes it.
 template <int kAcc, class Mainloop, class Epilogue>
 __device__ __forceinline__ void consume(Mainloop& mainloop, Epilogue& epilogue) {
     Tile tile;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void consume(Mainloop& mainloop, Epilogue& epilogue) 
     epilogue.finish();
 }
 
-// A persistent block: barriers, roles, end. `consume` runs in the first warpgroups, `produce` in one thread of the
-// producer's, `assist` in the producer's three other warps.
+// A persistent block: barriers, roles, end. `consume` runs in the consumer warpgroups, `produce` in one thread of the
+// producer's warpgroup, `assist` in its three other warps.
 template <class Map, int kConsumerRegisters, int kProducerRegisters, bool kElect = true, class Produce, class Consume,
           class Assist = Nothing>
 __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_map, const CUtensorMap& b_map,

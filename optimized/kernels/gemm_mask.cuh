@@ -1,8 +1,8 @@
-// The mask of dropout in shared memory, where the three warps of the producer's warpgroup that copy nothing draw it.
+// Dropout's mask in shared memory, drawn by the three idle warps of the producer's warpgroup.
 //
-// They have the time of a whole tile: they draw a tile's mask while it is computed, as soon as the consumers have read
-// the one before. A word holds the bits of 32 elements, those of a consumer's lane in two pieces, in the order of use:
-// columns 2 j and 2 j + 1 of its row half i are bits 15 and 31 of word i / 4, 4 (i % 4) + j lower.
+// They draw a tile's mask while the tile is computed, once the consumers have read the previous one. A word holds the
+// bits of 32 elements, those of a consumer's lane in two pieces, in the order of use: columns 2 j and 2 j + 1 of row
+// half i are bits 15 - s and 31 - s of word i / 4, where s = 4 (i % 4) + j.
 #pragma once
 
 #include "gemm_piece.cuh"
@@ -14,8 +14,8 @@
 
 namespace twin {
 
-// The high word of kConstant * value, by products of halves: an instruction that multiplies to 64 bits waits for the
-// tensor cores, and they for it; these do not (docs/log/gemm.md).
+// The high word of kConstant * value, from products of halves: an instruction with a 64-bit product waits for the
+// tensor cores, and they for it (docs/log/gemm.md).
 template <unsigned kConstant>
 __device__ __forceinline__ unsigned high_word(unsigned value) {
     constexpr unsigned kLow = kConstant & 0xFFFF, kHigh = kConstant >> 16;
@@ -25,12 +25,13 @@ __device__ __forceinline__ unsigned high_word(unsigned value) {
     return high * kHigh + (between >> 16);
 }
 
-// Several of Philox's counters (philox.cuh) side by side, so that none waits for itself; the indices' high words are 0.
+// Philox (philox.cuh) for several counters side by side, so that none waits for its own last step. The high words of
+// the indices are 0.
 template <int kCounters>
 __device__ __forceinline__ void philox_together(unsigned (&words)[kCounters][4], const Generator& generator,
                                               const unsigned (&counters)[kCounters]) {
     unsigned k0 = generator.key[0], k1 = generator.key[1];
-    asm volatile("" : "+r"(k0), "+r"(k1));  // or the keys of all rounds would be kept, in registers needed here
+    asm volatile("" : "+r"(k0), "+r"(k1));  // else the compiler keeps the keys of all rounds, in registers needed here
 #pragma unroll
     for (int i = 0; i < kCounters; i++) {
         words[i][0] = counters[i], words[i][1] = 0;
@@ -43,8 +44,8 @@ __device__ __forceinline__ void philox_together(unsigned (&words)[kCounters][4],
             unsigned(&c)[4] = words[i];
             constexpr unsigned kFirst = 0xD2511F53, kSecond = 0xCD9E8D57;
             const unsigned high0 = high_word<kFirst>(c[0]), low0 = kFirst * c[0], low1 = kSecond * c[2];
-            // kSecond's halves are too large, those of 2^32 - kSecond are not: v times that, taken from 2^32 v, borrows
-            // unless v is 0.
+            // kSecond's halves are too large for high_word. Those of 2^32 - kSecond are not, and kSecond v is 2^32 v
+            // less that times v, which borrows unless v is 0.
             const unsigned high1 = subtract_nonzero(c[2] - high_word<0u - kSecond>(c[2]), c[2]);
             c[0] = high1 ^ c[1] ^ k0;
             c[1] = low1;
@@ -56,10 +57,10 @@ __device__ __forceinline__ void philox_together(unsigned (&words)[kCounters][4],
     }
 }
 
-// Of each half of a word, in its highest bit, whether it is greater than that of `limits`; the other bits mean nothing.
+// The highest bit of each half says whether the word's half is greater than that of `limits`; other bits mean nothing.
 __device__ __forceinline__ unsigned greater_halves(unsigned word, unsigned limits) {
     constexpr unsigned kHighest = 0x80008000;
-    const unsigned rest = (limits | kHighest) - (word & ~kHighest);  // that bit stays unless those below are greater
+    const unsigned rest = (limits | kHighest) - (word & ~kHighest);  // its top bit stays unless the others are greater
     return lop3<0x71>(word, limits, rest);                           // (word & ~limits) | (~(word ^ limits) & ~rest)
 }
 
@@ -102,7 +103,7 @@ struct SharedMask {
     }
 };
 
-// Ones in the halves of two neighbours that are kept; `bits` are a row half's, shifted to the top.
+// Ones in each half of a word whose element is kept. `bits` are those of a row half, shifted to the top.
 __device__ __forceinline__ unsigned kept_two(unsigned bits, int j) { return repeat_sign<1, 3>(bits << j); }
 
 }  // namespace twin

@@ -1,10 +1,11 @@
 // Pieces of a tile, for epilogues fused into an FP8 GEMM: 16 rows, those of a consumer warp, x 32 columns.
 //
-// Lane 4 i + q holds rows i and i + 8 of eight columns: 8 q .. 8 q + 7, or with RUN 4 two fours, 4 q .. and 16 + 4 q ..
-// ; so it can write 16 bytes of a row of 16-bit values, and 8 of FP8 codes.
+// Lane 4 i + q holds rows i and i + 8 of eight columns: 8 q .. 8 q + 7, or with RUN 4 those from 4 q and from 16 + 4 q
+// on, four each. With RUN 8 it stores 16 bytes of a row of 16-bit values, or 8 FP8 codes, at once.
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
+#include "ptx/barrier.cuh"
 #include "wide.cuh"
 
 namespace twin {
@@ -17,10 +18,11 @@ static_assert(kPieces % kBHalves == 0, "both halves of a gated tile are whole pi
 struct Place {
     int row, column;  // of the first row and of the first four columns
     bool rows[2];     // row and row + 8
-    bool second;      // the other four columns; the first four do
+    bool second;      // whether the other four columns exist; the first four do
 };
 
-// Store eight values of a row, in four or two words: one vector, or two that are apart. `pointer`: of the first four.
+// Store eight values of a row, given as four words or two: one vector, or two that are apart. `pointer`: the first
+// four.
 template <int kWords>
 __device__ __forceinline__ void store_eight_columns(void* pointer, const unsigned (&words)[kWords], bool second) {
     constexpr int kBytes = kWords / 2;  // of a value
@@ -45,7 +47,7 @@ __device__ __forceinline__ Vector<8> packed_row(const unsigned (&words)[kAcc / 2
     return row;
 }
 
-// Such a row with zeros where nothing exists.
+// Such a row with zeros for values that do not exist.
 __device__ __forceinline__ Vector<8> existing(Vector<8> row, int r, const Place& at) {
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -53,8 +55,9 @@ __device__ __forceinline__ Vector<8> existing(Vector<8> row, int r, const Place&
     return row;
 }
 
-// A block's last tile has no k-blocks to run beside. It is parked in shared memory, where the stages were, and a loop
-// finishes it, which needs a tenth of the instructions of the unrolled steps. Row half r of piece p is row 2 p + r.
+// After a block's last tile there are no k-blocks to run beside. The tile is parked in shared memory, where the stages
+// were, and a loop finishes it with a tenth of the instructions of the unrolled steps. Row half r of piece p is row 2 p
+// + r.
 __device__ __forceinline__ uint4* parked(unsigned char* memory, int row) {
     return reinterpret_cast<uint4*>(memory) + row * (128 * WARPGROUPS) + threadIdx.x;
 }
@@ -63,7 +66,7 @@ __device__ __forceinline__ Vector<8> parked_row(unsigned char* memory, int row) 
     return {v.x, v.y, v.z, v.w};
 }
 __device__ __forceinline__ void park(unsigned char* memory, const unsigned (&words)[kAcc / 2]) {
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory");  // no consumer reads a stage any more
+    barrier_sync<128 * WARPGROUPS>(1);  // no consumer reads a stage any more
 #pragma unroll
     for (int i = 0; i < 2 * kPieces; i++) {
         const Vector<8> v = packed_row(words, i / 2, i % 2);
@@ -71,8 +74,8 @@ __device__ __forceinline__ void park(unsigned char* memory, const unsigned (&wor
     }
 }
 
-// The main loop of an epilogue whose steps stand beside the k-blocks of the next tile, a step after every
-// `every` of them. The host chooses no more steps than there are k-blocks.
+// The main loop of an epilogue with a step after every `every` k-blocks of the next tile. The host chooses no more
+// steps than there are k-blocks.
 struct SteppedMainloop : Chain<Map, Issue> {
     using Chain<Map, Issue>::Chain;
 

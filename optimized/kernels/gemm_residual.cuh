@@ -1,7 +1,7 @@
-// The residual in shared memory: each consumer warp has the copy engine fetch its pieces, two ahead of their use.
+// The residual in shared memory: for each consumer warp, the copy engine fetches pieces two ahead of their use.
 //
-// That costs less of a tile's time than loads into registers, however early, and needs no prefetches into L2, which
-// delay the producer (docs/log/gemm.md).
+// This takes less time than loads to registers, however early, and needs no prefetches into L2, which delay the
+// producer (docs/log/gemm.md).
 #pragma once
 
 #include "gemm_piece.cuh"
@@ -10,12 +10,12 @@
 
 namespace twin {
 
-constexpr int kBoxes = 2, kBoxBytes = 16 * 32 * 2;  // places of a warp; a piece of 16-bit values
+constexpr int kBoxes = 2, kBoxBytes = 16 * 32 * 2;  // boxes of a warp; a box holds a piece of 16-bit values
 
 // At a multiple of 128 bytes.
 struct SharedBoxes {
     unsigned char boxes[4 * WARPGROUPS][kBoxes][kBoxBytes];
-    unsigned long long full[4 * WARPGROUPS][kBoxes];  // mbarriers; a warp knows itself when its places are empty
+    unsigned long long full[4 * WARPGROUPS][kBoxes];  // mbarriers; a warp itself knows when its boxes are empty
 
     // By one thread, before the block's first barrier.
     __device__ __forceinline__ void init() {

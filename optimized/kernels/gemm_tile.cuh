@@ -1,13 +1,13 @@
 // What the GEMM kernels share: the order of output tiles and the ring of shared-memory stages.
 //
-// A block has one producer warpgroup, whose first thread issues every bulk copy, and kWarpgroups consumer
-// warpgroups, each owning 64 rows of the output tile. Stages go round:
+// A block has one producer warpgroup, of which one thread (in gemm_fp8.cu's small tiles up to four) issues the copies,
+// and kWarpgroups consumer warpgroups with 64 rows of the output tile each. Stages go round:
 //   producer: wait empty[s] -> expect the bytes on full[s] -> copy A and B into stage s
 //   consumer: wait full[s] -> wgmma -> (when those are done) arrive on empty[s], one arrival a warp
 //
-// The two blocks of a cluster compute tiles one below the other. Each copies its own A, and half of the B that both
-// need into both, so a stage is empty when the consumers of both blocks say so. Or they compute tiles side by side and
-// share A.
+// The two blocks of a cluster compute tiles one below the other. Each copies its own A, and half of their common B into
+// both blocks, so a stage is empty when the consumers of both blocks have arrived. Or the tiles lie side by side, and
+// the blocks share A.
 //
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
 //   A   [kStages][kStageBlocks][64 * kWarpgroups rows][128 bytes of K]
@@ -26,7 +26,7 @@
 #ifndef RASTER_ROWS
 #define RASTER_ROWS 8
 #endif
-// Only where there is one: blocks launched as clusters of one block are placed on the chip in another order.
+// Clusters of one block are not launched as clusters: that places blocks on the chip in another order.
 #if CLUSTER > 1
 #define TWIN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -44,14 +44,14 @@ struct alignas(16) Tile {
     int last;         // whether this block has no further tile
 };
 
-// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so a row of
-// tiles is kBlockM * kCluster rows of the output; or side by side (kAcross), counting as one of kBlockN * kCluster
-// columns. The host gives the number of all tiles (optimized/ops/gemm_tile.py); the last rows of tiles may have one
-// more than the others. Where a row's tiles could hold more columns than n, some have kNarrow columns instead of
-// kBlockN, spread evenly.
+// Which tiles there are, and which of them a block computes. A cluster's tiles lie one below the other, so that a row
+// of tiles is kBlockM * kCluster rows of the output; with kAcross they lie side by side and count as one tile of
+// kBlockN * kCluster columns. The host gives the number of tiles (optimized/ops/gemm_tile.py). The last rows of tiles
+// may have one tile more than the others. If a row's tiles would hold more columns than n, some of them, spread evenly,
+// have kNarrow columns instead of kBlockN.
 //
-// Clusters walk in bands of kRasterRows tile rows, inside a band column after column. From one wave of tiles to the
-// next a cluster moves back by half a band: else, where rows of tiles repeat with the waves, it might get wide tiles
+// Clusters walk in bands of kRasterRows tile rows, within a band column after column. From one wave of tiles to the
+// next a cluster moves back by half a band: if rows of tiles repeated with the waves, it might otherwise get wide tiles
 // only.
 template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false>
 struct Schedule {
@@ -72,7 +72,7 @@ struct Schedule {
           tiles_n(tiles / tiles_m),
           rank(kCluster == 1 ? 0 : cluster_rank()) {}
 
-    // As many as it takes, with kBlockN columns each.
+    // As many tiles as needed, with kBlockN columns each.
     __device__ __forceinline__ Schedule(int m, int n)
         : Schedule(m, n, (m + kBlockM * kCluster - 1) / (kBlockM * kCluster) * ((n + kBlockN - 1) / kBlockN)) {}
 
@@ -105,7 +105,7 @@ struct Schedule {
         }
     }
 
-    // The first column of tile i of a row of `count` tiles. Of these, the last is a wide one if any is.
+    // The first column of tile i of a row of `count` tiles. The last tile is wide if any is.
     __device__ __forceinline__ int start(int i, int count) const {
         if constexpr (kLess == 0) {
             return i * kBlockN;
@@ -130,8 +130,8 @@ struct SharedMap {
     static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
 };
 
-// The tile that begins with a stage. The producer writes it, since the divisions that find it would take the consumers
-// some hundred cycles between two tiles.
+// The tile that begins with a stage. The producer writes it: the divisions that find it would cost the consumers some
+// hundred cycles between two tiles.
 template <class Map>
 __device__ __forceinline__ Tile& tile_of_stage(unsigned shared, int stage) {
     return *static_cast<Tile*>(__cvta_shared_to_generic(shared + Map::kTiles + 16 * stage));
@@ -155,8 +155,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     }
 }
 
-// A block of a cluster must not end while the other may still write to its shared memory, be it an arrival on a
-// barrier.
+// A block of a cluster must not end while the other may still copy into its shared memory or arrive on a barrier there.
 template <int kCluster>
 __device__ __forceinline__ void end_together() {
     if constexpr (kCluster > 1) {

@@ -1,8 +1,8 @@
 // multi_cast_transpose: cast_transpose of up to CAPACITY matrices in one launch.
 //
-// Each matrix of the table as in cast_transpose.cu; amax is null where none is noted. A block takes one tile; tiles are
-// numbered through all matrices, those of matrix i from first_tile on. The table is a kernel argument by value, so
-// there is nothing to copy to the device, and a CUDA graph captures the launch as it is.
+// A matrix's amax may be null: none is noted. A block takes one tile; tiles are numbered through all matrices, those of
+// matrix i from first_tile on. The table is a kernel argument by value: there is nothing to copy to the device, and a
+// CUDA graph captures the launch.
 #include "cast_transpose.cuh"
 
 using namespace twin;

@@ -1,15 +1,15 @@
-// norm: LayerNorm or RMSNorm of rows of up to 16384 elements, one warp to every 1024 of a row.
+// norm: LayerNorm or RMSNorm of rows of up to 16384 elements.
 //
 //     layernorm: mean = rowsum(x) / n, xc = x - mean         rmsnorm: xc = x, no mean, no bias
 //     rstd = 1 / sqrt(rowsum(xc * xc) / n + eps)             IEEE division and square root
-//     y = ((xc * rstd) * gamma) + beta                       fp32, each operation rounded; one rounding to OUT
+//     y = ((xc * rstd) * gamma) + beta                       fp32, each operation rounded; one rounding to `out`
 //
 // x, y [rows, hidden], x of type WIDE, y of type `out`; hidden a multiple of 8; rows 16-byte aligned. weight, bias
 // [hidden] of type `parameters`; gamma is weight, or weight + 1. mean, rstd fp32 [rows]. rowsum: norm_row.cuh.
 //
-// Bound by memory: 4 bytes an element in bf16. ROW_WARPS warps hold a row, 32 elements a lane, widened, in registers:
-// nothing is read, widened or centered twice. (A warp holding 4096 elements had to.) Blocks are persistent: a group
-// of warps has its next row on the way while it works on one, and gamma and beta stay in shared memory as fp32.
+// Bound by memory: 4 bytes an element in bf16. ROW_WARPS warps hold a row in registers, 1024 elements each, so that
+// nothing is read, widened or centered twice. Blocks are persistent: gamma and beta stay in shared memory as fp32, and
+// a group of warps loads its next row while it works on one.
 #include "norm_held.cuh"
 
 using namespace twin;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_rows(
     int index = blockIdx.x * ROWS + group, turn = 0;
     Packed packed, next;
     if (index < rows) packed = held.load(x, index);
-    if (ROWS >= 4)  // threads enough for all parameters, or nearly
+    if (ROWS >= 4)  // enough threads for all parameters, or nearly
         stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
     else if (parameters == 0)
         stage_at_once<0>(affine, weight, bias, zero_centered != 0, held.hidden);

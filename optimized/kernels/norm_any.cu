@@ -1,8 +1,7 @@
-// norm_any: norm.cu's result for rows of any length, a block of threads to a row.
+// norm_any: norm.cu's result for rows of any length; a block of threads takes a row.
 //
 // For hidden beyond 16384 (VECTOR 1: a multiple of 8, 16-byte aligned rows) and for every other hidden (VECTOR 0:
-// element by element, at a fraction of the speed). The row is read three times, from L1 or L2 after the first. The
-// order of the sums is norm_row.cuh's: sums of 256 go to shared memory, where the tree over them continues.
+// element by element, at a fraction of the speed). The row is read three times, from L1 or L2 after the first.
 #include "norm_block.cuh"
 
 using namespace twin;

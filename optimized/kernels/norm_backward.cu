@@ -11,12 +11,13 @@
 // b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the
 // chains are added in pairs.
 //
-// Bound by memory: 6 bytes an element in bf16, 8 with a residual. ROW_WARPS warps hold a row, 256 * VECTORS
-// neighbouring columns each, 8 * VECTORS to a lane, so that a thread keeps its columns' sums in registers while rows
-// stream past; a block takes CHAINS rows at a time. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what
-// it will read itself, so these copies need no barrier. A thread keeps xhat and g while one barrier a row (two sets of
-// slots in shared memory) exchanges both of its sums. Rows too long for that: norm_backward_long.cu.
+// Bound by memory: 6 bytes an element in bf16, 8 with a residual. A thread keeps its columns' sums in registers while
+// rows stream past (norm_backward.cuh). Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will
+// read itself, so these copies need no barrier. It keeps xhat and g while both sums of the row are exchanged in shared
+// memory, at one barrier a row (two sets of slots in turn). norm_backward_long.cu takes rows that are too long for
+// that.
 #include "norm_backward.cuh"
+#include "ptx/barrier.cuh"
 
 using namespace twin;
 
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
         }
     };
     read_statistics(begin);
-    // After the first rows are on their way, which would wait for it.
+    // Only now, since the first rows' copies would wait for it.
     float gamma[VECTORS][8];
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
@@ -80,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
             add_vector(i, left, row_grad, xhat[i], g[i], sums, columns);
         }
         write_sums(sums, slots[parity][chain]);
-        // The threads of one row only: rows of one block go on independently.
-        asm volatile("bar.sync %0, %1;" ::"r"(chain + 1), "n"(32 * ROW_WARPS) : "memory");
+        // Only the threads of one row: a block's rows are independent.
+        barrier_sync<32 * ROW_WARPS>(chain + 1);
         const float2 c = row_means(slots[parity][chain], n);
         wide_t* const to = dx + static_cast<size_t>(row) * hidden + column;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the two kernels of a norm's backward share: a row's fetch, gamma, and the columns' sums.
+// What both kernels of a norm's backward share: fetching a row, its arithmetic, and the columns' sums.
 //
 // ROW_WARPS warps hold a row, 256 * VECTORS neighbouring columns each, 8 * VECTORS to a lane; a block takes CHAINS rows
 // at a time. WHOLE 1: rows of exactly as many elements as the warps hold, a constant.
@@ -27,7 +27,7 @@ __device__ __forceinline__ Eight arrived(const uint4* mine, int vector) {
     return v;
 }
 
-// Whether the row, of which `left` elements are left from the thread's first on, reaches its vector.
+// Whether the thread's vector lies in the row, which has `left` elements from the thread's first on.
 __device__ __forceinline__ bool inside(int vector, int left) { return WHOLE || vector * kStripe < left; }
 
 // `from`: the thread's first element of the row; `left`: elements from there to the row's end.
@@ -41,7 +41,7 @@ __device__ __forceinline__ void fetch(uint4* mine, const wide_t* from, int left)
                 cp_async_16<kThroughL1>(mine + (i * kPieces + p) * kThreads, from + i * kStripe + p * kLanes);
 }
 
-// A thread's columns: the sums over the rows so far.
+// The sums of a thread's columns over the rows so far.
 struct Columns {
     float weight[VECTORS][8], bias[VECTORS][8];
 };
@@ -116,12 +116,12 @@ __device__ __forceinline__ void store_dx(
     store_eight(dx + i * kStripe, v);
 }
 
-// The chains' sums in pairs, to partial[block]. They go through the rows' room in shared memory, so that warps write
-// whole lines: threads that write what they hold, 16 bytes of every 32, cost L2 twice the requests.
+// Add the chains' sums in pairs and store them to partial[block], through shared memory, so that warps write whole
+// lines: if threads wrote what they hold, 16 bytes of every 32, L2 would get twice the requests.
 __device__ __forceinline__ void store_partial(
     const float (&sums)[VECTORS][8], uint4* room, float* partial, int hidden, int column, int chain) {
     float4* const staged = reinterpret_cast<float4*>(room);  // [CHAINS][kWidth / 4]
-    __syncthreads();                                         // what lies there has been read
+    __syncthreads();                                         // the rows there have been read
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
 #pragma unroll
@@ -139,8 +139,8 @@ __device__ __forceinline__ void store_partial(
     }
 }
 
-// Both sums of the block's columns, for norm_total.cu, which may be set up from here on. (Told so when blocks start, it
-// took longer.)
+// Store both sums of the block's columns for norm_total.cu, which may start from here on. (Allowed to start with this
+// grid, it slowed it down.)
 __device__ __forceinline__ void store_columns(
     const Columns& columns, uint4* room, float* partial, int hidden, int column, int chain) {
     let_next_grid_start();

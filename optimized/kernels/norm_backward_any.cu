@@ -1,8 +1,8 @@
 // norm_backward_any: norm_backward.cu's results for any hidden up to 2^21 and any alignment, at a fraction of the
 // speed.
 //
-// `rows`: a block of threads to a row, dx. `columns`: a thread to a column of a block of rows, partial. Formulas,
-// shapes and orders: norm_backward.cu and norm_row.cuh; CHAINS at run time.
+// `rows` computes dx, a block of threads to a row; `columns` computes partial, a thread to a column of a block of rows.
+// Formulas and orders: norm_backward.cu and norm_row.cuh; CHAINS is an argument.
 #include "norm_row.cuh"
 #include "norm_block.cuh"
 

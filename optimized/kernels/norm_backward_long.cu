@@ -1,13 +1,13 @@
-// norm_backward_long: norm_backward.cu (its formulas, arguments and sums) for rows that leave no room for their values
-// between their two halves: those up to the row's sums, and from them on.
+// norm_backward_long: norm_backward.cu (its formulas, arguments and sums) for rows too long to keep in registers. A
+// row's work has two halves: up to its sums c1 and c2, and from them on.
 //
-// So a thread reads a row in shared memory twice and computes xhat and g twice. Nothing is then kept of a row, and the
-// first half of the next one comes before the second half of this one: who comes to the second half finds the sums
-// there, and the warps of a row need not wait for each other. A barrier counts the warps that have written. A warp may
-// be ahead of another by a row and a half: four sets of sums.
+// A thread reads a row from shared memory and computes xhat and g in each half. Since it keeps nothing in between, the
+// first half of the next row comes before the second half of this one: by then the sums are there, and the warps of a
+// row need not wait for each other. An mbarrier counts the warps that have written. A warp may be ahead of another by a
+// row and a half, so there are four sets of sums.
 //
-// Gradient and x are fetched STAGES - 1 rows ahead; the residual, wanted by the second half only, during the first half
-// of the next row. KEPT 1: a thread keeps gamma; KEPT 0: it reads it, out of L1, for each half.
+// Gradient and x are fetched STAGES - 1 rows ahead; the residual, which only the second half needs, during the first
+// half of the next row. KEPT 1: a thread keeps gamma; KEPT 0: it reads gamma from L1 in each half.
 #include "norm_backward.cuh"
 #include "ptx/mbarrier.cuh"
 
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
     __shared__ Exchange exchange[CHAINS][kSets];
     const int chain = threadIdx.x / (32 * ROW_WARPS);
     const int column = threadIdx.x / 32 % ROW_WARPS * kStripe * VECTORS + threadIdx.x % 32 * 8;
-    if (threadIdx.x < CHAINS * kSets)  // both sums of each warp arrive
+    if (threadIdx.x < CHAINS * kSets)  // each warp arrives with two sums
         mbarrier_init(shared_address(&exchange[threadIdx.x / kSets][threadIdx.x % kSets].barrier), 2 * ROW_WARPS);
     const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
     const int left = hidden - column;
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
     read_statistics(begin);
     float row_mean = center, row_rstd = inverse;
     read_statistics(begin + CHAINS);
-    __syncthreads();  // the barriers are there
+    __syncthreads();  // the barriers are initialised
     cp_async_wait_group<2 * (STAGES - 2)>();
     if (begin < end) first_half(0, row_mean, row_rstd, exchange[chain][0]);
     unsigned turn = 0;

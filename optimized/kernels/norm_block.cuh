@@ -1,4 +1,4 @@
-// The written order of a row's sum (norm_row.cuh), computed by a block of threads for a row of any length.
+// A row's sum in its written order (norm_row.cuh), by a block of threads, for a row of any length.
 #pragma once
 #include "norm_row.cuh"
 
@@ -8,8 +8,7 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxStripes = 8192;  // hidden up to 2^21
 
-// The sum over the row of 8 neighbours at a time, every thread gets it: each(at, v) fills v with elements
-// at .. at + 7, +0.0 beyond the end.
+// The sum over the row, for every thread. each(at, v) fills v with elements at .. at + 7, +0.0 beyond the end.
 template <class Each>
 __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
     __shared__ float sums[kMaxStripes], next[kMaxStripes / 2];
@@ -34,7 +33,7 @@ __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
     return from[0];
 }
 
-// The same of value(at), element by element.
+// The same, element by element: value(at).
 template <class Value>
 __device__ __forceinline__ float block_row_sum(int hidden, Value value) {
     return block_row_sum8(hidden, [&](int at, float(&v)[8]) {

@@ -9,11 +9,11 @@
 // x [rows, hidden] of type WIDE; hidden a multiple of 16, at most 1024 (norm_cast_transpose_long.cu: more); q [rows,
 // hidden], q_t [hidden, ceil16(rows)] FP8 (FP8); mean, rstd fp32 [rows].
 //
-// Bound by memory: 4 bytes an element in bf16. A block takes kTileRows rows at a time, which are as many bytes of each
-// row of q_t: two whole sectors, one request to L2. A warp holds a row in registers (norm_held.cuh) and writes its
-// codes to q and to shared memory. Then threads read 16 rows by 8 columns of codes back, transpose them in registers
-// and write 16 bytes of each row of q_t; 4 neighbouring lanes fill its sectors. Blocks are persistent: the first rows
-// of the next tile fly during the transposition.
+// Bound by memory: 4 bytes an element in bf16. A block takes 64 rows at a time, 64 bytes of each row of q_t: two whole
+// sectors, one request to L2. A warp holds a row in registers (norm_held.cuh) and writes its codes to q and to shared
+// memory. Then threads read 16 rows by 8 columns of codes back, transpose them in registers and write 16 bytes of each
+// row of q_t; 4 neighbouring lanes fill the two sectors. Blocks are persistent: the first rows of the next tile are
+// loaded during the transposition.
 #include "norm_held.cuh"
 #include "quantize.cuh"
 #include "store_transposed.cuh"
@@ -60,9 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
                 normalized.for_each_output(affine, held, [&](int i, const float(&y)[8]) {
 #pragma unroll
                     for (int j = 0; j < 8; j++) amax = amax_of(amax, y[j]);
-                    const uint2 words = make_uint2(
-                        quantize2(y[0], y[1], scale) | quantize2(y[2], y[3], scale) << 16,
-                        quantize2(y[4], y[5], scale) | quantize2(y[6], y[7], scale) << 16);
+                    const uint2 words = make_uint2(quantize4(y, scale), quantize4(y + 4, scale));
                     *reinterpret_cast<uint2*>(target + kStripe * i) = words;
                     *reinterpret_cast<uint2*>(copy + kStripe * i) = words;
                 });

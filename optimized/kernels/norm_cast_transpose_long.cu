@@ -1,17 +1,16 @@
 // norm_cast_transpose_long: norm_cast_transpose.cu (its formulas and arguments) for rows of more than 1024 elements.
 //
-// hidden is a multiple of 16, at most 512 * STRIPES * CLUSTER. WHOLE 1: exactly that, a constant.
+// hidden is a multiple of 16, at most 512 * STRIPES * CLUSTER; WHOLE 1: exactly that.
 //
-// A cluster of CLUSTER blocks takes TILE_ROWS rows, each block 512 * STRIPES columns of them. A warp holds a block's
-// part of a row in registers, 16 neighbours of each 512 to a lane; the warps of a row, one in each block, send each
-// other their sums (`st.async`, counted by a barrier). Codes go to q and to shared memory, from where threads read 16
-// rows by 8 columns back, transpose them in registers and write 16 bytes of each row of q_t; neighbouring lanes make
-// that TILE_ROWS. One warp for as much of a row as registers hold, because what a row costs beside its elements
-// (shuffles, division, root, exchange) is paid once a warp.
+// A cluster of CLUSTER blocks takes TILE_ROWS rows, each block 512 * STRIPES columns of them. A warp holds its block's
+// part of a row in registers, a lane 16 neighbours of each 512; the warps of a row, one in each block, send each other
+// their sums (`st.async`, counted by a barrier). Codes are transposed as in norm_cast_transpose.cu, TILE_ROWS bytes of
+// a row of q_t at a time. A warp holds as much of a row as its registers can, because each warp pays for the shuffles,
+// the division, the root and the exchange.
 //
-// Each warp has RING rows on the way in shared memory, which the copy engine brings. Clusters take tiles side by side
-// in turn, so that a row of q_t is written in long pieces at a time; the last tiles are half as high if that shares the
-// rest out more evenly. (A contiguous range of rows to each cluster: 1.15 to 1.5 times the time.)
+// The copy engine brings each warp its next RING rows in shared memory. Clusters take neighbouring tiles in turn, so
+// that long pieces of a row of q_t are written at about the same time (with a contiguous range of rows to each cluster
+// it took 1.15 to 1.5 times as long); the last tiles are half as high if that divides the rest more evenly.
 #include "norm_row.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
@@ -58,8 +57,8 @@ __device__ __forceinline__ void staged(const float4* shared, int at, float (&out
     }
 }
 
-// Where the warps of a row exchange a sum. There are two, used in turn: a warp sends to one again only when it has got
-// the sum of the other, for which all have read this one.
+// Where the warps of a row exchange a sum. Two are used in turn: when a warp has got the sum of one, all have read the
+// other, and it may send there again.
 struct Exchange {
     Leaves<kLeaves> slots;
     unsigned long long barrier;
@@ -91,7 +90,7 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kLaneSums], Exch
     }
 }
 
-// [gamma, beta]; codes [kRuns][16 rows][kShare]; rows on the way [TILE_WARPS][RING][kShare].
+// [gamma, beta]; codes [kRuns][16 rows][kShare]; arriving rows [TILE_WARPS][RING][kShare].
 extern __shared__ __align__(128) unsigned char shared[];
 
 extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1) void norm_cast_transpose(
@@ -142,7 +141,7 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads
     const float scale = *scale_slot, n = static_cast<float>(hidden);
     stage_share(affine, weight, bias, parameters, zero_centered != 0, rank * kShare, columns);
     __syncthreads();
-    if (CLUSTER > 1) cluster_wait();  // all blocks run, and their barriers are there
+    if (CLUSTER > 1) cluster_wait();  // all blocks run, and their barriers are initialised
 
     float amax = 0.0f;
     int slot = 0, parity = 0, turn = 0;
@@ -176,7 +175,7 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads
                 for (int j = 0; j < kValues; j++) v[i][j] = widen(packed, j);
                 stripes[i] = tree<kValues>(v[i]);
             }
-            const auto refill = [&] {  // every lane has its part in registers: its sum has been added
+            const auto refill = [&] {  // the slot is free: after the sum, every lane has its part in registers
                 if (lane == 0) fill(slot);
             };
             if (KIND == 0) {
@@ -207,17 +206,14 @@ extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads
                 float gamma[kValues], beta[kValues], y[kValues];
                 staged(affine, first + kSpan * i, gamma);
                 if (KIND == 0) staged(affine + kShare / 4, first + kSpan * i, beta);
-                unsigned words[kValues / 4];
 #pragma unroll
                 for (int j = 0; j < kValues; j++) {
                     y[j] = (v[i][j] * inverse) * gamma[j];
                     if (KIND == 0) y[j] = y[j] + beta[j];
                     amax = amax_of(amax, y[j]);
                 }
-#pragma unroll
-                for (int j = 0; j < kValues; j += 4)
-                    words[j / 4] = quantize2(y[j], y[j + 1], scale) | quantize2(y[j + 2], y[j + 3], scale) << 16;
-                const uint4 sixteen = make_uint4(words[0], words[1], words[2], words[3]);
+                const uint4 sixteen = make_uint4(
+                    quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale), quantize4(y + 12, scale));
                 *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
                 *reinterpret_cast<uint4*>(copy + kSpan * i) = sixteen;
             }

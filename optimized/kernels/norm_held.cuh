@@ -1,9 +1,10 @@
-// A row in the registers of ROW_WARPS warps: warp p has elements 1024 p .. + 1023, lane l of it 256 i + 8 l .. + 7 of
-// those, in stripe i < 4, so that a warp's sum is a subtree of the row's. +0.0 beyond the end.
+// A row in the registers of ROW_WARPS warps. Warp p holds elements 1024 p .. + 1023, so that its sum is a subtree of
+// the row's; its lane l holds 256 i + 8 l .. + 7 of those, in stripe i < 4. +0.0 beyond the end.
 //
-// WHOLE 1: rows of 1024 * ROW_WARPS elements. The length is then a constant, and no lane asks where the row ends.
+// WHOLE 1: rows have 1024 * ROW_WARPS elements, a constant, and no lane asks where the row ends.
 #pragma once
 #include "norm_row.cuh"
+#include "ptx/barrier.cuh"
 
 namespace twin {
 
@@ -32,8 +33,8 @@ struct Held {
     }
 };
 
-// Where the warps of a row exchange their sums: one set for the mean, one for the squares; rmsnorm uses them in turn.
-// A set is written again only after the barrier of the sum between.
+// Where the warps of a row exchange their sums. One set is for the mean and one for the squares; rmsnorm alternates.
+// Between two writes to a set lies the barrier of the other's sum.
 using Slots = Leaves<ROW_WARPS>[2];
 
 // The row's sum from a lane's sums of its stripes; every lane of its warps gets it.
@@ -43,7 +44,7 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kStripes], Leave
     for (int bit = 1; bit < kStripes; bit *= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, bit);
     if constexpr (ROW_WARPS == 1) return sum;
     if (threadIdx.x % 32 == 0) slots.sum[threadIdx.x / 32 % ROW_WARPS] = sum;
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * ROW_WARPS) : "memory");
+    barrier_sync<32 * ROW_WARPS>(barrier);
     return tree<ROW_WARPS>(slots.sum);
 }
 
@@ -95,8 +96,8 @@ __device__ __forceinline__ void stage8(float* shared, int hidden, int at, const 
     to[hidden / 8] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-// gamma and beta as fp32 in shared memory: [gamma, beta][first or second 4 of 8 columns][8 columns][4], the halves
-// apart so that a warp's 16-byte reads touch all banks. `hidden` floats each. rmsnorm has no beta.
+// gamma and beta (`hidden` floats each; rmsnorm has no beta) as fp32 in shared memory: [gamma, beta][first or second 4
+// of 8 columns][8 columns][4]. The halves are apart so that a warp's 16-byte reads touch all banks.
 __device__ __forceinline__ void stage_parameters(
     float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
     for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
@@ -110,8 +111,8 @@ __device__ __forceinline__ void stage_parameters(
     __syncthreads();
 }
 
-// The same where a thread has more of them to load: kAtOnce times 8 of both are on the way before any is used, so that
-// the latency, often that of DRAM, is paid once.
+// The same where a thread loads several: kAtOnce times 8 of both are in flight before one is used, so that a latency,
+// often DRAM's, is paid once.
 template <int kType, int kAtOnce = 2>
 __device__ __forceinline__ void stage_at_once(
     float* shared, const void* weight, const void* bias, bool zero_centered, int hidden) {

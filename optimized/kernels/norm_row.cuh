@@ -1,8 +1,8 @@
 // Rows of a norm: parameters, and the written order of a row's sum.
 //
-// The order (`reference/ops/norm.py`): the complete binary tree over neighbours, the row being padded with +0.0 to a
-// power of two, 1024 at least. A lane adds its 8 neighbours, shuffles over 1, 2, 4, 8, 16 lanes make that 256, and
-// the sums of 256 are added in pairs again. (Addition commutes, so a butterfly gives every lane the same bits.)
+// The order (`reference/ops/norm.py`): the complete binary tree over neighbours of the row, padded with +0.0 to a power
+// of two, 1024 at least. A lane adds its 8 neighbours; shuffles over 1, 2, 4, 8, 16 lanes give sums of 256, which are
+// added in pairs again. (Addition commutes, so a butterfly gives every lane the same bits.)
 //
 // KIND: 0 layernorm, 1 rmsnorm. WIDE: the element type (wide.cuh). A parameter's type is a run-time argument with
 // WIDE's numbers: 0 fp32, 1 bf16, 2 fp16.
@@ -15,7 +15,7 @@ namespace twin {
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
 constexpr int kStripe = 256;  // elements of a row that a warp holds at a time, 8 a lane
 
-// 8 neighbouring parameters of type kType, widened. They are read by every row: kept in L1.
+// 8 neighbouring parameters of type kType, widened; kept in L1, since every row reads them.
 template <int kType>
 __device__ __forceinline__ void parameters8(const void* parameters, int at, float (&out)[8]) {
     if constexpr (kType == 0) {
@@ -37,8 +37,8 @@ __device__ __forceinline__ void parameters8(const void* parameters, int at, floa
     }
 }
 
-// 8 neighbours of gamma (weight, or weight + 1) or of beta, of a type known at run time. Without a bias, beta is -0.0:
-// y + -0.0 is y.
+// 8 neighbours of gamma (weight, or weight + 1) or of beta, whose type is known at run time. Without a bias beta is
+// -0.0, since y + -0.0 is y.
 __device__ __forceinline__ void affine8(
     bool gamma, const void* parameters, int type, bool zero_centered, int at, float (&out)[8]) {
     if (parameters == nullptr) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void affine8(
         for (int j = 0; j < 8; j++) out[j] = out[j] + 1.0f;
 }
 
-// One parameter of a type known at run time, widened.
+// One parameter, whose type is known at run time, widened.
 __device__ __forceinline__ float parameter(const void* parameters, int type, int at) {
     if (type == 0) return __ldg(static_cast<const float*>(parameters) + at);
     const unsigned short word = __ldg(static_cast<const unsigned short*>(parameters) + at);
@@ -69,9 +69,8 @@ __device__ __forceinline__ float tree8(const float (&v)[8]) {
 
 __device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// v[i], i < kCount, summed over the warp's lanes: lane l gets the sum of v[l % kCount]. Lanes trade halves, so that
-// kCount sums cost about kCount shuffles instead of 5 kCount: after the level of `kBit`, lanes with that bit hold odd
-// values.
+// Each v[i] summed over the warp's lanes: lane l gets the sum of v[l % kCount]. Lanes trade halves, so that kCount sums
+// cost about kCount shuffles instead of 5 kCount: after the level of `kBit`, lanes with that bit hold the odd ones.
 template <int kCount, int kBit = 1>
 __device__ __forceinline__ float lane_sum(const float (&v)[kCount]) {
     if constexpr (kCount == 1) {
@@ -112,7 +111,7 @@ __device__ __forceinline__ float centered(float x, float mean) {
 #endif
 }
 
-// For the sums of kCount warps, where their tree reads them in whole vectors.
+// The sums of kCount warps, aligned so that their tree reads whole vectors.
 template <int kCount>
 struct alignas(16) Leaves {
     float sum[kCount < 4 ? 4 : power_of_two(kCount)];

@@ -3,11 +3,11 @@
 //     out_s[c] = round(sum over b of partial[s, b, c])     fp32 additions from +0, one rounding at the end
 //
 // partial fp32 [sums, blocks, hidden], sums 1 or 2, blocks <= 256; out0, out1 [hidden] of type WIDE (the weight's).
-// partial is of no use afterwards: its lines are discarded, where hidden is a multiple of 32. Launched early, at
-// norm_backward's end.
+// Nobody reads partial again: its lines are discarded if hidden is a multiple of 32. Launched early, at norm_backward's
+// end.
 //
-// Blocks are added in order within runs of 16, then the runs in order: a warp to a run, so that all loads are in flight
-// at once.
+// Blocks are added in order within runs of 16, then the runs in order. A warp takes a run, so that all loads are in
+// flight at once.
 #include "ptx/discard.cuh"
 #include "ptx/grid.cuh"
 #include "wide.cuh"
@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(kColumns * kRuns) norm_total(
     for (int i = 0; i < kRunRows; i++) sum = sum + v[i];
     runs[run][lane] = sum;
     __syncthreads();
-    // Read for the last time: without this, L2 would write them to memory. Only lines of this warp's alone.
+    // These lines have been read for the last time; otherwise L2 would write them to memory. Only lines that no other
+    // warp reads.
     if (hidden % kColumns == 0 && lane < kRunRows && run * kRunRows + lane < blocks)
         discard_line(from - lane + static_cast<size_t>(run * kRunRows + lane) * hidden);
     if (run == 0 && column < hidden) {

@@ -1,7 +1,8 @@
 // Philox4x32-10 (reference/philox.py) and dropout's mask (reference/ops/dropout.py, reference/ops/attention.py).
 //
-// A generator's state is two 64-bit words in global memory, (seed, offset). A counter is (index, offset), the key
-// is the seed; of the four words' eight halves of 16 bits, one decides one element: kept where it is >= threshold.
+// A generator's state is two 64-bit words in global memory, (seed, offset). A counter is (index, offset), the key is
+// the seed; of the four words' eight halves of 16 bits, each decides about one element: it is kept if its half is >=
+// threshold.
 #pragma once
 
 namespace twin {

@@ -14,15 +14,15 @@ __device__ __forceinline__ unsigned quantize2(float first, float second, float s
 }
 
 // Codes of four values, the first in the low byte.
-__device__ __forceinline__ unsigned quantize4(const float (&v)[4], float scale) {
+__device__ __forceinline__ unsigned quantize4(const float* v, float scale) {
     return quantize2(v[0], v[1], scale) | quantize2(v[2], v[3], scale) << 16;
 }
 
 // fmaxf gives the other operand where one is NaN, so NaN never gets in.
 __device__ __forceinline__ float amax_of(float so_far, float x) { return fmaxf(so_far, fabsf(x)); }
 
-// Max the block's amax into *slot (fp32, not negative): for such numbers the order of the words as integers
-// is the order of the values, and an integer maximum does not depend on who comes first.
+// *slot = max(*slot, the block's amax). As integers: the words of floats that are not negative have the order of their
+// values, and an integer maximum does not depend on which block comes first.
 template <int kWarps>
 __device__ __forceinline__ void commit_amax(float amax, float* slot) {
     __shared__ unsigned words[kWarps];

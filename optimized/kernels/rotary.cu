@@ -1,7 +1,7 @@
 // Rotary position embedding, forward and backward. Definition: reference/ops/rotary.py.
 //
-// x, out [s, b, h, d], any strides with d contiguous; freqs [positions, d2] fp32. A block does one position: it
-// computes the sines and cosines of its angles once, in float64, and turns every head with them.
+// x, out [s, b, h, d], any strides with d contiguous; freqs [positions, d2] fp32. A block takes one position: it
+// computes the sines and cosines of its angles once, in float64, and rotates every head by them.
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16), VECTOR (1: heads, halves and lines at multiples of 16 bytes), INTERLEAVED.
 #include "wide.cuh"
@@ -57,9 +57,7 @@ __device__ __forceinline__ void store_run(wide_t* line, const float (&v)[kRun], 
 #if VECTOR
     store_vector(line + j, v);
 #else
-#pragma unroll
-    for (int i = 0; i < kRun; i++)
-        if (j + i < end) line[j + i] = narrow(v[i]);
+    store_elements(line + j, v, end - j);
 #endif
 }
 
@@ -67,14 +65,14 @@ struct Strides {
     long long s, b, h;  // in elements
 };
 
-// An element turned; the sine has its sign: x - y = x + (-y), bit for bit.
+// A rotated element. The sine carries the sign: x - y is x + (-y), bit for bit.
 __device__ __forceinline__ float turned(float own, float other, float cosine, float sine) {
     return __fmul_rn(own, cosine) + __fmul_rn(other, sine);
 }
 
-// The block fills the table of the position's sines and cosines; then each thread takes the same run of kRun elements,
-// with the run of their partners, of every step-th head: its sines and cosines stay in registers, and the loads of
-// kAhead heads are in flight at a time.
+// The block fills the table of its position's sines and cosines. Then a thread takes one run of kRun elements, and the
+// run of their partners, of every step-th head: their sines and cosines stay in registers. The loads of kAhead heads
+// are in flight at a time.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     rotary(const wide_t* x, wide_t* out, const float* freqs, const __grid_constant__ Strides from,
            const __grid_constant__ Strides to, int heads, int matrices, int d, int d2, int backward) {
@@ -86,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     x += position * from.s;
     out += position * to.s;
 
-    // Runs of a head: those that are turned (without interleaving, of the lower half, which does the upper, too), then
-    // those that are copied. VECTOR 1: all of them whole, and aligned.
+    // A head's runs: first those that are rotated (without interleaving, those of the lower half, each with its
+    // partners in the upper half), then those that are copied. VECTOR 1: all are whole and aligned.
     const int low_runs = ((INTERLEAVED ? d2 : half) + kRun - 1) / kRun;
     const int runs = low_runs + (d - d2 + kRun - 1) / kRun;
     const int across = min(runs, kThreads), step = kThreads / across;
@@ -97,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const bool turning = run < low_runs;
         const int j = turning ? run * kRun : d2 + (run - low_runs) * kRun;
         const int end = !turning ? d : INTERLEAVED ? d2 : half;
-        // Of the run (0) and, if not interleaved, of its partners (1). The backward takes the partner's sine.
+        // Index 0: the run; 1: its partners, if not interleaved. The backward takes the partner's sine.
         float cosine[2][kRun], sine[2][kRun];
         if (turning) {
 #pragma unroll

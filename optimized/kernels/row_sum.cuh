@@ -1,10 +1,9 @@
 // The written order of a sum over rows (docs/numerics.md, `reference/ops/dbias.py`), the part inside a block.
 //
-// Rows are taken in blocks of 64, each block in 4 runs of 16 rows, missing rows being +0. In a run a halving
-// tree: for h in (8, 4, 2, 1) row r + h is added to row r, r < h. Over the 4 runs' sums the same, h in (2, 1).
-// Then the blocks' sums, in order of block. A warp holds one block: lane = run * 8 + column group, so the first
-// tree needs no communication and the second six shuffles for eight columns. (Plain halving from h = 32 would
-// need 64.)
+// Rows are taken in blocks of 64, each block in 4 runs of 16 rows; missing rows are +0. A run is summed by a halving
+// tree: for h in (8, 4, 2, 1) row r + h is added to row r, r < h. The 4 runs' sums are added likewise, h in (2, 1), and
+// the blocks' sums in order of block. A warp holds one block: lane = run * 8 + column group, so the first tree needs no
+// communication and the second six shuffles for eight columns. (Plain halving from h = 32 would need 64.)
 #pragma once
 
 namespace twin {
@@ -24,8 +23,8 @@ __device__ __forceinline__ float halving_sum(float (&v)[kCount]) {
         return halving_sum<kCount, kStep / 2>(v);
 }
 
-// The tree over the four runs, for kCount columns (1 or a multiple of 4) of a lane's group. Lanes trade halves:
-// each ends with kCount / 4 columns' sums (of 1 column: every lane has it), starting at the one returned.
+// The tree over the four runs, for kCount columns (1 or a multiple of 4) of a lane's group. Lanes trade halves: each
+// ends with the sums of kCount / 4 columns, from the returned one on (kCount 1: every lane has the sum).
 template <int kCount>
 __device__ __forceinline__ int block_sum(const float (&run)[kCount], float (&sum)[(kCount + 3) / 4]) {
     const int lane = threadIdx.x % 32;

@@ -7,8 +7,8 @@
 //     amax = max(a) without NaN (MOST_RECENT 0), or last (MOST_RECENT 1)
 //     if amax is finite and > 0:  s[j] = min(scaled_max / amax, largest finite fp32), IEEE division
 //
-// scaled_max = 2^-margin * fp8_max. One block per module and column. The table of modules is a kernel argument
-// by value, so there is nothing to copy to the device, and a CUDA graph captures the launch as it is.
+// scaled_max = 2^-margin * fp8_max. One block per module and column. The table of modules is a kernel argument by
+// value: there is nothing to copy to the device, and a CUDA graph captures the launch.
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 constexpr float kFP32Max = 3.402823466e+38f;

@@ -1,11 +1,11 @@
 // Softmax of rows of scores, scaled and masked, and its backward. Definition: reference/ops/softmax.py.
 //
-// x, y, grad, dx [rows, cols] of one type, rows = b h sq, cols = skv. One warp a row; lane l owns elements
+// x, y, grad, dx [rows, cols] of one type, rows = b h sq, cols = skv. A warp takes a row; its lane l owns elements
 // 8 (32 i + l) + j.
 //
-// Bound by memory: 4 bytes an element in bf16, 6 backward. A row of up to 256 GROUPS elements stays in registers, as
-// loaded, and all of its loads are in flight at once; a longer one (GROUPS 0) is read again for each of maximum, sum
-// and result. VECTOR 1: cols a multiple of 8, rows at multiples of 16 bytes; VECTOR 0: element by element.
+// Bound by memory: 4 bytes an element in bf16, 6 backward. A row of up to 256 GROUPS elements stays in registers, and
+// all of its loads are in flight at once. A longer row (GROUPS 0) is read three times: for the maximum, the sum, the
+// result. VECTOR 1: cols a multiple of 8, rows at multiples of 16 bytes; VECTOR 0: element by element.
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16), GROUPS, VECTOR, MASKED (1: with a mask beside the causal rule).
 #include "elementary.cuh"
@@ -17,7 +17,7 @@ using namespace twin;
 
 constexpr int kElements = 8;
 constexpr int kWarps = 4;
-constexpr int kBlocks = GROUPS < 8 ? 5 : WIDE == 0 ? 3 : 4;  // of a multiprocessor, at least
+constexpr int kBlocks = GROUPS < 8 ? 5 : WIDE == 0 ? 3 : 4;  // on a multiprocessor, at least
 constexpr int kStride = 32 * kElements;
 
 struct Mask {
@@ -38,13 +38,11 @@ __device__ __forceinline__ void store(wide_t* y, const float (&v)[kElements], in
 #if VECTOR
     if (left > 0) store_eight(y, v);
 #else
-#pragma unroll
-    for (int i = 0; i < kElements; i++)
-        if (i < left) y[i] = narrow(v[i]);
+    store_elements(y, v, left);
 #endif
 }
 
-// What a row's scores are taken from. A hidden score is -inf, and exp(-inf - top) is 0 if top is a number.
+// What is subtracted from a row's scores: their maximum, or 0 if all are hidden (-inf), so that exp(-inf - it) is 0.
 __device__ __forceinline__ float start_of(float top) {
 #pragma unroll
     for (int h = 16; h > 0; h /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, h));
@@ -53,7 +51,7 @@ __device__ __forceinline__ float start_of(float top) {
 
 __device__ __forceinline__ float inverse_of(float total) { return total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total); }
 
-// Scores of eight elements, of which the causal rule shows `visible`; -inf beyond those and where masked.
+// Scores of eight elements: -inf where masked, and from the `visible`-th on, which the causal rule hides.
 __device__ __forceinline__ void scores(
     float (&v)[kElements], const Eight& x, int visible, float scale, const unsigned char* mask, long long mask_step) {
 #pragma unroll
@@ -87,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     const long long row = static_cast<long long>(blockIdx.x) * kWarps + threadIdx.x / 32;
     if (row >= rows) return;
     const int query = static_cast<int>(row % sq), first = threadIdx.x % 32 * kElements;
-    // From the lane's first element to the end, and to the end of what the causal rule shows: the rest is not read.
+    // Elements from the lane's first to the row's end, and to the last that the causal rule shows; the rest is not
+    // read.
     const int shown = min(cols, query + shift + 1), left = cols - first, visible = shown - first;
     x += row * cols + first;
     y += row * cols + first;

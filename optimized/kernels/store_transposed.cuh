@@ -6,10 +6,7 @@ namespace twin {
 
 constexpr int kRunRows = 16;  // rows
 
-// Bytes between rows of q_t.
-__device__ __forceinline__ size_t q_t_stride(int rows) { return (static_cast<unsigned>(rows) + 15u) / 16 * 16; }
-
-// From `codes`, rows `stride` apart, of which the rows before `left` exist, to q_t. Zeros for the others.
+// From `codes`, whose rows are `stride` bytes apart, to q_t. Rows from `left` on do not exist: zeros.
 __device__ __forceinline__ void store_transposed(
     const unsigned char* codes, int stride, unsigned char* q_t, size_t q_t_stride, int left) {
     uint2 word[kRunRows];

@@ -3,6 +3,9 @@
 
 namespace twin {
 
+// Bytes from row to row of a transposed copy, of a matrix of `rows` rows.
+__device__ __forceinline__ size_t q_t_stride(int rows) { return (static_cast<unsigned>(rows) + 15u) / 16 * 16; }
+
 // Four rows of four codes to four columns of four codes, first row or column in the low byte.
 __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, unsigned d, unsigned (&out)[4]) {
     const unsigned ab_low = __byte_perm(a, b, 0x5140), cd_low = __byte_perm(c, d, 0x5140);
@@ -13,7 +16,7 @@ __device__ __forceinline__ void transpose4(unsigned a, unsigned b, unsigned c, u
     out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// The words that four lanes hold, kLane and 2 kLane apart: word s of lane q of the four becomes word q of lane s.
+// Transpose the 4 x 4 words of four lanes, which are kLane apart: word s of lane q becomes word q of lane s.
 template <int kLane>
 __device__ __forceinline__ void transpose_lanes(unsigned& w0, unsigned& w1, unsigned& w2, unsigned& w3) {
     const auto exchange = [](unsigned& low, unsigned& high, int mask) {

@@ -22,7 +22,7 @@ struct Vector {
     unsigned words[kCount * sizeof(wide_t) / 4];
 };
 
-// Words of WIDE's type to fp32, and the one rounding back: nearest even.
+// A value of WIDE's type in fp32, exact, and back: one rounding, nearest even.
 __device__ __forceinline__ float widen(wide_t element) {
     if constexpr (WIDE == 0) return element;
     if constexpr (WIDE == 1) return __uint_as_float(static_cast<unsigned>(element) << 16);
@@ -42,9 +42,9 @@ __device__ __forceinline__ float widen(const Vector<kCount>& vector, int i) {
     return cvt_f32_f16(static_cast<unsigned short>(i & 1 ? word >> 16 : word & 0xFFFF));
 }
 
-// A vector that is read once: 8 or 16 bytes, aligned to its size. The load is a plain one, because the hints made
-// for such data (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/log/cast.md). `volatile` keeps the
-// loads of an unrolled loop together and ahead of their uses.
+// A vector that is read once: 8 or 16 bytes, aligned to its size. No cache hint: those made for such data
+// (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/log/cast.md). `volatile` keeps the loads of an
+// unrolled loop together and ahead of their uses.
 template <int kCount>
 __device__ __forceinline__ Vector<kCount> load_once(const wide_t* address) {
     Vector<kCount> v;
@@ -57,7 +57,7 @@ __device__ __forceinline__ Vector<kCount> load_once(const wide_t* address) {
     return v;
 }
 
-// Eight neighbours, read once, at a multiple of 16 bytes.
+// Eight neighbours that are read once, at a multiple of 16 bytes.
 using Eight = Vector<8>;
 
 __device__ __forceinline__ Eight load8(const wide_t* address) {
@@ -70,9 +70,9 @@ __device__ __forceinline__ Eight load8(const wide_t* address) {
 #endif
 }
 
-// The first `count` of kCount neighbours, at any address, and zeros.
+// The first `count` of kCount neighbours, at any address; the others are zeros.
 template <int kCount>
-__device__ __forceinline__ Vector<kCount> load_elements(const wide_t* address, int count) {
+__device__ __forceinline__ Vector<kCount> load_elements(const wide_t* address, long long count) {
     Vector<kCount> v = {};
 #pragma unroll
     for (int i = 0; i < kCount; i++) {

@@ -23,4 +23,12 @@ __device__ __forceinline__ void store_eight(wide_t* address, const float (&value
     for (int i = 0; i < 8; i += kLanes) store_vector(address + i, values + i);
 }
 
+// The first `count` of kCount values, at any address.
+template <int kCount>
+__device__ __forceinline__ void store_elements(wide_t* address, const float (&values)[kCount], long long count) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+        if (i < count) address[i] = narrow(values[i]);
+}
+
 }  // namespace twin

@@ -2,9 +2,10 @@
 //
 //   D[M, N] = bf16(A[M, K] B[N, K]^T)     A, B E4M3, row-major; M % 128 = N % 256 = K % 128 = 0; grid (N / 256, M / 128)
 //
-// A k-block of a 64 x 128 tile brings 24 KB for 256 cycles of the tensor core; of this one, 48 KB for 1024: half the
-// traffic from L2 for the same GEMM. Each consumer owns 64 rows: 128 accumulators a thread, which fit because the
-// producer's warpgroup gives registers back (setmaxnreg). Shared memory is full: one block a multiprocessor.
+// A k-block of a 64 x 128 tile brings 24 KB for 256 cycles of the tensor core; a k-block of this tile brings 48 KB for
+// 1024: half the traffic from L2 for the same GEMM. Each consumer owns 64 rows: 128 accumulators a thread, which fit
+// because the producer's warpgroup gives registers back (setmaxnreg). Shared memory is full: one block a
+// multiprocessor.
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"

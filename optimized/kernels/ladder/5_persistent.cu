@@ -3,8 +3,9 @@
 //   D[M, N] = bf16(A[M, K] B[N, K]^T)     A, B E4M3, row-major; M % 128 = N % 256 = K % 128 = 0; grid: multiprocessors
 //
 // Barriers and pipeline are set up once; while the consumers store a tile, the producer already fills the ring for the
-// next. Tiles are walked in bands of 8 tile rows, column after column, so that the 132 tiles in flight form a block of
-// about 8 x 16 tiles: 24 rows and columns of operands instead of about 100.
+// next. The blocks walk in bands of 8 tile rows, column after column, so that the 132 tiles in flight form a block of
+// about 8 x 17 tiles. Those need 25 tile rows of A and B together; 132 tiles of a matrix 64 tiles wide, row by row,
+// need 3 + 64.
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"

@@ -2,9 +2,10 @@
 //
 //   D[M, N] = bf16(A[M, K] B[N, K]^T)     A, B E4M3, row-major; M % 256 = N % 256 = K % 1024 = 0; grid: multiprocessors
 //
-// Until here the tensor core stands still while a tile is rounded and stored. Rounded, the 128 accumulators of a thread
-// are 64 words, and there is room for them beside the accumulators of the next tile: pack them, start the next tile at
-// once, and store a run of 8 columns in both rows after each of its first 8 k-blocks, under its running wgmma.
+// In the rungs before, the tensor core stands still while a tile is rounded and stored. Rounded to bf16, the 128
+// accumulators of a thread fill 64 registers, and there is room for those beside the next tile's accumulators. So the
+// consumers pack a tile, start the next one at once, and store a run of 8 columns in both rows after each of its first
+// 8 k-blocks, while wgmma runs.
 //
 // This is the design of the production kernel, ../gemm_fp8.cu, which adds scales, bias, other formats, ragged edges,
 // split accumulation and smaller tiles.

@@ -1,9 +1,9 @@
-// The bulk copy engine, for neighbouring bytes.
+// The copy engine, for a range of bytes.
 #pragma once
 
 namespace twin {
 
-// `bytes` bytes of global into shared memory, completing on an mbarrier. Addresses and size are multiples of 16.
+// Copy `bytes` bytes from global to shared memory, completing on an mbarrier. Addresses and size: multiples of 16.
 __device__ __forceinline__ void bulk_load(unsigned destination, const void* from, unsigned bytes, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),

@@ -6,8 +6,8 @@
 
 namespace twin {
 
-// Queue a copy of 16 bytes, both addresses 16-byte aligned; past L1, or through it: the faster way where L1 has room,
-// 64 KB or so (docs/log/activation.md).
+// Queue a copy of 16 bytes; both addresses are multiples of 16. The copy bypasses L1 or goes through it, which is
+// faster where the kernel leaves L1 about 64 KB (docs/log/activation.md).
 template <bool kThroughL1 = false>
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -17,13 +17,13 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
-// The same through L1; zeros, and nothing read, if not `there`.
+// The same through L1. If not `there`, nothing is read and zeros are written.
 __device__ __forceinline__ void cp_async_16_or_zeros(void* shared, const void* global, bool there) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared)), size = there ? 16 : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(size) : "memory");
 }
 
-// The same, past L1, with a policy of l2_policy.cuh.
+// The same, bypassing L1, with a policy of l2_policy.cuh.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, unsigned long long policy) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "l"(policy)

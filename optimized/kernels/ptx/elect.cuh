@@ -1,5 +1,5 @@
-// elect.sync: one thread of a converged warp. ptxas then knows that a single thread runs what is guarded by it, and
-// leaves out the loop over the threads that it puts around each bulk copy otherwise.
+// elect.sync: true in one thread of a converged warp. ptxas then knows that a single thread runs the guarded code;
+// otherwise it puts a loop over the threads around each bulk copy.
 #pragma once
 
 namespace twin {

@@ -1,9 +1,9 @@
-// Bytes of a word, by place: byte 0 is the low one.
+// prmt: selects bytes of a word. Byte 0 is the lowest.
 #pragma once
 
 namespace twin {
 
-// The signs of bytes kLow and kHigh, each in all sixteen bits of the low and the high half.
+// The sign bit of byte kLow, repeated over the low half, and that of byte kHigh, over the high half.
 template <int kLow, int kHigh>
 __device__ __forceinline__ unsigned repeat_sign(unsigned word) {
     unsigned signs;

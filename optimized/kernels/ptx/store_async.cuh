@@ -1,6 +1,6 @@
-// st.async: a store into the shared memory of a block of the cluster, which a barrier there counts, as it does the
-// bytes of a bulk copy. Address and barrier are of map_to_rank (cluster.cuh). Who waits on that barrier sees the bytes:
-// no fence. An illegal instruction in a launch without clusters.
+// st.async: a store into the shared memory of a block of the cluster. An mbarrier there counts its bytes like those of
+// a bulk copy, and a thread that waits on it sees them without a fence. Address and barrier come from map_to_rank
+// (cluster.cuh). An illegal instruction in a launch without clusters.
 #pragma once
 
 namespace twin {

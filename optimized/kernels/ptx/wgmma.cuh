@@ -21,7 +21,7 @@ constexpr bool same_type = false;
 template <class A>
 constexpr bool same_type<A, A> = true;
 
-// Registers written before (accumulators set or read by ordinary code) are ordered before the next wgmma.
+// Orders ordinary reads and writes of accumulators before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -32,7 +32,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Emits nothing. Keeps the compiler from reading accumulators ahead of the wait above this call.
+// Emits nothing. Keeps the compiler from reading accumulators before the wait that precedes this call.
 template <int kCount>
 __device__ __forceinline__ void wgmma_hold(float (&d)[kCount]) {
 #pragma unroll
@@ -49,8 +49,8 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
            static_cast<unsigned long long>(stride >> 4) << 32 | 1ull << 62;
 }
 
-// Lists of accumulators: wgmma names every register, and PTX has no shorter way to say it. After them come the two
-// descriptors, scale_d, and the transpositions of the 16-bit forms, whose places the last arguments below name.
+// Lists of accumulators, since wgmma names every register. The operands after them are the two descriptors, scale_d
+// and, in the 16-bit forms, the transpositions; the last arguments below are their numbers.
 #define TWIN_ACC_8(i)                                                                                           \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])

@@ -3,8 +3,8 @@
 // A of the thread with warp w, lane l: four words of two neighbouring k,
 //   a[0] row 16 w + l / 4, k = 2 (l % 4) + {0, 1}     a[1] the same of row + 8
 //   a[2] that row, k + 8                              a[3] row + 8, k + 8
-// which is how accumulators d[8 k16 .. 8 k16 + 7] of a GEMM lie, packed in pairs: a result becomes the next
-// GEMM's operand without leaving its thread.
+// Accumulators d[8 k16 .. 8 k16 + 7] of a GEMM, packed in pairs, have this layout, so a result becomes the next GEMM's
+// operand without leaving its thread.
 #pragma once
 
 #include "wgmma.cuh"
