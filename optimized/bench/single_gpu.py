@@ -272,7 +272,8 @@ def by_itself(group: Group, sizes: Sizes) -> dict[str, Any]:
         rows.append({**row, **found, "steps_ms": steps})
         del training
         layer.clear()
-    return {"group": group.name, "rows": rows, "not_installed": {}}
+    how = f"each by itself, {ALONE} steps, of which the last {COUNTED} count"
+    return {"group": group.name, "rows": rows, "not_installed": {}, "measured": how}
 
 
 def gemms(repeats: int) -> list[dict[str, Any]]:

@@ -90,6 +90,7 @@ def tables(payload: Payload) -> list[Table]:
         beside += [(f"… {row['setting']['name']}", *_cells(row, first)) for row in others]
         lacking += [f"{name} ({package} was not installed)" for name, package in group["not_installed"].items()]
     absent = f" Not measured: {', '.join(lacking)}." if lacking else ""
+    absent += "".join(f" {one['group']}: {one['measured']}." for one in payload["groups"] if "measured" in one)
     found = [
         table(payload, "One GPU, one technique after the other", ("", *COLUMNS), rungs, how, note),
         table(
