@@ -19,7 +19,7 @@ import torch
 from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
-from optimized.bench import cublaslt, layer, layer_models, timeline
+from optimized.bench import cublaslt, layer, layer_models, single_gpu, single_gpu_models, timeline
 from reference.nn import attention as attention_layers
 
 MS_PER_NOTE = 0.25
@@ -124,12 +124,13 @@ class DryBench(contextlib.ExitStack):
             (torch.cuda, "make_graphed_callables", self._graphed),
             (torch.UntypedStorage, "data_ptr", lambda storage: self._storage(storage)),
             (layer, "time", types.SimpleNamespace(perf_counter=lambda: now() / 1e3)),
+            (single_gpu, "time", types.SimpleNamespace(perf_counter=lambda: now() / 1e3)),
             (layer, "timed", self._timed),
             (timeline, "recorded", self._recorded),
             (layer, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect"))),
         ]
         self.backend = "PyTorch's choice"
-        for module in (layer_models, attention_layers):
+        for module in (layer_models, single_gpu_models, attention_layers):
             patches += [(module, "sdpa_kernel", self._backend), (module, "scaled_dot_product_attention", self._attend)]
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value, create=True))

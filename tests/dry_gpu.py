@@ -224,8 +224,8 @@ class DryGpu(contextlib.ExitStack):
 
     def _free(self, size: int) -> int:
         """A number for a storage; as an allocator does, one that another of its size had, if they are reused."""
-        for number, (storage, key, other) in enumerate(self._storages):
-            if self._reuses and other == size and storage.expired():
+        for number, (storage, key, other) in enumerate(self._storages if self._reuses else ()):
+            if other == size and storage.expired():
                 del self._numbers[key]
                 return number
         return len(self._storages)

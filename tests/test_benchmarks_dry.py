@@ -11,6 +11,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from optimized.bench import (
     layer_models,
     layer_plot,
     layer_sweep,
+    single_gpu,
+    single_gpu_models,
+    single_gpu_plot,
     timeline,
     training,
 )
@@ -46,7 +50,12 @@ payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
 
 
 UNTIMED = {"adam": {"cast"}}  # which draws its FP8 weights
-PLOTS = {"ladder": ladder.plot, "gemm_shapes": gemm_shapes.plot, "layer_sweep": layer_sweep.plot}
+PLOTS = {
+    "ladder": ladder.plot,
+    "gemm_shapes": gemm_shapes.plot,
+    "layer_sweep": layer_sweep.plot,
+    "single_gpu": single_gpu_plot.plot,
+}
 
 
 def drawn(plot: Callable[[], object]) -> tuple[list[str], int]:
@@ -148,12 +157,45 @@ def run_of_layers(module: Any) -> snapshots.Sections:
         return run_of(module)
 
 
+def run_of_single_gpu() -> snapshots.Sections:
+    """`single_gpu`: every setting by name, and of most groups two or three, on a model of one small layer.
+
+    Batches have two sequences, loaders no processes of their own; what te recomputes needs a GPU.
+    """
+    listed = [f"{group.name} | {setting}" for group in single_gpu.GROUPS for setting in group.settings]
+    sizes = replace(single_gpu_models.BERT_LARGE, hidden=128, ffn=256, heads=2, layers=1, sequence=32, masked=8)
+    groups = dict(zip((group.name for group in single_gpu.GROUPS), single_gpu.GROUPS, strict=True))
+    chosen = {
+        **{"one after the other": (0, 7, 8, 9, 10), "accumulation, checkpointing": (1, 2), "attention": (0, 3)},
+        **{"optimizer": (2, 3, 4), "data": (1, 3), "layers": (1, 4, 6, 8), "FP8 in 4 parts of batch 4": (0, 1)},
+    }
+    small = [
+        replace(groups[name], settings=tuple(replace(groups[name].settings[i], batch=2) for i in places))
+        for name, places in chosen.items()
+    ]
+
+    def loader(data: Any, batch: int, **options: Any) -> Any:
+        return torch.utils.data.DataLoader(data, batch)
+
+    module = types.SimpleNamespace(**vars(single_gpu))
+    module.run = partial(single_gpu.run, sizes=sizes)
+    with (
+        mock.patch.object(single_gpu, "GROUPS", small),
+        mock.patch.multiple(single_gpu, WARM_UP=1, ALONE=2),
+        mock.patch.object(single_gpu, "steps_of", return_value=1),
+        mock.patch.object(single_gpu_models, "BATCHES", 1),
+        mock.patch.object(single_gpu_models, "DataLoader", loader),
+    ):
+        return {"settings": (listed, 60), **run_of_layers(module)}
+
+
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
+    "single_gpu": run_of_single_gpu,
     "timeline": partial(run_of_layers, timeline),
 }
 

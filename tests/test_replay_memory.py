@@ -46,4 +46,7 @@ def test_what_cudnns_attention_draws_is_read_later() -> None:
         assert watch.TorchOp(forward, args, {}, {}).capturable == (p == 0)
         assert watch._read_later(backward, args) == (0, 1, 2)
         assert watch.TorchOp(backward, args, {}, {}).capturable
+    without = [None] * 5  # as PyTorch hands them on, where dropout_p and all that follow have their defaults
+    assert watch._read_later(forward, without) == (0, 1)
+    assert watch.TorchOp(forward, without, {}, {}).capturable
     assert watch.TorchOutOp(torch.ops.aten.cat.out, [], TensorRef.of(torch.empty(3))).capturable

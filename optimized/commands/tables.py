@@ -16,7 +16,19 @@ from reference import files
 
 ROOT = Path(__file__).parents[2]
 _GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
-_MODULES = (*_GEMMS, "cast", "norm", "activation", "attention", "adam", "layer", "layer_sweep", "timeline", "training")
+_MODULES = (
+    *_GEMMS,
+    "cast",
+    "norm",
+    "activation",
+    "attention",
+    "adam",
+    "layer",
+    "layer_sweep",
+    "timeline",
+    "single_gpu",
+    "training",
+)
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"optimized.bench.{name}") for name in _MODULES)
 
 
@@ -102,7 +114,7 @@ GROUPS = {
     "Attention": ("attention",),
     "Optimizer": ("adam",),
     "The layer": ("layer", "layer_sweep", "timeline", *DETAILS),
-    "Training": ("training",),
+    "Training": ("single_gpu", "training"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
 

@@ -42,7 +42,8 @@ _OUT_VARIANTS: dict[Any, Any] = {aten.cat.default: aten.cat.out, aten.clone.defa
 
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:
-    return func is aten._scaled_dot_product_cudnn_attention.default and args[5] > 0
+    # PyTorch leaves out the last arguments that have their defaults: without dropout and mask, dropout_p as well.
+    return func is aten._scaled_dot_product_cudnn_attention.default and len(args) > 5 and args[5] > 0
 
 
 def _read_later(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
