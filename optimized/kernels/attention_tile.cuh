@@ -30,6 +30,7 @@ struct Arguments {
     long long mask_b, mask_h, mask_i, mask_j;  // strides, 0 where the mask is broadcast
     long long out_b, out_h, out_s;             // strides of the tensor(s) written, in elements
     int heads, group, sq, skv, d;
+    int together;        // heads of keys that the backward takes at a time
     int shift;           // query i sees key j if j <= i + shift; 2^30 where there is no causal rule
     unsigned threshold;  // of dropout
     float c, kept, scale;

@@ -21,7 +21,7 @@ _NO_SHIFT = 1 << 30
 # struct Arguments of kernels/attention_tile.cuh.
 ARGUMENTS = np.dtype(
     [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
-    + [(name, "i4") for name in ("heads", "group", "sq", "skv", "d", "shift", "threshold")]
+    + [(name, "i4") for name in ("heads", "group", "sq", "skv", "d", "together", "shift", "threshold")]
     + [(name, "f4") for name in ("c", "kept", "scale")]
 )
 

@@ -11,10 +11,13 @@ by 128 keys:
 
     dv = round(keep_scale · Σ Pᵀ grad)             one tensor-core chain: heads of the group, then queries, in order
     dk = round(scale · Σ dSᵀ q)                    the same
-    dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 in order
+    dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 from the last
+                                                   visited block to the first
 
 Tiles are those that the forward visits; the others would add zeros. dq's partial sums are what lets one kernel
-compute all three: a key block need not wait for the one before it, only its addition must.
+compute all three: a block of threads that holds a key block need not wait for another to multiply, only to add. From
+the last block to the first, because under a causal rule the last key block that a query sees is the first to be
+ready. What is added first is taken as it is.
 
 D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (what is missing is 0): t = fma(grad, out, t) from +0, in
 order; then a halving tree over the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
@@ -186,10 +189,12 @@ def attention_backward(
             one = _Head(tensors, factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
             for rows in blocks(sq):
-                for keys in blocks(skv)[: visited(rows.start, sq, skv, shift)]:
+                seen = blocks(skv)[: visited(rows.start, sq, skv, shift)]
+                for keys in reversed(seen):
                     hidden = hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
                     p, ds = one.tile(rows, keys, hidden)
-                    sum_q[rows] = sum_q[rows] + tensor_core.gemm(ds, tensors["k"][keys].t())
+                    of_keys = tensor_core.gemm(ds, tensors["k"][keys].t())
+                    sum_q[rows] = of_keys if keys is seen[-1] else sum_q[rows] + of_keys
                     sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])
                     sum_v[keys] = tensor_core.gemm(p.t(), tensors["grad"][rows].t(), c=sum_v[keys])
             dq[batch, head] = (sum_q * softmax_scale).to(q.dtype)
