@@ -4,16 +4,17 @@
 // A block holds 128 keys of one head, 64 for each of two consumer warpgroups, and streams QUERIES queries at a time
 // past them. For each tile five GEMMs:
 //
-//     Sᵀ = k qᵀ     dPᵀ = v gradᵀ     dv += Pᵀ grad     dk += dSᵀ q     dq = dS k
+//     Sᵀ = k qᵀ     dPᵀ = v gradᵀ     dv += Pᵀ grad     dk += dSᵀ q          two warpgroups, 64 keys each
+//     dq = dS k                                                              a third
 //
-// P and dS are operands just as they lie in registers; dS goes through shared memory, too, because dq sums over the
-// keys of both warpgroups. dv and dk stay in registers. dq leaves through a mailbox to a warp that adds it to global
-// memory when its turn has come: query tiles take key blocks in descending order. Blocks are numbered by tickets, a
-// head's last keys first, so a block only ever waits for blocks that have started before it.
+// P and dS are operands just as they lie in registers; dv and dk stay there. dS goes through shared memory to the third
+// warpgroup, which sums over all 128 keys. dq leaves through a mailbox to a warp that adds it to global memory when
+// its turn has come: a tile of queries takes key blocks in descending order. Blocks are numbered by tickets, a head's
+// last keys first, so a block only ever waits for blocks that have started before it.
 //
 // Three launches: `dots` (what the tiles need of each query), `attention_backward`, `finish` (dq scaled and rounded).
 //
-// Defines: as attention.cu, and QUERIES (64 | 128), DQ_STAGES.
+// Defines: as attention.cu, and QUERIES (64 | 128).
 #include "attention_tile.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/stmatrix.cuh"
@@ -26,20 +27,21 @@ constexpr int kWords = QUERIES / 64;       // of 32 pairs each that a thread has
 constexpr int kScores = QUERIES / 2;       // accumulators of a tile of 64 keys
 constexpr int kAcc = N_OUT / 2;
 // Pᵀ grad starts before dPᵀ is done, where there are registers for the weights beside both.
-constexpr bool kEarly = kWords == 1 && !DROPOUT;
+constexpr bool kEarly = EARLY;
 constexpr int kKeyChunk = kTileRows * 128; // bytes of 128 keys and 64 channels, or 64 queries
 constexpr int kChunk = QUERIES * 128;
-constexpr int kPiece = 64 * 64;            // of dq: what one warpgroup computes of a tile, in floats
-static_assert(QUERIES * N_OUT == 2 * kPiece, "dq of a tile is one piece for each warpgroup");
+constexpr int kPiece = 64 * 64;            // half of a tile's dq, in floats
+constexpr int kTiles = kWords > 1 ? 1 : 2;  // of dq, in shared memory
+static_assert(QUERIES * N_OUT == 2 * kPiece, "dq of a tile is two pieces");
 
 struct __align__(1024) Shared {
     unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
     unsigned char q[STAGES][D_CHUNKS * kChunk], grad[STAGES][D_CHUNKS * kChunk];
     unsigned char ds[2][kWords * kKeyChunk];
-    float dq[DQ_STAGES][2 * kPiece];
+    float dq[kTiles][2 * kPiece];
     float base[STAGES][QUERIES], inv[STAGES][QUERIES], dots[STAGES][QUERIES];
     unsigned long long keys_full;
-    Mailbox q_box[STAGES], grad_box[STAGES], dq_box[DQ_STAGES];
+    Mailbox q_box[STAGES], grad_box[STAGES], ds_box[2], dq_box[kTiles];
     unsigned ticket;
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
@@ -104,7 +106,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
 // One thread: dq of a tile goes to global memory, after that of the key blocks behind this one.
 __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
                                        int padded) {
-    Stage<DQ_STAGES> stage;
+    Stage<kTiles> stage;
     for (int n = 0; n < a.group; n++) {
         const long long head = work.batch * a.heads + work.key_head * a.group + n;
         for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
@@ -112,14 +114,15 @@ __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const
             const unsigned turn = visited(a, row & -kTileRows) - 1 - work.first / kTileRows;
             const unsigned source = shared_address(shared.dq[stage.index]);
             float* to = scratch.dq + tile * (2 * kPiece);
-            mbarrier_wait(shared_address(&shared.dq_box[stage.index].full), stage.parity);
             if (turn > 0) {
                 wait_for_turn(scratch.turns + tile, turn);
                 fence_proxy_async_all();
-                bulk_add(to, source, 8 * kPiece);
-            } else {
-                bulk_store(to, source, 8 * kPiece);
             }
+            mbarrier_wait(shared_address(&shared.dq_box[stage.index].full), stage.parity);
+            if (turn > 0)
+                bulk_add(to, source, 8 * kPiece);
+            else
+                bulk_store(to, source, 8 * kPiece);
             bulk_commit();
             bulk_wait_read<0>();
             mbarrier_arrive(shared_address(&shared.dq_box[stage.index].empty));
@@ -190,18 +193,19 @@ __device__ __forceinline__ void draw(Pairs& at, const Arguments& a) {
 __device__ __forceinline__ bool is_set(const unsigned (&bits)[kWords], int n) { return bits[n / 32] >> n % 32 & 1; }
 
 // The scores s become the weights, in place: +0 where a pair is hidden.
-template <bool kMasked>
-__device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Pairs& at, const float* base,
-                                      const float* inv) {
+__device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Pairs& at, bool some_hidden,
+                                      const float* base, const float* inv) {
 #pragma unroll
     for (int t = 0; t < kScores / 4; t++) {
         const float2 bases = *reinterpret_cast<const float2*>(base + 8 * t);
         const float2 inverses = *reinterpret_cast<const float2*>(inv + 8 * t);
 #pragma unroll
-        for (int n = 4 * t; n < 4 * t + 4; n++) {
+        for (int n = 4 * t; n < 4 * t + 4; n++)
             s[n] = __fmul_rn(weight(s[n], a.c, n % 2 ? bases.y : bases.x), n % 2 ? inverses.y : inverses.x);
-            if (kMasked && is_set(at.hidden, n)) s[n] = 0.0f;
-        }
+    }
+    if (some_hidden) {
+#pragma unroll
+        for (int n = 0; n < kScores; n++) s[n] = is_set(at.hidden, n) ? 0.0f : s[n];
     }
 }
 
@@ -214,21 +218,19 @@ __device__ __forceinline__ void pack_kept(unsigned (&weights)[4], const float (&
     pack_operand<FORMAT>(weights, kept, 0);
 }
 
-// From the weights and dp of 16 queries to the gradients of the scores, as an operand.
-template <bool kMasked>
-__device__ __forceinline__ void differentiate(unsigned (&gradients)[4], const float (&s)[kScores],
-                                              const float (&dp)[kScores], const Arguments& a, const Pairs& at,
-                                              const float* dots, int step) {
-    float ds[8];
+// The gradients of the scores, in place of dp.
+__device__ __forceinline__ void differentiate(float (&dp)[kScores], const float (&s)[kScores], const Arguments& a,
+                                              const Pairs& at, bool some_hidden, const float* dots) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int n = 8 * step + i;
+    for (int n = 0; n < kScores; n++) {
         const float2 dot = *reinterpret_cast<const float2*>(dots + n / 4 * 8);
         const float passed = !DROPOUT || is_set(at.keep, n) ? dp[n] : 0.0f;
-        ds[i] = __fmul_rn(s[n], __fmaf_rn(passed, a.kept, -(n % 2 ? dot.y : dot.x)));
-        if (kMasked && is_set(at.hidden, n)) ds[i] = 0.0f;
+        dp[n] = __fmul_rn(s[n], __fmaf_rn(passed, a.kept, -(n % 2 ? dot.y : dot.x)));
     }
-    pack_operand<FORMAT>(gradients, ds, 0);
+    if (some_hidden) {
+#pragma unroll
+        for (int n = 0; n < kScores; n++) dp[n] = is_set(at.hidden, n) ? 0.0f : dp[n];
+    }
 }
 
 // acc += A(values, 64 keys x queries) B, B of the tile's queries in shared memory.
@@ -239,94 +241,125 @@ __device__ __forceinline__ void accumulate(float (&acc)[kAcc], const unsigned (&
         wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, kChunk, step), 1);
 }
 
-struct Rings {
+// Issue Sᵀ = k qᵀ, or dPᵀ = v gradᵀ: `keys` are the warpgroup's rows of one, `queries` a stage of the other.
+__device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsigned queries) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4 * D_CHUNKS; step++)
+        wgmma_k16<FORMAT, 0, 0>(acc, along_d(keys, kKeyChunk, step), along_d(queries, kChunk, step), step > 0);
+    wgmma_commit();
+}
+
+struct Consumer {
+    Shared& shared;
+    const Arguments& a;
+    int warpgroup;
+    unsigned keys, values;  // this warpgroup's rows of k and of v, in shared memory
     Stage<STAGES> stage;
     Stage<2> ds;
-    Stage<DQ_STAGES> dq;
+    Stage<kTiles> dq;
+    float dk[kAcc], dv[kAcc];
+
+    // Issue this warpgroup's half of the previous tile's dq = dS k: 64 channels, or 64 queries.
+    __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 128]) {
+        const unsigned rows = shared_address(shared.ds[ds.index]) + (kWords > 1 ? warpgroup * kKeyChunk : 0);
+        const unsigned k = shared_address(shared.k) + (kWords > 1 ? 0 : warpgroup * kKeyChunk);
+        shared.ds_box[ds.index].wait_full(ds.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kTileRows / 16; step++)
+            wgmma_k16<FORMAT, 1, 1>(acc, along_rows(rows, kKeyChunk, step), along_rows(k, kKeyChunk, step), step > 0);
+        wgmma_commit();
+    }
+
+    // It has been waited for.
+    __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 128]) {
+        shared.ds_box[ds.index].arrive_empty();
+        shared.dq_box[dq.index].wait_empty(dq.parity);
+        float4* to = reinterpret_cast<float4*>(shared.dq[dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
+#pragma unroll
+        for (int j = 0; j < kPiece / 512; j++)
+            to[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        fence_proxy_async();
+        shared.dq_box[dq.index].arrive_full();
+        ds.advance(), dq.advance();
+    }
+
+    // One tile, and dq of the one before, if there was one.
+    template <bool kFirst>
+    __device__ __forceinline__ void tile(Pairs& at, bool some_hidden) {
+        const int place = stage.index, lane = threadIdx.x % 32, column = 2 * (lane % 4);
+        const unsigned q = shared_address(shared.q[place]), grad = shared_address(shared.grad[place]);
+        float s[kScores];
+        shared.q_box[place].wait_full(stage.parity);
+        score(s, keys, q);
+        Stage<2> next = ds;
+        if constexpr (!kFirst) {
+            float acc[kPiece / 128];
+            multiply_dq(acc);
+            next.advance();
+            if (some_hidden) hide(at, a);
+            if constexpr (DROPOUT) draw(at, a);
+            wgmma_wait<1>();
+            wgmma_hold(s);
+            weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+            wgmma_wait<0>();
+            wgmma_hold(acc);
+            send_dq(acc);
+        } else {
+            if (some_hidden) hide(at, a);
+            if constexpr (DROPOUT) draw(at, a);
+            wgmma_wait<0>();
+            wgmma_hold(s);
+            weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+        }
+        float dp[kScores];
+        shared.grad_box[place].wait_full(stage.parity);
+        score(dp, values, grad);
+        unsigned weights[kScores / 8][4], gradients[kScores / 8][4];
+        if constexpr (kEarly) {
+#pragma unroll
+            for (int step = 0; step < kScores / 8; step++) pack_kept(weights[step], s, at, step);
+            wgmma_fence();
+            accumulate(dv, weights, grad);
+            wgmma_commit();
+        }
+        wgmma_wait<kEarly>();
+        wgmma_hold(dp);
+        differentiate(dp, s, a, at, some_hidden, shared.dots[place] + column);
+#pragma unroll
+        for (int step = 0; step < kScores / 8; step++) {
+            pack_operand<FORMAT>(gradients[step], dp, step);
+            if constexpr (!kEarly) pack_kept(weights[step], s, at, step);
+        }
+        if constexpr (!kEarly) {
+            wgmma_fence();
+            accumulate(dv, weights, grad);
+            wgmma_commit();
+        }
+        // dS into shared memory, [keys][queries].
+        shared.ds_box[next.index].wait_empty(next.parity);
+        const unsigned to = shared_address(shared.ds[next.index]);
+        const int row = threadIdx.x / 32 * 16 + lane % 16;
+#pragma unroll
+        for (int step = 0; step < kScores / 8; step++) {
+            const int unit = 2 * (step % 4) + lane / 16;
+            stmatrix_x4(to + step / 4 * kKeyChunk + row * 128 + ((unit ^ row % 8) << 4), gradients[step]);
+        }
+        fence_proxy_async();
+        shared.ds_box[next.index].arrive_full();
+        wgmma_fence();
+        accumulate(dk, gradients, q);
+        wgmma_commit();
+        wgmma_wait<1>();
+        wgmma_hold(dv);
+        shared.grad_box[place].arrive_empty();
+        wgmma_wait<0>();
+        wgmma_hold(dk);
+        shared.q_box[place].arrive_empty();
+        stage.advance();
+    }
 };
-
-template <bool kMasked>
-__device__ __forceinline__ void tile(Shared& shared, const Arguments& a, Pairs& at, Rings& rings, float (&dk)[kAcc],
-                                     float (&dv)[kAcc], int warpgroup) {
-    const int s_at = rings.stage.index, lane = threadIdx.x % 32, column = 2 * (lane % 4);
-    const unsigned k = shared_address(shared.k) + warpgroup * (64 * 128), v = k + sizeof(shared.k);
-    const unsigned q = shared_address(shared.q[s_at]), grad = shared_address(shared.grad[s_at]);
-    if constexpr (kMasked) hide(at, a);
-    if constexpr (DROPOUT) draw(at, a);
-    float s[kScores], dp[kScores];
-    shared.q_box[s_at].wait_full(rings.stage.parity);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(s, along_d(k, kKeyChunk, step), along_d(q, kChunk, step), step > 0);
-    wgmma_commit();
-    shared.grad_box[s_at].wait_full(rings.stage.parity);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(dp, along_d(v, kKeyChunk, step), along_d(grad, kChunk, step), step > 0);
-    wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_hold(s);
-    weigh<kMasked>(s, a, at, shared.base[s_at] + column, shared.inv[s_at] + column);
-    unsigned weights[kScores / 8][4], gradients[kScores / 8][4];
-    if constexpr (kEarly) {
-#pragma unroll
-        for (int step = 0; step < kScores / 8; step++) pack_kept(weights[step], s, at, step);
-        wgmma_fence();
-        accumulate(dv, weights, grad);
-        wgmma_commit();
-    }
-    wgmma_wait<kEarly>();
-    wgmma_hold(dp);
-#pragma unroll
-    for (int step = 0; step < kScores / 8; step++) {
-        differentiate<kMasked>(gradients[step], s, dp, a, at, shared.dots[s_at] + column, step);
-        if constexpr (!kEarly) pack_kept(weights[step], s, at, step);
-    }
-    if constexpr (!kEarly) {
-        wgmma_fence();
-        accumulate(dv, weights, grad);
-        wgmma_commit();
-    }
-
-    // dS into shared memory, [keys][queries].
-    const unsigned ds = shared_address(shared.ds[rings.ds.index]);
-    const int row = threadIdx.x / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < kScores / 8; step++) {
-        const int unit = 2 * (step % 4) + lane / 16;
-        stmatrix_x4(ds + step / 4 * kKeyChunk + row * 128 + ((unit ^ row % 8) << 4), gradients[step]);
-    }
-    fence_proxy_async();
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * kWarpgroups) : "memory");
-    float dq[kPiece / 128];
-    wgmma_fence();
-    const unsigned rows = ds + (kWords > 1 ? warpgroup * kKeyChunk : 0);
-    const unsigned keys = shared_address(shared.k) + (kWords > 1 ? 0 : warpgroup * kKeyChunk);
-#pragma unroll
-    for (int step = 0; step < kTileRows / 16; step++)
-        wgmma_k16<FORMAT, 1, 1>(dq, along_rows(rows, kKeyChunk, step), along_rows(keys, kKeyChunk, step), step > 0);
-    wgmma_commit();
-    accumulate(dk, gradients, q);
-    wgmma_commit();
-    wgmma_wait<2>();
-    wgmma_hold(dv);
-    shared.grad_box[s_at].arrive_empty();
-    wgmma_wait<1>();
-    wgmma_hold(dq);
-    shared.dq_box[rings.dq.index].wait_empty(rings.dq.parity);
-    float4* to = reinterpret_cast<float4*>(shared.dq[rings.dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
-#pragma unroll
-    for (int j = 0; j < kPiece / 512; j++)
-        to[128 * j] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-    fence_proxy_async();
-    shared.dq_box[rings.dq.index].arrive_full();
-    wgmma_wait<0>();
-    wgmma_hold(dk);
-    shared.q_box[s_at].arrive_empty();
-    rings.stage.advance(), rings.ds.advance(), rings.dq.advance();
-}
 
 // Four accumulators of a row's columns become 16 bytes at a time: 8 columns of one lane in place of 2 of four.
 // out[row, columns of this lane] = round(acc * scale), of accumulators 4 t + 2 r + e.
@@ -354,28 +387,36 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
                                         unsigned short* dv_out, int warpgroup) {
     const int row = work.first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
-    Rings rings;
-    float dk[kAcc], dv[kAcc];
+    const unsigned keys = shared_address(shared.k) + warpgroup * (64 * 128);
+    Consumer consumer{shared, a, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
 #pragma unroll
-    for (int i = 0; i < kAcc; i++) dk[i] = dv[i] = 0.0f;
+    for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
     mbarrier_wait(shared_address(&shared.keys_full), 0);
+    bool is_first = true;
     for (int n = 0; n < a.group; n++, at.head++) {
         for (int first = work.from; first < a.sq; first += QUERIES) {
             at.query = first + threadIdx.x % 4 * 2;
             const bool some_hidden = a.mask != nullptr || first + QUERIES > a.sq ||
                                      work.first + kTileRows > key_limit(a, first);
-            if (some_hidden)
-                tile<true>(shared, a, at, rings, dk, dv, warpgroup);
+            if (is_first)
+                consumer.tile<true>(at, some_hidden), is_first = false;
             else
-                tile<false>(shared, a, at, rings, dk, dv, warpgroup);
+                consumer.tile<false>(at, some_hidden);
         }
     }
+    if (!is_first) {
+        float acc[kPiece / 128];
+        consumer.multiply_dq(acc);
+        wgmma_wait<0>();
+        wgmma_hold(acc);
+        consumer.send_dq(acc);
+    }
     const long long to = work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s;
-    store_rows(dv, kAcc, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
-    store_rows(dk, kAcc, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
+    store_rows(consumer.dv, kAcc, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
+    store_rows(consumer.dk, kAcc, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
+extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
                        const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
@@ -389,7 +430,8 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
             shared.q_box[s].init(1, 4 * kWarpgroups);
             shared.grad_box[s].init(1, 4 * kWarpgroups);
         }
-        for (int s = 0; s < DQ_STAGES; s++) shared.dq_box[s].init(4 * kWarpgroups, 1);
+        for (int s = 0; s < 2; s++) shared.ds_box[s].init(4 * kWarpgroups, 4 * kWarpgroups);
+        for (int s = 0; s < kTiles; s++) shared.dq_box[s].init(4 * kWarpgroups, 1);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -397,15 +439,16 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     const int key_blocks = (a.skv + kTileRows - 1) / kTileRows;
     const Work work = work_of(a, shared.ticket, key_blocks, gridDim.x / key_blocks);
 
-    if (threadIdx.x >= 128 * kWarpgroups) {  // the last warpgroup moves data
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup < kWarpgroups) {
+        setmaxnreg_inc<240>();
+        consume(shared, a, work, dk, dv, warpgroup);
+    } else {  // the last warpgroup moves data
         setmaxnreg_dec<24>();
         if (threadIdx.x == 128 * kWarpgroups)
             produce(shared, &q, &k, &v, &grad, a, scratch, work, padded);
         else if (threadIdx.x == 128 * kWarpgroups + 32)
             add_dq(shared, a, scratch, work, padded);
-    } else {
-        setmaxnreg_inc<240>();
-        consume(shared, a, work, dk, dv, __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0));
     }
 }
 

@@ -24,6 +24,7 @@ from reference.ops.attention_backward import outputs
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
+EARLY = True
 NARROW = 128  # channels that one kernel takes whole
 _STREAM_ROWS = 64  # kStreamRows of the wide kernel
 _DOT_ROWS = 8  # queries of a block of `dots`
@@ -42,7 +43,7 @@ def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
         "DROPOUT": int(dropout),
         **shape_defines(d),
         "QUERIES": 64 if wide else 128,
-        "DQ_STAGES": 2 if wide else 1,
+        "EARLY": int(EARLY and wide and not dropout),
     }
 
 
@@ -63,16 +64,16 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
 @functools.cache
 def _kernel(dtype: torch.dtype, capacity: int, dropout: bool, entry: str) -> launch.Kernel:
     macros = defines(dtype, capacity, dropout)
-    shared = _shared_bytes(*(int(macros[name]) for name in ("D_CHUNKS", "QUERIES", "STAGES", "DQ_STAGES")))
+    shared = _shared_bytes(*(int(macros[name]) for name in ("D_CHUNKS", "QUERIES", "STAGES")))
     return launch.function("attention_backward", entry, macros, shared if entry == "attention_backward" else 0)
 
 
-def _shared_bytes(chunks: int, queries: int, stages: int, dq_stages: int) -> int:
+def _shared_bytes(chunks: int, queries: int, stages: int) -> int:
     """The size of struct Shared of kernels/attention_backward.cu."""
     keys = 2 * chunks * BLOCK * 128
     streamed = stages * (2 * chunks * queries * 128 + 3 * 4 * queries)
-    ds, dq = 2 * queries // 64 * BLOCK * 128, dq_stages * 2 * 64 * 64 * 4
-    barriers = 8 + 16 * (2 * stages + dq_stages) + 8
+    ds, dq = 2 * queries // 64 * BLOCK * 128, (4 if queries == 64 else 2) * 64 * 64 * 4
+    barriers = 8 + 16 * (2 * stages + 2 + 4) + 8
     return -(-(keys + streamed + ds + dq + barriers) // 1024) * 1024
 
 
