@@ -9,17 +9,18 @@
 //
 // P and dS are operands just as they lie in registers; dv and dk stay there. dS goes through shared memory to the third
 // warpgroup, which sums over all 128 keys. dq leaves through a mailbox to a warp that adds it to global memory when
-// its turn has come: a tile of queries takes key blocks in descending order. Blocks are numbered by tickets, a head's
-// last keys first, so a block only ever waits for blocks that have started before it.
+// its turn has come: a tile of queries takes key blocks in descending order, and the block of the first keys scales and
+// rounds the sum. Blocks are numbered by tickets, a head's last keys first, so a block only ever waits for blocks that
+// have started before it.
 //
-// Three launches: `dots` (what the tiles need of each query), `attention_backward`, `finish` (dq scaled and rounded).
+// Two launches: `dots` (what the tiles need of each query) and `attention_backward`.
 //
 // Defines: as attention.cu, and QUERIES (64 | 128).
 #include "attention_tile.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/turn.cuh"
-#include "transpose.cuh"
 
 using namespace twin;
 
@@ -27,7 +28,7 @@ constexpr int kWords = QUERIES / 64;       // of 32 pairs each that a thread has
 constexpr int kScores = QUERIES / 2;       // accumulators of a tile of 64 keys
 constexpr int kAcc = N_OUT / 2;
 // Pᵀ grad starts before dPᵀ is done, where there are registers for the weights beside both.
-constexpr bool kEarly = EARLY;
+constexpr bool kEarly = kWords == 1 && !DROPOUT;
 constexpr int kKeyChunk = kTileRows * 128; // bytes of 128 keys and 64 channels, or 64 queries
 constexpr int kChunk = QUERIES * 128;
 constexpr int kPiece = 64 * 64;            // half of a tile's dq, in floats
@@ -49,14 +50,19 @@ static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared me
 // What the kernels share in global memory; `padded` is sq up to a multiple of 128.
 struct Scratch {
     float *base, *inv, *dots;  // [b h, padded]: 384 - m, 1 / l and D of a query; zeros beyond sq
-    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]
+    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]: the sums so far
     unsigned* turns;           // [b h, padded / QUERIES]: key blocks that have been added to a tile
     unsigned* ticket;          // blocks that have started
+    unsigned short* result;    // dq, with its strides in elements
+    long long result_b, result_h, result_s;
 };
 
 // The tiles of a block: keys from `first`; of each of `group` heads, queries from `from` on.
 struct Work {
     int batch, key_head, first, from;
+
+    // The first keys of a head are the last whose share of dq is added: their block scales and rounds it.
+    __device__ __forceinline__ bool ends_dq() const { return first == 0; }
 };
 
 // Heads are taken `together` at a time, their last keys first.
@@ -66,6 +72,11 @@ __device__ __forceinline__ Work work_of(const Arguments& a, unsigned rank, int k
     const int head = before + place % heads, key_heads = a.heads / a.group;
     const int first = (key_blocks - 1 - place / heads) * kTileRows, after = first - a.shift;
     return {head / key_heads, head % key_heads, first, after >= a.sq ? a.sq : after < 0 ? 0 : after & -kTileRows};
+}
+
+// How many key blocks add to dq of the queries from `row` on before the one from key `first` on.
+__device__ __forceinline__ unsigned turn_of(const Arguments& a, int row, int first) {
+    return visited(a, row & -kTileRows) - 1 - first / kTileRows;
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
@@ -103,29 +114,37 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
     }
 }
 
-// One thread: dq of a tile goes to global memory, after that of the key blocks behind this one.
-__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
-                                       int padded) {
+// One thread: dq of a tile goes to global memory when the key blocks after this one have added theirs; or, for the
+// block that ends it, comes from there.
+__device__ __forceinline__ void carry_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
+                                         int padded) {
     Stage<kTiles> stage;
     for (int n = 0; n < a.group; n++) {
         const long long head = work.batch * a.heads + work.key_head * a.group + n;
         for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
             const long long tile = head * (padded / QUERIES) + row / QUERIES;
-            const unsigned turn = visited(a, row & -kTileRows) - 1 - work.first / kTileRows;
-            const unsigned source = shared_address(shared.dq[stage.index]);
-            float* to = scratch.dq + tile * (2 * kPiece);
+            const unsigned turn = turn_of(a, row, work.first);
+            const unsigned place = shared_address(shared.dq[stage.index]);
+            Mailbox& box = shared.dq_box[stage.index];
+            float* sums = scratch.dq + tile * (2 * kPiece);
             if (turn > 0) {
                 wait_for_turn(scratch.turns + tile, turn);
                 fence_proxy_async_all();
             }
-            mbarrier_wait(shared_address(&shared.dq_box[stage.index].full), stage.parity);
+            if (work.ends_dq()) {
+                box.wait_empty(stage.parity);
+                mbarrier_arrive_expect_tx(shared_address(&box.full), turn > 0 ? 8 * kPiece : 0);
+                if (turn > 0) bulk_load(place, sums, 8 * kPiece, shared_address(&box.full));
+                continue;
+            }
+            box.wait_full(stage.parity);
             if (turn > 0)
-                bulk_add(to, source, 8 * kPiece);
+                bulk_add(sums, place, 8 * kPiece);
             else
-                bulk_store(to, source, 8 * kPiece);
+                bulk_store(sums, place, 8 * kPiece);
             bulk_commit();
             bulk_wait_read<0>();
-            mbarrier_arrive(shared_address(&shared.dq_box[stage.index].empty));
+            mbarrier_arrive(shared_address(&box.empty));
             bulk_wait<0>();
             fence_proxy_async_all();
             pass_turn(scratch.turns + tile, turn + 1);
@@ -250,14 +269,21 @@ __device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsi
     wgmma_commit();
 }
 
+struct Tile {
+    int head, query;  // of the batch; the first
+};
+
 struct Consumer {
     Shared& shared;
     const Arguments& a;
+    const Scratch& scratch;
+    const Work& work;
     int warpgroup;
     unsigned keys, values;  // this warpgroup's rows of k and of v, in shared memory
     Stage<STAGES> stage;
     Stage<2> ds;
     Stage<kTiles> dq;
+    Tile previous;
     float dk[kAcc], dv[kAcc];
 
     // Issue this warpgroup's half of the previous tile's dq = dS k: 64 channels, or 64 queries.
@@ -272,17 +298,42 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // It has been waited for.
-    __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 128]) {
+    // The previous tile's dq, which has been waited for, to the warp that adds it, or rounded to its place.
+    __device__ __forceinline__ void send_dq(float (&acc)[kPiece / 128]) {
         shared.ds_box[ds.index].arrive_empty();
-        shared.dq_box[dq.index].wait_empty(dq.parity);
-        float4* to = reinterpret_cast<float4*>(shared.dq[dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
+        Mailbox& box = shared.dq_box[dq.index];
+        float4* place = reinterpret_cast<float4*>(shared.dq[dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
+        if (work.ends_dq()) {
+            box.wait_full(dq.parity);
+            if (turn_of(a, previous.query, 0) > 0) {
 #pragma unroll
-        for (int j = 0; j < kPiece / 512; j++)
-            to[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-        fence_proxy_async();
-        shared.dq_box[dq.index].arrive_full();
+                for (int j = 0; j < kPiece / 512; j++) {
+                    const float4 sum = place[128 * j];
+                    acc[4 * j] = sum.x + acc[4 * j], acc[4 * j + 1] = sum.y + acc[4 * j + 1];
+                    acc[4 * j + 2] = sum.z + acc[4 * j + 2], acc[4 * j + 3] = sum.w + acc[4 * j + 3];
+                }
+            }
+            box.arrive_empty();
+            store_dq(acc, previous);
+        } else {
+            box.wait_empty(dq.parity);
+#pragma unroll
+            for (int j = 0; j < kPiece / 512; j++)
+                place[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+            fence_proxy_async();
+            box.arrive_full();
+        }
         ds.advance(), dq.advance();
+    }
+
+    // dq = round(acc * scale): this warpgroup's piece of a tile.
+    __device__ __forceinline__ void store_dq(const float (&acc)[kPiece / 128], const Tile& of) {
+        const int column = kWords > 1 ? 0 : 64 * warpgroup;
+        const int row = of.query + (kWords > 1 ? 64 * warpgroup : 0) + threadIdx.x % 128 / 32 * 16 +
+                        threadIdx.x % 32 / 4;
+        unsigned short* to = scratch.result + work.batch * scratch.result_b + of.head * scratch.result_h +
+                             row * scratch.result_s + column;
+        store_rows(acc, a.scale, a.scale, to, scratch.result_s, a.sq - row, a.d - column);
     }
 
     // One tile, and dq of the one before, if there was one.
@@ -361,34 +412,12 @@ struct Consumer {
     }
 };
 
-// Four accumulators of a row's columns become 16 bytes at a time: 8 columns of one lane in place of 2 of four.
-// out[row, columns of this lane] = round(acc * scale), of accumulators 4 t + 2 r + e.
-__device__ __forceinline__ void store_rows(const float* acc, int count, float scale, unsigned short* out,
-                                           long long stride, int rows, int channels) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-        for (int t = 0; t < count / 4; t += 4) {
-            unsigned words[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                words[i] = pack_pair<FORMAT>(__fmul_rn(acc[4 * (t + i) + 2 * r], scale),
-                                             __fmul_rn(acc[4 * (t + i) + 2 * r + 1], scale));
-            transpose_lanes<1>(words[0], words[1], words[2], words[3]);
-            const int column = 8 * (t + threadIdx.x % 4);
-            if (8 * r < rows && column < channels)
-                *reinterpret_cast<uint4*>(out + 8 * r * stride + column) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
-}
-
-__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Work& work, unsigned short* dk_out,
-                                        unsigned short* dv_out, int warpgroup) {
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
+                                        unsigned short* dk_out, unsigned short* dv_out, int warpgroup) {
     const int row = work.first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
     const unsigned keys = shared_address(shared.k) + warpgroup * (64 * 128);
-    Consumer consumer{shared, a, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
+    Consumer consumer{shared, a, scratch, work, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
 #pragma unroll
     for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
     mbarrier_wait(shared_address(&shared.keys_full), 0);
@@ -402,7 +431,14 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
                 consumer.tile<true>(at, some_hidden), is_first = false;
             else
                 consumer.tile<false>(at, some_hidden);
+            consumer.previous = {work.key_head * a.group + n, first};
         }
+    }
+    if (work.ends_dq()) {  // queries that see no key
+        const float zeros[kPiece / 128] = {};
+        for (int n = 0; n < a.group; n++)
+            for (int first = 0; first < work.from && first < a.sq; first += QUERIES)
+                consumer.store_dq(zeros, {work.key_head * a.group + n, first});
     }
     if (!is_first) {
         float acc[kPiece / 128];
@@ -412,8 +448,8 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
         consumer.send_dq(acc);
     }
     const long long to = work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s;
-    store_rows(consumer.dv, kAcc, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
-    store_rows(consumer.dk, kAcc, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
+    store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
+    store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -423,32 +459,35 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        unsigned short* dk, unsigned short* dv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
+    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows;
     if (threadIdx.x == 0) {
+        wait_for_grid_before();
         shared.ticket = atomicAdd(scratch.ticket, 1);
+        const bool ends_dq = work_of(a, shared.ticket, key_blocks, gridDim.x / key_blocks).ends_dq();
         mbarrier_init(shared_address(&shared.keys_full), 1);
         for (int s = 0; s < STAGES; s++) {
             shared.q_box[s].init(1, 4 * kWarpgroups);
             shared.grad_box[s].init(1, 4 * kWarpgroups);
         }
         for (int s = 0; s < 2; s++) shared.ds_box[s].init(4 * kWarpgroups, 4 * kWarpgroups);
-        for (int s = 0; s < kTiles; s++) shared.dq_box[s].init(4 * kWarpgroups, 1);
+        for (int s = 0; s < kTiles; s++)
+            shared.dq_box[s].init(ends_dq ? 1 : 4 * kWarpgroups, ends_dq ? 4 * kWarpgroups : 1);
         fence_mbarrier_init();
     }
     __syncthreads();
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows;
     const Work work = work_of(a, shared.ticket, key_blocks, gridDim.x / key_blocks);
 
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup < kWarpgroups) {
         setmaxnreg_inc<240>();
-        consume(shared, a, work, dk, dv, warpgroup);
+        consume(shared, a, scratch, work, dk, dv, warpgroup);
     } else {  // the last warpgroup moves data
         setmaxnreg_dec<24>();
         if (threadIdx.x == 128 * kWarpgroups)
             produce(shared, &q, &k, &v, &grad, a, scratch, work, padded);
         else if (threadIdx.x == 128 * kWarpgroups + 32)
-            add_dq(shared, a, scratch, work, padded);
+            carry_dq(shared, a, scratch, work, padded);
     }
 }
 
@@ -459,52 +498,41 @@ __device__ __forceinline__ float element(const uint4& v, int i) {
     return cvt_f32_f16(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xFFFFu));
 }
 
-// One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements. No turn has been taken yet.
+// A query is a group of lanes, 8 channels each; a thread takes four queries. grad has the strides grad_*, out those of
+// `a.out_*`, in elements. No turn has been taken yet.
 extern "C" __global__ void __launch_bounds__(256)
     dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
          long long grad_h, long long grad_s, const float* m, const float* inv, const __grid_constant__ Scratch scratch) {
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    const int query = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int kLanes = N_OUT / 8, kGroups = 256 / kLanes, kEach = 4;
+    let_next_grid_start();
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows, lane = threadIdx.x % kLanes;
     const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
-    if (query >= padded) return;
-    float base = 0.0f, inverse = 0.0f, dot = 0.0f;
-    if (query < a.sq) {
-        if (8 * lane < a.d) {
-            const uint4 x = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s +
-                                                            8 * lane);
-            const uint4 y = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s +
-                                                            8 * lane);
+    const int first = blockIdx.x * (kEach * kGroups) + threadIdx.x / kLanes;
+    uint4 x[kEach] = {}, y[kEach] = {};
 #pragma unroll
-            for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x, i), element(y, i), dot);
-        }
-#pragma unroll
-        for (int h = 16; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
-        const long long at = static_cast<long long>(blockIdx.y) * a.sq + query;
-        base = kGrid15 - m[at], inverse = inv[at];
+    for (int n = 0; n < kEach; n++) {
+        const int query = first + n * kGroups;
+        if (query >= a.sq || 8 * lane >= a.d) continue;
+        x[n] = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s + 8 * lane);
+        y[n] = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s + 8 * lane);
     }
-    if (lane != 0) return;
-    const long long at = static_cast<long long>(blockIdx.y) * padded + query;
-    scratch.base[at] = base, scratch.inv[at] = inverse, scratch.dots[at] = dot;
-    if (query % QUERIES == 0) scratch.turns[at / QUERIES] = 0;
-}
-
-// dq = round(sum * scale); a block takes a tile of queries. Zeros where no key is visited.
-extern "C" __global__ void __launch_bounds__(256)
-    finish(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
-    const int first = blockIdx.x * QUERIES, piece = threadIdx.x / 128;
-    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
-    const int row = first + (kWords > 1 ? 64 * piece : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int column = kWords > 1 ? 0 : 64 * piece;
-    const float4* from = reinterpret_cast<const float4*>(
-        scratch.dq + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * (2 * kPiece) + piece * kPiece);
-    const bool any = visited(a, first & -kTileRows) > 0;
-    float sum[32];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
+    for (int n = 0; n < kEach; n++) {
+        const int query = first + n * kGroups;
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x[n], i), element(y[n], i), dot);
+        dot = dot + 0.0f;  // the lanes of 32 that a query does not have hold zeros
+#pragma unroll
+        for (int h = kLanes / 2; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
+        if (lane != 0 || query >= padded) continue;
+        const long long of = static_cast<long long>(blockIdx.y) * a.sq + query;
+        const long long at = static_cast<long long>(blockIdx.y) * padded + query;
+        const bool exists = query < a.sq;
+        scratch.base[at] = exists ? kGrid15 - m[of] : 0.0f;
+        scratch.inv[at] = exists ? inv[of] : 0.0f;
+        scratch.dots[at] = exists ? dot : 0.0f;
+        if (query % QUERIES == 0) scratch.turns[at / QUERIES] = 0;
     }
-    store_rows(sum, 32, a.scale, dq + batch * a.out_b + head * a.out_h + row * a.out_s + column, a.out_s, a.sq - row,
-               a.d - column);
 }

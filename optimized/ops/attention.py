@@ -15,13 +15,15 @@ from reference.ops.library import on_cuda
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 THREADS = 384
+SLACK = 1024  # bytes of shared memory after the tiles: barriers, and what the alignment of the structure adds
+L2 = 32 << 20  # bytes of tensors that stay in the H100's 50 MiB of L2
 MAX_GRID_Y = 65535
 _NO_SHIFT = 1 << 30
 
 # struct Arguments of kernels/attention_tile.cuh.
 ARGUMENTS = np.dtype(
     [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
-    + [(name, "i4") for name in ("heads", "group", "sq", "skv", "d", "together", "shift", "threshold")]
+    + [(name, "i4") for name in ("batches", "heads", "group", "sq", "skv", "d", "together", "shift", "threshold")]
     + [(name, "f4") for name in ("c", "kept", "scale")]
 )
 
@@ -34,7 +36,7 @@ def shape_defines(d: int) -> dict[str, int | str]:
 
 def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
     """The macros of one configuration of kernels/attention.cu."""
-    return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **shape_defines(d)}
+    return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **shape_defines(d), "Q_STAGES": 1 if d > 128 else 2}
 
 
 CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
@@ -46,10 +48,9 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
 @functools.cache
 def _kernel(dtype: torch.dtype, chunks_of: int, dropout: bool) -> launch.Kernel:
     macros = defines(dtype, chunks_of, dropout)
-    chunks, columns, stages = (int(macros[name]) for name in ("D_CHUNKS", "N_OUT", "STAGES"))
-    chunk = BLOCK * 128
-    shared = chunks * chunk + stages * (chunks + columns // 64) * chunk + 8 + 32 * stages
-    return launch.function("attention", "attention", macros, shared)
+    chunks, columns, stages, q_stages = (int(macros[name]) for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
+    tiles = (q_stages + stages) * chunks + stages * columns // 64
+    return launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
 
 
 def loadable(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,8 @@ def arguments(
         a["mask"] = mask.data_ptr()
         a["mask_strides"] = mask.expand(b, h, sq, skv).stride()
     a["out_strides"] = out.stride()[:3]
-    a["heads"], a["group"], a["sq"], a["skv"], a["d"] = h, h // heads, sq, skv, d
+    a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
+    a["together"] = max(1, L2 // (4 * skv * capacity(d))) * a["group"]  # heads whose keys and values fit
     a["shift"] = _NO_SHIFT if shift is None else shift
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
@@ -116,9 +118,9 @@ def attention(
         a = arguments(q, k, out, *options)
         args = [tensor_map(x, BLOCK).argument for x in inputs]
         args += [launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
-        kernel = _kernel(q.dtype, _capacity(d), threshold(dropout) > 0)
-        columns = 64 if d <= 64 else 128
-        grid = (-(-sq // BLOCK), b * h, -(-d // columns))
+        kernel = _kernel(q.dtype, capacity(d), threshold(dropout) > 0)
+        tiles = -(-sq // BLOCK) * b * h * -(-d // 128)
+        grid = (min(tiles, launch.processors(q.device.index)),)
         launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
@@ -128,6 +130,6 @@ def attention(
     return out, m, inv
 
 
-def _capacity(d: int) -> int:
+def capacity(d: int) -> int:
     """The head dimension that the kernel for `d` is compiled for."""
     return 64 if d <= 64 else 128 if d <= 128 else 256

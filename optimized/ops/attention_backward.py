@@ -12,8 +12,11 @@ import torch
 from optimized import launch
 from optimized.ops.attention import (
     FORMATS,
+    L2,
+    SLACK,
     THREADS,
     arguments,
+    capacity,
     check_grid,
     loadable,
     shape_defines,
@@ -24,15 +27,15 @@ from reference.ops.attention_backward import outputs
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
-EARLY = True
 NARROW = 128  # channels that one kernel takes whole
 _STREAM_ROWS = 64  # kStreamRows of the wide kernel
 _DOT_ROWS = 8  # queries of a block of `dots`
-_AT_A_TIME = 16  # heads whose tensors stay in L2 while their blocks run
-_L2 = 32 << 20  # bytes of L2 that they may take
 
 # struct Scratch of kernels/attention_backward.cu.
-SCRATCH = np.dtype([(name, "u8") for name in ("base", "inv", "dots", "dq", "turns", "ticket")])
+SCRATCH = np.dtype(
+    [(name, "u8") for name in ("base", "inv", "dots", "dq", "turns", "ticket", "result")]
+    + [("result_strides", "i8", 3)]
+)
 
 
 def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
@@ -43,7 +46,6 @@ def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
         "DROPOUT": int(dropout),
         **shape_defines(d),
         "QUERIES": 64 if wide else 128,
-        "EARLY": int(EARLY and wide and not dropout),
     }
 
 
@@ -62,19 +64,13 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, capacity: int, dropout: bool, entry: str) -> launch.Kernel:
-    macros = defines(dtype, capacity, dropout)
-    shared = _shared_bytes(*(int(macros[name]) for name in ("D_CHUNKS", "QUERIES", "STAGES")))
+def _kernel(dtype: torch.dtype, size: int, dropout: bool, entry: str) -> launch.Kernel:
+    macros = defines(dtype, size, dropout)
+    chunks, queries, stages = (int(macros[name]) for name in ("D_CHUNKS", "QUERIES", "STAGES"))
+    keys, streamed = 2 * chunks * BLOCK * 128, stages * 2 * (chunks * queries * 128 + 6 * queries)
+    ds, dq = 2 * queries * BLOCK * 2, (2 if queries == 64 else 1) * queries * size * 4
+    shared = keys + streamed + ds + dq + SLACK
     return launch.function("attention_backward", entry, macros, shared if entry == "attention_backward" else 0)
-
-
-def _shared_bytes(chunks: int, queries: int, stages: int) -> int:
-    """The size of struct Shared of kernels/attention_backward.cu."""
-    keys = 2 * chunks * BLOCK * 128
-    streamed = stages * (2 * chunks * queries * 128 + 3 * 4 * queries)
-    ds, dq = 2 * queries // 64 * BLOCK * 128, (4 if queries == 64 else 2) * 64 * 64 * 4
-    barriers = 8 + 16 * (2 * stages + 2 + 4) + 8
-    return -(-(keys + streamed + ds + dq + barriers) // 1024) * 1024
 
 
 @functools.cache
@@ -124,18 +120,19 @@ def _narrow(inputs: Inputs, m: torch.Tensor, inv: torch.Tensor, results: Inputs,
     dq, dk, dv = results
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
     device, dropout = q.device.index, threshold(options[3]) > 0
-    capacity = 64 if d <= 64 else 128
-    queries = int(defines(q.dtype, capacity, False)["QUERIES"])
+    size = capacity(d)
+    queries = int(defines(q.dtype, size, False)["QUERIES"])
     padded = -(-sq // BLOCK) * BLOCK
     tiles = padded // queries
     stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
-    sums = torch.empty(b * h * padded * capacity, dtype=torch.float32, device=q.device)
+    sums = torch.empty(b * h * padded * size, dtype=torch.float32, device=q.device)
     turns = torch.empty(b * h * tiles + 1, dtype=torch.int32, device=q.device)
     scratch = np.zeros((), SCRATCH)
     for place, name in enumerate(("base", "inv", "dots")):
         scratch[name] = stats[place].data_ptr()
     scratch["dq"], scratch["turns"], scratch["ticket"] = sums.data_ptr(), turns.data_ptr(), turns[-1:].data_ptr()
-    together = max(1, min(_AT_A_TIME, _L2 // (12 * padded * capacity * (h // heads))))
+    scratch["result"], scratch["result_strides"] = dq.data_ptr(), dq.stride()[:3]
+    together = max(1, L2 // (12 * padded * size * (h // heads)))  # heads whose q, grad, dq, k and v fit
 
     def of(written: torch.Tensor) -> launch.ByValue:
         a = arguments(q, k, written, *options)
@@ -144,16 +141,14 @@ def _narrow(inputs: Inputs, m: torch.Tensor, inv: torch.Tensor, results: Inputs,
 
     space = launch.by_value(scratch)
     args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr(), space]
-    kernel = _kernel(q.dtype, capacity, False, "dots")
-    launch.launch(kernel, (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=device)
+    kernel = _kernel(q.dtype, size, False, "dots")
+    launch.launch(kernel, (-(-padded // (8192 // size)), b * h), (256,), args, device=device)
 
     maps = [tensor_map(x, rows).argument for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
-    kernel = _kernel(q.dtype, capacity, dropout, "attention_backward")
+    kernel = _kernel(q.dtype, size, dropout, "attention_backward")
     args = [*maps, of(dk), space, dk.data_ptr(), dv.data_ptr()]
-    launch.launch(kernel, (-(-skv // BLOCK) * b * heads,), (THREADS,), args, kernel.max_dynamic_smem, device=device)
-
-    kernel = _kernel(q.dtype, capacity, False, "finish")
-    launch.launch(kernel, (tiles, b * h), (256,), [of(dq), space, dq.data_ptr()], device=device)
+    grid = (-(-skv // BLOCK) * b * heads,)
+    launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=device, early=True)
 
 
 def _wide(inputs: Inputs, m: torch.Tensor, inv: torch.Tensor, results: Inputs, options: Options) -> None:
