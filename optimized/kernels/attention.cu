@@ -6,12 +6,13 @@
 // A tile is 128 queries of one head: 64 for each of two consumer warpgroups, while a producer keeps keys and values
 // coming, 128 of each at a time. Scores, weights and the accumulator stay in registers: the weights are the A operand
 // of the second GEMM just as they lie. The warpgroups take turns: while one multiplies, the other weighs.
-// Blocks stay, one on each multiprocessor, and take tile after tile; the producer is ahead of the consumers, in the next
-// tile as well. Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
+// Blocks stay, one on each multiprocessor, and take tile after tile, by tickets, from longer to shorter ones; the
+// producer is ahead of the consumers, in the next tile as well. Without tickets, there is a block for each tile. Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
 // (0 | 1).
 #include "attention_tile.cuh"
+#include "ptx/grid.cuh"
 
 using namespace twin;
 
@@ -21,7 +22,8 @@ struct __align__(1024) Shared {
     unsigned char q[Q_STAGES][D_CHUNKS * kChunk];
     unsigned char k[STAGES][D_CHUNKS * kChunk];
     unsigned char v[STAGES][N_OUT / 64 * kChunk];
-    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES];
+    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], rank_box[2];
+    int rank[2];  // of the tiles that the consumers take next
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
@@ -30,36 +32,33 @@ struct Tile {
     int first, batch, head, column, blocks;
 };
 
-// The tiles of this block, in order: the rank-th of each round, from both ends of a round by turns. Heads are taken
-// `together` at a time, so that their keys stay in L2, and of those the last queries first, which have most to do.
-struct Tiles {
-    const Arguments& a;
-    int query_blocks, all_heads;
-
-    __device__ __forceinline__ explicit Tiles(const Arguments& arguments)
-        : a(arguments), query_blocks((a.sq + kTileRows - 1) / kTileRows), all_heads(a.batches * a.heads) {}
-
-    __device__ __forceinline__ bool get(Tile& tile, int round) const {
-        const int columns = (a.d + N_OUT - 1) / N_OUT, width = query_blocks * columns;
-        const int rank = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (rank >= all_heads * width) return false;
-        const int before = rank / (a.together * width) * a.together;
-        const int heads = min(a.together, all_heads - before), place = rank - before * width;
-        const int head = before + place % heads, block = place / heads;
-        tile.first = (query_blocks - 1 - block / columns) * kTileRows;
-        tile.batch = head / a.heads, tile.head = head % a.heads, tile.column = block % columns * N_OUT;
-        tile.blocks = visited(a, tile.first);
-        return true;
-    }
-};
+// The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
+// first, which have most to do.
+__device__ __forceinline__ bool tile_of(Tile& tile, const Arguments& a, int rank) {
+    const int query_blocks = (a.sq + kTileRows - 1) / kTileRows, columns = (a.d + N_OUT - 1) / N_OUT;
+    const int all_heads = a.batches * a.heads, width = query_blocks * columns;
+    if (rank >= all_heads * width) return false;
+    const int before = rank / (a.together * width) * a.together;
+    const int heads = min(a.together, all_heads - before), place = rank - before * width;
+    const int head = before + place % heads, block = place / heads;
+    tile.first = (query_blocks - 1 - block / columns) * kTileRows;
+    tile.batch = head / a.heads, tile.head = head % a.heads, tile.column = block % columns * N_OUT;
+    tile.blocks = visited(a, tile.first);
+    return true;
+}
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
-                                        const CUtensorMap* v, const Arguments& a) {
-    const Tiles tiles(a);
+                                        const CUtensorMap* v, const Arguments& a, int* ticket) {
     Stage<Q_STAGES> queries;
     Stage<STAGES> stage;
+    Stage<2> ranks;
     Tile tile;
-    for (int round = 0; tiles.get(tile, round); round++, queries.advance()) {
+    for (int rank = blockIdx.x, next;; rank = next, queries.advance(), ranks.advance()) {
+        shared.rank_box[ranks.index].wait_empty(ranks.parity);
+        shared.rank[ranks.index] = rank;
+        mbarrier_arrive(shared_address(&shared.rank_box[ranks.index].full));
+        if (!tile_of(tile, a, rank)) break;
+        next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
         const auto load = [&](Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int chunks, int x,
                               int row, int head) {
             const unsigned full = shared_address(&box.full);
@@ -184,12 +183,16 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
     Generator generator{};
     if constexpr (DROPOUT) generator = read_state(a.rng_state);
     const Turns turns{warpgroup};
-    const Tiles tiles(a);
     Stage<Q_STAGES> queries;
     Stage<STAGES> keys, values;
+    Stage<2> ranks;
     Tile tile;
     if (warpgroup == 1) turns.pass();
-    for (int round = 0; tiles.get(tile, round); round++, queries.advance()) {
+    for (;; queries.advance(), ranks.advance()) {
+        shared.rank_box[ranks.index].wait_full(ranks.parity);
+        const int rank = shared.rank[ranks.index];
+        shared.rank_box[ranks.index].arrive_empty();
+        if (!tile_of(tile, a, rank)) break;
         const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
         const unsigned char* mask = head_mask(a, tile.batch, tile.head);
@@ -267,24 +270,32 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-              const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, unsigned short* out, float* m,
-              float* inv) {
+              const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, int* ticket,
+              unsigned short* out, float* m, float* inv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         for (Mailbox& box : shared.q_box) box.init(1, 4 * kWarpgroups);
         for (Mailbox& box : shared.k_box) box.init(1, 4 * kWarpgroups);
         for (Mailbox& box : shared.v_box) box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.rank_box) box.init(1, 4 * kWarpgroups);
         fence_mbarrier_init();
     }
     __syncthreads();
+    wait_for_grid_before();
 
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == kWarpgroups) {
-        setmaxnreg_dec<24>();
-        if (threadIdx.x == 128 * kWarpgroups) produce(shared, &q, &k, &v, a);
+        setmaxnreg_dec<40>();
+        if (threadIdx.x == 128 * kWarpgroups) produce(shared, &q, &k, &v, a, ticket);
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<232>();
         consume(shared, a, out, m, inv, warpgroup);
     }
+}
+
+// No ticket has been taken.
+extern "C" __global__ void reset(int* ticket) {
+    let_next_grid_start();
+    *ticket = 0;
 }

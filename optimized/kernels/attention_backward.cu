@@ -9,11 +9,10 @@
 //
 // P and dS are operands just as they lie in registers; dv and dk stay there. dS goes through shared memory to the third
 // warpgroup, which sums over all 128 keys. dq leaves through a mailbox to a warp that adds it to global memory when
-// its turn has come: a tile of queries takes key blocks in descending order, and the block of the first keys scales and
-// rounds the sum. Blocks are numbered by tickets, a head's last keys first, so a block only ever waits for blocks that
-// have started before it.
+// its turn has come: a tile of queries takes key blocks in descending order. Blocks are numbered by tickets, a head's
+// last keys first, so a block only ever waits for blocks that have started before it.
 //
-// Two launches: `dots` (what the tiles need of each query) and `attention_backward`.
+// Three launches: `dots` (what the tiles need of each query), `attention_backward`, `finish` (dq scaled and rounded).
 //
 // Defines: as attention.cu, and QUERIES (64 | 128).
 #include "attention_tile.cuh"
@@ -50,19 +49,14 @@ static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared me
 // What the kernels share in global memory; `padded` is sq up to a multiple of 128.
 struct Scratch {
     float *base, *inv, *dots;  // [b h, padded]: 384 - m, 1 / l and D of a query; zeros beyond sq
-    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]: the sums so far
+    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]
     unsigned* turns;           // [b h, padded / QUERIES]: key blocks that have been added to a tile
     unsigned* ticket;          // blocks that have started
-    unsigned short* result;    // dq, with its strides in elements
-    long long result_b, result_h, result_s;
 };
 
 // The tiles of a block: keys from `first`; of each of `group` heads, queries from `from` on.
 struct Work {
     int batch, key_head, first, from;
-
-    // The first keys of a head are the last whose share of dq is added: their block scales and rounds it.
-    __device__ __forceinline__ bool ends_dq() const { return first == 0; }
 };
 
 // Heads are taken `together` at a time, their last keys first.
@@ -72,11 +66,6 @@ __device__ __forceinline__ Work work_of(const Arguments& a, unsigned rank, int k
     const int head = before + place % heads, key_heads = a.heads / a.group;
     const int first = (key_blocks - 1 - place / heads) * kTileRows, after = first - a.shift;
     return {head / key_heads, head % key_heads, first, after >= a.sq ? a.sq : after < 0 ? 0 : after & -kTileRows};
-}
-
-// How many key blocks add to dq of the queries from `row` on before the one from key `first` on.
-__device__ __forceinline__ unsigned turn_of(const Arguments& a, int row, int first) {
-    return visited(a, row & -kTileRows) - 1 - first / kTileRows;
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
@@ -114,37 +103,29 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
     }
 }
 
-// One thread: dq of a tile goes to global memory when the key blocks after this one have added theirs; or, for the
-// block that ends it, comes from there.
-__device__ __forceinline__ void carry_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
-                                         int padded) {
+// One thread: dq of a tile goes to global memory, after that of the key blocks behind this one.
+__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
+                                       int padded) {
     Stage<kTiles> stage;
     for (int n = 0; n < a.group; n++) {
         const long long head = work.batch * a.heads + work.key_head * a.group + n;
         for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
             const long long tile = head * (padded / QUERIES) + row / QUERIES;
-            const unsigned turn = turn_of(a, row, work.first);
-            const unsigned place = shared_address(shared.dq[stage.index]);
-            Mailbox& box = shared.dq_box[stage.index];
-            float* sums = scratch.dq + tile * (2 * kPiece);
+            const unsigned turn = visited(a, row & -kTileRows) - 1 - work.first / kTileRows;
+            const unsigned source = shared_address(shared.dq[stage.index]);
+            float* to = scratch.dq + tile * (2 * kPiece);
             if (turn > 0) {
                 wait_for_turn(scratch.turns + tile, turn);
                 fence_proxy_async_all();
             }
-            if (work.ends_dq()) {
-                box.wait_empty(stage.parity);
-                mbarrier_arrive_expect_tx(shared_address(&box.full), turn > 0 ? 8 * kPiece : 0);
-                if (turn > 0) bulk_load(place, sums, 8 * kPiece, shared_address(&box.full));
-                continue;
-            }
-            box.wait_full(stage.parity);
+            mbarrier_wait(shared_address(&shared.dq_box[stage.index].full), stage.parity);
             if (turn > 0)
-                bulk_add(sums, place, 8 * kPiece);
+                bulk_add(to, source, 8 * kPiece);
             else
-                bulk_store(sums, place, 8 * kPiece);
+                bulk_store(to, source, 8 * kPiece);
             bulk_commit();
             bulk_wait_read<0>();
-            mbarrier_arrive(shared_address(&box.empty));
+            mbarrier_arrive(shared_address(&shared.dq_box[stage.index].empty));
             bulk_wait<0>();
             fence_proxy_async_all();
             pass_turn(scratch.turns + tile, turn + 1);
@@ -269,21 +250,14 @@ __device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsi
     wgmma_commit();
 }
 
-struct Tile {
-    int head, query;  // of the batch; the first
-};
-
 struct Consumer {
     Shared& shared;
     const Arguments& a;
-    const Scratch& scratch;
-    const Work& work;
     int warpgroup;
     unsigned keys, values;  // this warpgroup's rows of k and of v, in shared memory
     Stage<STAGES> stage;
     Stage<2> ds;
     Stage<kTiles> dq;
-    Tile previous;
     float dk[kAcc], dv[kAcc];
 
     // Issue this warpgroup's half of the previous tile's dq = dS k: 64 channels, or 64 queries.
@@ -298,42 +272,17 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // The previous tile's dq, which has been waited for, to the warp that adds it, or rounded to its place.
-    __device__ __forceinline__ void send_dq(float (&acc)[kPiece / 128]) {
+    // It has been waited for.
+    __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 128]) {
         shared.ds_box[ds.index].arrive_empty();
-        Mailbox& box = shared.dq_box[dq.index];
-        float4* place = reinterpret_cast<float4*>(shared.dq[dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
-        if (work.ends_dq()) {
-            box.wait_full(dq.parity);
-            if (turn_of(a, previous.query, 0) > 0) {
+        shared.dq_box[dq.index].wait_empty(dq.parity);
+        float4* to = reinterpret_cast<float4*>(shared.dq[dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
 #pragma unroll
-                for (int j = 0; j < kPiece / 512; j++) {
-                    const float4 sum = place[128 * j];
-                    acc[4 * j] = sum.x + acc[4 * j], acc[4 * j + 1] = sum.y + acc[4 * j + 1];
-                    acc[4 * j + 2] = sum.z + acc[4 * j + 2], acc[4 * j + 3] = sum.w + acc[4 * j + 3];
-                }
-            }
-            box.arrive_empty();
-            store_dq(acc, previous);
-        } else {
-            box.wait_empty(dq.parity);
-#pragma unroll
-            for (int j = 0; j < kPiece / 512; j++)
-                place[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-            fence_proxy_async();
-            box.arrive_full();
-        }
+        for (int j = 0; j < kPiece / 512; j++)
+            to[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        fence_proxy_async();
+        shared.dq_box[dq.index].arrive_full();
         ds.advance(), dq.advance();
-    }
-
-    // dq = round(acc * scale): this warpgroup's piece of a tile.
-    __device__ __forceinline__ void store_dq(const float (&acc)[kPiece / 128], const Tile& of) {
-        const int column = kWords > 1 ? 0 : 64 * warpgroup;
-        const int row = of.query + (kWords > 1 ? 64 * warpgroup : 0) + threadIdx.x % 128 / 32 * 16 +
-                        threadIdx.x % 32 / 4;
-        unsigned short* to = scratch.result + work.batch * scratch.result_b + of.head * scratch.result_h +
-                             row * scratch.result_s + column;
-        store_rows(acc, a.scale, a.scale, to, scratch.result_s, a.sq - row, a.d - column);
     }
 
     // One tile, and dq of the one before, if there was one.
@@ -412,12 +361,12 @@ struct Consumer {
     }
 };
 
-__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
-                                        unsigned short* dk_out, unsigned short* dv_out, int warpgroup) {
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Work& work, unsigned short* dk_out,
+                                        unsigned short* dv_out, int warpgroup) {
     const int row = work.first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
     const unsigned keys = shared_address(shared.k) + warpgroup * (64 * 128);
-    Consumer consumer{shared, a, scratch, work, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
+    Consumer consumer{shared, a, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
 #pragma unroll
     for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
     mbarrier_wait(shared_address(&shared.keys_full), 0);
@@ -431,14 +380,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
                 consumer.tile<true>(at, some_hidden), is_first = false;
             else
                 consumer.tile<false>(at, some_hidden);
-            consumer.previous = {work.key_head * a.group + n, first};
         }
-    }
-    if (work.ends_dq()) {  // queries that see no key
-        const float zeros[kPiece / 128] = {};
-        for (int n = 0; n < a.group; n++)
-            for (int first = 0; first < work.from && first < a.sq; first += QUERIES)
-                consumer.store_dq(zeros, {work.key_head * a.group + n, first});
     }
     if (!is_first) {
         float acc[kPiece / 128];
@@ -459,35 +401,34 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        unsigned short* dk, unsigned short* dv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows;
     if (threadIdx.x == 0) {
         wait_for_grid_before();
         shared.ticket = atomicAdd(scratch.ticket, 1);
-        const bool ends_dq = work_of(a, shared.ticket, key_blocks, gridDim.x / key_blocks).ends_dq();
+        let_next_grid_start();
         mbarrier_init(shared_address(&shared.keys_full), 1);
         for (int s = 0; s < STAGES; s++) {
             shared.q_box[s].init(1, 4 * kWarpgroups);
             shared.grad_box[s].init(1, 4 * kWarpgroups);
         }
         for (int s = 0; s < 2; s++) shared.ds_box[s].init(4 * kWarpgroups, 4 * kWarpgroups);
-        for (int s = 0; s < kTiles; s++)
-            shared.dq_box[s].init(ends_dq ? 1 : 4 * kWarpgroups, ends_dq ? 4 * kWarpgroups : 1);
+        for (int s = 0; s < kTiles; s++) shared.dq_box[s].init(4 * kWarpgroups, 1);
         fence_mbarrier_init();
     }
     __syncthreads();
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
+    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows;
     const Work work = work_of(a, shared.ticket, key_blocks, gridDim.x / key_blocks);
 
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup < kWarpgroups) {
         setmaxnreg_inc<240>();
-        consume(shared, a, scratch, work, dk, dv, warpgroup);
+        consume(shared, a, work, dk, dv, warpgroup);
     } else {  // the last warpgroup moves data
         setmaxnreg_dec<24>();
         if (threadIdx.x == 128 * kWarpgroups)
             produce(shared, &q, &k, &v, &grad, a, scratch, work, padded);
         else if (threadIdx.x == 128 * kWarpgroups + 32)
-            carry_dq(shared, a, scratch, work, padded);
+            add_dq(shared, a, scratch, work, padded);
     }
 }
 
@@ -506,9 +447,9 @@ extern "C" __global__ void __launch_bounds__(256)
     constexpr int kLanes = N_OUT / 8, kGroups = 256 / kLanes, kEach = 4;
     let_next_grid_start();
     const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows, lane = threadIdx.x % kLanes;
-    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
+    const int batch = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
-    const int first = blockIdx.x * (kEach * kGroups) + threadIdx.x / kLanes;
+    const int first = blockIdx.y * (kEach * kGroups) + threadIdx.x / kLanes;
     uint4 x[kEach] = {}, y[kEach] = {};
 #pragma unroll
     for (int n = 0; n < kEach; n++) {
@@ -527,12 +468,33 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int h = kLanes / 2; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
         if (lane != 0 || query >= padded) continue;
-        const long long of = static_cast<long long>(blockIdx.y) * a.sq + query;
-        const long long at = static_cast<long long>(blockIdx.y) * padded + query;
+        const long long of = static_cast<long long>(blockIdx.x) * a.sq + query;
+        const long long at = static_cast<long long>(blockIdx.x) * padded + query;
         const bool exists = query < a.sq;
         scratch.base[at] = exists ? kGrid15 - m[of] : 0.0f;
         scratch.inv[at] = exists ? inv[of] : 0.0f;
         scratch.dots[at] = exists ? dot : 0.0f;
         if (query % QUERIES == 0) scratch.turns[at / QUERIES] = 0;
     }
+}
+
+// dq = round(sum * scale); a block takes a tile of queries. Zeros where no key is visited.
+extern "C" __global__ void __launch_bounds__(256)
+    finish(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
+    wait_for_grid_before();
+    const int first = blockIdx.x * QUERIES, piece = threadIdx.x / 128;
+    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
+    const int row = first + (kWords > 1 ? 64 * piece : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int column = kWords > 1 ? 0 : 64 * piece;
+    const float4* from = reinterpret_cast<const float4*>(
+        scratch.dq + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * (2 * kPiece) + piece * kPiece);
+    const bool any = visited(a, first & -kTileRows) > 0;
+    float sum[32];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
+    }
+    store_rows(sum, a.scale, a.scale, dq + batch * a.out_b + head * a.out_h + row * a.out_s + column, a.out_s, a.sq - row,
+               a.d - column);
 }

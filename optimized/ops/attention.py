@@ -46,11 +46,12 @@ CONFIGURATIONS: list[tuple[str, dict[str, int | str]]] = [
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, chunks_of: int, dropout: bool) -> launch.Kernel:
+def _kernels(dtype: torch.dtype, chunks_of: int, dropout: bool) -> tuple[launch.Kernel, launch.Kernel]:
     macros = defines(dtype, chunks_of, dropout)
     chunks, columns, stages, q_stages = (int(macros[name]) for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
     tiles = (q_stages + stages) * chunks + stages * columns // 64
-    return launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
+    kernel = launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
+    return kernel, launch.function("attention", "reset", macros)
 
 
 def loadable(x: torch.Tensor) -> torch.Tensor:
@@ -117,11 +118,16 @@ def attention(
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         args = [tensor_map(x, BLOCK).argument for x in inputs]
-        args += [launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
-        kernel = _kernel(q.dtype, capacity(d), threshold(dropout) > 0)
-        tiles = -(-sq // BLOCK) * b * h * -(-d // 128)
-        grid = (min(tiles, launch.processors(q.device.index)),)
-        launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
+        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0)
+        tiles, index = -(-sq // BLOCK) * b * h * -(-d // 128), q.device.index
+        blocks = min(tiles, launch.processors(index))
+        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
+        if ticket is not None:
+            launch.launch(reset, (1,), (1,), [ticket.data_ptr()], device=index)
+        args += [launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
+        args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
+        early = ticket is not None
+        launch.launch(kernel, (blocks,), (THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
     if threshold(dropout):

@@ -32,10 +32,7 @@ _STREAM_ROWS = 64  # kStreamRows of the wide kernel
 _DOT_ROWS = 8  # queries of a block of `dots`
 
 # struct Scratch of kernels/attention_backward.cu.
-SCRATCH = np.dtype(
-    [(name, "u8") for name in ("base", "inv", "dots", "dq", "turns", "ticket", "result")]
-    + [("result_strides", "i8", 3)]
-)
+SCRATCH = np.dtype([(name, "u8") for name in ("base", "inv", "dots", "dq", "turns", "ticket")])
 
 
 def defines(dtype: torch.dtype, d: int, dropout: bool) -> dict[str, int | str]:
@@ -131,7 +128,6 @@ def _narrow(inputs: Inputs, m: torch.Tensor, inv: torch.Tensor, results: Inputs,
     for place, name in enumerate(("base", "inv", "dots")):
         scratch[name] = stats[place].data_ptr()
     scratch["dq"], scratch["turns"], scratch["ticket"] = sums.data_ptr(), turns.data_ptr(), turns[-1:].data_ptr()
-    scratch["result"], scratch["result_strides"] = dq.data_ptr(), dq.stride()[:3]
     together = max(1, L2 // (12 * padded * size * (h // heads)))  # heads whose q, grad, dq, k and v fit
 
     def of(written: torch.Tensor) -> launch.ByValue:
@@ -142,13 +138,16 @@ def _narrow(inputs: Inputs, m: torch.Tensor, inv: torch.Tensor, results: Inputs,
     space = launch.by_value(scratch)
     args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr(), space]
     kernel = _kernel(q.dtype, size, False, "dots")
-    launch.launch(kernel, (-(-padded // (8192 // size)), b * h), (256,), args, device=device)
+    launch.launch(kernel, (b * h, -(-padded // (8192 // size))), (256,), args, device=device)
 
     maps = [tensor_map(x, rows).argument for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
     kernel = _kernel(q.dtype, size, dropout, "attention_backward")
     args = [*maps, of(dk), space, dk.data_ptr(), dv.data_ptr()]
     grid = (-(-skv // BLOCK) * b * heads,)
     launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=device, early=True)
+
+    kernel = _kernel(q.dtype, size, False, "finish")
+    launch.launch(kernel, (tiles, b * h), (256,), [of(dq), space, dq.data_ptr()], device=device, early=True)
 
 
 def _wide(inputs: Inputs, m: torch.Tensor, inv: torch.Tensor, results: Inputs, options: Options) -> None:
