@@ -76,6 +76,7 @@ def attentions(note: Notes) -> None:
     both((1, 2, 2, 40, 70, 8))
     for sizes in ((2, 2, 2, 0, 70, 32), (2, 2, 2, 40, 0, 32), (0, 2, 2, 40, 70, 32), (1, 1, 1, 1, 1, 8)):
         both(sizes, dropout=0.1)
+    both((1, 48, 24, 400, 300, 128))  # more tiles than a GPU has multiprocessors
     # k and v of other strides, and repeated heads.
     q, k, v = empty(2, 2, 40, 32), empty(2, 1, 70, 32), empty(70, 2, 1, 32).permute(1, 2, 0, 3)
     rest = (0.125, "none", None, 0.0, None)

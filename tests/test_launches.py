@@ -90,12 +90,20 @@ def test_blocks_cover_matrices_and_no_more(seen: tuple[str, str, DryGpu]) -> Non
             assert grid[0] == max(1, -(-cols * size // row_bytes)), (kernel.kernel, grid, rows, cols)
             tiles = max(1, -(-rows // tile_rows))
             assert tiles <= grid[1] * grid[2] < tiles + grid[1], (kernel.kernel, grid, rows, cols)
-        elif kernel.kernel in ("attention", "attention_backward") and kernel.name == kernel.kernel:
+        elif kernel.kernel.startswith("attention") and kernel.name in ("attention", "attention_backward"):
             shape = args[3 if kernel.kernel == "attention" else 4].storage[()]
-            rows, d = int(shape["sq" if kernel.defines.get("DQ", 1) else "skv"]), int(shape["d"])
-            assert (grid[0] - 1) * 128 < rows <= grid[0] * 128
-            assert (grid[2] - 1) * int(kernel.defines["N_OUT"]) < d <= grid[2] * int(kernel.defines["N_OUT"])
+            b, h, group, sq, skv, d = (int(shape[name]) for name in ("batches", "heads", "group", "sq", "skv", "d"))
+            columns = -(-d // int(kernel.defines["N_OUT"]))
             assert d <= 64 * int(kernel.defines["D_CHUNKS"])
+            if kernel.kernel == "attention":
+                assert grid == (min(-(-sq // 128) * b * h * columns, 132),)  # the dry GPU's multiprocessors
+            elif kernel.kernel == "attention_backward":
+                assert grid == (-(-skv // 128) * b * h // group,)
+                assert columns == 1
+            else:
+                rows = sq if kernel.defines["DQ"] else skv
+                assert grid[0] == -(-rows // 128)
+                assert grid[2] == columns
         elif kernel.kernel == "cast":
             assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
         elif kernel.kernel == "dropout" and kernel.name != "advance":

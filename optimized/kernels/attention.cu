@@ -3,51 +3,77 @@
 // q [b, h, sq, d], k and v [b, hkv, skv, d] of bf16 or fp16 through tensor maps (any strides); out the same; m and
 // inv fp32 [b, h, sq]. Definition, order and rounding points: reference/ops/attention.py.
 //
-// A block has 128 queries of one head: two consumer warpgroups of 64 rows and a producer that keeps keys and values
+// A tile is 128 queries of one head: 64 for each of two consumer warpgroups, while a producer keeps keys and values
 // coming, 128 of each at a time. Scores, weights and the accumulator stay in registers: the weights are the A operand
-// of the second GEMM just as they lie. grid: (query blocks, b h, chunks of N_OUT columns of d); scores are computed
-// again for each chunk, of which there are two where d > 128.
+// of the second GEMM just as they lie. The warpgroups take turns: while one multiplies, the other weighs.
+// Blocks stay, one on each multiprocessor, and take tile after tile, by tickets, from longer to shorter ones; the
+// producer is ahead of the consumers, in the next tile as well. Without tickets, there is a block for each tile. Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
 //
-// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, DROPOUT (0 | 1).
+// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
+// (0 | 1).
 #include "attention_tile.cuh"
+#include "ptx/grid.cuh"
 
 using namespace twin;
 
-struct Map {
-    static constexpr int kChunk = kTileRows * 128;
-    static constexpr int kTile = D_CHUNKS * kChunk;
-    static constexpr int kValues = N_OUT / 64 * kChunk;
-    static constexpr int kQ = 0;
-    static constexpr int kK = kQ + kTile;
-    static constexpr int kV = kK + STAGES * kTile;
-    static constexpr int kBarriers = kV + STAGES * kValues;
-    static constexpr int kQFull = kBarriers;
-    static constexpr int kKFull = kQFull + 8, kKEmpty = kKFull + 8 * STAGES;
-    static constexpr int kVFull = kKEmpty + 8 * STAGES, kVEmpty = kVFull + 8 * STAGES;
-    static constexpr int kBytes = kVEmpty + 8 * STAGES;
-    static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
+constexpr int kChunk = kTileRows * 128;
+
+struct __align__(1024) Shared {
+    unsigned char q[Q_STAGES][D_CHUNKS * kChunk];
+    unsigned char k[STAGES][D_CHUNKS * kChunk];
+    unsigned char v[STAGES][N_OUT / 64 * kChunk];
+    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], rank_box[2];
+    int rank[2];  // of the tiles that the consumers take next
+};
+static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
+
+// Queries from `first` of a head, columns from `column` of d, and how many blocks of keys they visit.
+struct Tile {
+    int first, batch, head, column, blocks;
 };
 
-__device__ __forceinline__ void produce(const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v,
-                                        unsigned shared, const Arguments& a, int first, int batch, int head,
-                                        int blocks) {
-    mbarrier_arrive_expect_tx(shared + Map::kQFull, Map::kTile);
-    for (int c = 0; c < D_CHUNKS; c++)
-        load_chunk(shared + Map::kQ + c * Map::kChunk, q, shared + Map::kQFull, 64 * c, first, head, batch);
-    const int key_head = head / a.group;
+// The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
+// first, which have most to do.
+__device__ __forceinline__ bool tile_of(Tile& tile, const Arguments& a, int rank) {
+    const int query_blocks = (a.sq + kTileRows - 1) / kTileRows, columns = (a.d + N_OUT - 1) / N_OUT;
+    const int all_heads = a.batches * a.heads, width = query_blocks * columns;
+    if (rank >= all_heads * width) return false;
+    const int before = rank / (a.together * width) * a.together;
+    const int heads = min(a.together, all_heads - before), place = rank - before * width;
+    const int head = before + place % heads, block = place / heads;
+    tile.first = (query_blocks - 1 - block / columns) * kTileRows;
+    tile.batch = head / a.heads, tile.head = head % a.heads, tile.column = block % columns * N_OUT;
+    tile.blocks = visited(a, tile.first);
+    return true;
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
+                                        const CUtensorMap* v, const Arguments& a, int* ticket) {
+    Stage<Q_STAGES> queries;
     Stage<STAGES> stage;
-    for (int j = 0; j < blocks; j++, stage.advance()) {
-        const unsigned k_full = shared + Map::kKFull + 8 * stage.index, v_full = shared + Map::kVFull + 8 * stage.index;
-        mbarrier_wait(shared + Map::kKEmpty + 8 * stage.index, stage.parity ^ 1);
-        mbarrier_arrive_expect_tx(k_full, Map::kTile);
-        for (int c = 0; c < D_CHUNKS; c++)
-            load_chunk(shared + Map::kK + stage.index * Map::kTile + c * Map::kChunk, k, k_full, 64 * c,
-                       j * kTileRows, key_head, batch);
-        mbarrier_wait(shared + Map::kVEmpty + 8 * stage.index, stage.parity ^ 1);
-        mbarrier_arrive_expect_tx(v_full, Map::kValues);
-        for (int c = 0; c < N_OUT / 64; c++)
-            load_chunk(shared + Map::kV + stage.index * Map::kValues + c * Map::kChunk, v, v_full,
-                       N_OUT * blockIdx.z + 64 * c, j * kTileRows, key_head, batch);
+    Stage<2> ranks;
+    Tile tile;
+    for (int rank = blockIdx.x, next;; rank = next, queries.advance(), ranks.advance()) {
+        shared.rank_box[ranks.index].wait_empty(ranks.parity);
+        shared.rank[ranks.index] = rank;
+        mbarrier_arrive(shared_address(&shared.rank_box[ranks.index].full));
+        if (!tile_of(tile, a, rank)) break;
+        next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
+        const auto load = [&](Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int chunks, int x,
+                              int row, int head) {
+            const unsigned full = shared_address(&box.full);
+            box.wait_empty(parity);
+            mbarrier_arrive_expect_tx(full, chunks * kChunk);
+            for (int c = 0; c < chunks; c++)
+                load_chunk(shared_address(to) + c * kChunk, map, full, x + 64 * c, row, head, tile.batch);
+        };
+        const int key_head = tile.head / a.group, s = queries.index;
+        load(shared.q_box[s], queries.parity, shared.q[s], q, D_CHUNKS, 0, tile.first, tile.head);
+        for (int j = 0; j < tile.blocks; j++, stage.advance()) {
+            const int n = stage.index;
+            load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, 0, j * kTileRows, key_head);
+            load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, tile.column, j * kTileRows, key_head);
+        }
     }
 }
 
@@ -110,150 +136,166 @@ __device__ __forceinline__ void drop(float (&s)[64], const Generator& generator,
 __device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
 #pragma unroll
     for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(s, along_d(q, Map::kChunk, step), along_d(k, Map::kChunk, step), step > 0);
+        wgmma_k16<FORMAT, 0, 0>(s, along_d(q, kChunk, step), along_d(k, kChunk, step), step > 0);
 }
 
 // Issue o += p v.
 __device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], const unsigned (&p)[8][4], unsigned v) {
 #pragma unroll
-    for (int step = 0; step < 8; step++) wgmma_k16<FORMAT, 1>(o, p[step], along_rows(v, Map::kChunk, step), 1);
+    for (int step = 0; step < 8; step++) wgmma_k16<FORMAT, 1>(o, p[step], along_rows(v, kChunk, step), 1);
 }
 
-__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a, void* out,
-                                      float* m, float* inv, int row, int batch, int head) {
-    const int lane = threadIdx.x % 4;
+__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a,
+                                      unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
+    float last[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = rows.sum[r];
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 1);
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
         const float inverse = sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
+        last[r] = __fmul_rn(inverse, a.kept);
         const int query = row + 8 * r;
-        if (query >= a.sq) continue;
-        if (lane == 0 && blockIdx.z == 0) {
-            const long long at = static_cast<long long>(batch * a.heads + head) * a.sq + query;
+        if (query < a.sq && threadIdx.x % 4 == 0 && tile.column == 0) {
+            const long long at = static_cast<long long>(tile.batch * a.heads + tile.head) * a.sq + query;
             m[at] = rows.m[r];
             inv[at] = inverse;
         }
-        const float last = __fmul_rn(inverse, a.kept);
-        unsigned short* line = static_cast<unsigned short*>(out) + batch * a.out_b + head * a.out_h + query * a.out_s;
-#pragma unroll
-        for (int t = 0; t < N_OUT / 8; t++) {
-            const int column = N_OUT * blockIdx.z + 8 * t + 2 * lane;
-            if (column < a.d)
-                *reinterpret_cast<unsigned*>(line + column) = pack_pair<FORMAT>(
-                    __fmul_rn(o[4 * t + 2 * r], last), __fmul_rn(o[4 * t + 2 * r + 1], last));
-        }
     }
+    out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
+    store_rows(o, last[0], last[1], out, a.out_s, a.sq - row, a.d - tile.column);
 }
 
-__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, void* out, float* m, float* inv, int first,
-                                        int batch, int head, int blocks) {
-    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    const int warp_row = first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
-    const unsigned q = shared + Map::kQ + warpgroup * (64 * 128);
-    const unsigned char* mask = head_mask(a, batch, head);
+// The warpgroups' turns to multiply: each has a named barrier, on which the other says that it is done.
+struct Turns {
+    int warpgroup;
+
+    __device__ __forceinline__ void wait() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(128 * kWarpgroups) : "memory");
+    }
+    __device__ __forceinline__ void pass() const {
+        asm volatile("bar.arrive %0, %1;" ::"r"(2 - warpgroup), "n"(128 * kWarpgroups) : "memory");
+    }
+};
+
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
+                                        int warpgroup) {
     Generator generator{};
     if constexpr (DROPOUT) generator = read_state(a.rng_state);
-    Rows rows{{kLowest, kLowest}, {0.0f, 0.0f}};
-    float o[N_OUT / 2];
-#pragma unroll
-    for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
-    const unsigned long long counter = DROPOUT ? tile_counter(a, batch * a.heads + head, warp_row / 16, 0) : 0;
-    const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
-        if (mask != nullptr || (j + 1) * kTileRows > key_limit(a, warp_row))
-            hide(s, a, mask, row, j * kTileRows + 2 * (threadIdx.x % 4));
-        weigh(s, rows, alpha, a.c);
-        if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
-    };
-    const auto release = [](unsigned barrier) {
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-    };
-
+    const Turns turns{warpgroup};
+    Stage<Q_STAGES> queries;
     Stage<STAGES> keys, values;
-    unsigned p[8][4];
-    float s[64], alpha[2];
-    mbarrier_wait(shared + Map::kQFull, 0);
-    if (blocks > 0) {  // the first block: nothing to rescale
-        mbarrier_wait(shared + Map::kKFull, 0);
-        wgmma_fence();
-        score(s, q, shared + Map::kK);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(s);
-        release(shared + Map::kKEmpty);
-        keys.advance();
-        soften(s, alpha, 0);
+    Stage<2> ranks;
+    Tile tile;
+    if (warpgroup == 1) turns.pass();
+    for (;; queries.advance(), ranks.advance()) {
+        shared.rank_box[ranks.index].wait_full(ranks.parity);
+        const int rank = shared.rank[ranks.index];
+        shared.rank_box[ranks.index].arrive_empty();
+        if (!tile_of(tile, a, rank)) break;
+        const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
+        const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
+        const unsigned char* mask = head_mask(a, tile.batch, tile.head);
+        Rows rows{{kLowest, kLowest}, {0.0f, 0.0f}};
+        float o[N_OUT / 2];
 #pragma unroll
-        for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
-    }
-    // While a block's scores become weights, the tensor cores are busy with the values of the block before.
-    for (int j = 1; j < blocks; j++, keys.advance(), values.advance()) {
-        mbarrier_wait(shared + Map::kKFull + 8 * keys.index, keys.parity);
-        wgmma_fence();
-        score(s, q, shared + Map::kK + keys.index * Map::kTile);
-        wgmma_commit();
-        mbarrier_wait(shared + Map::kVFull + 8 * values.index, values.parity);
-        wgmma_fence();
-        add_values(o, p, shared + Map::kV + values.index * Map::kValues);
-        wgmma_commit();
-        wgmma_wait<1>();
-        wgmma_hold(s);
-        release(shared + Map::kKEmpty + 8 * keys.index);
-        soften(s, alpha, j);
-        wgmma_wait<0>();
-        wgmma_hold(o);
-        release(shared + Map::kVEmpty + 8 * values.index);
-        if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+        for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
+        const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
+        const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
+            if (mask != nullptr || (j + 1) * kTileRows > key_limit(a, warp_row))
+                hide(s, a, mask, row, j * kTileRows + 2 * (threadIdx.x % 4));
+            weigh(s, rows, alpha, a.c);
+            if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
+        };
+
+        unsigned p[8][4];
+        float s[64], alpha[2];
+        shared.q_box[queries.index].wait_full(queries.parity);
+        if (tile.blocks > 0) {  // the first block: nothing to rescale
+            shared.k_box[keys.index].wait_full(keys.parity);
+            turns.wait();
+            wgmma_fence();
+            score(s, q, shared_address(shared.k[keys.index]));
+            wgmma_commit();
+            turns.pass();
+            wgmma_wait<0>();
+            wgmma_hold(s);
+            shared.k_box[keys.index].arrive_empty();
+            keys.advance();
+            soften(s, alpha, 0);
 #pragma unroll
-            for (int i = 0; i < N_OUT / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
+            for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
         }
+        // While a block's scores become weights, the tensor cores are busy with the values of the block before.
+        for (int j = 1; j < tile.blocks; j++, keys.advance(), values.advance()) {
+            shared.k_box[keys.index].wait_full(keys.parity);
+            turns.wait();
+            wgmma_fence();
+            score(s, q, shared_address(shared.k[keys.index]));
+            wgmma_commit();
+            shared.v_box[values.index].wait_full(values.parity);
+            wgmma_fence();
+            add_values(o, p, shared_address(shared.v[values.index]));
+            wgmma_commit();
+            turns.pass();
+            wgmma_wait<1>();
+            wgmma_hold(s);
+            shared.k_box[keys.index].arrive_empty();
+            soften(s, alpha, j);
+            wgmma_wait<0>();
+            wgmma_hold(o);
+            shared.v_box[values.index].arrive_empty();
+            if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-        for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
+                for (int i = 0; i < N_OUT / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
+            }
+#pragma unroll
+            for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
+        }
+        shared.q_box[queries.index].arrive_empty();
+        if (tile.blocks > 0) {
+            shared.v_box[values.index].wait_full(values.parity);
+            wgmma_fence();
+            add_values(o, p, shared_address(shared.v[values.index]));
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_hold(o);
+            shared.v_box[values.index].arrive_empty();
+            values.advance();
+        }
+        store(o, rows, a, out, m, inv, row, tile);
     }
-    if (blocks > 0) {
-        mbarrier_wait(shared + Map::kVFull + 8 * values.index, values.parity);
-        wgmma_fence();
-        add_values(o, p, shared + Map::kV + values.index * Map::kValues);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_hold(o);
-    }
-    store(o, rows, a, out, m, inv, row, batch, head);
+    if (warpgroup == 0) turns.wait();  // the other's last word
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-              const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, void* out, float* m,
-              float* inv) {
+              const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, int* ticket,
+              unsigned short* out, float* m, float* inv) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const unsigned shared = shared_address(memory);
-    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
-    // Causal: the blocks with most to do first.
-    const int first = (gridDim.x - 1 - blockIdx.x) * kTileRows;
-    const int blocks = visited(a, first);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
-        mbarrier_init(shared + Map::kQFull, 1);
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(shared + Map::kKFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kVFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kKEmpty + 8 * s, 4 * kWarpgroups);
-            mbarrier_init(shared + Map::kVEmpty + 8 * s, 4 * kWarpgroups);
-        }
+        for (Mailbox& box : shared.q_box) box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.k_box) box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.v_box) box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.rank_box) box.init(1, 4 * kWarpgroups);
         fence_mbarrier_init();
     }
     __syncthreads();
+    wait_for_grid_before();
 
-    if (threadIdx.x >= 128 * kWarpgroups) {  // the producer is the last warpgroup
-        setmaxnreg_dec<24>();
-        if (threadIdx.x == 128 * kWarpgroups) {
-            prefetch_tensor_map(&q);
-            prefetch_tensor_map(&k);
-            prefetch_tensor_map(&v);
-            produce(&q, &k, &v, shared, a, first, batch, head, blocks);
-        }
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup == kWarpgroups) {
+        setmaxnreg_dec<40>();
+        if (threadIdx.x == 128 * kWarpgroups) produce(shared, &q, &k, &v, a, ticket);
     } else {
-        setmaxnreg_inc<240>();
-        consume(shared, a, out, m, inv, first, batch, head, blocks);
+        setmaxnreg_inc<232>();
+        consume(shared, a, out, m, inv, warpgroup);
     }
+}
+
+// No ticket has been taken.
+extern "C" __global__ void reset(int* ticket) {
+    let_next_grid_start();
+    *ticket = 0;
 }

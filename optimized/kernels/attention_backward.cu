@@ -1,70 +1,134 @@
-// Attention backward. Definition, order and rounding points: reference/ops/attention_backward.py.
+// Attention backward, heads of up to 128 channels. Definition, order and rounding points:
+// reference/ops/attention_backward.py. Wider heads: attention_backward_wide.cu.
 //
-// Two kernels of one form. A block holds 128 rows of two "fixed" operands and streams 64 rows at a time of two
-// others past them; of each pair of tiles it computes two GEMMs over d, from them the weights and the gradient
-// of the scores, and with those, straight from its registers, adds to its results:
+// A block holds 128 keys of one head, 64 for each of two consumer warpgroups, and streams QUERIES queries at a time
+// past them. For each tile five GEMMs:
 //
-//              fixed (128 rows)   streamed (64 rows)   rows x columns of a tile    results
-//   DQ = 1     q, grad            k, v                 queries x keys              dq += dS k
-//   DQ = 0     k, v               q, grad              keys x queries              dv += Pᵀ grad, dk += dSᵀ q
+//     Sᵀ = k qᵀ     dPᵀ = v gradᵀ     dv += Pᵀ grad     dk += dSᵀ q          two warpgroups, 64 keys each
+//     dq = dS k                                                              a third
 //
-// dv and dk are one tensor-core chain over the group's heads and the queries; dq one for each 128 keys, added in fp32.
-// grid: (blocks of 128 rows, b heads, chunks of N_OUT columns of d); scores are computed again for each chunk.
+// P and dS are operands just as they lie in registers; dv and dk stay there. dS goes through shared memory to the third
+// warpgroup, which sums over all 128 keys. dq leaves through a mailbox to a warp that adds it to global memory when
+// its turn has come: a tile of queries takes key blocks in descending order. Blocks are numbered by tickets, a head's
+// last keys first, so a block only ever waits for blocks that have started before it.
 //
-// `dots` makes what the tiles need of each query, 384 - m and inv, and D; zeros up to a multiple of 128 queries.
+// Three launches: `dots` (what the tiles need of each query), `attention_backward`, `finish` (dq scaled and rounded).
 //
-// Defines: as attention.cu, and DQ (0 | 1).
+// Defines: as attention.cu, and QUERIES (64 | 128).
 #include "attention_tile.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/turn.cuh"
 
 using namespace twin;
 
-constexpr int kStreamRows = 64;
+constexpr int kWords = QUERIES / 64;       // of 32 pairs each that a thread has in a tile
+constexpr int kScores = QUERIES / 2;       // accumulators of a tile of 64 keys
 constexpr int kAcc = N_OUT / 2;
+// Pᵀ grad starts before dPᵀ is done, where there are registers for the weights beside both.
+constexpr bool kEarly = kWords == 1 && !DROPOUT;
+constexpr int kKeyChunk = kTileRows * 128; // bytes of 128 keys and 64 channels, or 64 queries
+constexpr int kChunk = QUERIES * 128;
+constexpr int kPiece = 64 * 64;            // half of a tile's dq, in floats
+constexpr int kTiles = kWords > 1 ? 1 : 2;  // of dq, in shared memory
+static_assert(QUERIES * N_OUT == 2 * kPiece, "dq of a tile is two pieces");
 
-struct Map {
-    static constexpr int kFixedChunk = kTileRows * 128, kFixed = D_CHUNKS * kFixedChunk;
-    static constexpr int kChunk = kStreamRows * 128, kStreamed = D_CHUNKS * kChunk;
-    static constexpr int kX1 = 0, kX2 = kFixed;
-    static constexpr int kY1 = 2 * kFixed;  // stages of (Y1, Y2)
-    static constexpr int kFixedFull = kY1 + STAGES * 2 * kStreamed;
-    static constexpr int kFull = kFixedFull + 8, kEmpty = kFull + 8 * STAGES;
-    static constexpr int kBytes = kEmpty + 8 * STAGES;
-    static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
+struct __align__(1024) Shared {
+    unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
+    unsigned char q[STAGES][D_CHUNKS * kChunk], grad[STAGES][D_CHUNKS * kChunk];
+    unsigned char ds[2][kWords * kKeyChunk];
+    float dq[kTiles][2 * kPiece];
+    float base[STAGES][QUERIES], inv[STAGES][QUERIES], dots[STAGES][QUERIES];
+    unsigned long long keys_full;
+    Mailbox q_box[STAGES], grad_box[STAGES], ds_box[2], dq_box[kTiles];
+    unsigned ticket;
+};
+static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
+
+// What the kernels share in global memory; `padded` is sq up to a multiple of 128.
+struct Scratch {
+    float *base, *inv, *dots;  // [b h, padded]: 384 - m, 1 / l and D of a query; zeros beyond sq
+    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]
+    unsigned* turns;           // [b h, padded / QUERIES]: key blocks that have been added to a tile
+    unsigned* ticket;          // blocks that have started
 };
 
-// The streamed tiles of a block: for each head of `heads`, rows from `from` to `to` in steps of 64.
-struct Walk {
-    int heads, from, to;
+// The tiles of a block: keys from `first`; of each of `group` heads, queries from `from` on.
+struct Work {
+    int batch, key_head, first, from;
 };
 
-__device__ __forceinline__ Walk walk(const Arguments& a, int first) {
-    if constexpr (DQ) return {1, 0, min(a.skv, visited(a, first) * kTileRows)};
-    int from = 0;  // the first query block that visits these keys; so do all after it
-    while (from < a.sq && visited(a, from) * kTileRows <= first) from += kTileRows;
-    return {a.group, from, a.sq};
+// Heads are taken `together` at a time, their last keys first.
+__device__ __forceinline__ Work work_of(const Arguments& a, unsigned rank, int key_blocks, int all_heads) {
+    const int before = rank / (a.together * key_blocks) * a.together;
+    const int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
+    const int head = before + place % heads, key_heads = a.heads / a.group;
+    const int first = (key_blocks - 1 - place / heads) * kTileRows, after = first - a.shift;
+    return {head / key_heads, head % key_heads, first, after >= a.sq ? a.sq : after < 0 ? 0 : after & -kTileRows};
 }
 
-__device__ __forceinline__ void produce(const CUtensorMap* x1, const CUtensorMap* x2, const CUtensorMap* y1,
-                                        const CUtensorMap* y2, unsigned shared, const Arguments& a, const Walk& todo,
-                                        int first, int batch, int head) {
-    const unsigned fixed_full = shared + Map::kFixedFull;
-    mbarrier_arrive_expect_tx(fixed_full, 2 * Map::kFixed);
+__device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
+                                        const CUtensorMap* v, const CUtensorMap* grad, const Arguments& a,
+                                        const Scratch& scratch, const Work& work, int padded) {
+    const unsigned keys_full = shared_address(&shared.keys_full);
+    mbarrier_arrive_expect_tx(keys_full, 2 * sizeof(shared.k));
     for (int c = 0; c < D_CHUNKS; c++) {
-        load_chunk(shared + Map::kX1 + c * Map::kFixedChunk, x1, fixed_full, 64 * c, first, head, batch);
-        load_chunk(shared + Map::kX2 + c * Map::kFixedChunk, x2, fixed_full, 64 * c, first, head, batch);
+        load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c, work.first, work.key_head,
+                   work.batch);
+        load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c, work.first, work.key_head,
+                   work.batch);
     }
     Stage<STAGES> stage;
-    for (int n = 0; n < todo.heads; n++) {
-        const int other = DQ ? head / a.group : head * a.group + n;
-        for (int row = todo.from; row < todo.to; row += kStreamRows, stage.advance()) {
-            const unsigned full = shared + Map::kFull + 8 * stage.index;
-            const unsigned at = shared + Map::kY1 + stage.index * 2 * Map::kStreamed;
-            mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, 2 * Map::kStreamed);
-            for (int c = 0; c < D_CHUNKS; c++) {
-                load_chunk(at + c * Map::kChunk, y1, full, 64 * c, row, other, batch);
-                load_chunk(at + Map::kStreamed + c * Map::kChunk, y2, full, 64 * c, row, other, batch);
+    for (int n = 0; n < a.group; n++) {
+        const int head = work.key_head * a.group + n;
+        for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
+            const long long at = static_cast<long long>(work.batch * a.heads + head) * padded + row;
+            const int s = stage.index;
+            shared.q_box[s].wait_empty(stage.parity);
+            const unsigned q_full = shared_address(&shared.q_box[s].full);
+            mbarrier_arrive_expect_tx(q_full, D_CHUNKS * kChunk + 8 * QUERIES);
+            for (int c = 0; c < D_CHUNKS; c++)
+                load_chunk(shared_address(shared.q[s]) + c * kChunk, q, q_full, 64 * c, row, head, work.batch);
+            bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * QUERIES, q_full);
+            bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * QUERIES, q_full);
+            shared.grad_box[s].wait_empty(stage.parity);
+            const unsigned grad_full = shared_address(&shared.grad_box[s].full);
+            mbarrier_arrive_expect_tx(grad_full, D_CHUNKS * kChunk + 4 * QUERIES);
+            for (int c = 0; c < D_CHUNKS; c++)
+                load_chunk(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c, row, head,
+                           work.batch);
+            bulk_load(shared_address(shared.dots[s]), scratch.dots + at, 4 * QUERIES, grad_full);
+        }
+    }
+}
+
+// One thread: dq of a tile goes to global memory, after that of the key blocks behind this one.
+__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
+                                       int padded) {
+    Stage<kTiles> stage;
+    for (int n = 0; n < a.group; n++) {
+        const long long head = work.batch * a.heads + work.key_head * a.group + n;
+        for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
+            const long long tile = head * (padded / QUERIES) + row / QUERIES;
+            const unsigned turn = visited(a, row & -kTileRows) - 1 - work.first / kTileRows;
+            const unsigned source = shared_address(shared.dq[stage.index]);
+            float* to = scratch.dq + tile * (2 * kPiece);
+            if (turn > 0) {
+                wait_for_turn(scratch.turns + tile, turn);
+                fence_proxy_async_all();
             }
+            mbarrier_wait(shared_address(&shared.dq_box[stage.index].full), stage.parity);
+            if (turn > 0)
+                bulk_add(to, source, 8 * kPiece);
+            else
+                bulk_store(to, source, 8 * kPiece);
+            bulk_commit();
+            bulk_wait_read<0>();
+            mbarrier_arrive(shared_address(&shared.dq_box[stage.index].empty));
+            bulk_wait<0>();
+            fence_proxy_async_all();
+            pass_turn(scratch.turns + tile, turn + 1);
         }
     }
 }
@@ -73,15 +137,8 @@ __device__ __forceinline__ void produce(const CUtensorMap* x1, const CUtensorMap
 // The mask is laid out for tiles of queries x keys. In a tile of keys x queries a thread needs halves of two counters,
 // and the thread four lanes away needs the others of the same two: each computes one and they trade.
 __device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsigned long long tile, unsigned threshold) {
-    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, odd = g % 2;
     unsigned words[4], bits = 0;
-    if constexpr (DQ) {
-        philox(words, generator, tile + lane);
-#pragma unroll
-        for (int i = 0; i < 8; i++) bits |= kept(words[i % 2 * 2 + i / 4], i / 2 % 2, threshold) << i;
-        return bits;
-    }
-    const int odd = g % 2;
     philox(words, generator, tile + 4 * (2 * q + odd) + g / 2);
     const unsigned own[2] = {odd ? words[2] : words[0], odd ? words[3] : words[1]};
     const unsigned give[2] = {odd ? words[0] : words[2], odd ? words[1] : words[3]};
@@ -96,200 +153,282 @@ __device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsign
     return bits;
 }
 
-// Where a warp's accumulators lie in the pairs of queries and keys, and what a thread keeps of its 32 pairs.
+// What a thread hides and keeps of its pairs, and where they lie: accumulator 4 t + 2 r + e is of the key
+// `key` + 8 r and of the query `query` + 8 t + e.
 struct Pairs {
-    int head;               // batch h + head, of the queries
-    int row, column;        // of the warp's first accumulator, in the sequences
-    unsigned hidden, keep;  // bit n: of accumulator n
-
-    __device__ __forceinline__ int thread_row() const { return row + threadIdx.x % 32 / 4; }
-    __device__ __forceinline__ int thread_column() const { return column + threadIdx.x % 4 * 2; }
+    int head, key, query;                     // head: batch h + head, of the queries
+    unsigned hidden[kWords], keep[kWords];    // bit n % 32 of word n / 32: of accumulator n
 };
 
-__device__ __forceinline__ bool is_hidden(const Arguments& a, const unsigned char* mask, int row, int column) {
-    const int query = DQ ? row : column, key = DQ ? column : row;
-    bool hidden = query >= a.sq || key >= key_limit(a, query);
-    if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
-    return hidden;
-}
-
-// Fill at.hidden and at.keep, ahead of the GEMMs, whose accumulators will need the registers.
-__device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
-    const int first_query = DQ ? at.row : at.column, first_key = DQ ? at.column : at.row;
-    const int last_query = first_query + (DQ ? 15 : kStreamRows - 1);
-    const int last_key = first_key + (DQ ? kStreamRows - 1 : 15);
-    at.hidden = 0, at.keep = ~0u;
-    if (a.mask != nullptr || last_query >= a.sq || last_key >= key_limit(a, first_query)) {
-        const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
+// Fill hidden, for a tile in which some pair is; and keep.
+__device__ __forceinline__ void hide(Pairs& at, const Arguments& a) {
+    const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
+#pragma unroll
+    for (int word = 0; word < kWords; word++) {
+        unsigned bits = 0;
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {
-            const bool hidden = is_hidden(a, mask, at.thread_row() + n / 2 % 2 * 8,
-                                          at.thread_column() + n / 4 * 8 + n % 2);
-            at.hidden |= static_cast<unsigned>(hidden) << n;
+            const int key = at.key + n / 2 % 2 * 8, query = at.query + 64 * word + n / 4 * 8 + n % 2;
+            bool hidden = query >= a.sq || key >= key_limit(a, query);
+            if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
+            bits |= static_cast<unsigned>(hidden) << n;
         }
+        at.hidden[word] = bits;
     }
-    if constexpr (DROPOUT) {
-        const Generator generator = read_state(a.rng_state);
-        at.keep = 0;
+}
+
+__device__ __forceinline__ void draw(Pairs& at, const Arguments& a) {
+    const Generator generator = read_state(a.rng_state);
+#pragma unroll
+    for (int word = 0; word < kWords; word++) {
+        unsigned bits = 0;
 #pragma unroll 1
-        for (int step = 0; step < 4; step++) {
-            const int row = at.row / 16, column = at.column / 16 + step;
-            const auto tile = tile_counter(a, at.head, DQ ? row : column, DQ ? column : row);
-            at.keep |= kept_bits(generator, tile, a.threshold) << (8 * step);
-        }
+        for (int step = 0; step < 4; step++)
+            bits |= kept_bits(generator, tile_counter(a, at.head, at.query / 16 + 4 * word + step, at.key / 16),
+                              a.threshold) << (8 * step);
+        at.keep[word] = bits;
     }
 }
 
-// What the tiles need of a query: 384 - m and inv; and D, apart, because it is needed later.
-struct Stats {
-    const float2* softmax;
-    const float* dots;
-};
+__device__ __forceinline__ bool is_set(const unsigned (&bits)[kWords], int n) { return bits[n / 32] >> n % 32 & 1; }
 
-// The scores s become the weights, in place; +0 where a pair is hidden.
-__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Pairs& at, const float2 (&own)[2],
-                                      const float2* of_column) {
+// The scores s become the weights, in place: +0 where a pair is hidden.
+__device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Pairs& at, bool some_hidden,
+                                      const float* base, const float* inv) {
 #pragma unroll
-    for (int pair = 0; pair < 16; pair++) {  // the two rows of a column
+    for (int t = 0; t < kScores / 4; t++) {
+        const float2 bases = *reinterpret_cast<const float2*>(base + 8 * t);
+        const float2 inverses = *reinterpret_cast<const float2*>(inv + 8 * t);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int n = pair / 2 * 4 + 2 * r + pair % 2;
-            const float2 stats = DQ ? own[r] : of_column[pair / 2 * 8 + pair % 2];
-            const float weighed = __fmul_rn(weight(s[n], a.c, stats.x), stats.y);
-            s[n] = at.hidden >> n & 1 ? 0.0f : weighed;
-        }
+        for (int n = 4 * t; n < 4 * t + 4; n++)
+            s[n] = __fmul_rn(weight(s[n], a.c, n % 2 ? bases.y : bases.x), n % 2 ? inverses.y : inverses.x);
+    }
+    if (some_hidden) {
+#pragma unroll
+        for (int n = 0; n < kScores; n++) s[n] = is_set(at.hidden, n) ? 0.0f : s[n];
     }
 }
 
-// The weights that dropout keeps, as operands.
-__device__ __forceinline__ void pack_kept(unsigned (&weights)[4][4], const float (&s)[32], unsigned keep) {
+// The weights of 16 queries that dropout keeps, as an operand.
+__device__ __forceinline__ void pack_kept(unsigned (&weights)[4], const float (&s)[kScores], const Pairs& at,
+                                          int step) {
+    float kept[8];
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        float eight[8];
+    for (int i = 0; i < 8; i++) kept[i] = !DROPOUT || is_set(at.keep, 8 * step + i) ? s[8 * step + i] : 0.0f;
+    pack_operand<FORMAT>(weights, kept, 0);
+}
+
+// The gradients of the scores, in place of dp.
+__device__ __forceinline__ void differentiate(float (&dp)[kScores], const float (&s)[kScores], const Arguments& a,
+                                              const Pairs& at, bool some_hidden, const float* dots) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) eight[i] = keep >> (8 * step + i) & 1 ? s[8 * step + i] : 0.0f;
-        pack_operand<FORMAT>(weights[step], eight, 0);
+    for (int n = 0; n < kScores; n++) {
+        const float2 dot = *reinterpret_cast<const float2*>(dots + n / 4 * 8);
+        const float passed = !DROPOUT || is_set(at.keep, n) ? dp[n] : 0.0f;
+        dp[n] = __fmul_rn(s[n], __fmaf_rn(passed, a.kept, -(n % 2 ? dot.y : dot.x)));
+    }
+    if (some_hidden) {
+#pragma unroll
+        for (int n = 0; n < kScores; n++) dp[n] = is_set(at.hidden, n) ? 0.0f : dp[n];
     }
 }
 
-// From the weights and dp to the gradients of the scores, as operands.
-__device__ __forceinline__ void differentiate(unsigned (&gradients)[4][4], const float (&s)[32], float (&dp)[32],
-                                              const Arguments& a, const Pairs& at, const float (&own)[2],
-                                              const float* of_column) {
+// acc += A(values, 64 keys x queries) B, B of the tile's queries in shared memory.
+__device__ __forceinline__ void accumulate(float (&acc)[kAcc], const unsigned (&values)[kScores / 8][4],
+                                           unsigned tile) {
 #pragma unroll
-    for (int pair = 0; pair < 16; pair++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int n = pair / 2 * 4 + 2 * r + pair % 2;
-            const float dot = DQ ? own[r] : of_column[pair / 2 * 8 + pair % 2];
-            const bool hidden = at.hidden >> n & 1, keep = at.keep >> n & 1;
-            const float gradient = __fmul_rn(s[n], __fmaf_rn(keep ? dp[n] : 0.0f, a.kept, -dot));
-            dp[n] = hidden ? 0.0f : gradient;
-        }
-        if (pair % 4 == 3) pack_operand<FORMAT>(gradients[pair / 4], dp, pair / 4);
-    }
+    for (int step = 0; step < kScores / 8; step++)
+        wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, kChunk, step), 1);
 }
 
-// acc += A(values, 64 x 64) B, B of 64 rows in shared memory.
-__device__ __forceinline__ void accumulate(float (&acc)[kAcc], const unsigned (&values)[4][4], unsigned tile) {
+// Issue Sᵀ = k qᵀ, or dPᵀ = v gradᵀ: `keys` are the warpgroup's rows of one, `queries` a stage of the other.
+__device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsigned queries) {
+    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++)
-        wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, Map::kChunk, step), 1);
+    for (int step = 0; step < 4 * D_CHUNKS; step++)
+        wgmma_k16<FORMAT, 0, 0>(acc, along_d(keys, kKeyChunk, step), along_d(queries, kChunk, step), step > 0);
+    wgmma_commit();
 }
 
-// out[rows, N_OUT columns] = round(acc * scale).
-__device__ __forceinline__ void store(const float (&acc)[kAcc], float scale, const Arguments& a, void* out, int row,
-                                      int rows, int batch, int head) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (row + 8 * r >= rows) continue;
-        unsigned short* line =
-            static_cast<unsigned short*>(out) + batch * a.out_b + head * a.out_h + (row + 8 * r) * a.out_s;
-#pragma unroll
-        for (int t = 0; t < N_OUT / 8; t++) {
-            const int column = N_OUT * blockIdx.z + 8 * t + threadIdx.x % 4 * 2;
-            if (column < a.d)
-                *reinterpret_cast<unsigned*>(line + column) = pack_pair<FORMAT>(
-                    __fmul_rn(acc[4 * t + 2 * r], scale), __fmul_rn(acc[4 * t + 2 * r + 1], scale));
-        }
-    }
-}
-
-__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Walk& todo, const Stats& stats,
-                                        void* first_out, void* second_out, int first, int batch, int head) {
-    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    unsigned x1 = shared + Map::kX1 + warpgroup * (64 * 128);
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    Pairs at{batch * a.heads + (DQ ? head : head * a.group), first + static_cast<int>(threadIdx.x) / 32 * 16, 0, 0, 0};
-    float2 own[2] = {};
-    float own_dots[2] = {};
-    float acc1[kAcc], acc2[kAcc];  // dv and dk; or dq of 128 keys, and in all
-#pragma unroll
-    for (int i = 0; i < kAcc; i++) acc1[i] = acc2[i] = 0.0f;
+struct Consumer {
+    Shared& shared;
+    const Arguments& a;
+    int warpgroup;
+    unsigned keys, values;  // this warpgroup's rows of k and of v, in shared memory
     Stage<STAGES> stage;
-    mbarrier_wait(shared + Map::kFixedFull, 0);
-    for (int n = 0; n < todo.heads; n++, at.head++) {
-        const float2* softmax = stats.softmax + static_cast<long long>(at.head) * padded;
-        const float* dots = stats.dots + static_cast<long long>(at.head) * padded;
-        if constexpr (DQ) {
+    Stage<2> ds;
+    Stage<kTiles> dq;
+    float dk[kAcc], dv[kAcc];
+
+    // Issue this warpgroup's half of the previous tile's dq = dS k: 64 channels, or 64 queries.
+    __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 128]) {
+        const unsigned rows = shared_address(shared.ds[ds.index]) + (kWords > 1 ? warpgroup * kKeyChunk : 0);
+        const unsigned k = shared_address(shared.k) + (kWords > 1 ? 0 : warpgroup * kKeyChunk);
+        shared.ds_box[ds.index].wait_full(ds.parity);
+        wgmma_fence();
 #pragma unroll
-            for (int r = 0; r < 2; r++)
-                own[r] = softmax[at.thread_row() + 8 * r], own_dots[r] = dots[at.thread_row() + 8 * r];
-        }
-        for (int from = todo.from; from < todo.to; from += kStreamRows, stage.advance()) {
-            at.column = from;
-            // Opaque, or the compiler keeps what it derives from them in registers that the tiles need, and spills.
-            asm volatile("" : "+r"(at.row), "+r"(at.head), "+r"(x1));
-            prepare(at, a);
-            mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-            const unsigned y1 = shared + Map::kY1 + stage.index * 2 * Map::kStreamed, y2 = y1 + Map::kStreamed;
-            float s[32], dp[32];
-            wgmma_fence();
+        for (int step = 0; step < kTileRows / 16; step++)
+            wgmma_k16<FORMAT, 1, 1>(acc, along_rows(rows, kKeyChunk, step), along_rows(k, kKeyChunk, step), step > 0);
+        wgmma_commit();
+    }
+
+    // It has been waited for.
+    __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 128]) {
+        shared.ds_box[ds.index].arrive_empty();
+        shared.dq_box[dq.index].wait_empty(dq.parity);
+        float4* to = reinterpret_cast<float4*>(shared.dq[dq.index] + warpgroup * kPiece) + threadIdx.x % 128;
 #pragma unroll
-            for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(s, along_d(x1, Map::kFixedChunk, step), along_d(y1, Map::kChunk, step),
-                                        step > 0);
-            wgmma_commit();
-#pragma unroll
-            for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(dp, along_d(x1 + Map::kX2, Map::kFixedChunk, step),
-                                        along_d(y2, Map::kChunk, step), step > 0);
-            wgmma_commit();
+        for (int j = 0; j < kPiece / 512; j++)
+            to[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        fence_proxy_async();
+        shared.dq_box[dq.index].arrive_full();
+        ds.advance(), dq.advance();
+    }
+
+    // One tile, and dq of the one before, if there was one.
+    template <bool kFirst>
+    __device__ __forceinline__ void tile(Pairs& at, bool some_hidden) {
+        const int place = stage.index, lane = threadIdx.x % 32, column = 2 * (lane % 4);
+        const unsigned q = shared_address(shared.q[place]), grad = shared_address(shared.grad[place]);
+        float s[kScores];
+        shared.q_box[place].wait_full(stage.parity);
+        score(s, keys, q);
+        Stage<2> next = ds;
+        if constexpr (!kFirst) {
+            float acc[kPiece / 128];
+            multiply_dq(acc);
+            next.advance();
+            if (some_hidden) hide(at, a);
+            if constexpr (DROPOUT) draw(at, a);
             wgmma_wait<1>();
             wgmma_hold(s);
-            weigh(s, a, at, own, softmax + at.thread_column());
-            const unsigned chunk = blockIdx.z * (N_OUT / 64 * Map::kChunk);
-            unsigned weights[4][4], gradients[4][4];
-            constexpr bool kEarly = !DQ && !DROPOUT;  // with dropout's mask beside them the registers would spill
-            if constexpr (kEarly) {
-                pack_kept(weights, s, at.keep);
-                wgmma_fence();
-                accumulate(acc1, weights, y2 + chunk);
-                wgmma_commit();
-            }
-            wgmma_wait<kEarly>();
-            wgmma_hold(dp);
-            differentiate(gradients, s, dp, a, at, own_dots, dots + at.thread_column());
-            if constexpr (!DQ && !kEarly) pack_kept(weights, s, at.keep);
-            wgmma_fence();
-            if constexpr (!DQ && !kEarly) accumulate(acc1, weights, y2 + chunk);
-            accumulate(DQ ? acc1 : acc2, gradients, y1 + chunk);
-            wgmma_commit();
+            weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
             wgmma_wait<0>();
-            wgmma_hold(acc1);
-            if constexpr (!DQ) wgmma_hold(acc2);
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * stage.index);
-            if (DQ && (from / kStreamRows % 2 == 1 || from + kStreamRows >= todo.to)) {
+            wgmma_hold(acc);
+            send_dq(acc);
+        } else {
+            if (some_hidden) hide(at, a);
+            if constexpr (DROPOUT) draw(at, a);
+            wgmma_wait<0>();
+            wgmma_hold(s);
+            weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+        }
+        float dp[kScores];
+        shared.grad_box[place].wait_full(stage.parity);
+        score(dp, values, grad);
+        unsigned weights[kScores / 8][4], gradients[kScores / 8][4];
+        if constexpr (kEarly) {
 #pragma unroll
-                for (int i = 0; i < kAcc; i++) acc2[i] = acc2[i] + acc1[i], acc1[i] = 0.0f;
-            }
+            for (int step = 0; step < kScores / 8; step++) pack_kept(weights[step], s, at, step);
+            wgmma_fence();
+            accumulate(dv, weights, grad);
+            wgmma_commit();
+        }
+        wgmma_wait<kEarly>();
+        wgmma_hold(dp);
+        differentiate(dp, s, a, at, some_hidden, shared.dots[place] + column);
+#pragma unroll
+        for (int step = 0; step < kScores / 8; step++) {
+            pack_operand<FORMAT>(gradients[step], dp, step);
+            if constexpr (!kEarly) pack_kept(weights[step], s, at, step);
+        }
+        if constexpr (!kEarly) {
+            wgmma_fence();
+            accumulate(dv, weights, grad);
+            wgmma_commit();
+        }
+        // dS into shared memory, [keys][queries].
+        shared.ds_box[next.index].wait_empty(next.parity);
+        const unsigned to = shared_address(shared.ds[next.index]);
+        const int row = threadIdx.x / 32 * 16 + lane % 16;
+#pragma unroll
+        for (int step = 0; step < kScores / 8; step++) {
+            const int unit = 2 * (step % 4) + lane / 16;
+            stmatrix_x4(to + step / 4 * kKeyChunk + row * 128 + ((unit ^ row % 8) << 4), gradients[step]);
+        }
+        fence_proxy_async();
+        shared.ds_box[next.index].arrive_full();
+        wgmma_fence();
+        accumulate(dk, gradients, q);
+        wgmma_commit();
+        wgmma_wait<1>();
+        wgmma_hold(dv);
+        shared.grad_box[place].arrive_empty();
+        wgmma_wait<0>();
+        wgmma_hold(dk);
+        shared.q_box[place].arrive_empty();
+        stage.advance();
+    }
+};
+
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Work& work, unsigned short* dk_out,
+                                        unsigned short* dv_out, int warpgroup) {
+    const int row = work.first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
+    const unsigned keys = shared_address(shared.k) + warpgroup * (64 * 128);
+    Consumer consumer{shared, a, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
+#pragma unroll
+    for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
+    mbarrier_wait(shared_address(&shared.keys_full), 0);
+    bool is_first = true;
+    for (int n = 0; n < a.group; n++, at.head++) {
+        for (int first = work.from; first < a.sq; first += QUERIES) {
+            at.query = first + threadIdx.x % 4 * 2;
+            const bool some_hidden = a.mask != nullptr || first + QUERIES > a.sq ||
+                                     work.first + kTileRows > key_limit(a, first);
+            if (is_first)
+                consumer.tile<true>(at, some_hidden), is_first = false;
+            else
+                consumer.tile<false>(at, some_hidden);
         }
     }
-    if constexpr (DQ) {
-        store(acc2, a.scale, a, first_out, at.thread_row(), a.sq, batch, head);
-    } else {
-        store(acc1, a.kept, a, first_out, at.thread_row(), a.skv, batch, head);
-        store(acc2, a.scale, a, second_out, at.thread_row(), a.skv, batch, head);
+    if (!is_first) {
+        float acc[kPiece / 128];
+        consumer.multiply_dq(acc);
+        wgmma_wait<0>();
+        wgmma_hold(acc);
+        consumer.send_dq(acc);
+    }
+    const long long to = work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s;
+    store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
+    store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
+                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
+                       unsigned short* dk, unsigned short* dv) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        wait_for_grid_before();
+        shared.ticket = atomicAdd(scratch.ticket, 1);
+        let_next_grid_start();
+        mbarrier_init(shared_address(&shared.keys_full), 1);
+        for (int s = 0; s < STAGES; s++) {
+            shared.q_box[s].init(1, 4 * kWarpgroups);
+            shared.grad_box[s].init(1, 4 * kWarpgroups);
+        }
+        for (int s = 0; s < 2; s++) shared.ds_box[s].init(4 * kWarpgroups, 4 * kWarpgroups);
+        for (int s = 0; s < kTiles; s++) shared.dq_box[s].init(4 * kWarpgroups, 1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
+    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows;
+    const Work work = work_of(a, shared.ticket, key_blocks, gridDim.x / key_blocks);
+
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup < kWarpgroups) {
+        setmaxnreg_inc<240>();
+        consume(shared, a, work, dk, dv, warpgroup);
+    } else {  // the last warpgroup moves data
+        setmaxnreg_dec<24>();
+        if (threadIdx.x == 128 * kWarpgroups)
+            produce(shared, &q, &k, &v, &grad, a, scratch, work, padded);
+        else if (threadIdx.x == 128 * kWarpgroups + 32)
+            add_dq(shared, a, scratch, work, padded);
     }
 }
 
@@ -300,70 +439,62 @@ __device__ __forceinline__ float element(const uint4& v, int i) {
     return cvt_f32_f16(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xFFFFu));
 }
 
-// One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements.
+// A query is a group of lanes, 8 channels each; a thread takes four queries. grad has the strides grad_*, out those of
+// `a.out_*`, in elements. No turn has been taken yet.
 extern "C" __global__ void __launch_bounds__(256)
     dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
-         long long grad_h, long long grad_s, const float* m, const float* inv, float2* stats_softmax,
-         float* stats_dots) {
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    const int query = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
-    if (query >= padded) return;
-    float2 softmax = make_float2(0.0f, 0.0f);
-    float dot = 0.0f;
-    if (query < a.sq) {
-        if (8 * lane < a.d) {
-            const uint4 x = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s +
-                                                            8 * lane);
-            const uint4 y = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s +
-                                                            8 * lane);
+         long long grad_h, long long grad_s, const float* m, const float* inv, const __grid_constant__ Scratch scratch) {
+    constexpr int kLanes = N_OUT / 8, kGroups = 256 / kLanes, kEach = 4;
+    let_next_grid_start();
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows, lane = threadIdx.x % kLanes;
+    const int batch = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
+    const int first = blockIdx.y * (kEach * kGroups) + threadIdx.x / kLanes;
+    uint4 x[kEach] = {}, y[kEach] = {};
 #pragma unroll
-            for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x, i), element(y, i), dot);
-        }
-#pragma unroll
-        for (int h = 16; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
-        const long long at = static_cast<long long>(blockIdx.y) * a.sq + query;
-        softmax = make_float2(kGrid15 - m[at], inv[at]);
+    for (int n = 0; n < kEach; n++) {
+        const int query = first + n * kGroups;
+        if (query >= a.sq || 8 * lane >= a.d) continue;
+        x[n] = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s + 8 * lane);
+        y[n] = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s + 8 * lane);
     }
-    if (lane != 0) return;
-    const long long at = static_cast<long long>(blockIdx.y) * padded + query;
-    stats_softmax[at] = softmax;
-    stats_dots[at] = dot;
+#pragma unroll
+    for (int n = 0; n < kEach; n++) {
+        const int query = first + n * kGroups;
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x[n], i), element(y[n], i), dot);
+        dot = dot + 0.0f;  // the lanes of 32 that a query does not have hold zeros
+#pragma unroll
+        for (int h = kLanes / 2; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
+        if (lane != 0 || query >= padded) continue;
+        const long long of = static_cast<long long>(blockIdx.x) * a.sq + query;
+        const long long at = static_cast<long long>(blockIdx.x) * padded + query;
+        const bool exists = query < a.sq;
+        scratch.base[at] = exists ? kGrid15 - m[of] : 0.0f;
+        scratch.inv[at] = exists ? inv[of] : 0.0f;
+        scratch.dots[at] = exists ? dot : 0.0f;
+        if (query % QUERIES == 0) scratch.turns[at / QUERIES] = 0;
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
-    attention_backward(const __grid_constant__ CUtensorMap x1, const __grid_constant__ CUtensorMap x2,
-                       const __grid_constant__ CUtensorMap y1, const __grid_constant__ CUtensorMap y2,
-                       const __grid_constant__ Arguments a, const float2* stats_softmax, const float* stats_dots,
-                       void* first_out, void* second_out) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const unsigned shared = shared_address(memory);
-    const int heads = DQ ? a.heads : a.heads / a.group;
-    const int batch = blockIdx.y / heads, head = blockIdx.y % heads;
-    // Causal: the blocks with most to do first.
-    const int first = (DQ ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kTileRows;
-    const Walk todo = walk(a, first);
-    if (threadIdx.x == 0) {
-        mbarrier_init(shared + Map::kFixedFull, 1);
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(shared + Map::kFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kEmpty + 8 * s, 4 * kWarpgroups);
-        }
-        fence_mbarrier_init();
+// dq = round(sum * scale); a block takes a tile of queries. Zeros where no key is visited.
+extern "C" __global__ void __launch_bounds__(256)
+    finish(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
+    wait_for_grid_before();
+    const int first = blockIdx.x * QUERIES, piece = threadIdx.x / 128;
+    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
+    const int row = first + (kWords > 1 ? 64 * piece : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int column = kWords > 1 ? 0 : 64 * piece;
+    const float4* from = reinterpret_cast<const float4*>(
+        scratch.dq + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * (2 * kPiece) + piece * kPiece);
+    const bool any = visited(a, first & -kTileRows) > 0;
+    float sum[32];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
     }
-    __syncthreads();
-
-    if (threadIdx.x >= 128 * kWarpgroups) {  // the producer is the last warpgroup
-        setmaxnreg_dec<24>();
-        if (threadIdx.x == 128 * kWarpgroups) {
-            prefetch_tensor_map(&x1);
-            prefetch_tensor_map(&x2);
-            prefetch_tensor_map(&y1);
-            prefetch_tensor_map(&y2);
-            produce(&x1, &x2, &y1, &y2, shared, a, todo, first, batch, head);
-        }
-    } else {
-        setmaxnreg_inc<240>();
-        consume(shared, a, todo, {stats_softmax, stats_dots}, first_out, second_out, first, batch, head);
-    }
+    store_rows(sum, a.scale, a.scale, dq + batch * a.out_b + head * a.out_h + row * a.out_s + column, a.out_s, a.sq - row,
+               a.d - column);
 }

@@ -15,6 +15,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma_registers.cuh"
+#include "transpose.cuh"
 
 namespace twin {
 
@@ -29,7 +30,8 @@ struct Arguments {
     const unsigned char* mask;
     long long mask_b, mask_h, mask_i, mask_j;  // strides, 0 where the mask is broadcast
     long long out_b, out_h, out_s;             // strides of the tensor(s) written, in elements
-    int heads, group, sq, skv, d;
+    int batches, heads, group, sq, skv, d;
+    int together;        // heads that the kernels take at a time
     int shift;           // query i sees key j if j <= i + shift; 2^30 where there is no causal rule
     unsigned threshold;  // of dropout
     float c, kept, scale;
@@ -62,6 +64,30 @@ template <class T, int kCount>
 __device__ __forceinline__ void pack_operand(unsigned (&a)[4], const float (&d)[kCount], int step) {
 #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = pack_pair<T>(d[8 * step + 2 * i], d[8 * step + 2 * i + 1]);
+}
+
+// out[row of this lane and the one 8 below, columns] = round(acc * scale), of accumulators 4 t + 2 r + e. Four lanes
+// trade, so that each stores 16 bytes of a row instead of 4. `rows`, `channels`: how many there are from here on.
+template <int kCount>
+__device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low_scale, float high_scale,
+                                           unsigned short* out, long long stride, int rows, int channels) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float scale = r == 0 ? low_scale : high_scale;
+#pragma unroll
+        for (int t = 0; t < kCount / 4; t += 4) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                words[i] = pack_pair<FORMAT>(__fmul_rn(acc[4 * (t + i) + 2 * r], scale),
+                                             __fmul_rn(acc[4 * (t + i) + 2 * r + 1], scale));
+            transpose_lanes<1>(words[0], words[1], words[2], words[3]);
+            const int column = 8 * (t + threadIdx.x % 4);
+            if (8 * r < rows && column < channels)
+                *reinterpret_cast<uint4*>(out + 8 * r * stride + column) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
 }
 
 // A query sees keys from 0 up to this one, not included.

@@ -16,13 +16,15 @@ from reference.ops.library import on_cuda
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 THREADS = 384
+SLACK = 1024  # bytes of shared memory after the tiles: barriers, and what the alignment of the structure adds
+L2 = 32 << 20  # bytes of tensors that stay in the H100's 50 MiB of L2
 MAX_GRID_Y = 65535
 _NO_SHIFT = 1 << 30
 
 # struct Arguments of kernels/attention_tile.cuh.
 ARGUMENTS = np.dtype(
     [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
-    + [(name, "i4") for name in ("heads", "group", "sq", "skv", "d", "shift", "threshold")]
+    + [(name, "i4") for name in ("batches", "heads", "group", "sq", "skv", "d", "together", "shift", "threshold")]
     + [(name, "f4") for name in ("c", "kept", "scale")]
 )
 
@@ -42,15 +44,15 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
-    macros = defines(dtype, d, dropout)
-    chunks, columns, stages = macros["D_CHUNKS"], macros["N_OUT"], macros["STAGES"]
-    chunk = BLOCK * 128
-    shared = chunks * chunk + stages * (chunks + columns // 64) * chunk + 8 + 32 * stages
-    return launch.function("attention", "attention", macros, shared)
+def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, launch.Kernel]:
+    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2)
+    chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
+    tiles = (q_stages + stages) * chunks + stages * columns // 64
+    kernel = launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
+    return kernel, launch.function("attention", "reset", macros)
 
 
-CONFIGURATIONS = [_kernel(*case).configuration for case in itertools.product(FORMATS, CAPACITIES, (False, True))]
+CONFIGURATIONS = [_kernels(*case)[0].configuration for case in itertools.product(FORMATS, CAPACITIES, (False, True))]
 
 
 def loadable(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +92,8 @@ def arguments(
         a["mask"] = mask.data_ptr()
         a["mask_strides"] = mask.expand(b, h, sq, skv).stride()
     a["out_strides"] = out.stride()[:3]
-    a["heads"], a["group"], a["sq"], a["skv"], a["d"] = h, h // heads, sq, skv, d
+    a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
+    a["together"] = max(1, L2 // (4 * skv * capacity(d))) * a["group"]  # heads whose keys and values fit
     a["shift"] = _NO_SHIFT if shift is None else shift
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
@@ -116,10 +119,16 @@ def attention(
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, BLOCK).argument for x in inputs]
-        args = (*maps, launch.by_value(a), out.data_ptr(), m.data_ptr(), inv.data_ptr())
-        kernel = _kernel(q.dtype, capacity(d), threshold(dropout) > 0)
-        grid = (-(-sq // BLOCK), b * h, -(-d // min(capacity(d), 128)))
-        launch.launch(kernel, grid, (THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
+        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0)
+        tiles, index = -(-sq // BLOCK) * b * h * -(-d // 128), q.device.index
+        blocks = min(tiles, launch.processors(index))
+        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
+        if ticket is not None:
+            launch.launch(reset, (1,), (1,), [ticket.data_ptr()], device=index)
+        args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
+        args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
+        early = ticket is not None
+        launch.launch(kernel, (blocks,), (THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
     if threshold(dropout):

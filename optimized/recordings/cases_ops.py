@@ -133,6 +133,7 @@ def attentions() -> Iterator[Case]:
         for label, sizes, mask_type, mask, dropout in (
             ("no mask", (1, 2, 2, 70, 150, 64), "none", "", 0.0),
             ("one query", (2, 1, 1, 1, 129, 8), "none", "", 0.0),
+            ("five blocks of keys", (1, 2, 1, 130, 600, 72), "none", "", 0.0),
             ("causal", (1, 2, 2, 150, 150, 32), "causal", "", 0.0),
             ("causal, GQA", (2, 4, 2, 65, 65, 80), "causal", "", 0.0),
             ("bottom right", (1, 2, 1, 40, 140, 128), "causal_bottom_right", "", 0.0),

@@ -11,7 +11,12 @@ queries by 128 keys that the forward visits (the others would add zeros):
 
     dv = round(keep_scale · Σ Pᵀ grad)             one tensor-core chain: heads of the group, then queries, in order
     dk = round(scale · Σ dSᵀ q)                    the same
-    dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 in order
+    dq = round(scale · Σ_j dS_j k_j)               a chain from zero for each key block, added in fp32 from the last
+                                                   visited block to the first
+
+dq's shares are what lets one kernel compute all three gradients: a block of threads that holds a key block waits for
+another to add, not to multiply. They are added from the last block to the first, because under a causal rule the last
+key block that a query sees is the first to reach it. The first share is taken as it is.
 
 D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (missing ones are 0). It computes t = fma(grad, out, t) from +0, in
 order. Then a halving tree adds the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
@@ -162,10 +167,12 @@ def attention_backward(
             one = _Head(tensors, attention.factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
             for rows in attention.blocks(sq):
-                for keys in attention.blocks(skv)[: attention.visited(rows.start, sq, skv, shift)]:
+                seen = attention.blocks(skv)[: attention.visited(rows.start, sq, skv, shift)]
+                for keys in reversed(seen):
                     hidden = attention.hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
                     p, ds = one.tile(rows, keys, hidden)
-                    sum_q[rows] = sum_q[rows] + tensor_core.gemm(ds, tensors["k"][keys].t())
+                    of_keys = tensor_core.gemm(ds, tensors["k"][keys].t())
+                    sum_q[rows] = of_keys if keys is seen[-1] else sum_q[rows] + of_keys
                     sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])
                     sum_v[keys] = tensor_core.gemm(p.t(), tensors["grad"][rows].t(), c=sum_v[keys])
             dq[batch, head] = (sum_q * softmax_scale).to(q.dtype)

@@ -1,0 +1,19 @@
+// A word of global memory by which blocks take turns.
+#pragma once
+
+namespace twin {
+
+// Returns when the word is `turn`; what was written before it was passed on can be read.
+__device__ __forceinline__ void wait_for_turn(const unsigned* word, unsigned turn) {
+    unsigned now;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    } while (now != turn);
+}
+
+// What this thread has written, or waited for, is seen by whoever waits for `turn`.
+__device__ __forceinline__ void pass_turn(unsigned* word, unsigned turn) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(turn) : "memory");
+}
+
+}  // namespace twin
