@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
 }
 
 // No ticket has been taken.
-extern "C" __global__ void reset(int* ticket) {
+extern "C" __global__ void attention_ticket(int* ticket) {
     let_next_grid_start();
     *ticket = 0;
 }

@@ -12,7 +12,7 @@
 // its turn has come: a tile of queries takes key blocks in descending order. Blocks are numbered by tickets, a head's
 // last keys first, so a block only ever waits for blocks that have started before it.
 //
-// Three launches: `dots` (what the tiles need of each query), `attention_backward`, `finish` (dq scaled and rounded).
+// Three launches: `dots` (what the tiles need of each query), `attention_backward`, `attention_dq` (dq scaled and rounded).
 //
 // Defines: as attention.cu, and QUERIES (64 | 128).
 #include "attention_tile.cuh"
@@ -480,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // dq = round(sum * scale); a block takes a tile of queries. Zeros where no key is visited.
 extern "C" __global__ void __launch_bounds__(256)
-    finish(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
+    attention_dq(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
     wait_for_grid_before();
     const int first = blockIdx.x * QUERIES, piece = threadIdx.x / 128;
     const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;

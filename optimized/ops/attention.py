@@ -49,7 +49,7 @@ def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, 
     chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
     tiles = (q_stages + stages) * chunks + stages * columns // 64
     kernel = launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
-    return kernel, launch.function("attention", "reset", macros)
+    return kernel, launch.function("attention", "attention_ticket", macros)
 
 
 CONFIGURATIONS = [_kernels(*case)[0].configuration for case in itertools.product(FORMATS, CAPACITIES, (False, True))]

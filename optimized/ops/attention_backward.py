@@ -115,7 +115,7 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
     grid = (-(-skv // BLOCK) * b * heads,)
     launch.launch(kernel, grid, (attention.THREADS,), args, kernel.max_dynamic_smem, device=index, early=True)
 
-    kernel = _kernel(q.dtype, capacity, False, "finish")
+    kernel = _kernel(q.dtype, capacity, False, "attention_dq")
     launch.launch(kernel, (tiles, b * h), (256,), [of(dq), space, dq.data_ptr()], device=index, early=True)
 
 
