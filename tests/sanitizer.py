@@ -156,6 +156,15 @@ def attentions() -> None:
             rest = (0.1, kind, hidden, p)
             out, m, inv = twin.attention(q, k, v, *rest, state.clone())
             twin.attention_backward(grad, q, k, v, out, m, inv, *rest, state)
+    # More tiles than multiprocessors, so that blocks take tickets; and turns of five key blocks.
+    q, k, v, grad = (torch.randn(1, 40, 520, 64).bfloat16().cuda() for _ in range(4))
+    rest = (0.1, "causal", None, 0.0, None)
+    twin.attention_backward(grad, q, k, v, *twin.attention(q, k, v, *rest), *rest)
+
+
+def normals() -> None:
+    for count in (1, 7, 4096, 10001):
+        twin.normal(torch.zeros(count).cuda(), 0.5, 2.0, 3)
 
 
 def around_attention() -> None:
@@ -187,6 +196,7 @@ def main() -> None:
         "activations": activations,
         "attentions": attentions,
         "around_attention": around_attention,
+        "normals": normals,
     }
     with torch.no_grad():
         for name in sys.argv[1:] or parts:
