@@ -159,8 +159,8 @@ def summary() -> str:
     how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."
     note = (
         "Forward and backward of one layer on one GPU. PyTorch's time is that of its fastest variant, with cuDNN's "
-        "attention; Transformer Engine chooses its attention itself. Exact attention is slower than cuDNN's: a "
-        "CPU reproduces its bits. Layers run eagerly; in the small one the host's time dominates."
+        "attention; Transformer Engine chooses its attention itself. A CPU reproduces the bits of exact attention. "
+        "Layers run eagerly; in the small one the host's time dominates."
     )
     columns = ("on one H200", "Twin Engine, FP8", "compared with", "faster")
     one = Table("Speed", columns, (*layers, products), how, f"{note} {_built('layer', origin)}")
