@@ -26,7 +26,9 @@ def summary(report: Path) -> dict[str, Any]:
     """Tests by file from pytest's JUnit report."""
     files: dict[str, dict[str, Any]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        file = files.setdefault(case.attrib["classname"].split(".")[1], {"passed": 0, "failed": 0, "seconds": 0.0})
+        # A module that is skipped as a whole has no class: its name is the case's.
+        name = (case.attrib["classname"] or case.attrib["name"]).split(".")[1]
+        file = files.setdefault(name, {"passed": 0, "failed": 0, "seconds": 0.0})
         bad = any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
         file["failed" if bad else "passed"] += 1
         file["seconds"] = round(file["seconds"] + float(case.attrib["time"]), 1)
