@@ -10,6 +10,8 @@ The names are those of `reference`; only the default device differs. Importing r
 needs neither CuPy nor a GPU: the first kernel says, in a sentence, what is missing.
 """
 
+import sys
+
 import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
@@ -40,6 +42,8 @@ from reference.nn.parameters import DeviceDefault
 
 __all__ = reference.__all__
 
+# For `from optimized.recipe import DelayedScaling`: the modules themselves, under this name too.
+sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.optimizers": optimizers})
 _autograd.register(_Player())
 __getattr__ = not_offered.explain(__name__)
 

@@ -73,6 +73,12 @@ def test_a_submodule_that_is_not_offered_cannot_be_imported() -> None:
         importlib.import_module("optimized.attention")
 
 
+@pytest.mark.parametrize("part", ["recipe", "optimizers"])
+def test_both_sides_have_the_same_modules(part: str) -> None:
+    """`from optimized.recipe import DelayedScaling` as well as `from reference.recipe import DelayedScaling`."""
+    assert importlib.import_module(f"optimized.{part}") is importlib.import_module(f"reference.{part}")
+
+
 def test_both_sides_offer_the_same_names() -> None:
     assert te.__all__ == optimized.__all__
     assert all(hasattr(side, name) for side in (te, optimized) for name in te.__all__)
