@@ -56,7 +56,10 @@ def as_tensor(got: Any, like: torch.Tensor) -> torch.Tensor | str:
             return f"the answer is {got!r}, a code from 0 to 255 is expected."
         tensor = torch.tensor(got, dtype=torch.uint8).view(like.dtype)
     else:
-        tensor = torch.tensor(got, dtype=like.dtype)
+        try:
+            tensor = torch.tensor(got, dtype=like.dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            return f"the answer is {got!r}, {like.dtype} is expected."
     if tensor.shape != like.shape:
         return f"the answer has shape {list(tensor.shape)}, {list(like.shape)} is expected."
     return tensor.contiguous()
@@ -79,7 +82,8 @@ def grade(puzzle: str, answer: Answer) -> Verdict:
     try:
         for where, got, expected in PUZZLES[puzzle](answer):
             if got is None or (isinstance(got, tuple) and None in got):
-                return Verdict(False, f"{puzzle}: not solved yet.")
+                forgotten = f"{where}: the answer is None; is there a path without `return`?"
+                return Verdict(False, f"{puzzle}: {forgotten if count else 'not solved yet.'}")
             tensor = as_tensor(got, expected)
             if isinstance(tensor, str):
                 return Verdict(False, f"{puzzle}: {where}: {tensor}")

@@ -110,6 +110,12 @@ def test_a_wrong_word_of_a_matrix_has_an_index():
         ("8 fast", lambda a, b: a.double() @ b.double().T, "the answer is torch.float64, torch.float32 is expected."),
         ("8 fast", lambda a, b: torch.zeros(3), "the answer has shape [3], [24, 16] is expected."),
         ("2 encode", lambda x: 256, "the answer is 256, a code from 0 to 255 is expected."),
+        ("1 decode", lambda code: "one", "code 0x00: the answer is 'one', torch.float32 is expected."),
+        (
+            "1 decode",
+            lambda code: None if code == 5 else 0.0,
+            "code 0x05: the answer is None; is there a path without `return`?",
+        ),
     ],
 )
 def test_a_wrong_type_or_shape_is_named(name, answer, words):

@@ -57,7 +57,7 @@ def test_the_speed_is_the_recorded_one_without_a_gpu(no_gpu: None, monkeypatch: 
         outcome = speed.run(report, live=True)
     page = report.html()
     assert outcome.step == "Speed"
-    assert re.match(r"FP8 is \d\.\d\d× faster than plain PyTorch, ", outcome.result)
+    assert re.match(r"on one H200, recorded: FP8 is \d\.\d\d× faster than PyTorch's fastest way, ", outcome.result)
     assert "Recorded: NVIDIA H200" in page
     assert "TransformerLayer, FP8" in page
     monkeypatch.setattr(measure, "RESULTS", Path("/no/such/folder"))

@@ -64,7 +64,8 @@ def _refuse_output(output: Path) -> None:
 def _machine() -> str:
     gpu = hopper()
     device = torch.cuda.get_device_name(gpu) if gpu is not None else "no Hopper GPU: everything ran on the CPU"
-    versions = f"Python {platform.python_version()} · torch {torch.__version__} · {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    versions = f"Python {platform.python_version()} · torch {torch.__version__} · {threads} thread{'s' * (threads > 1)}"
     return f"{time.strftime('%Y-%m-%d %H:%M')} · {device} · {versions}"
 
 
@@ -105,6 +106,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
             progress.console.print(_line(outcome), highlight=False)
             files.write(args.output, report.html())  # the part that is finished can be read
     report.section("What this run found")
+    report.text(
+        "Steps 3 and 4 compare every bit. Step 5 trains one small model, which is an example and no proof for large "
+        "ones. Step 6 is a measurement on a GPU."
+    )
     verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
     report.table(["step", "result", "bits"], [[o.step, o.result, verdicts[o.equal]] for o in found])
     files.write(args.output, report.html())

@@ -104,7 +104,7 @@ def _errors(exact: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
 
 
 def rows(found: list[Variant]) -> list[list[str]]:
-    """The table: each variant compared with the one before it and with fp32."""
+    """The table: each variant its change since the one before, and its noise against fp32."""
     table = []
     for before, now in itertools.pairwise(found):
         for key in NAMES:
@@ -144,13 +144,14 @@ def run(report: Report) -> Outcome:
     report.section("One Linear, four ways", "GPU = CPU in every word" if tally.equal else "")
     report.text(
         f"A layer of {IN_FEATURES} inputs and {OUT_FEATURES} outputs gets {TOKENS} tokens, forward and backward. "
-        "Training needs three GEMMs: the output, the gradient of the input (dgrad) and the gradient "
-        "of the weight (wgrad). Each variant is compared with the one before it."
+        "Training needs three matrix products (GEMMs): the output, the gradient of the input (dgrad) and the gradient "
+        "of the weight (wgrad)."
     )
     report.table(
-        ["variant", "GEMM", "largest error", "RMS error", "SQNR to fp32", "what changed"],
+        ["variant", "GEMM", "largest change", "RMS change", "SQNR to fp32", "what changed"],
         rows(found),
-        "Errors are against the variant before; SQNR is against plain fp32. 6 dB are one bit.",
+        "Changes are against the variant before. SQNR, the ratio of signal to quantization noise, is against plain "
+        "fp32: more is better, and one bit is worth 6 dB.",
     )
     report.picture(
         picture(found),

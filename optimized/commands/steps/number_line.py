@@ -86,9 +86,12 @@ def error_picture() -> Figure:
 def run(report: Report) -> Outcome:
     report.section("The FP8 number line")
     report.text(
-        "FP8 training keeps the operands of its matrix products in eight bits. Two formats share the work: "
-        "<b>E4M3</b> has more mantissa bits and is used for activations and weights; <b>E5M2</b> has more exponent "
-        "bits and is used for gradients, whose magnitudes are spread more widely."
+        "FP8 training rounds both operands of the matrix products in linear layers to eight bits, because a tensor "
+        "core multiplies eight bits twice as fast as sixteen. Norms, attention, parameters and the optimizer keep 16 "
+        "or 32 bits.",
+        "Two formats share the work: <b>E4M3</b> has more mantissa bits and is used for activations and weights; "
+        "<b>E5M2</b> has more exponent bits and is used for gradients, whose magnitudes are spread more widely. Using "
+        "both is the recipe's format HYBRID.",
     )
     report.picture(
         bits_picture(),
@@ -106,9 +109,10 @@ def run(report: Report) -> Outcome:
     report.picture(
         error_picture(),
         "<b>What a cast costs.</b> Inside a format's range the relative error is bounded, by 1/17 for E4M3 and 1/9 for "
-        "E5M2. Outside it rises to 100 %. So before a cast every tensor is multiplied by a <code>scale</code> that "
-        "moves it into the range. Step 5 shows where that scale comes from.",
+        "E5M2. Outside it rises to 100 %. So before a cast every tensor is multiplied by its <code>scale</code>: the "
+        "format's largest value divided by the tensor's <code>amax</code>, its largest magnitude. After the product "
+        "the scales are divided out again. Steps 2 and 5 show which amax is taken.",
         "Relative error of casts to E4M3 and E5M2 over magnitude",
     )
     count = " and ".join(f"{len(fmt.values())} ({fmt.name})" for fmt in formats.FORMATS)
-    return Outcome("FP8 number line", f"finite values: {count}")
+    return Outcome("FP8 number line", f"different finite numbers: {count}")

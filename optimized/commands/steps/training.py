@@ -72,6 +72,9 @@ def scale_picture(run: Run, layers: int) -> Figure:
                 later = values[key][1:]  # the scale of the first step is 1
                 axes.step(range(1, len(later) + 1), later, color=colour, linewidth=width, alpha=0.85, label=product)
                 axes.set_yscale("log", base=2)
+        for axes in grid[row]:  # whole powers of two below and above, so that two ticks at least are there
+            low, high = np.log2(axes.get_ylim())
+            axes.set_ylim(2.0 ** math.floor(low), 2.0 ** math.ceil(high))
         grid[row][0].set_title(f"{TITLES[name]}: amax")
         grid[row][1].set_title("scale")
     fig.legend(*grid[0][0].get_legend_handles_labels(), ncols=4, fontsize=9, loc="outside upper right")
