@@ -40,7 +40,7 @@ from optimized.commands.steps import linear, number_line, recorded, training, tu
 from optimized.commands.steps.style import styled
 from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
-from optimized.recordings import cases, outputs, reader
+from optimized.recordings import cases, outputs
 from optimized.training import corpus
 from optimized.training.model import Settings
 
@@ -223,8 +223,8 @@ def run_of_parity() -> snapshots.Sections:
     recording = types.SimpleNamespace(provenance={"date": "2026-01-02T03:04:05+00:00"})
     tallies = {"a": [Tally(1000, 0), Tally(234, 0)], "b": [Tally(5, 2)]}
 
-    def jobs(gpu: Any, cases: Any) -> list[tuple[str, Callable[[], Tally]]]:
-        return [(op, functools.partial(copy.copy, one)) for op, several in tallies.items() for one in several]
+    def jobs(gpu: Any, cases: Any) -> list[tuple[str, str, Callable[[], Tally]]]:
+        return [(op, "case", functools.partial(copy.copy, one)) for op, several in tallies.items() for one in several]
 
     for asked, gpu, code in (([], True, 1), (["--op", "a"], True, 0), (["--replay", "--op", "b"], True, 1)):
         console = Console(file=io.StringIO(), width=150, force_terminal=False)
@@ -234,7 +234,6 @@ def run_of_parity() -> snapshots.Sections:
             mock.patch.object(measure, "outdated", return_value=["adam", "norm"]),
             mock.patch.object(parity, "_jobs", jobs),
             mock.patch.object(outputs, "read", return_value=recording),
-            mock.patch.object(reader, "exists", return_value=True),
         ):
             assert parity.run(parser.parse_args(asked), console) == code
         found[" ".join(["asked", *asked])] = console.file.getvalue().splitlines(), 40  # type: ignore[attr-defined]

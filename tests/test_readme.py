@@ -148,6 +148,19 @@ def test_bench_shows_the_recorded_results_and_says_so(results: Path, capsys: pyt
     assert capsys.readouterr().out.startswith("**Casts, transposes and reductions.** Bandwidth as a share ")
 
 
+def test_tables_fit_a_terminal_and_no_word_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["bench", "all", "--recorded"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for name in tables.BUILDERS:
+        for one in tables.recorded(name):
+            for cell in (*one.columns, *(row[0] for row in one.rows), *(row[-1] for row in one.rows)):
+                assert all(word in out for word in cell.split()), cell
+
+
 def test_bench_lists_every_benchmark_and_its_results(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line each, of at most 80 columns."""
     assert main(["bench"]) == 0

@@ -14,6 +14,7 @@ WORDS = (
     "dtype",
     "faster",
     "idea",
+    "part",
     "shape",
     "why",
 )  # columns without numbers

@@ -6,6 +6,7 @@ have changed since.
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from optimized import measure
+from optimized.bench.table import WORDS
 from optimized.commands import CommandError, check_folder, tables
 from optimized.device import hopper
 
@@ -56,16 +58,53 @@ def _list() -> None:
         print("* measured before the last change of its kernels")
 
 
+def _longest_word(column: Sequence[str]) -> int:
+    """Characters of what is not broken: words, and cells of up to 10 characters."""
+    return max(len(word) for cell in column for word in ([cell] if len(cell) <= 10 else cell.split()))
+
+
+def _fitting(columns: list[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
+    """Columns side by side, as many as fit without a word being cut; the first stands at the left of each part."""
+    first, *rest = columns
+    part = [first]
+    for column in rest:
+        if len(part) > 1 and 1 + sum(_longest_word(one) + 3 for one in [*part, column]) > width:
+            yield part
+            part = [first]
+        part.append(column)
+    yield part
+
+
+def _shown(columns: list[Sequence[str]], width: int) -> Table:
+    """A table of columns at least as wide as their longest word; what room is left goes to numbers first."""
+    widths = [_longest_word(column) for column in columns]
+    room = width - 1 - 3 * len(columns) - sum(widths)
+    for i in reversed(range(len(columns))):
+        more = max(0, min(room, max(map(len, columns[i][1:]), default=0) - widths[i]))
+        widths[i], room = widths[i] + more, room - more
+    table = Table()
+    for column, characters in zip(columns, widths, strict=True):
+        left = column is columns[0] or column[0] in WORDS
+        table.add_column(escape(column[0]), justify="left" if left else "right", width=characters, overflow="fold")
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(escape, row))
+    return table
+
+
 def _show(console: Console, found: list[tables.Table]) -> None:
+    """Print tables; the reasons in a column "why" are numbered, and stand below."""
     for one in found:
         console.print(f"[bold]{escape(one.title)}.[/] {escape(one.how)}", highlight=False)
-        table = Table()
-        for column in one.columns:
-            table.add_column(escape(column), justify="left" if column == one.columns[0] else "right")
-        for row in one.rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-        console.print(escape(one.note) + "\n", highlight=False)
+        columns: list[Sequence[str]] = [list(column) for column in zip(one.columns, *one.rows, strict=True)]
+        whys: list[str] = []
+        if one.columns[-1] == "why":
+            whys = list(dict.fromkeys(why for why in columns[-1][1:] if why))
+            columns[-1] = ["why", *(f"({whys.index(why) + 1})" if why else "" for why in columns[-1][1:])]
+        for part in _fitting(columns, console.width):
+            console.print(_shown(part, console.width))
+        for number, why in enumerate(whys, 1):
+            console.print(f"({number}) {escape(why)}", highlight=False)
+        console.print(escape(one.note.replace("**", "")) + "\n", highlight=False)
 
 
 def _measure(names: list[str], console: Console, write: bool) -> list[tables.Table]:
@@ -98,7 +137,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             console.print(f"{name} is measured by `{APART[name]}`; `twin bench {name} --recorded` shows it.")
         _show(console, _measure([name for name in names if name in BENCHMARKS], console, args.write))
         return 0
-    console.print("Recorded on an H200, not measured now (no Hopper GPU here, or --recorded).")
+    where = "" if args.name in ("parity", "mutation") else " on an H200"
+    console.print(f"Recorded{where}, not measured now (no Hopper GPU here, or --recorded).")
     for name in (name for name in names if tables.load(name) is None):
         console.print(f"{Path('docs/results') / name}.json is not there: this result has not been recorded.")
     _show(console, [table for name in names for table in tables.recorded(name)])

@@ -53,6 +53,13 @@ def _gpus() -> list[str]:
     return [f"{x.name}, compute capability {x.major}.{x.minor}, {x.total_memory / 2**30:.0f} GiB" for x in every]
 
 
+def _recordings() -> str:
+    """How many recordings are here, and which are missing."""
+    missing = reader.missing()
+    count = f"{len(reader.NAMES) - len(missing)} of {len(reader.NAMES)} files in {reader.DATA}"
+    return count + (f"; missing: {', '.join(missing)}" if missing else "")
+
+
 def facts() -> list[tuple[str, str]]:
     """What this machine has: names and values."""
     return [
@@ -64,7 +71,7 @@ def facts() -> list[tuple[str, str]]:
         *[("GPU", gpu) for gpu in _gpus()],
         ("CuPy", _version("cupy-cuda13x", "cupy")),
         ("NVRTC", _version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13")),
-        ("recordings of an H200", f"{len(list(reader.DATA.glob('*.npz')))} files in {reader.DATA}"),
+        ("recordings of an H200", _recordings()),
     ]
 
 

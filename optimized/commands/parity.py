@@ -1,10 +1,11 @@
 """Compare the two sides op by op: how many words were compared, and how many of them differ.
 
 On a machine with a Hopper GPU both sides run (live). Elsewhere the CPU is compared with what an H200 recorded:
-outputs of this project's kernels and of cuBLASLt, and six training steps of an FP8 Linear made of cuBLASLt and of
-Transformer Engine's layers. Where Transformer Engine rounds otherwise (docs/numerics.md), nothing is compared.
+outputs of this project's kernels and of cuBLASLt, six training steps of an FP8 Linear made of cuBLASLt, and each call
+of an op in six training steps of Transformer Engine's layers. Where Transformer Engine may round otherwise, nothing is
+compared: `twin bench transformer_engine --recorded` counts the words that differ there.
 A recording has digests of large outputs: if a digest is equal, every word is; if it differs, at least one word counts
-as different. The exit code is 1 if any word differs.
+as different. The exit code is 1 if any word differs, and the cases that differ are named.
 """
 
 import argparse
@@ -30,7 +31,7 @@ Results = dict[str, Tally]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", help="only the ops whose name contains this text")
+    parser.add_argument("--op", help="only the ops whose name contains this text, in small or capital letters")
     parser.add_argument("--replay", action="store_true", help="replay recordings even where there is a Hopper GPU")
     parser.add_argument("--write", action="store_true", help="store the counts of a whole replay in docs/results")
     parser.add_argument(
@@ -58,38 +59,40 @@ def replay(case: Case, recording: Recording) -> Tally:
     return tally
 
 
-def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, Callable[[], Tally]]]:
-    """Everything that this machine can compare: names of ops, and functions that compare."""
+def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, str, Callable[[], Tally]]]:
+    """Everything that this machine can compare: names of ops, names of their cases, and functions that compare."""
     if gpu is not None:
         for case in listed:
-            yield case.op, partial(live, case, gpu)
+            yield case.op, case.name, partial(live, case, gpu)
         return
-    if reader.exists(RECORDING):
-        recording = outputs.read(reader.DATA)
-        for case in listed:
-            if not case.live:
-                yield case.op, partial(replay, case, recording)
+    recording = outputs.read(reader.DATA)
+    for case in listed:
+        if not case.live:
+            yield case.op, case.name, partial(replay, case, recording)
     for recorded in tensor_core.steps():
-        yield f"wgmma {recorded.formats.replace('.', ' × ')}", recorded.compare
+        yield f"wgmma {recorded.formats.replace('.', ' × ')}", f"{len(recorded.a)} tiles", recorded.compare
     for product in tensor_core.products():
-        yield f"cuBLASLt GEMM, {product.accumulate} accumulation", product.compare
+        yield f"cuBLASLt GEMM, {product.accumulate} accumulation", product.title, product.compare
     for name in linear.CASES:
-        yield "Linear by cuBLASLt, 6 steps", partial(linear.compare, name)
+        yield "Linear by cuBLASLt, 6 steps", name, partial(linear.compare, name)
     for name in transformer_engine.CASES:
-        yield "Transformer Engine's layers, 6 steps", partial(transformer_engine.compare, name)
+        yield "Transformer Engine's ops, 6 steps", name, partial(transformer_engine.compare, name)
 
 
 def compare(gpu: torch.device | None, wanted: str | None, console: Console) -> Results:
-    """Run every comparison whose op contains `wanted`."""
-    jobs = [job for job in _jobs(gpu, list(cases.cases())) if wanted is None or wanted in job[0]]
+    """Run every comparison whose op contains `wanted`, and name the cases in which words differ."""
+    jobs = [job for job in _jobs(gpu, list(cases.cases())) if wanted is None or wanted.lower() in job[0].lower()]
     if not jobs:
         raise CommandError(f"--op is {wanted!r}, and no op's name contains it; `twin parity` lists the ops.")
     results: Results = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("comparing", total=len(jobs))
-        for op, job in jobs:
+        for op, name, job in jobs:
             progress.update(task, description=op)
-            results.setdefault(op, Tally()).merge(job())
+            tally = job()
+            if tally.different:
+                console.print(f"different: {op}, {name}: {tally}", markup=False, highlight=False)
+            results.setdefault(op, Tally()).merge(tally)
             progress.advance(task)
     return results
 
@@ -115,11 +118,12 @@ def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
     return 1 if failed else 0
 
 
-def _mode(gpu: torch.device | None) -> str:
+def _mode(gpu: torch.device | None, asked: bool) -> str:
     if gpu is not None:
         return f"live: the CPU against {torch.cuda.get_device_name(gpu)} in this machine"
     machine = reader.provenance("tensor_core_h200")
-    return f"replay: the CPU against recordings of an {machine['gpu']} (this machine has no Hopper GPU to run live)"
+    why = "" if asked else " (this machine has no Hopper GPU to run live)"
+    return f"replay: the CPU against recordings of an {machine['gpu']}{why}"
 
 
 def _say_what_changed(console: Console) -> None:
@@ -127,14 +131,14 @@ def _say_what_changed(console: Console) -> None:
     origin = outputs.read(reader.DATA).provenance
     changed = measure.outdated({"provenance": origin})
     if changed:
-        console.print(f"{RECORDING}.npz was recorded on {origin['date'][:10]}, before the last change of: ", end="")
-        console.print(", ".join(changed))
+        when = f"{RECORDING}.npz was recorded on {origin['date'][:10]}, before the last change of: "
+        console.print(when + ", ".join(changed))
 
 
 def _group(op: str) -> str:
     """Whose words were recorded for an op."""
     if op.startswith("Transformer Engine"):
-        return "Transformer Engine: six training steps of its layers"
+        return "Transformer Engine: its ops in six training steps, the parts that must be equal"
     if op.startswith("wgmma"):
         return "an H200's tensor cores, single steps"
     if "cuBLASLt" in op:
@@ -158,14 +162,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     gpu = None if args.replay else hopper()
     if args.record is not None:
         return record(args.record, gpu, console)
-    mode = _mode(gpu)
+    mode = _mode(gpu, args.replay)
     console.print(mode)
-    if gpu is None and not reader.exists(RECORDING):
-        console.print(
-            f"{RECORDING}.npz is missing, so the single ops are left out: record it on a Hopper machine "
-            f"with `twin parity --record optimized/recordings/data`."
-        )
-    elif gpu is None:
+    if gpu is None:
+        for name in reader.NAMES:
+            reader.arrays(name)  # a missing or damaged file is found before any work
         _say_what_changed(console)
     results = compare(gpu, args.op, console)
     table = Table(caption=mode, caption_justify="left")

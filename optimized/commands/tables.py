@@ -42,7 +42,11 @@ def gpu_suite(payload: Payload) -> list[Table]:
 def parity(payload: Payload) -> list[Table]:
     """How many words of an H200 a CPU has computed again."""
     rows = [(row["of"], f"{row['words']:,}", f"{row['different']:,}") for row in payload["rows"]]
-    how = "An H200 computed the words; a CPU computed each of them again."
+    how = (
+        "An H200 computed the words; a CPU computed each of them again. Of our kernels' outputs of more than 96 words "
+        "a recording keeps a digest of 128 bits: if it is equal, every word is. Two of cuBLASLt's shapes are computed "
+        "with K in slices, as cuBLASLt does there; the length of a slice was found by trial."
+    )
     columns = ("recorded on an H200", "words compared", "words different")
     note = f"`{payload['command']}`, {payload['provenance']['date'][:10]}."
     return [Table("Recordings", columns, tuple(rows), how, note)]
@@ -172,8 +176,9 @@ def equality() -> str:
     recorded_rows, problems = _built("parity", lambda payload: payload["rows"]), _built("gemm_equality", dict)
     if recorded_rows is None or problems is None:
         return "Nothing has been recorded yet."
+    sliced = {"cuBLASLt: GEMMs": "K in slices for two shapes; their length was found by trial"}
     rows: list[tuple[str, ...]] = [
-        (f"CPU and {row['of']}", f"{row['words']:,}", f"{row['different']:,}", "")
+        (f"CPU and {row['of']}", f"{row['words']:,}", f"{row['different']:,}", sliced.get(row["of"], ""))
         for row in recorded_rows
         if not row["of"].startswith("Transformer Engine")  # op by op below
     ]
@@ -196,8 +201,17 @@ def equality() -> str:
             what = what if differs else ", ".join(dict.fromkeys(row["op"] for row in mine))
             why = "its own roundings ([each op](docs/results.md#how-it-was-tested))" if differs else ""
             rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
+    layers = _built("transformer_engine", lambda payload: payload["cases"]) or []
+    if layers:
+        what = f"{len({row['case'] for row in layers})} layers without attention, six steps"
+        counts = (sum(row["compared"] for row in layers), sum(row["different"] for row in layers))
+        why = "the ops of the row above, inside layers"
+        rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
     how = "A word is one number of a result: 32, 16 or 8 bits."
-    note = "`twin parity --replay` compares the recordings again, on any CPU, in half a minute."
+    note = (
+        "`twin parity --replay` compares what must be equal with the recordings again, on any CPU, in half a minute. "
+        "[How to check every row](docs/numerics.md#9-how-to-check-it), on your own GPU too."
+    )
     return Table("Equality", ("compared", "words", "words different", "why"), tuple(rows), how, note).markdown()
 
 

@@ -13,9 +13,12 @@ DATA = Path(__file__).parent / "data"
 RESTORED = ": install the package anew, or in a clone `git checkout -- optimized/recordings`"
 
 
-def exists(name: str) -> bool:
-    """Whether data/<name>.npz is here."""
-    return (DATA / f"{name}.npz").is_file()
+NAMES = ("parity_h200", "wgmma_h200", "tensor_core_h200", "linear_h200", "transformer_engine_h200")
+
+
+def missing() -> list[str]:
+    """The recordings that are not in data/."""
+    return [f"{name}.npz" for name in NAMES if not (DATA / f"{name}.npz").is_file()]
 
 
 class _Whole(dict[str, Any]):

@@ -13,6 +13,12 @@ from optimized.recordings.reader import arrays
 from reference import tensor_core
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The cases of wgmma_h200.npz: pairs of FP8 formats, each with three kinds of operands, and the 16-bit formats.
+OLDER = (
+    *(f"{a}.{b}.{kind}" for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2") for kind in ("k32", "k128", "special")),
+    "f16.f16",
+    "bf16.bf16",
+)
 # Where few tiles meet a long K, cuBLASLt computes slices of K separately and adds them in fp32, in order. These are M,
 # N and K of the recorded GEMMs for which it did, with the length of a slice: all lengths were tried, and with this one
 # the words agree.
@@ -100,7 +106,7 @@ def steps() -> Iterator[Steps]:
         return torch.from_numpy(np.ascontiguousarray(array).view(np.int32))
 
     older = arrays("wgmma_h200")
-    for case in sorted({name.rsplit(".", 1)[0] for name in older}):
+    for case in OLDER:
         left, right = ("fp16" if name == "f16" else name for name in case.split(".")[:2])
         a, b, c, d = (older[f"{case}.{letter}"] for letter in "ABCD")
         yield Steps(f"{left}.{right}", typed(a, left), typed(b, right), words(c), words(d))
@@ -121,7 +127,5 @@ def products() -> Iterator[Product]:
             torch.from_numpy(array).view(DTYPES[name]) for array, name in zip(codes, formats.split("."), strict=True)
         )
         for accumulate in ("fast", "split"):
-            recorded = words.get(f"product.{formats}.{m}x{n}x{k}.{accumulate}")
-            if recorded is not None:
-                out = torch.from_numpy(recorded.view(np.float32))
-                yield Product(formats, m, n, k, accumulate, a, b, out)
+            recorded = words[f"product.{formats}.{m}x{n}x{k}.{accumulate}"]
+            yield Product(formats, m, n, k, accumulate, a, b, torch.from_numpy(recorded.view(np.float32)))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from optimized import compiler
+from optimized.device import hopper
 from optimized.recordings import tensor_core_cases as inputs
 from optimized.recordings.tensor_core import DTYPES
 from reference import files
@@ -142,6 +143,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wide", action="store_true")
     arguments = parser.parse_args()
+    if hopper() is None:
+        parser.error("recording needs a Hopper GPU; `twin info` says what this machine lacks.")
+    if not arguments.folder.is_dir():
+        parser.error(f"folder is {str(arguments.folder)!r}; a folder that exists is accepted.")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     started = time.time()

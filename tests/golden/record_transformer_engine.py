@@ -11,7 +11,7 @@ are already stored, or are an input or a parameter of the step, is stored as a r
 The library is not installed with this project (docs/layer.md).
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from optimized import measure
+from optimized.device import hopper
 from optimized.recordings import transformer_engine
 from optimized.recordings.reader import provenance
 from optimized.recordings.transformer_engine import RECORDING
@@ -351,6 +352,10 @@ def main() -> int:
     if sys.argv[1] == "--compare":
         compare()
         return 0
+    if hopper() is None or importlib.util.find_spec("transformer_engine") is None:
+        sys.exit("Recording needs a Hopper GPU and Transformer Engine; --compare needs neither.")
+    if not Path(sys.argv[1]).is_dir():
+        sys.exit(f"{sys.argv[1]!r} is no folder; the recording goes into one.")
     library, recipes = (importlib.import_module(f"transformer_engine.{name}") for name in ("pytorch", "common.recipe"))
     store, cases, failed = Store(), {}, 0
     for name in CASES:
