@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 
 PER_TENSOR = "per-tensor"
@@ -106,10 +107,11 @@ def fprop_residual(
     `dropout` is (p, rng_state).
     """
     bias = gemm_bias(x, bias, out_dtype)
+    rest = (dropout[0], state_or_none(dropout[1], residual))
     if x.layout == PER_TENSOR and how.fprop == "fast":
         operands = (x.codes, w.codes, x.scales, w.scales)
-        return twin.gemm_fp8_bias_dropout_add(*operands, bias, residual, out_dtype, *dropout)
-    return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *dropout)
+        return twin.gemm_fp8_bias_dropout_add(*operands, bias, residual, out_dtype, *rest)
+    return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest)
 
 
 def dgrad(g: Quantized, w: Transposed, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:

@@ -132,6 +132,13 @@ def test_a_compiled_layer_has_the_bits_of_eager_mode_on_a_gpu(name: str, fp8: bo
     compare(name, fp8, backend, "cuda")
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_inductor_compiles_a_layer_that_drops_nothing(fp8: bool) -> None:
+    torch.manual_seed(1)
+    eager = te.TransformerLayer(HIDDEN, 64, HEADS, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0)
+    compare_modules(eager, hidden(), fp8, "inductor", 2)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "decoder": {"layer_type": "decoder"},
     "gqa, swiglu, RMSNorm": {"num_gqa_groups": 1, "activation": "swiglu", "normalization": "RMSNorm"},

@@ -13,6 +13,7 @@ from reference.compiled import before, order
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
 from reference.nn.parameters import forked
+from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 from reference.threads import here
 
@@ -90,7 +91,7 @@ def drop_forward(
     """y `[tokens, hidden]`."""
     (state,) = context.random
     state_before = before(state)
-    return twin.bias_dropout_add(x, bias, residual, plan.p, state), (state_before,)
+    return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x)), (state_before,)
 
 
 def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:

@@ -100,6 +100,15 @@ def dropout_backward_outputs(grad: torch.Tensor, p: float, rng_state: torch.Tens
     return torch.empty_like(grad)
 
 
+def state_or_none(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The random state for an op with one result: None, in eager mode, where nothing is dropped.
+
+    In a compiled graph it is a tensor, which the op ignores: inductor (torch 2.11 and 2.13) cannot compile an op with
+    one result if all the arguments that it may change are None.
+    """
+    return x.new_empty(2, dtype=torch.int64) if state is None and torch.compiler.is_compiling() else state
+
+
 @define(bias_dropout_add_outputs, mutates=("rng_state",))
 def bias_dropout_add(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
