@@ -12,7 +12,7 @@ from pathlib import Path
 import ptxas
 import pytest
 
-from optimized import compiler, device
+from optimized import compiler
 from reference import files, notice
 
 MAIN = '#include "half.cuh"\nextern "C" __global__ void f(float* x) { x[threadIdx.x] = half_of(x[threadIdx.x]); }\n'
@@ -77,25 +77,6 @@ def test_the_source_hash_is_that_of_the_code_of_every_source(root: Path, name: s
     assert compiler.source_hash("f", root) == before
     (root / name).write_text(text + "#define CHANGED\n")
     assert compiler.source_hash("f", root) != before
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("a  /* one */ +// two\n\n  b;", "a +\nb;"),
-        ('asm("a // b  /* c" ::"r"(x));  // d', 'asm("a // b  /* c" ::"r"(x));'),
-        (r'"\\" // "  x' + "\n" + r'"\""  y', r'"\\"' + "\n" + r'"\"" y'),
-        ("'\"' // '\n'/'  '/'", "'\"'\n'/' '/'"),
-        ("1'000  // it's\nu8'/'  // no", "1'000\nu8'/'"),
-        ('R"x(// "  )" )x"  // end', 'R"x(// "  )" )x"'),
-        ("// goes \\\n on\nx /* // */ y /* ' */ // /*\n  z", "x y\nz"),
-        ("#define A 1  // a\n#define B 2", "#define A 1\n#define B 2"),
-        ("a + +b", "a + +b"),
-    ],
-)
-def test_code_is_what_remains_without_comments(text: str, code: str) -> None:
-    assert compiler.code_of(text) == code
-    assert compiler.code_of(code) == code
 
 
 def test_the_key_depends_on_nothing_else_in_the_folder(root: Path) -> None:
@@ -378,21 +359,6 @@ def test_the_key_depends_on_cudas_headers(root: Path, tmp_path: Path, monkeypatc
     assert "cuda_bf16.h" not in "".join(compiler.sources("f", root))
 
 
-def test_the_key_knows_one_build_of_nvrtc_from_another(tmp_path: Path) -> None:
-    assert compiler.nvrtc_build().startswith(f"{compiler.nvrtc_version()} ")
-    assert len(compiler.nvrtc_build().split()) >= 3  # the compiler and its builtins
-    library = tmp_path / "libnvrtc.so.13"
-    builds = []
-    for identity in (b"a" * 20, b"b" * 20):
-        note = (4).to_bytes(4, "little") + (20).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"GNU\0"
-        library.write_bytes(b"\x7fELF" + note + identity + b"code")
-        builds.append(compiler._build_of(library))
-        library.write_bytes(b"\x7fELF" + identity)
-        builds.append(compiler._build_of(library))
-    assert len(set(builds)) == 4
-    assert builds[0] == (b"a" * 20).hex()
-
-
 def test_flags_from_the_environment_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVRTC_APPEND_FLAGS", "--use_fast_math")
     with pytest.raises(compiler.CompileError, match=r"^NVRTC_APPEND_FLAGS='--use_fast_math' is set, .*: unset it\.$"):
@@ -407,12 +373,6 @@ def test_a_long_compilation_says_so(root: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(compiler, "_compile", lambda *a: (time.sleep(0.2), compile_at_once(*a))[1])
     compiler.build("f", root=root)
     assert "compiling kernels/f.cu for sm_90a" in capsys.readouterr().err
-
-
-def test_nvrtc_missing_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_roots", lambda: iter(()))
-    with pytest.raises(device.MissingDependency, match=r'NVRTC.*is not installed.*pip install "twin-engine\[gpu\]"'):
-        compiler.nvrtc_library.__wrapped__()
 
 
 def test_a_kernel_that_spills_is_caught(root: Path) -> None:
