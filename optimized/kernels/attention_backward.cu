@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
     }
 }
 
-// One thread: dq of a tile goes to global memory, after that of the key blocks behind this one.
+// One thread adds dq of a tile to global memory when the later key blocks have added theirs.
 __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, const Work& work,
                                        int padded) {
     Stage<kTiles> stage;
@@ -160,7 +160,7 @@ struct Pairs {
     unsigned hidden[kWords], keep[kWords];    // bit n % 32 of word n / 32: of accumulator n
 };
 
-// Fill hidden, for a tile in which some pair is; and keep.
+// Fill `hidden`, for a tile in which some pair is hidden.
 __device__ __forceinline__ void hide(Pairs& at, const Arguments& a) {
     const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
 #pragma unroll
@@ -272,7 +272,7 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // It has been waited for.
+    // Give the previous tile's dq, which has been waited for, to the warp that adds it.
     __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 128]) {
         shared.ds_box[ds.index].arrive_empty();
         shared.dq_box[dq.index].wait_empty(dq.parity);
