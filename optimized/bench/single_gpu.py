@@ -8,7 +8,7 @@ is a ladder, in which each rung keeps what the rungs before it added; the other 
 a group run in turn, in blocks of steps between two synchronisations on the host's clock, so each group compares within
 itself. Memory is what torch's allocator held at most in one step, less what others held.
 
-`EXPECTED` was written before the first measurement. Of FP8 it expects little: at hidden 1024 a layer of 8,192 tokens
+`EXPECTED` was written before the first measurement. It expects little of FP8: at hidden 1024 a layer of 8,192 tokens
 was 1.26 times faster in FP8 than here in bf16 (docs/results/layer_sweep.json), a step has an optimizer and a head
 besides, and with 2,048 tokens the host's time for launches is longer than the GPU's, in which FP8 launches more.
 """
@@ -201,7 +201,7 @@ EXPECTED = (
 
 
 def steps_of(setting: Setting) -> int:
-    """Of a block: some 0.2 s."""
+    """How many steps a block has, which takes about 0.2 s."""
     if setting.samples > 32:
         return 2
     return {"fp32": 1, "tf32": 2}.get(setting.precision, 4)
@@ -248,7 +248,7 @@ def measured(group: Group, sizes: Sizes, repeats: int) -> dict[str, Any]:
 
 
 def by_itself(group: Group, sizes: Sizes) -> dict[str, Any]:
-    """The same of a group that is `alone`, and the time of each step.
+    """As `measured`, for a group that is `alone`; with the time of each step.
 
     Replayed layers (docs/replay.md) need some steps until their memory lies where it lay before. Parts of a step have
     four times the addresses, and find them again late, or in turns with others never.

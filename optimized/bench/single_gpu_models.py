@@ -44,7 +44,7 @@ WORD = re.compile(rb"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model; `masked` words of each sequence are guessed."""
+    """A model's sizes; `masked` words of each sequence are guessed."""
 
     hidden: int
     ffn: int
@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters that are not in FP8."""
+        """The dtype of the parameters that are not in FP8."""
         return torch.float32 if self.weights == "fp32" else torch.bfloat16
 
 

@@ -25,7 +25,7 @@ def gib(row: Row) -> float:
 
 
 def bytes_a_parameter(row: Row) -> dict[str, float]:
-    """Of weights, gradients and the optimizer's state."""
+    """Bytes a parameter of the weights, the gradients and the optimizer's state."""
     memory = row["memory"]
     return {name: memory[name] / memory["parameters"] for name in ("weights", "gradients", "optimizer")}
 

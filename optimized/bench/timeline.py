@@ -6,8 +6,8 @@ records what ran on the GPU: kernels, copies, fills. Our launches go to the driv
 as it sees all others.
 
 Before each step the GPU is kept busy by one kernel, `spin_kernel`. Meanwhile the host queues the step, so its time is
-not in the record, as it is not in a training loop of this size; and in the record it shows where a step begins. Of the
-recorded steps the one of median length is kept. The GPU has rested before it, so its clock is that of a rested GPU.
+not in the record, as it is not in a training loop of this size; and in the record it shows where a step begins. The
+recorded step of median length is kept. The GPU has rested before it, so its clock is that of a rested GPU.
 """
 
 import re
@@ -52,7 +52,7 @@ def category(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """A kernel's name without types, namespaces and arguments; of a general one with its job."""
+    """A kernel's name without types, namespaces and arguments; a general kernel's job is added."""
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     base = re.split(r"[<(]", plain)[0].split("::")[-1].strip()[:40]
     if not base.endswith(_GENERAL):
