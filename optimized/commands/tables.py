@@ -43,9 +43,9 @@ def parity(payload: Payload) -> list[Table]:
     """How many words of an H200 a CPU has computed again."""
     rows = [(row["of"], f"{row['words']:,}", f"{row['different']:,}") for row in payload["rows"]]
     how = (
-        "An H200 computed the words; a CPU computed each of them again. The recording of our kernels keeps an output of "
-        "more than 96 words as a digest of 128 bits: if it is equal, every word is. Two of cuBLASLt's shapes are "
-        "computed with K in slices, as cuBLASLt does there; the length of a slice was found by trial."
+        "An H200 computed the words; a CPU computed each of them again. The recording of our kernels keeps an output "
+        "of more than 96 words as a digest of 128 bits: if it is equal, every word is. Two of cuBLASLt's shapes "
+        "are computed with K in slices, as cuBLASLt does there; the length of a slice was found by trial."
     )
     columns = ("recorded on an H200", "words compared", "words different")
     note = f"`{payload['command']}`, {payload['provenance']['date'][:10]}."
