@@ -102,7 +102,7 @@ def check_mask_type(layer: str, name: str, kind: Any) -> str:
 
 
 def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, int]:
-    """The window (left, right), checked, of which a mask type leaves something; -1 is no limit.
+    """(left, right): what a mask type leaves of a window, which is checked; -1 is no limit.
 
     As in Transformer Engine, a causal type makes right 0; without one (-1, 0), too, is no window.
     """
