@@ -49,8 +49,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
     ((True,), "fast_zero_fill"),
-    # In Transformer Engine both windows mean "no window", with and without a causal mask.
-    ((None, (-1, -1), (-1, 0)), "window_size enc_dec_window_size"),
     ((0,), "sm_margin"),
     ((1,), "tp_size"),
     ((1, None), "num_splits"),
@@ -110,6 +108,10 @@ def _any(x: Any) -> bool:
     return True
 
 
+def _is_window(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))
+
+
 _SIZE = _ints(1)
 _HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
 _HEAD = Rule(
@@ -117,6 +119,7 @@ _HEAD = Rule(
 )
 _SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
 _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
+_WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
@@ -150,6 +153,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_HEAD), "kv_channels"),
     (_or_none(_SCALE), "softmax_scale"),
     (_EPSILON, "eps layernorm_epsilon"),
+    (_or_none(_WINDOW), "window_size enc_dec_window_size"),
     (_PROBABILITY, "attention_dropout hidden_dropout"),
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
@@ -178,8 +182,6 @@ def _is_off(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def _is_like(value: Any, one: Any) -> bool:
-    if isinstance(one, tuple):
-        return isinstance(value, tuple) and all(map(is_int, value))
     return isinstance(value, str if isinstance(one, str) else numbers.Number)
 
 

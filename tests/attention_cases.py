@@ -1,12 +1,18 @@
-"""Inputs of attention for the tests on either device: shapes, masks, and tensors in the layouts that layers use."""
+"""Inputs of attention for the tests on either device: shapes, masks, and tensors in the layouts that layers use.
 
+And what float64 makes of them, with a bound for each number.
+"""
+
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from reference.ops import attention
 from reference.ops.attention import MASK_TYPES
+from reference.ops.dropout import keep_scale, threshold
 
 LAYOUTS = ("bhsd", "bshd", "sbhd", "interleaved")
 MASKS = ("none", "padding", "all queries", "arbitrary", "everything")
@@ -25,6 +31,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     mask_type: str = "none"
     mask: str = "none"
+    window: tuple[int, int] = (-1, -1)
     dropout: float = 0.0
     layout: str = "bhsd"
     scale: float | None = None
@@ -91,12 +98,98 @@ def run(case: Case, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
     twin = torch.ops.twin
     q, k, v, grad, mask, state = (given[name] for name in ("q", "k", "v", "grad", "mask", "rng_state"))
     before = None if state is None else state.clone()
-    rest = (case.softmax_scale, case.mask_type, mask, case.dropout)
+    rest = (case.softmax_scale, case.mask_type, *case.window, mask, case.dropout)
     out, m, inv = twin.attention(q, k, v, *rest, state)
     dq, dk, dv = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before)
     found = {"out": out, "m": m, "inv": inv, "dq": dq, "dk": dk, "dv": dv}
     return found if state is None else {**found, "rng_state": state}
 
+
+def hidden_pairs(case: Case, mask: torch.Tensor | None) -> torch.Tensor:
+    """bool [b, h, sq, skv], from the definitions of the masks."""
+    i, j = torch.arange(case.sq)[:, None], torch.arange(case.skv)[None, :]
+    shift, (left, right) = 0 if case.mask_type == "causal" else case.skv - case.sq, case.window
+    right = right if case.mask_type == "none" else 0
+    hidden = torch.zeros(case.sq, case.skv, dtype=torch.bool)
+    if left >= 0:
+        hidden = hidden | (j < i + shift - left)
+    if right >= 0:
+        hidden = hidden | (j > i + shift + right)
+    hidden = hidden.expand(case.b, case.h, -1, -1)
+    return hidden if mask is None else hidden | mask
+
+
+def kept_pairs(case: Case, state: torch.Tensor | None) -> torch.Tensor:
+    """float64 [b, h, sq, skv]: 1 where dropout keeps a weight."""
+    if not threshold(case.dropout):
+        return torch.ones(case.b, case.h, case.sq, case.skv, dtype=torch.float64)
+    heads = [attention.keep_pairs(n, case.sq, case.skv, case.dropout, state) for n in range(case.b * case.h)]
+    return torch.stack(heads).view(case.b, case.h, case.sq, case.skv).double()
+
+
+def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Results of float64 autograd, and how far the op may be from each.
+
+    With u the unit of rounding of the 16-bit type, t its smallest subnormal, f = max(t, 2^-125) the weight below which
+    one may count as 0 (2^n does below n = -126, and 1/2 <= l), e = 2^-22 a generous unit of one
+    tensor-core step (which truncates at 2^-25 of its largest term, 17 terms) and n the number of steps:
+      scores   |dS| <= n e Σ|q||k|; a weight is off by a factor 1 + w, w = 1.1e-5 (grid) + 2 max(scale |dS|) + sum
+      out      u |out| + Σ weight |v| (u + 2 w + n e) + f Σ|v|              (P is rounded; l >= 1/2)
+      ds       weight (Σ|grad| B_out + n e Σ|grad||v|) + (u + 2 w + f / weight)(weight |dP - D|) + t
+      dq, dk   scale Σ (B_ds + n e |ds|) |k or q| + u |dq or dk|
+      dv       Σ weight |grad| (u + 2 w + n e) + u |dv| + f Σ|grad|
+    """
+    hidden, keep, kept = (
+        hidden_pairs(case, given["mask"]),
+        kept_pairs(case, given["rng_state"]),
+        keep_scale(case.dropout),
+    )
+    q, k, v = (given[name].double().requires_grad_() for name in ("q", "k", "v"))
+    grad, scale = given["grad"].double(), case.softmax_scale
+    keys, values = (x.repeat_interleave(case.group, 1) for x in (k, v))
+    scores = (q @ keys.transpose(2, 3)) * scale
+    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+    weights = torch.where(hidden, 0.0, weights)  # rows hidden altogether are NaN
+    out = (weights * keep * kept) @ values
+    out.backward(grad)
+    truth = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+    unit, tiny = (2.0**-8, 2.0**-133) if case.dtype == torch.bfloat16 else (2.0**-11, 2.0**-24)
+    step, least = 2.0**-22, max(tiny, 2.0**-125)
+    along_d, along_keys, along_queries = (math.ceil(n / 16) + 1 for n in (case.d, case.skv, case.sq * case.group))
+    qa, ka, va, ga = (x.detach().abs() for x in (q, keys, values, grad))
+    a = weights.detach()
+    score_error = scale * along_d * step * (qa @ ka.transpose(2, 3))
+    factor = 1.1e-5 + 2 * score_error.amax(-1, keepdim=True) + (case.skv + 8) * 2.0**-23
+    loose = unit + 2 * factor
+    bound = {"out": unit * truth["out"].abs()}
+    bound["out"] += kept * ((a * (loose + along_keys * step)) @ va + least * va.sum(2, keepdim=True))
+    dp = (grad @ values.detach().transpose(2, 3)) * keep * kept
+    dots = (grad * truth["out"]).sum(-1, keepdim=True)
+    error = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1, keepdim=True)
+    error = error + kept * along_d * step * (ga @ va.transpose(2, 3))
+    ds = a * (dp - dots)
+    ds_bound = a * error + loose * ds.abs() + least * (dp - dots).abs() + tiny
+    ds_bound = torch.where(hidden, 0.0, ds_bound)
+    bound["dq"] = scale * (ds_bound + along_keys * step * ds.abs()) @ ka + unit * truth["dq"].abs()
+    groups = (case.b, case.hkv, case.group)
+    dk = (scale * (ds_bound + along_queries * step * ds.abs()).transpose(2, 3) @ qa).unflatten(1, groups[1:]).sum(2)
+    dv = (kept * ((a * (loose + along_queries * step) + least).transpose(2, 3) @ ga)).unflatten(1, groups[1:]).sum(2)
+    bound["dk"], bound["dv"] = dk + unit * truth["dk"].abs(), dv + unit * truth["dv"].abs()
+    # Results below the smallest subnormal round to a multiple of it.
+    return truth, {name: b + tiny for name, b in bound.items()}
+
+
+def check_against_float64(case: Case) -> None:
+    given = inputs(case)
+    truth, bound = exact(case, given)
+    found = run(case, given)
+    for name, expected in truth.items():
+        error = (found[name].double() - expected).abs()
+        assert bool((error <= bound[name]).all()), f"{name} of {case}: {(error / bound[name]).max().item():.2f} bounds"
+
+
+SIDES = st.sampled_from((-1, -1, -1, 0, 1, 5, 64, 127, 128, 200))  # keys that a window has on one side
 
 CASES = st.builds(
     Case,
@@ -109,6 +202,7 @@ CASES = st.builds(
     dtype=st.sampled_from((torch.bfloat16, torch.float16)),
     mask_type=st.sampled_from(MASK_TYPES),
     mask=st.sampled_from(MASKS),
+    window=st.tuples(SIDES, SIDES),
     dropout=st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)),
     layout=st.sampled_from(LAYOUTS),
     scale=st.sampled_from((None, None, 1.0, 1e-3, 3.0)),

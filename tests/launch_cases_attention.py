@@ -50,6 +50,7 @@ def attentions(note: Notes) -> None:
         dropout: float = 0.0,
         start: int = 0,
         contiguous: bool = False,
+        window: tuple[int, int] = (-1, -1),
     ) -> None:
         b, h, heads, sq, skv, d = sizes
 
@@ -59,7 +60,7 @@ def attentions(note: Notes) -> None:
             return empty(s, b, n, d, dtype=dtype, start=start).permute(1, 2, 0, 3)
 
         q, k, v = of(h, sq), of(heads, skv), of(heads, skv)
-        rest = (0.125, mask_type, mask, dropout, empty(2, dtype=torch.int64) if dropout else None)
+        rest = (0.125, mask_type, *window, mask, dropout, empty(2, dtype=torch.int64) if dropout else None)
         out, m, inv = note(twin.attention, q, k, v, *rest)
         note(twin.attention_backward, of(h, sq), q, k, v, out, m, inv, *rest)
 
@@ -70,6 +71,9 @@ def attentions(note: Notes) -> None:
         both((1, 2, 2, 128, 129, d), contiguous=True)
     for mask_type in ("causal", "causal_bottom_right"):
         both((2, 2, 1, 40, 140, 32), mask_type=mask_type)
+    for mask_type, window in (("none", (300, 0)), ("causal", (200, 5))):
+        both((1, 2, 1, 700, 500, 32), mask_type=mask_type, window=window)
+    both((1, 2, 1, 140, 500, 200), mask_type="causal_bottom_right", window=(2**31 - 1, 0))
     both((2, 2, 1, 40, 70, 32), mask=empty(2, 1, 1, 70, dtype=torch.bool), dropout=0.5)
     both((2, 2, 1, 40, 70, 32), mask=empty(2, 2, 40, 70, dtype=torch.bool))
     both((2, 2, 2, 40, 70, 32), start=1)
@@ -79,7 +83,7 @@ def attentions(note: Notes) -> None:
     both((1, 48, 24, 400, 300, 128))  # more tiles than a GPU has multiprocessors
     # k and v of other strides, and repeated heads.
     q, k, v = empty(2, 2, 40, 32), empty(2, 1, 70, 32), empty(70, 2, 1, 32).permute(1, 2, 0, 3)
-    rest = (0.125, "none", None, 0.0, None)
+    rest = (0.125, "none", -1, -1, None, 0.0, None)
     out, m, inv = note(twin.attention, q, k, v, *rest)
     note(twin.attention_backward, empty(2, 2, 40, 32), q, k, v, out, m, inv, *rest)
     note(twin.attention, q, empty(2, 1, 70, 32).expand(2, 2, 70, 32), v.expand(2, 2, 70, 32), *rest)

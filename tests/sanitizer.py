@@ -151,15 +151,20 @@ def attentions() -> None:
         q, grad = (torch.randn(1, 2, sq, d).to(dtype).cuda() for _ in range(2))
         k, v = (torch.randn(1, 1, skv, d).to(dtype).cuda() for _ in range(2))
         mask = (torch.rand(1, 1, 1, skv) < 0.5).cuda()
-        for p, hidden, kind in ((0.0, None, "causal"), (0.1, mask, "none")):
+        for p, hidden, kind, window in (
+            (0.0, None, "causal", (-1, -1)),
+            (0.1, mask, "none", (-1, -1)),
+            (0.0, None, "none", (100, 20)),
+        ):
             state = torch.tensor([1, 2]).cuda()
-            rest = (0.1, kind, hidden, p)
+            rest = (0.1, kind, *window, hidden, p)
             out, m, inv = twin.attention(q, k, v, *rest, state.clone())
             twin.attention_backward(grad, q, k, v, out, m, inv, *rest, state)
     # More tiles than multiprocessors, so that blocks take tickets; and turns of five key blocks.
     q, k, v, grad = (torch.randn(1, 40, 520, 64).bfloat16().cuda() for _ in range(4))
-    rest = (0.1, "causal", None, 0.0, None)
-    twin.attention_backward(grad, q, k, v, *twin.attention(q, k, v, *rest), *rest)
+    for left in (-1, 150):
+        rest = (0.1, "causal", left, -1, None, 0.0, None)
+        twin.attention_backward(grad, q, k, v, *twin.attention(q, k, v, *rest), *rest)
 
 
 def normals() -> None:

@@ -158,7 +158,8 @@ _OFFERED = """
     fuse_wgrad_accumulation return_layernorm_output input_layernorm output_layernorm activation attention_type
     apply_residual_connection_post_layernorm layer_type fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved
     qkv_format attn_input_format attn_mask_type self_attn_mask_type enc_dec_attn_mask_type attention_dropout
-    hidden_dropout softmax_scale attention_backend inp hidden_states attention_mask encoder_output enc_dec_attn_mask
+    hidden_dropout softmax_scale window_size enc_dec_window_size attention_backend
+    inp hidden_states attention_mask encoder_output enc_dec_attn_mask
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     name ub_name layer_number seq_length micro_batch_size"""
@@ -226,10 +227,6 @@ def test_an_argument_that_is_not_offered_says_so(call: str, name: str, default: 
 @pytest.mark.parametrize(
     ("call", "name", "value"),
     [
-        ("DotProductAttention.__init__", "window_size", (-1, 0)),
-        ("MultiheadAttention.__init__", "window_size", (-1, -1)),
-        ("TransformerLayer.forward", "window_size", (-1, 0)),
-        ("TransformerLayer.__init__", "enc_dec_window_size", (-1, -1)),
         ("TransformerLayer.__init__", "ub_overlap_ag", False),
         ("DotProductAttention.forward", "softcap", 0.0),
         ("DotProductAttention.forward", "pad_between_seqs", False),

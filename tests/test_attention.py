@@ -9,96 +9,17 @@ import numba
 import numpy as np
 import pytest
 import torch
-from attention_cases import CASES, LAYOUTS, MASKS, Case, inputs, run
+from attention_cases import CASES, LAYOUTS, MASKS, Case, check_against_float64, exact, hidden_pairs, inputs, run
 from conftest import assert_same_bits
 from hypothesis import given, settings
 
 from reference import elementary, tensor_core
 from reference.numba_jit import OPTIONS
 from reference.ops import attention, attention_backward
-from reference.ops.dropout import keep_scale, threshold
+from reference.ops.dropout import threshold
 
 twin = torch.ops.twin
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def hidden_pairs(case: Case, mask: torch.Tensor | None) -> torch.Tensor:
-    """bool [b, h, sq, skv], from the definitions of the masks."""
-    i, j = torch.arange(case.sq)[:, None], torch.arange(case.skv)[None, :]
-    shift = {"none": case.skv, "causal": 0, "causal_bottom_right": case.skv - case.sq}[case.mask_type]
-    hidden = (j > i + shift) if case.mask_type != "none" else torch.zeros(case.sq, case.skv, dtype=torch.bool)
-    hidden = hidden.expand(case.b, case.h, -1, -1)
-    return hidden if mask is None else hidden | mask
-
-
-def kept_pairs(case: Case, state: torch.Tensor | None) -> torch.Tensor:
-    """float64 [b, h, sq, skv]: 1 where dropout keeps a weight."""
-    if not threshold(case.dropout):
-        return torch.ones(case.b, case.h, case.sq, case.skv, dtype=torch.float64)
-    heads = [attention.keep_pairs(n, case.sq, case.skv, case.dropout, state) for n in range(case.b * case.h)]
-    return torch.stack(heads).view(case.b, case.h, case.sq, case.skv).double()
-
-
-def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Results of float64 autograd, and how far the op may be from each.
-
-    With u the unit of rounding of the 16-bit type, t its smallest subnormal, f = max(t, 2^-125) the weight below which
-    one may count as 0 (2^n does below n = -126, and 1/2 <= l), e = 2^-22 a generous unit of one
-    tensor-core step (which truncates at 2^-25 of its largest term, 17 terms) and n the number of steps:
-      scores   |dS| <= n e Σ|q||k|; a weight is off by a factor 1 + w, w = 1.1e-5 (grid) + 2 max(scale |dS|) + sum
-      out      u |out| + Σ weight |v| (u + 2 w + n e) + f Σ|v|              (P is rounded; l >= 1/2)
-      ds       weight (Σ|grad| B_out + n e Σ|grad||v|) + (u + 2 w + f / weight)(weight |dP - D|) + t
-      dq, dk   scale Σ (B_ds + n e |ds|) |k or q| + u |dq or dk|
-      dv       Σ weight |grad| (u + 2 w + n e) + u |dv| + f Σ|grad|
-    """
-    hidden, keep, kept = (
-        hidden_pairs(case, given["mask"]),
-        kept_pairs(case, given["rng_state"]),
-        keep_scale(case.dropout),
-    )
-    q, k, v = (given[name].double().requires_grad_() for name in ("q", "k", "v"))
-    grad, scale = given["grad"].double(), case.softmax_scale
-    keys, values = (x.repeat_interleave(case.group, 1) for x in (k, v))
-    scores = (q @ keys.transpose(2, 3)) * scale
-    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
-    weights = torch.where(hidden, 0.0, weights)  # rows hidden altogether are NaN
-    out = (weights * keep * kept) @ values
-    out.backward(grad)
-    truth = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-
-    unit, tiny = (2.0**-8, 2.0**-133) if case.dtype == torch.bfloat16 else (2.0**-11, 2.0**-24)
-    step, least = 2.0**-22, max(tiny, 2.0**-125)
-    along_d, along_keys, along_queries = (math.ceil(n / 16) + 1 for n in (case.d, case.skv, case.sq * case.group))
-    qa, ka, va, ga = (x.detach().abs() for x in (q, keys, values, grad))
-    a = weights.detach()
-    score_error = scale * along_d * step * (qa @ ka.transpose(2, 3))
-    factor = 1.1e-5 + 2 * score_error.amax(-1, keepdim=True) + (case.skv + 8) * 2.0**-23
-    loose = unit + 2 * factor
-    bound = {"out": unit * truth["out"].abs()}
-    bound["out"] += kept * ((a * (loose + along_keys * step)) @ va + least * va.sum(2, keepdim=True))
-    dp = (grad @ values.detach().transpose(2, 3)) * keep * kept
-    dots = (grad * truth["out"]).sum(-1, keepdim=True)
-    error = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1, keepdim=True)
-    error = error + kept * along_d * step * (ga @ va.transpose(2, 3))
-    ds = a * (dp - dots)
-    ds_bound = a * error + loose * ds.abs() + least * (dp - dots).abs() + tiny
-    ds_bound = torch.where(hidden, 0.0, ds_bound)
-    bound["dq"] = scale * (ds_bound + along_keys * step * ds.abs()) @ ka + unit * truth["dq"].abs()
-    groups = (case.b, case.hkv, case.group)
-    dk = (scale * (ds_bound + along_queries * step * ds.abs()).transpose(2, 3) @ qa).unflatten(1, groups[1:]).sum(2)
-    dv = (kept * ((a * (loose + along_queries * step) + least).transpose(2, 3) @ ga)).unflatten(1, groups[1:]).sum(2)
-    bound["dk"], bound["dv"] = dk + unit * truth["dk"].abs(), dv + unit * truth["dv"].abs()
-    # Results below the smallest subnormal round to a multiple of it.
-    return truth, {name: b + tiny for name, b in bound.items()}
-
-
-def check_against_float64(case: Case) -> None:
-    given = inputs(case)
-    truth, bound = exact(case, given)
-    found = run(case, given)
-    for name, expected in truth.items():
-        error = (found[name].double() - expected).abs()
-        assert bool((error <= bound[name]).all()), f"{name} of {case}: {(error / bound[name]).max().item():.2f} bounds"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,14 +100,14 @@ def test_the_order_is_the_written_one(dtype: torch.dtype, skv: int) -> None:
         case = dataclasses.replace(case, mask_type="causal")
     given = inputs(case)
     expected = in_the_written_order(given, 0.7, max(skv - 3, 0))
-    found = twin.attention(given["q"], given["k"], given["v"], 0.7, case.mask_type, None, 0.0, None)
+    found = twin.attention(given["q"], given["k"], given["v"], 0.7, case.mask_type, -1, -1, None, 0.0, None)
     for name, a, b in zip(("out", "m", "inv"), expected, found, strict=True):
         assert_same_bits(a, b[0, 0], name)
 
 
 def test_weights_stay_below_two_and_m_is_an_integer() -> None:
     given = inputs(Case(sq=100, skv=300, scale=5.0, d=64))
-    _, m, inv = twin.attention(given["q"], given["k"], given["v"], 5.0, "none", None, 0.0, None)
+    _, m, inv = twin.attention(given["q"], given["k"], given["v"], 5.0, "none", -1, -1, None, 0.0, None)
     assert torch.equal(m, m.floor())
     assert bool((inv <= 1.001).all())  # some weight is at least 1, but for rounding
 
@@ -327,7 +248,7 @@ def test_no_double_arithmetic() -> None:
 @pytest.mark.parametrize("case", [Case(sq=20, skv=30), Case(sq=20, skv=30, dropout=0.5, layout="sbhd")])
 def test_fake_tensors(case: Case) -> None:
     given = inputs(case)
-    rest = (1.0, "none", None, case.dropout)
+    rest = (1.0, "none", -1, -1, None, case.dropout)
     tests = ("test_schema", "test_faketensor")
     q, k, v, state = (given[name] for name in ("q", "k", "v", "rng_state"))
     torch.library.opcheck(twin.attention.default, (q, k, v, *rest, state), test_utils=tests)
@@ -339,7 +260,10 @@ def test_fake_tensors(case: Case) -> None:
 
 def arguments(**changes: object) -> tuple:
     x = torch.zeros(2, 4, 16, 32, dtype=torch.bfloat16)
-    given = SimpleNamespace(q=x, k=x, v=x, scale=1.0, mask_type="none", mask=None, dropout=0.0, rng_state=None)
+    window = {"left": -1, "right": -1}
+    given = SimpleNamespace(
+        q=x, k=x, v=x, scale=1.0, mask_type="none", **window, mask=None, dropout=0.0, rng_state=None
+    )
     return tuple({**vars(given), **changes}.values())
 
 
@@ -356,6 +280,8 @@ REFUSALS = [
     ({"scale": math.nan}, "scale must be a positive number"),
     ({"mask_type": "padding"}, "mask_type must be one of none, causal, causal_bottom_right; got 'padding'"),
     ({"mask": torch.zeros(2, 1, 16, 16)}, "mask must be torch.bool"),
+    ({"left": -2}, "left and right must each be -1 (no limit) or a number of keys; got -2 and -1"),
+    ({"left": 3, "right": -7}, "left and right must each be -1 (no limit) or a number of keys; got 3 and -7"),
     ({"mask": torch.zeros(16, 16, dtype=torch.bool)}, "mask must be 4-D and broadcast"),
     ({"mask": torch.zeros(2, 3, 16, 16, dtype=torch.bool)}, "mask must be 4-D and broadcast"),
     ({"dropout": 1.5}, "dropout probability must be from 0 to 1; got 1.5"),
@@ -372,7 +298,7 @@ def test_refusals(changes: dict, sentence: str) -> None:
 
 def test_refusals_of_the_backward() -> None:
     x, row = X, torch.zeros(2, 4, 16)
-    rest = (1.0, "none", None, 0.0, None)
+    rest = (1.0, "none", -1, -1, None, 0.0, None)
     for position, wrong, sentence in (
         (0, x[:, :2], "grad must be torch.bfloat16 [2, 4, 16, 32]"),
         (4, x.half(), "out must be torch.bfloat16 [2, 4, 16, 32]"),

@@ -225,7 +225,11 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
         ),
         (lambda: te.DotProductAttention(4, 16, qkv_format="thd"), ValueError, "qkv_format='thd'; one of"),
         (lambda: te.DotProductAttention(4, 16, attn_mask_type="diagonal"), ValueError, "attn_mask_type='diagonal'"),
-        (lambda: te.DotProductAttention(4, 16, window_size=(8, 0)), NotImplementedError, r"window_size=\(8, 0\)"),
+        (
+            lambda: te.DotProductAttention(4, 16, window_size=(-1, 8)),
+            ValueError,
+            r"window_size=\(-1, 8\) with attn_mask_type='causal'; \(-1, 0\), or a pair that starts with 0 or more",
+        ),
         (
             lambda: te.DotProductAttention(4, 16, softmax_type="learnable"),
             NotImplementedError,

@@ -33,6 +33,19 @@ def test_every_configuration(dtype: torch.dtype, d: int, dropout: float, mask_ty
     compare(Case(b=2, hkv=2, group=2, sq=197, skv=261, d=d, dtype=dtype, mask_type=mask_type, dropout=dropout))
 
 
+@pytest.mark.parametrize(("sq", "skv"), [(700, 700), (130, 600), (600, 130)])
+@pytest.mark.parametrize("window", [(0, 0), (100, -1), (-1, 100), (128, 128), (127, 1), (300, 257), (2**31 - 1, 5)])
+@pytest.mark.parametrize(("mask_type", "d", "dropout"), [("none", 40, 0.0), ("causal", 128, 0.1), ("none", 136, 0.1)])
+def test_windows(window: tuple[int, int], mask_type: str, d: int, dropout: float, sq: int, skv: int) -> None:
+    compare(Case(hkv=2, group=2, sq=sq, skv=skv, d=d, mask_type=mask_type, window=window, dropout=dropout))
+
+
+@pytest.mark.parametrize("mask_type", MASK_TYPES)
+def test_a_long_window_takes_turns(mask_type: str) -> None:
+    """More tiles than multiprocessors, so that blocks take tickets; up to five key blocks add to a tile's dq."""
+    compare(Case(hkv=8, group=2, sq=1100, skv=1100, d=64, mask_type=mask_type, window=(400, 70)))
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
 def test_masks(mask: str, mask_type: str) -> None:

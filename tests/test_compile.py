@@ -144,6 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gqa, swiglu, RMSNorm": {"num_gqa_groups": 1, "activation": "swiglu", "normalization": "RMSNorm"},
     "checkpointed attention": {},
     "rotary, padding": {"self_attn_mask_type": "padding"},
+    "sliding window": {"window_size": (1, 0)},
     "output layernorm": {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
 }
 

@@ -38,6 +38,14 @@ def test_rotary_and_recomputed_core_attention(same_bits) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+def test_a_sliding_window(mask_type: str, same_bits) -> None:
+    layer = te.TransformerLayer(
+        64, 128, 2, params_dtype=torch.bfloat16, self_attn_mask_type=mask_type, window_size=(150, 20)
+    )
+    train_both(layer, (400, 2, 64), torch.bfloat16, recipe_of("hybrid"), same_bits, steps=2)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     tokens=st.sampled_from([1, 7, 16, 63, 129, 140]),

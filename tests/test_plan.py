@@ -34,6 +34,8 @@ BY_NAME: dict[str, list[Any]] = {
     "attn_mask_type": ["no_mask", "causal", "causal_bottom_right"],
     "self_attn_mask_type": ["no_mask", "causal", "causal_bottom_right"],
     "enc_dec_attn_mask_type": ["no_mask", "causal", "causal_bottom_right"],
+    "window_size": [None, (3, 0), (5, 2)],
+    "enc_dec_window_size": [None, (3, 0), (5, 2)],
     "qkv_format": ["sbhd", "bshd"],
     "own_recipe": [None, *RECIPES],
     "eps": [1e-5, 1e-2, 1.0],
@@ -133,17 +135,19 @@ def test_equal_plans_have_equal_results(name: str, player: Remembering, data: st
     layer = LAYERS[name](te)
     recipe = data.draw(st.sampled_from([None, *RECIPES]))
     step(layer, recipe, 3)
+    changed: list[tuple[torch.nn.Module, str, Any]] = []
     for where, key, values in data.draw(st.lists(st.sampled_from(attributes(layer)), min_size=1, max_size=4)):
         part = layer.get_submodule(where)
-        before = getattr(part, key)
+        changed.append((part, key, getattr(part, key)))
         setattr(part, key, data.draw(st.sampled_from(values)))
         for one in (recipe, data.draw(st.sampled_from([None, *RECIPES])), recipe):
             try:
                 step(layer, one, 3)
             except AssertionError:
                 raise
-            except Exception:  # a value that the layer refuses, or that does not fit its tensors
-                setattr(part, key, before)
+            except Exception:  # a value that the layer refuses, now or later, or that does not fit its tensors
+                while changed:
+                    setattr(*changed.pop())
     player.repeated = 0
     step(layer, recipe, 3)
     step(layer, recipe, 3)

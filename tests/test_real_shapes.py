@@ -56,7 +56,7 @@ def test_bf16_products(name: str) -> None:
 
 def test_heads_of_a_real_attention() -> None:
     q, k, v, grad = (draw(i, 4, 32, 2048, 128).bfloat16() for i in range(4))
-    rest = (0.08838834764831845, "causal", None, 0.0, None)
+    rest = (0.08838834764831845, "causal", -1, -1, None, 0.0, None)
     out, m, inv = twin.attention(q, k, v, *rest)
     grads = twin.attention_backward(grad, q, k, v, out, m, inv, *rest)
     for batch, head in ((0, 0), (2, 17), (3, 31)):

@@ -141,7 +141,7 @@ def test_what_a_gpu_cannot_take_is_refused() -> None:
         here = torch.ones(1)
         for call, sentence in (
             (
-                lambda: twin.attention(*[empty(257, 256, 1, 8)] * 3, 1.0, "none", None, 0.0, None),
+                lambda: twin.attention(*[empty(257, 256, 1, 8)] * 3, 1.0, "none", -1, -1, None, 0.0, None),
                 "at most 65535.*65792",
             ),
             (lambda: twin.rotary(empty(1, 1, 1, 4098), empty(1, 4098, dtype=torch.float32), False, False), "4096 dim"),
@@ -180,7 +180,7 @@ def test_what_a_gpu_cannot_take_is_refused() -> None:
                 call()
         assert gpu.launches == []
         heads = [empty(255, 257, 1, 8)] * 3
-        twin.attention(*heads, 1.0, "none", None, 0.0, None)  # 65535
+        twin.attention(*heads, 1.0, "none", -1, -1, None, 0.0, None)  # 65535
         assert len(gpu.launches) == 2  # tickets, tiles
 
 

@@ -148,8 +148,10 @@ def test_transformer_engines_arguments_keep_their_places(same_bits) -> None:
     same_bits(
         layer(x, None, "causal", None, None, None, None, None, None, None, None, False, None, None, "no_bias"), layer(x)
     )
-    with pytest.raises(NotImplementedError, match=r"TransformerLayer.forward: window_size=\(4, 0\) is not offered"):
-        layer(x, None, "causal", (4, 0))
+    with pytest.raises(
+        ValueError, match=r"TransformerLayer: window_size=\(-1, 4\) with self_attn_mask_type='causal'; "
+    ):
+        layer(x, None, "causal", (-1, 4))
     with pytest.raises(NotImplementedError, match="alibi_slopes="):
         layer(x, alibi_slopes=torch.ones(4))
 

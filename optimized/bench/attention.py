@@ -31,7 +31,7 @@ CASES = (  # batch, heads, heads of keys and values, sequence, channels, mask, d
 def _pair(b: int, h: int, hkv: int, s: int, d: int, mask_type: str, dropout: float) -> dict[str, Callable[[], object]]:
     """Ours and cuDNN's, forward and backward."""
     q, k, v, grad = (torch.randn(s, b, n, d, device="cuda").bfloat16().permute(1, 2, 0, 3) for n in (h, hkv, hkv, h))
-    rest = (d**-0.5, mask_type, None, dropout, philox.new_state("cuda") if dropout else None)
+    rest = (d**-0.5, mask_type, -1, -1, None, dropout, philox.new_state("cuda") if dropout else None)
     out, m, inv = twin.attention(q, k, v, *rest)
     theirs = functools.partial(cudnn, causal=mask_type == "causal", p=dropout)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]

@@ -27,9 +27,10 @@ struct __align__(1024) Shared {
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
-// Queries from `first` of a head, columns from `column` of d, and how many blocks of keys they visit.
+// Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit.
 struct Tile {
-    int first, batch, head, column, blocks;
+    int first, batch, head, column;
+    Range blocks;
 };
 
 // The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
@@ -69,7 +70,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         };
         const int key_head = tile.head / a.group, s = queries.index;
         load(shared.q_box[s], queries.parity, shared.q[s], q, D_CHUNKS, 0, tile.first, tile.head);
-        for (int j = 0; j < tile.blocks; j++, stage.advance()) {
+        for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
             load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, 0, j * kTileRows, key_head);
             load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, tile.column, j * kTileRows, key_head);
@@ -82,7 +83,8 @@ struct Rows {
     float m[2], sum[2];
 };
 
-// Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key.
+// Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key. Here those of keys beyond
+// a query's last one, and those that the mask hides ...
 __device__ __forceinline__ void hide(float (&s)[64], const Arguments& a, const unsigned char* mask, int row, int key) {
     const int limits[2] = {key_limit(a, row), key_limit(a, row + 8)};
 #pragma unroll
@@ -92,6 +94,14 @@ __device__ __forceinline__ void hide(float (&s)[64], const Arguments& a, const u
         if (mask != nullptr && !hidden && row + 8 * r < a.sq) hidden = masked(a, mask, row + 8 * r, column);
         if (hidden) s[i] = TWIN_HIDDEN;
     }
+}
+
+// ... and here those of keys before a query's first one.
+__device__ __forceinline__ void hide_before(float (&s)[64], const Arguments& a, int row, int key) {
+    const int limits[2] = {key_from(a, row), key_from(a, row + 8)};
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        if (key + i / 4 * 8 + i % 2 < limits[i / 2 % 2]) s[i] = TWIN_HIDDEN;
 }
 
 // Scores to weights, in place; returns alpha of the two rows.
@@ -202,8 +212,9 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
         const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
-            if (mask != nullptr || (j + 1) * kTileRows > key_limit(a, warp_row))
-                hide(s, a, mask, row, j * kTileRows + 2 * (threadIdx.x % 4));
+            const int key = j * kTileRows + 2 * (threadIdx.x % 4);
+            if (mask != nullptr || (j + 1) * kTileRows > key_limit(a, warp_row)) hide(s, a, mask, row, key);
+            if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
             weigh(s, rows, alpha, a.c);
             if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
         };
@@ -211,7 +222,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         unsigned p[8][4];
         float s[64], alpha[2];
         shared.q_box[queries.index].wait_full(queries.parity);
-        if (tile.blocks > 0) {  // the first block: nothing to rescale
+        if (tile.blocks.any()) {  // the first block: nothing to rescale
             shared.k_box[keys.index].wait_full(keys.parity);
             turns.wait();
             wgmma_fence();
@@ -222,12 +233,12 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             wgmma_hold(s);
             shared.k_box[keys.index].arrive_empty();
             keys.advance();
-            soften(s, alpha, 0);
+            soften(s, alpha, tile.blocks.from);
 #pragma unroll
             for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
         }
         // While a block's scores become weights, the tensor cores are busy with the values of the block before.
-        for (int j = 1; j < tile.blocks; j++, keys.advance(), values.advance()) {
+        for (int j = tile.blocks.from + 1; j < tile.blocks.to; j++, keys.advance(), values.advance()) {
             shared.k_box[keys.index].wait_full(keys.parity);
             turns.wait();
             wgmma_fence();
@@ -253,7 +264,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
         }
         shared.q_box[queries.index].arrive_empty();
-        if (tile.blocks > 0) {
+        if (tile.blocks.any()) {
             shared.v_box[values.index].wait_full(values.parity);
             wgmma_fence();
             add_values(o, p, shared_address(shared.v[values.index]));

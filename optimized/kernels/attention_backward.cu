@@ -54,9 +54,10 @@ struct Scratch {
     unsigned* ticket;          // blocks that have started
 };
 
-// The tiles of a block: keys from `first`; of each of `group` heads, queries from `from` on.
+// The tiles of a block: keys from `first`; of each of `group` heads, the queries of a range.
 struct Work {
-    int batch, key_head, first, from;
+    int batch, key_head, first;
+    Range queries;
 };
 
 // Heads are taken `together` at a time, their last keys first.
@@ -64,8 +65,8 @@ __device__ __forceinline__ Work work_of(const Arguments& a, unsigned rank, int k
     const int before = rank / (a.together * key_blocks) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
     const int head = before + place % heads, key_heads = a.heads / a.group;
-    const int first = (key_blocks - 1 - place / heads) * kTileRows, after = first - a.shift;
-    return {head / key_heads, head % key_heads, first, after >= a.sq ? a.sq : after < 0 ? 0 : after & -kTileRows};
+    const int first = (key_blocks - 1 - place / heads) * kTileRows;
+    return {head / key_heads, head % key_heads, first, visitors(a, first)};
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
@@ -82,7 +83,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
     Stage<STAGES> stage;
     for (int n = 0; n < a.group; n++) {
         const int head = work.key_head * a.group + n;
-        for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
+        for (int row = work.queries.from; row < work.queries.to; row += QUERIES, stage.advance()) {
             const long long at = static_cast<long long>(work.batch * a.heads + head) * padded + row;
             const int s = stage.index;
             shared.q_box[s].wait_empty(stage.parity);
@@ -109,9 +110,9 @@ __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const
     Stage<kTiles> stage;
     for (int n = 0; n < a.group; n++) {
         const long long head = work.batch * a.heads + work.key_head * a.group + n;
-        for (int row = work.from; row < a.sq; row += QUERIES, stage.advance()) {
+        for (int row = work.queries.from; row < work.queries.to; row += QUERIES, stage.advance()) {
             const long long tile = head * (padded / QUERIES) + row / QUERIES;
-            const unsigned turn = visited(a, row & -kTileRows) - 1 - work.first / kTileRows;
+            const unsigned turn = visited(a, row & -kTileRows).to - 1 - work.first / kTileRows;
             const unsigned source = shared_address(shared.dq[stage.index]);
             float* to = scratch.dq + tile * (2 * kPiece);
             if (turn > 0) {
@@ -169,7 +170,7 @@ __device__ __forceinline__ void hide(Pairs& at, const Arguments& a) {
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {
             const int key = at.key + n / 2 % 2 * 8, query = at.query + 64 * word + n / 4 * 8 + n % 2;
-            bool hidden = query >= a.sq || key >= key_limit(a, query);
+            bool hidden = query >= a.sq || unseen(a, query, key);
             if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
             bits |= static_cast<unsigned>(hidden) << n;
         }
@@ -372,10 +373,11 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
     mbarrier_wait(shared_address(&shared.keys_full), 0);
     bool is_first = true;
     for (int n = 0; n < a.group; n++, at.head++) {
-        for (int first = work.from; first < a.sq; first += QUERIES) {
+        for (int first = work.queries.from; first < work.queries.to; first += QUERIES) {
             at.query = first + threadIdx.x % 4 * 2;
             const bool some_hidden = a.mask != nullptr || first + QUERIES > a.sq ||
-                                     work.first + kTileRows > key_limit(a, first);
+                                     work.first + kTileRows > key_limit(a, first) ||
+                                     work.first < key_from(a, first + QUERIES - 1);
             if (is_first)
                 consumer.tile<true>(at, some_hidden), is_first = false;
             else
@@ -488,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int column = kWords > 1 ? 0 : 64 * piece;
     const float4* from = reinterpret_cast<const float4*>(
         scratch.dq + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * (2 * kPiece) + piece * kPiece);
-    const bool any = visited(a, first & -kTileRows) > 0;
+    const bool any = visited(a, first & -kTileRows).any();
     float sum[32];
 #pragma unroll
     for (int j = 0; j < 8; j++) {

@@ -39,7 +39,7 @@ struct Walk {
 
     // The rows in their order: for dq the last 128 keys first.
     __device__ __forceinline__ int first() const { return DQ ? (to - 1) & -kTileRows : from; }
-    __device__ __forceinline__ bool holds(int row) const { return DQ ? row >= 0 : row < to; }
+    __device__ __forceinline__ bool holds(int row) const { return DQ ? row >= from : row < to; }
     __device__ __forceinline__ bool ends_block(int row) const {
         return row % kTileRows == kStreamRows || row + kStreamRows >= to;
     }
@@ -49,10 +49,9 @@ struct Walk {
 };
 
 __device__ __forceinline__ Walk walk(const Arguments& a, int first) {
-    if constexpr (DQ) return {1, 0, min(a.skv, visited(a, first) * kTileRows)};
-    int from = 0;  // the first query block that visits these keys; so do all after it
-    while (from < a.sq && visited(a, from) * kTileRows <= first) from += kTileRows;
-    return {a.group, from, a.sq};
+    const Range range = DQ ? visited(a, first) : visitors(a, first);
+    if constexpr (DQ) return {1, range.from * kTileRows, min(a.skv, range.to * kTileRows)};
+    return {a.group, range.from, range.to};
 }
 
 __device__ __forceinline__ void produce(const CUtensorMap* x1, const CUtensorMap* x2, const CUtensorMap* y1,
@@ -119,7 +118,7 @@ struct Pairs {
 
 __device__ __forceinline__ bool is_hidden(const Arguments& a, const unsigned char* mask, int row, int column) {
     const int query = DQ ? row : column, key = DQ ? column : row;
-    bool hidden = query >= a.sq || key >= key_limit(a, query);
+    bool hidden = query >= a.sq || unseen(a, query, key);
     if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
     return hidden;
 }
@@ -130,7 +129,8 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
     const int last_query = first_query + (DQ ? 15 : kStreamRows - 1);
     const int last_key = first_key + (DQ ? kStreamRows - 1 : 15);
     at.hidden = 0, at.keep = ~0u;
-    if (a.mask != nullptr || last_query >= a.sq || last_key >= key_limit(a, first_query)) {
+    if (a.mask != nullptr || last_query >= a.sq || last_key >= key_limit(a, first_query) ||
+        first_key < key_from(a, last_query)) {
         const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {

@@ -32,7 +32,7 @@ struct Arguments {
     long long out_b, out_h, out_s;             // strides of the tensor(s) written, in elements
     int batches, heads, group, sq, skv, d;
     int together;        // heads that the kernels take at a time
-    int shift;           // query i sees key j if j <= i + shift; 2^30 where there is no causal rule
+    int lower, upper;    // query i sees key j if i + lower <= j <= i + upper; -2^30 and 2^30 are no limits
     unsigned threshold;  // of dropout
     float c, kept, scale;
 };
@@ -90,15 +90,37 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low
     }
 }
 
-// A query sees keys from 0 up to this one, not included.
+// A query sees keys from this one, which may be negative, ...
+__device__ __forceinline__ int key_from(const Arguments& a, int query) { return query + a.lower; }
+
+// ... up to this one, not included.
 __device__ __forceinline__ int key_limit(const Arguments& a, int query) {
-    return min(a.skv, query + a.shift + 1);
+    return min(a.skv, query + a.upper + 1);
 }
 
-// Key blocks (of 128) that the block of queries from `first` on visits.
-__device__ __forceinline__ int visited(const Arguments& a, int first) {
-    const int limit = key_limit(a, min(first + kTileRows, a.sq) - 1);
-    return (max(limit, 0) + kTileRows - 1) / kTileRows;
+// Whether a query does not see a key, or there is no such key. One comparison for both limits: below `lower` wraps.
+__device__ __forceinline__ bool unseen(const Arguments& a, int query, int key) {
+    const unsigned lower = static_cast<unsigned>(a.lower);
+    return key >= a.skv || static_cast<unsigned>(key - query) - lower > static_cast<unsigned>(a.upper) - lower;
+}
+
+// Blocks of 128 rows, or rows: from one up to the other, not included.
+struct Range {
+    int from, to;
+
+    __device__ __forceinline__ bool any() const { return from < to; }
+};
+
+// Key blocks that the block of queries from `first` on visits.
+__device__ __forceinline__ Range visited(const Arguments& a, int first) {
+    const int from = max(key_from(a, first), 0), limit = key_limit(a, min(first + kTileRows, a.sq) - 1);
+    return {from / kTileRows, from < limit ? (limit + kTileRows - 1) / kTileRows : 0};
+}
+
+// Queries whose blocks visit the block of keys from `first` on.
+__device__ __forceinline__ Range visitors(const Arguments& a, int first) {
+    const int from = first - a.upper, limit = min(first + kTileRows, a.skv) - a.lower;
+    return {from >= a.sq ? a.sq : max(from, 0) & -kTileRows, min(a.sq, (max(limit, 0) + kTileRows - 1) & -kTileRows)};
 }
 
 // The mask's entry for a pair that exists; true where it is hidden.

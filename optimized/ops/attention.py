@@ -10,7 +10,7 @@ import torch
 from optimized import launch
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
-from reference.ops.attention import BLOCK, LOWEST, Options, causal_shift, factor, outputs
+from reference.ops.attention import BLOCK, LOWEST, Options, factor, limits, outputs
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
@@ -19,13 +19,14 @@ THREADS = 384
 SLACK = 1024  # bytes of shared memory after the tiles: barriers, and what the alignment of the structure adds
 L2 = 32 << 20  # bytes of tensors that stay in the H100's 50 MiB of L2
 MAX_GRID_Y = 65535
-_NO_SHIFT = 1 << 30
 
 # struct Arguments of kernels/attention_tile.cuh.
+_INTS = ("batches", "heads", "group", "sq", "skv", "d", "together", "lower", "upper", "threshold")
 ARGUMENTS = np.dtype(
     [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
-    + [(name, "i4") for name in ("batches", "heads", "group", "sq", "skv", "d", "together", "shift", "threshold")]
-    + [(name, "f4") for name in ("c", "kept", "scale")]
+    + [(name, "i4") for name in _INTS]
+    + [(name, "f4") for name in ("c", "kept", "scale")],
+    align=True,
 )
 
 
@@ -77,13 +78,14 @@ def arguments(
     out: torch.Tensor,
     scale: float,
     mask_type: str,
+    left: int,
+    right: int,
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
 ) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    shift = causal_shift(mask_type, sq, skv)
     a = np.zeros((), ARGUMENTS)
     if threshold(dropout):
         assert rng_state is not None
@@ -94,7 +96,7 @@ def arguments(
     a["out_strides"] = out.stride()[:3]
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
     a["together"] = max(1, L2 // (4 * skv * capacity(d))) * a["group"]  # heads whose keys and values fit
-    a["shift"] = _NO_SHIFT if shift is None else shift
+    a["lower"], a["upper"] = limits(mask_type, left, right, sq, skv)
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
     return a
@@ -112,7 +114,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     out, m, inv = outputs(q, k, v, *options)
-    dropout, rng_state = options[3:]
+    dropout, rng_state = options[5:]
     check_grid("twin::attention", q)
     b, h, sq, d = q.shape
     if out.numel() and k.numel():

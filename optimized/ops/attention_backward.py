@@ -111,7 +111,7 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
 
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
     args = [*(one.argument for one in maps), of(dk), space, dk.data_ptr(), dv.data_ptr()]
-    kernel = _kernel(q.dtype, capacity, threshold(options[3]) > 0)
+    kernel = _kernel(q.dtype, capacity, threshold(options[5]) > 0)
     grid = (-(-skv // BLOCK) * b * heads,)
     launch.launch(kernel, grid, (attention.THREADS,), args, kernel.max_dynamic_smem, device=index, early=True)
 
@@ -139,7 +139,7 @@ def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors,
         (False, (k, v), (q, grad), (dv, dk), skv, heads),
         (True, (q, grad), (k, v), (dq, dq), sq, h),
     ):
-        kernel = _wide_kernel(q.dtype, threshold(options[3]) > 0, is_dq)
+        kernel = _wide_kernel(q.dtype, threshold(options[5]) > 0, is_dq)
         maps = [attention.tensor_map(x, BLOCK) for x in fixed]
         maps += [attention.tensor_map(x, _STREAM_ROWS) for x in streamed]
         args = [*(one.argument for one in maps), of(written[1])]

@@ -118,7 +118,7 @@ def _attention(
 
     q, k, v, grad = heads(h, sq, 132), heads(hkv, skv, 133), heads(hkv, skv, 134), heads(h, sq, 135)
     hidden = _mask(mask, b, h, sq, skv)
-    rest = (d**-0.5, mask_type, None if hidden is None else hidden.to(device), dropout)
+    rest = (d**-0.5, mask_type, -1, -1, None if hidden is None else hidden.to(device), dropout)
     drawn = random_state(device) if dropout else None
     before = None if drawn is None else drawn.clone()
     out, m, inv = twin.attention(q, k, v, *rest, drawn)

@@ -15,31 +15,41 @@ from torch.nn.functional import scaled_dot_product_attention
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.checks import activation_dtype, check_cudnn, check_grid, check_mask, check_mask_type, check_qkv
+from reference.nn.checks import (
+    Window,
+    activation_dtype,
+    check_cudnn,
+    check_grid,
+    check_mask,
+    check_mask_type,
+    check_qkv,
+    window_of,
+)
 from reference.nn.context import BlockContext, Saved
 from reference.nn.dropout import Generator
 from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
-from reference.ops.attention import causal_shift
+from reference.ops.attention import NO_LIMIT, limits
 from reference.ops.library import twin
 from reference.quantized import as_dtype
 from reference.recompute import checkpoint
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-MASK_NAMES = ("attention_mask", "attn_mask_type")
+MASK_NAMES = ("attention_mask", "attn_mask_type", "window_size")
 
 
 class CorePlan(NamedTuple):
-    """How to attend: the scale, Transformer Engine's mask type, dropout's probability, the backend."""
+    """How to attend: the scale, Transformer Engine's mask type, the window, dropout's probability, the backend."""
 
     scale: float
     mask_type: str
+    window: tuple[int, int]
     p: float
     backend: str
 
-    def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, torch.Tensor | None, float]:
+    def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
         """Arguments of `twin::attention` after q, k and v."""
-        return self.scale, MASK_TYPES[self.mask_type][0], mask, self.p
+        return self.scale, MASK_TYPES[self.mask_type][0], *self.window, mask, self.p
 
 
 class Plan(NamedTuple):
@@ -91,11 +101,13 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         attention_dropout: probability of dropping a weight in training.
         qkv_format: "sbhd" or "bshd".
         attn_mask_type: default of `forward`'s, one of `MASK_TYPES`.
+        window_size: default of `forward`'s. (left, right) lets query i see only the keys from i + shift - left to
+            i + shift + right, where shift is 0 under a causal mask type, otherwise, and for "..._bottom_right", the
+            number of keys less that of queries. Causal types make right 0. None, (-1, -1) and (-1, 0) are no window.
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
         layer_number, name: accepted as in Transformer Engine, without effect.
-        window_size, softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is
-            offered.
+        softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is faster:
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -140,6 +152,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         self.attention_dropout = float(attention_dropout)
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
+        self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
         self.softmax_scale = self.kv_channels**-0.5 if softmax_scale is None else float(softmax_scale)
         self.attention_backend = attention_backend
@@ -192,17 +205,17 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             key_layer, value_layer: the same with the keys' length and heads.
             attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair, queries' and keys') with a
                 padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types ignore it.
-            qkv_format, attn_mask_type: None is the constructor's.
+            qkv_format, attn_mask_type, window_size: None is the constructor's.
             checkpoint_core_attention: recompute in backward.
-            cu_seqlens_*, max_seqlen_*, window_size, core_attention_bias_type, core_attention_bias and the rest:
-                Transformer Engine's, in its order; only "off" is offered.
+            cu_seqlens_*, max_seqlen_*, core_attention_bias_type, core_attention_bias and the rest: Transformer
+                Engine's, in its order; only "off" is offered.
 
         Returns:
             `[s, b, h·d]` or `[b, s, h·d]`.
         """
         if not (
             cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
-            and max_seqlen_kv is window_size is bottom_right_diagonal is softcap is core_attention_bias is None
+            and max_seqlen_kv is bottom_right_diagonal is softcap is core_attention_bias is None
             and alibi_slopes is inference_params is pad_between_seqs is score_mod is score_mod_bprop is None
             and score_mod_tensors is score_mod_bprop_tensors is qkv_layer is kv_layer is thd_attention_policies is None
             and fast_zero_fill is True
@@ -218,6 +231,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         layout = self.qkv_format if qkv_format is None else qkv_format
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_mask_type("DotProductAttention", "attn_mask_type", kind)
+        core = self.core_plan(kind, window_size)
         check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
         given: Any = (query_layer, key_layer, value_layer)
         if given[0].dtype == torch.float32:
@@ -226,21 +240,20 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         q, k, v = (t.permute(heads_first) for t in given)
         if MASK_TYPES[kind][1]:
             shape = (*q.shape[:3], k.shape[2])
-            check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, shape, q.device)
+            check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, core.window, shape, q.device)
         if self.attention_backend == "cudnn":
-            check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind)
+            check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind, core.window)
         elif q.is_cuda and q.dtype != torch.float32:
             check_grid("DotProductAttention", q.shape[0], q.shape[1], q.device)
         mask = full_mask(kind, attention_mask)
         run = self._attend
-        out = checkpoint(run, q, k, v, kind, mask) if checkpoint_core_attention else run(q, k, v, kind, mask)
+        out = checkpoint(run, q, k, v, core, mask) if checkpoint_core_attention else run(q, k, v, core, mask)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         return out.reshape(*out.shape[:2], self.num_attention_heads * self.kv_channels)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, mask: torch.Tensor | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        core = self.core_plan(kind)
         if q.dtype == torch.float32:
             return torch_attention(q, k, v, core, mask)
         if core.backend == "cudnn":
@@ -248,9 +261,11 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask,))
         return differentiable(forward, backward, Plan(wanted(q, k, v), core), context, q, k, v)
 
-    def core_plan(self, mask_type: str) -> CorePlan:
+    def core_plan(self, mask_type: str, window: Window = None) -> CorePlan:
+        """How to attend now; a window of None is the constructor's."""
+        window = window_of("DotProductAttention", MASK_NAMES, mask_type, self.window_size if window is None else window)
         p = self.attention_dropout if self.training else 0.0
-        return CorePlan(self.softmax_scale, mask_type, p, self.attention_backend)
+        return CorePlan(self.softmax_scale, mask_type, window, p, self.attention_backend)
 
     def random_state(self, inp: torch.Tensor, core: CorePlan) -> torch.Tensor | None:
         """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""
@@ -276,12 +291,13 @@ def torch_attention(
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    shift = causal_shift(MASK_TYPES[core.mask_type][0], sq, skv)
-    if mask is None and not shift:
-        return scaled_dot_product_attention(q, k, v, dropout_p=core.p, is_causal=shift == 0, scale=core.scale)
-    if shift is not None:
-        later = torch.ones(sq, skv, dtype=torch.bool, device=q.device).triu(shift + 1)
-        mask = later if mask is None else mask | later
+    lower, upper = limits(MASK_TYPES[core.mask_type][0], *core.window, sq, skv)
+    if mask is None and lower == -NO_LIMIT and upper in (0, NO_LIMIT):
+        return scaled_dot_product_attention(q, k, v, dropout_p=core.p, is_causal=upper == 0, scale=core.scale)
+    if (lower, upper) != (-NO_LIMIT, NO_LIMIT):
+        every = torch.ones(sq, skv, dtype=torch.bool, device=q.device)
+        unseen = every.triu(upper + 1) | every.tril(lower - 1)
+        mask = unseen if mask is None else mask | unseen
     assert mask is not None
     mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels broadcast a mask over every dimension but the last
     blind = mask.all(-1, keepdim=True)  # such a row would be NaN: it sees everything and is cleared afterwards

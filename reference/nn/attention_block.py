@@ -21,6 +21,7 @@ from reference.compiled import before
 from reference.nn import attention, layernorm_linear, linear
 from reference.nn.attention import CorePlan, Mask, full_mask
 from reference.nn.autograd import wanted
+from reference.nn.checks import Window
 from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.dropout import Generator
 from reference.nn.layernorm import norm_plan
@@ -226,6 +227,7 @@ def prepared(
     source: torch.Tensor | None = None,
     angles: Angles = None,
     recomputes: bool = False,
+    window: Window = None,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
     """The plan, the context and the tensors of one forward of a `MultiheadAttention` with a norm.
 
@@ -240,7 +242,7 @@ def prepared(
     if crosses:
         tensors += [source, modules["key_value"].joined_weight(), modules["key_value"].joined_bias()]
         key_value = modules["key_value"].context(dtype, is_first_microbatch)
-    core_plan: CorePlan = core.core_plan(mask_type)
+    core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch))
     contexts += [key_value] if crosses else []

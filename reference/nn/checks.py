@@ -17,7 +17,10 @@ MAX_ATTENTIONS = 65535  # batch times heads on a GPU, a dimension of the grid
 CUDNN_MASK_TYPES = ("no_mask", "causal")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Shape = tuple[int, ...]
-Names = tuple[str, str]
+Names = tuple[str, str, str]
+"""An attention's arguments as its layer calls them: the mask's, the mask type's, the window's."""
+Window = tuple[int, int] | None
+NO_WINDOWS = ((-1, -1), (-1, 0))
 
 
 def check_tensor(layer: str, name: str, x: Any) -> None:
@@ -98,11 +101,28 @@ def check_mask_type(layer: str, name: str, kind: Any) -> str:
     return kind
 
 
-def check_mask(layer: str, names: Names, kind: str, mask: Any, shape: Shape, device: torch.device) -> None:
-    """Refuse a mask that does not fit `kind` or attention of `shape` [b, h, sq, skv]; some kinds read no mask.
+def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, int]:
+    """(left, right): what a mask type leaves of a window, which is checked; -1 is no limit.
 
-    `names` are the arguments' names, the mask's and its type's.
+    As in Transformer Engine, a causal type makes right 0; without one (-1, 0), too, is no window.
     """
+    causal = MASK_TYPES[kind][0] != "none"
+    if window is None or (type(window) is tuple and [type(n) for n in window] == [int, int] and window in NO_WINDOWS):
+        return NO_WINDOWS[causal]
+    check_arguments(layer, {names[2]: window})
+    left, right = map(int, window)
+    if (left, right) not in NO_WINDOWS and (left < 0 or (right < 0 and not causal)):
+        accepted = (
+            "(-1, 0), or a pair that starts with 0 or more," if causal else "(-1, -1), or a pair of ints from 0 on,"
+        )
+        raise ValueError(f"{layer}: {names[2]}={window} with {names[1]}={kind!r}; {accepted} is accepted.")
+    return NO_WINDOWS[causal] if left < 0 else (left, 0 if causal else right)
+
+
+def check_mask(
+    layer: str, names: Names, kind: str, mask: Any, window: tuple[int, int], shape: Shape, device: torch.device
+) -> None:
+    """Refuse a mask that does not fit the others, or attention of `shape` [b, h, sq, skv]; some kinds read no mask."""
     name = names[0]
     if not MASK_TYPES[kind][1]:
         return
@@ -117,6 +137,11 @@ def check_mask(layer: str, names: Names, kind: str, mask: Any, shape: Shape, dev
     pair = mask if isinstance(mask, tuple) else (mask, mask)
     if len(pair) != 2:
         raise ValueError(f"{layer}: {name} is a tuple of {len(pair)}; two, the queries' and the keys', are accepted.")
+    if isinstance(mask, tuple) and window[0] >= 0 and kind in ("padding", "padding_causal_bottom_right"):
+        raise NotImplementedError(
+            f"{layer}: {names[2]}={window} with {names[1]}={kind!r} and two masks is not offered, because the window "
+            f"would end where each sequence does; 'arbitrary' with a mask that hides what the window hides is accepted."
+        )
     for whose, part, length in (("queries", pair[0], sq), ("keys", pair[1], skv)):
         _check_one_mask(layer, f"{name} of the {whose}", part, (batch, 1, 1, length), kind, device)
 
@@ -161,13 +186,17 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
             )
 
 
-def check_cudnn(dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], kind: str) -> None:
+def check_cudnn(
+    dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], kind: str, window: tuple[int, int]
+) -> None:
     """Refuse what attention_backend="cudnn" does not offer."""
     name = "DotProductAttention: attention_backend='cudnn'"
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"{name} with {dtype}; bfloat16 and float16 are accepted.")
     if kind not in CUDNN_MASK_TYPES:
         raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
+    if window[0] >= 0:
+        raise ValueError(f"{name} with a window of {window}; None is accepted, or attention_backend='exact'.")
     if kind == "causal" and lengths[0] != lengths[1]:
         raise ValueError(
             f"{name} with {lengths[0]} queries and {lengths[1]} keys under a causal mask; as many keys are accepted."

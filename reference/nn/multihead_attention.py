@@ -32,7 +32,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
 
     Args:
         hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes; kv_channels None is hidden / heads.
-        attention_dropout, attn_mask_type, qkv_format, attention_backend: as in `DotProductAttention`.
+        attention_dropout, attn_mask_type, window_size, qkv_format, attention_backend: as in `DotProductAttention`.
         attention_type: "self" or "cross".
         input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
             `LayerNormLinear`.
@@ -42,7 +42,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        window_size, softcap, qk_norm_*, softmax_type and parallelism's arguments: only "off" is offered.
+        softcap, qk_norm_*, softmax_type and parallelism's arguments: only "off" is offered.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         self.hidden_size = int(hidden_size)
         self.attention_type = attention_type
         self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
         self.input_layernorm = input_layernorm
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -186,18 +187,18 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
 
         Args:
             hidden_states: `[s, b, hidden]` or `[b, s, hidden]`, bf16, fp16 or fp32 (whose attention is PyTorch's own).
-            attention_mask, attn_mask_type, checkpoint_core_attention: as in `DotProductAttention.forward`.
+            attention_mask, attn_mask_type, window_size, checkpoint_core_attention: as in `DotProductAttention.forward`.
             encoder_output: for cross-attention; same batch and dtype as hidden_states.
             is_first_microbatch: as in `Linear.forward`.
             rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys.
-            window_size, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order;
-                only "off" is offered.
+            inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order; only "off" is
+                offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
         if not (
-            window_size is bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
             and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
@@ -208,7 +209,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         ):
             check_arguments("MultiheadAttention.forward", locals())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, rotary_pos_emb)
+        window = self.window_size if window_size is None else window_size
+        self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
@@ -224,6 +226,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             layout = (self.rotary_pos_interleaved, self.qkv_format)
             q, k = (rotated(t, freqs, *layout) for t, freqs in zip((q, k), both, strict=True))
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
+        if window is not None:
+            shared["window_size"] = window
         out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
@@ -235,6 +239,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         encoder_output: Any,
         mask: Any,
         kind: Any,
+        window: Any,
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
     ) -> None:
@@ -247,6 +252,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         ours = isinstance(core, DotProductAttention)
         if ours:
             checks.check_mask_type(layer, names[1], kind)
+            window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
         if (
             encoder_output is angles is None
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
@@ -265,10 +271,11 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
-            checks.check_mask(layer, names, kind, mask, (shape[batch], self.num_attention_heads, *lengths), device)
+            full = (shape[batch], self.num_attention_heads, *lengths)
+            checks.check_mask(layer, names, kind, mask, window, full, device)
             dtype = checks.activation_dtype(hidden_states)
             if core.attention_backend == "cudnn":
-                checks.check_cudnn(dtype, device, lengths, kind)
+                checks.check_cudnn(dtype, device, lengths, kind, window)
             elif dtype != torch.float32 and device.type == "cuda":
                 checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
 

@@ -48,13 +48,13 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
         init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
         attention_backend: as in `DotProductAttention`.
-        self_attn_mask_type, enc_dec_attn_mask_type: defaults of `forward`'s.
+        self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        parallel_attention_mlp, drop_path_rate, window_size, softcap, qk_norm_*, softmax_type and parallelism's
-            arguments: only "off"; without ub_tp_comm_overlap, the other ub_* have no effect.
+        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and parallelism's arguments: only
+            "off"; without ub_tp_comm_overlap, the other ub_* have no effect.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         self.layer_type = layer_type
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
+        self.window_size, self.enc_dec_window_size = window_size, enc_dec_window_size
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         common: dict[str, Any] = {name: given[name] for name in _COMMON}
         common |= {
@@ -206,19 +207,20 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         Args:
             hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16. fp32 is cast to
                 torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
-            attention_mask, self_attn_mask_type: of self-attention, as in `DotProductAttention.forward`.
-            encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type: of a decoder's cross-attention.
+            attention_mask, self_attn_mask_type, window_size: of self-attention, as in `DotProductAttention.forward`.
+            encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: of a decoder's
+                cross-attention, without effect in an encoder.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
             rotary_pos_emb: as in `MultiheadAttention.forward`.
-            window_size, bottom_right_diagonal, inference_params, core_attention_bias_type and the rest: Transformer
-                Engine's, in its order; only "off" is offered.
+            bottom_right_diagonal, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its
+                order; only "off" is offered.
 
         Returns:
             a tensor like hidden_states.
         """
         if not (
-            window_size is bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
             and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is thd_attention_policies is None
@@ -231,8 +233,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             check_arguments("TransformerLayer.forward", locals())
         mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
         cross_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
-        cross = (encoder_output, enc_dec_attn_mask, cross_type)
-        self._check(hidden_states, attention_mask, mask_type, rotary_pos_emb, cross)
+        window = self.window_size if window_size is None else window_size
+        cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
+        cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
+        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -246,11 +250,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
-            return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention)
-        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, follows)
+            return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention, window)
+        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, window, follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
-            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention)
+            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window)
         if fused:
             out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
@@ -272,19 +276,24 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         source: torch.Tensor | None,
         angles: Any,
         recomputes: bool,
+        window: checks.Window,
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
         if self._fuses(attention, x, blocks.is_attention_block, recomputes):
-            more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes)
+            more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
             return blocks.run_attention(attention, x, *more, mlp=mlp)
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
         if source is None:
             shared["rotary_pos_emb"] = angles
+        if window is not None:
+            shared["window_size"] = window
         results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
         return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
-    def _check(self, hidden_states: Any, mask: Any, mask_type: Any, angles: Any, cross: tuple[Any, Any, Any]) -> None:
+    def _check(
+        self, hidden_states: Any, mask: Any, mask_type: Any, window: Any, angles: Any, cross: tuple[Any, Any, Any, Any]
+    ) -> None:
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
@@ -293,10 +302,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             wanted = "an encoder_output" if decodes else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         if _checks(attention):
-            names = ("attention_mask", "self_attn_mask_type")
-            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, angles, names)
+            names = ("attention_mask", "self_attn_mask_type", "window_size")
+            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names)
         if decodes and _checks(modules["inter_attention"]):
-            names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type")
+            names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
             modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names)
         if current().enabled and not checks.has_run_in_fp8(mlp):
             attentions = [part for part in modules.values() if _checks(part)]

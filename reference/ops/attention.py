@@ -20,8 +20,13 @@ attention is defined so: docs/attention.md.
 adds them in order of t, from +0; then it adds the sums of e = 0 and e = 1, and one fma adds that to alpha · l of this
 lane. After the last block l = (l_0 + l_1) + (l_2 + l_3).
 
-A query block visits the key blocks in which, by the causal rule, its last query sees some key. A block that is hidden
-altogether would change no bit, as long as v is finite: its p are +0 and its alpha is 1.
+The mask type and the window together limit the keys that a query sees. With shift = 0 for "causal", skv - sq otherwise,
+
+    i + shift - left <= j <= i + shift + right        query i, key j; -1 is no limit; "causal*" sees as if right = 0
+
+A query block visits the key blocks that hold a key which, by these limits, one of its queries sees; they are
+neighbours. It does not visit the others. A block that is hidden altogether would change no bit, as long as v is finite:
+its p are +0 and its alpha is 1. Where a query block visits nothing, l is 0.
 
 Scores up to 2^24 in magnitude (in units of 1 / c) cannot overflow. An infinite score, or a NaN, makes its row NaN.
 
@@ -48,8 +53,12 @@ BLOCK = 128
 MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
 
-Options = tuple[float, str, torch.Tensor | None, float, torch.Tensor | None]
-"""The arguments after q, k and v: scale, mask_type, mask, dropout, rng_state."""
+Options = tuple[float, str, int, int, torch.Tensor | None, float, torch.Tensor | None]
+"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state."""
+
+Limits = tuple[int, int]
+"""Query i sees key j if i + lower <= j <= i + upper: (lower, upper)."""
+NO_LIMIT = 1 << 30
 
 LOWEST = np.float32(-(2.0**100))
 _INFINITY = np.float32(np.inf)
@@ -70,11 +79,22 @@ def blocks(length: int) -> list[slice]:
     return [slice(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
 
 
-def visited(first: int, sq: int, skv: int, shift: int | None) -> int:
-    """The number of key blocks that the query block which starts at `first` visits."""
-    last = min(first + BLOCK, sq) - 1
-    keys = skv if shift is None else min(skv, max(0, last + shift + 1))
-    return -(-keys // BLOCK)
+def limits(mask_type: str, left: int, right: int, sq: int, skv: int) -> Limits:
+    """The limits of a mask type and a window; those that limit nothing are -NO_LIMIT and NO_LIMIT."""
+    shift = causal_shift(mask_type, sq, skv)
+    if shift is None:
+        shift = skv - sq
+    else:
+        right = 0
+    lower = -NO_LIMIT if left < 0 else max(shift - left, -NO_LIMIT)
+    return lower, NO_LIMIT if right < 0 else min(shift + right, NO_LIMIT)
+
+
+def visited(first: int, sq: int, skv: int, limits: Limits) -> list[slice]:
+    """The key blocks that the query block which starts at `first` visits, in order."""
+    lower, upper = limits
+    start, end = first + lower, min(first + BLOCK, sq) + upper
+    return [keys for keys in blocks(skv) if keys.stop > start and keys.start < end]
 
 
 def check_mask(
@@ -95,6 +115,14 @@ def check_mask(
         raise ValueError(f"{op}: mask is on {mask.device}, the data on {device}.")
 
 
+def check_window(op: str, left: int, right: int) -> None:
+    """Refuse a window that is not a number of keys, or -1, on each side."""
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{op}: left and right must each be -1 (no limit) or a number of keys; got {left} and {right}."
+        )
+
+
 def check_scale(op: str, scale: float) -> None:
     """Refuse a softmax scale that is not positive, or out of fp32's normal range."""
     if not (math.isfinite(scale) and 1e-30 < scale < 1e30):
@@ -108,6 +136,8 @@ def check_attention(
     v: torch.Tensor,
     scale: float,
     mask_type: str,
+    left: int,
+    right: int,
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
@@ -139,17 +169,18 @@ def check_attention(
         raise ValueError(f"{op}: q's {h} heads must be a multiple of k's heads; k has {k.shape[1]}.")
     check_scale(op, scale)
     check_mask(op, (b, h, q.shape[2], k.shape[2]), q.device, mask_type, mask)
+    check_window(op, left, right)
     check_dropout(op, "q", q, dropout, rng_state)
 
 
 def hidden_pairs(
-    shape: tuple[int, ...], shift: int | None, mask: torch.Tensor | None, batch: int, head: int, first: int, key: int
+    shape: tuple[int, ...], limits: Limits, mask: torch.Tensor | None, batch: int, head: int, first: int, key: int
 ) -> np.ndarray:
     """Which pairs of a tile are hidden: bool `[queries, keys]`; the tile starts at query `first` and key `key`."""
     _, _, sq, skv = shape
     i = np.arange(first, min(first + BLOCK, sq))[:, None]
     j = np.arange(key, min(key + BLOCK, skv))[None, :]
-    hidden = np.zeros((i.size, j.size), np.bool_) if shift is None else j > i + shift
+    hidden = (j < i + limits[0]) | (j > i + limits[1])
     if mask is not None:
         here = mask.expand(shape)[batch, head, first : first + BLOCK, key : key + BLOCK]
         hidden = hidden | here.numpy()
@@ -218,16 +249,21 @@ def inverse(total: torch.Tensor) -> torch.Tensor:
 
 
 def _query_block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: float, hidden: list[np.ndarray], keep: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    c: float,
+    seen: list[slice],
+    hidden: list[np.ndarray],
+    keep: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [rows, d] against the visited blocks of k and v: (O, m, 1 / l), before the last rounding."""
+    """q [rows, d] against the blocks `seen` of k and v: (O, m, 1 / l), before the last rounding."""
     rows, d = q.shape
     total = torch.zeros(rows, d, dtype=torch.float32, device="cpu")
     m = np.full(rows, LOWEST)
     l = np.zeros((rows, 4), np.float32)  # noqa: E741
     alpha = np.empty(rows, np.float32)
-    for j, block in enumerate(hidden):
-        keys = slice(j * BLOCK, min((j + 1) * BLOCK, k.shape[0]))
+    for keys, block in zip(seen, hidden, strict=True):
         s = tensor_core.gemm(q, k[keys]).numpy()
         p = np.empty_like(s)
         softmax_block(s, block, np.float32(c), m, l, alpha, p, elementary.powers_of_two())
@@ -253,6 +289,8 @@ def attention(
     v: torch.Tensor,
     scale: float,
     mask_type: str,
+    left: int,
+    right: int,
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
@@ -264,23 +302,25 @@ def attention(
         k, v: `[b, hkv, skv, d]`, hkv dividing h.
         scale: of the scores, positive.
         mask_type: "none", "causal" (query i sees keys j <= i), "causal_bottom_right" (j <= i + skv - sq).
-        mask: bool, broadcastable to `[b, h, sq, skv]`, True where a pair is hidden in addition to mask_type.
+        left, right: the window, -1 on a side where it has no limit; (-1, -1) is no window.
+        mask: bool, broadcastable to `[b, h, sq, skv]`, True where a pair is hidden in addition.
         dropout: probability of dropping a weight, rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where dropout > 0, and advanced.
     """
-    out, m, inv = outputs(q, k, v, scale, mask_type, mask, dropout, rng_state)
+    out, m, inv = outputs(q, k, v, scale, mask_type, left, right, mask, dropout, rng_state)
     b, h, sq, _ = q.shape
     skv, group = k.shape[2], h // k.shape[1]
-    shift = causal_shift(mask_type, sq, skv)
+    seeing = limits(mask_type, left, right, sq, skv)
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, head in np.ndindex(b, h):
         keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
         for rows in blocks(sq):
-            keys = range(0, visited(rows.start, sq, skv, shift) * BLOCK, BLOCK)
-            hidden = [hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, key) for key in keys]
+            seen = visited(rows.start, sq, skv, seeing)
+            pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
+            hidden = [hidden_pairs(*pairs, keys.start) for keys in seen]
             tensors = (q[batch, head, rows], k[batch, head // group], v[batch, head // group])
             kept = None if keep is None else keep[rows]
-            total, m[batch, head, rows], inverses = _query_block(*tensors, factor(scale), hidden, kept)
+            total, m[batch, head, rows], inverses = _query_block(*tensors, factor(scale), seen, hidden, kept)
             inv[batch, head, rows] = inverses
             out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
     if threshold(dropout):

@@ -1,7 +1,7 @@
 """`twin::attention_backward`: the gradients of q, k and v; the scores are computed again.
 
 c, G, the key blocks and `keep` are those of `reference.ops.attention`; m and inv are its results. For each tile of 128
-queries by 128 keys that the forward visits (the others would add zeros):
+queries by 128 keys that the forward visits (the others, which would add zeros, are not visited):
 
     S  = q kᵀ,  dP = grad vᵀ                       tensor-core chains over d, fp32
     D  = Σ_d grad · out                            per query, in the order below
@@ -16,7 +16,8 @@ queries by 128 keys that the forward visits (the others would add zeros):
 
 dq's shares are what lets one kernel compute all three gradients: a block of threads that holds a key block waits for
 another to add, not to multiply. They are added from the last block to the first, because under a causal rule the last
-key block that a query sees is the first to reach it. The first share is taken as it is.
+key block that a query sees is the first to reach it. The first share is taken as it is. The query blocks that visit a
+key block are neighbours too, and are added to dk and dv in order. Where nothing is visited, gradients are zeros.
 
 D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (missing ones are 0). It computes t = fma(grad, out, t) from +0, in
 order. Then a halving tree adds the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
@@ -139,6 +140,8 @@ def attention_backward(
     inv: torch.Tensor,
     scale: float,
     mask_type: str,
+    left: int,
+    right: int,
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
@@ -147,14 +150,15 @@ def attention_backward(
 
     Args:
         grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
-        q, k, v, scale, mask_type, mask, dropout: those of the forward.
+        q, k, v, scale, mask_type, left, right, mask, dropout: those of the forward.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
-    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, scale, mask_type, mask, dropout, rng_state)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state)
+    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
-    shift = attention.causal_shift(mask_type, sq, skv)
+    seeing = attention.limits(mask_type, left, right, sq, skv)
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
@@ -167,9 +171,10 @@ def attention_backward(
             one = _Head(tensors, attention.factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
             for rows in attention.blocks(sq):
-                seen = attention.blocks(skv)[: attention.visited(rows.start, sq, skv, shift)]
+                seen = attention.visited(rows.start, sq, skv, seeing)
+                pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
                 for keys in reversed(seen):
-                    hidden = attention.hidden_pairs((b, h, sq, skv), shift, mask, batch, head, rows.start, keys.start)
+                    hidden = attention.hidden_pairs(*pairs, keys.start)
                     p, ds = one.tile(rows, keys, hidden)
                     of_keys = tensor_core.gemm(ds, tensors["k"][keys].t())
                     sum_q[rows] = of_keys if keys is seen[-1] else sum_q[rows] + of_keys
