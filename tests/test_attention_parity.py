@@ -9,6 +9,7 @@ from conftest import assert_same_bits
 from hypothesis import HealthCheck, given, settings
 
 import optimized  # noqa: F401  (registers the CUDA ops)
+from optimized.ops import attention_backward
 from reference.ops.attention import MASK_TYPES
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +45,13 @@ def test_windows(window: tuple[int, int], mask_type: str, d: int, dropout: float
 def test_a_long_window_takes_turns(mask_type: str) -> None:
     """More tiles than multiprocessors, so that blocks take tickets; up to five key blocks add to a tile's dq."""
     compare(Case(hkv=8, group=2, sq=1100, skv=1100, d=64, mask_type=mask_type, window=(400, 70)))
+
+
+@pytest.mark.parametrize("keep", [1, 3 * 384 * 48])
+def test_dropout_where_bits_fit_of_some_heads_alone(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one head of keys, or of three, whose 300 queries and keys take 384 * 48 bytes a head of queries."""
+    monkeypatch.setattr(attention_backward, "KEEP", keep)
+    compare(Case(b=2, hkv=4, group=1, sq=300, skv=300, d=128, mask_type="causal", dropout=0.1))
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -44,7 +44,7 @@ def test_launches_are_those_that_were_recorded(seen: tuple[str, str, DryGpu]) ->
 def test_what_is_recorded_is_tested_and_small() -> None:
     paths = sorted(FOLDER.iterdir())
     assert [path.name for path in paths] == sorted(f"{name}.txt" for name in FILES)
-    assert sum(path.stat().st_size for path in paths) < 450_000
+    assert sum(path.stat().st_size for path in paths) < 520_000
 
 
 def test_launches_are_within_the_limits_of_the_gpu(seen: tuple[str, str, DryGpu]) -> None:
@@ -98,7 +98,7 @@ def test_blocks_cover_matrices_and_no_more(seen: tuple[str, str, DryGpu]) -> Non
             if kernel.kernel == "attention":
                 assert grid == (min(-(-sq // 128) * b * h * columns, 132),)  # the dry GPU's multiprocessors
             elif kernel.kernel == "attention_backward":
-                assert grid == (-(-skv // 128) * b * h // group,)
+                assert grid == (min(-(-skv // 128) * b * h // group, 132),)
                 assert columns == 1
             else:
                 rows = sq if kernel.defines["DQ"] else skv

@@ -17,7 +17,15 @@ from reference import philox
 twin = torch.ops.twin
 NAME = "attention"
 WHAT = "exact attention, against cuDNN's"
-KERNELS = ("attention", "attention_backward", "attention_backward_wide", "dropout", "rotary", "softmax")
+KERNELS = (
+    "attention",
+    "attention_backward",
+    "attention_backward_ends",
+    "attention_backward_wide",
+    "dropout",
+    "rotary",
+    "softmax",
+)
 CASES = (  # batch, heads, heads of keys and values, sequence, channels, mask, dropout
     (4, 32, 32, 2048, 128, "causal", 0.0),
     (4, 32, 32, 2048, 128, "none", 0.0),

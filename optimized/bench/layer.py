@@ -36,9 +36,16 @@ NAME = "layer"
 WHAT = "GPT and Llama-like layers, against PyTorch, TE"
 tables = layer_tables.tables
 KERNELS = (
-    *("activation", "activation_cast_transpose", "attention", "attention_backward", "cast", "cast_transpose"),
-    *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward", "norm_cast_transpose"),
-    *("norm_cast_transpose_long", "cat_cast_transpose", "multi_cast_transpose", "norm_total", "rotary"),
+    *("activation", "activation_cast_transpose", "attention", "attention_backward", "attention_backward_ends", "cast"),
+    *("cast_transpose", "dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward"),
+    *(
+        "norm_cast_transpose",
+        "norm_cast_transpose_long",
+        "cat_cast_transpose",
+        "multi_cast_transpose",
+        "norm_total",
+        "rotary",
+    ),
     "scale_update",
 )
 BROKEN_DOWN = ("TransformerLayer, FP8",)

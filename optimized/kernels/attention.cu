@@ -5,9 +5,10 @@
 //
 // A tile is 128 queries of one head: 64 for each of two consumer warpgroups, while a producer keeps keys and values
 // coming, 128 of each at a time. Scores, weights and the accumulator stay in registers: the weights are the A operand
-// of the second GEMM just as they lie. The warpgroups take turns: while one multiplies, the other weighs.
+// of the second GEMM just as they lie.
 // Blocks stay, one on each multiprocessor, and take tile after tile, by tickets, from longer to shorter ones; the
-// producer is ahead of the consumers, in the next tile as well. Without tickets, there is a block for each tile. Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
+// producer is ahead of the consumers, in the next tile as well. Without tickets, there is a block for each tile.
+// Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
 // (0 | 1).
@@ -18,47 +19,45 @@ using namespace twin;
 
 constexpr int kChunk = kTileRows * 128;
 
-struct __align__(1024) Shared {
-    unsigned char q[Q_STAGES][D_CHUNKS * kChunk];
-    unsigned char k[STAGES][D_CHUNKS * kChunk];
-    unsigned char v[STAGES][N_OUT / 64 * kChunk];
-    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], rank_box[2];
-    int rank[2];  // of the tiles that the consumers take next
-};
-static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
-
-// Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit.
+// Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
+// (-1), there is no tile.
 struct Tile {
     int first, batch, head, column;
     Range blocks;
 };
 
+struct __align__(1024) Shared {
+    unsigned char q[Q_STAGES][D_CHUNKS * kChunk];
+    unsigned char k[STAGES][D_CHUNKS * kChunk];
+    unsigned char v[STAGES][N_OUT / 64 * kChunk];
+    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], tile_box[2];
+    Tile tile[2];  // what the consumers do next
+};
+static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
+
 // The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
 // first, which have most to do.
-__device__ __forceinline__ bool tile_of(Tile& tile, const Arguments& a, int rank) {
+__device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
     const int query_blocks = (a.sq + kTileRows - 1) / kTileRows, columns = (a.d + N_OUT - 1) / N_OUT;
     const int all_heads = a.batches * a.heads, width = query_blocks * columns;
-    if (rank >= all_heads * width) return false;
+    if (rank >= all_heads * width) return {0, 0, -1, 0, {0, 0}};
     const int before = rank / (a.together * width) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
-    tile.first = (query_blocks - 1 - block / columns) * kTileRows;
-    tile.batch = head / a.heads, tile.head = head % a.heads, tile.column = block % columns * N_OUT;
-    tile.blocks = visited(a, tile.first);
-    return true;
+    const int first = (query_blocks - 1 - block / columns) * kTileRows;
+    return {first, head / a.heads, head % a.heads, block % columns * N_OUT, visited(a, first)};
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
                                         const CUtensorMap* v, const Arguments& a, int* ticket) {
     Stage<Q_STAGES> queries;
     Stage<STAGES> stage;
-    Stage<2> ranks;
-    Tile tile;
-    for (int rank = blockIdx.x, next;; rank = next, queries.advance(), ranks.advance()) {
-        shared.rank_box[ranks.index].wait_empty(ranks.parity);
-        shared.rank[ranks.index] = rank;
-        mbarrier_arrive(shared_address(&shared.rank_box[ranks.index].full));
-        if (!tile_of(tile, a, rank)) break;
+    Stage<2> tiles;
+    for (int rank = blockIdx.x, next;; rank = next, queries.advance(), tiles.advance()) {
+        shared.tile_box[tiles.index].wait_empty(tiles.parity);
+        const Tile tile = shared.tile[tiles.index] = tile_of(a, rank);
+        mbarrier_arrive(shared_address(&shared.tile_box[tiles.index].full));
+        if (tile.head < 0) break;
         next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
         const auto load = [&](Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int chunks, int x,
                               int row, int head) {
@@ -176,33 +175,18 @@ __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& r
     store_rows(o, last[0], last[1], out, a.out_s, a.sq - row, a.d - tile.column);
 }
 
-// The warpgroups' turns to multiply: each has a named barrier, on which the other says that it is done.
-struct Turns {
-    int warpgroup;
-
-    __device__ __forceinline__ void wait() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(128 * kWarpgroups) : "memory");
-    }
-    __device__ __forceinline__ void pass() const {
-        asm volatile("bar.arrive %0, %1;" ::"r"(2 - warpgroup), "n"(128 * kWarpgroups) : "memory");
-    }
-};
-
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
                                         int warpgroup) {
     Generator generator{};
     if constexpr (DROPOUT) generator = read_state(a.rng_state);
-    const Turns turns{warpgroup};
     Stage<Q_STAGES> queries;
     Stage<STAGES> keys, values;
-    Stage<2> ranks;
-    Tile tile;
-    if (warpgroup == 1) turns.pass();
-    for (;; queries.advance(), ranks.advance()) {
-        shared.rank_box[ranks.index].wait_full(ranks.parity);
-        const int rank = shared.rank[ranks.index];
-        shared.rank_box[ranks.index].arrive_empty();
-        if (!tile_of(tile, a, rank)) break;
+    Stage<2> tiles;
+    for (;; queries.advance(), tiles.advance()) {
+        shared.tile_box[tiles.index].wait_full(tiles.parity);
+        const Tile tile = shared.tile[tiles.index];
+        shared.tile_box[tiles.index].arrive_empty();
+        if (tile.head < 0) break;
         const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
         const unsigned char* mask = head_mask(a, tile.batch, tile.head);
@@ -224,11 +208,9 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         shared.q_box[queries.index].wait_full(queries.parity);
         if (tile.blocks.any()) {  // the first block: nothing to rescale
             shared.k_box[keys.index].wait_full(keys.parity);
-            turns.wait();
             wgmma_fence();
             score(s, q, shared_address(shared.k[keys.index]));
             wgmma_commit();
-            turns.pass();
             wgmma_wait<0>();
             wgmma_hold(s);
             shared.k_box[keys.index].arrive_empty();
@@ -240,7 +222,6 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         // While a block's scores become weights, the tensor cores are busy with the values of the block before.
         for (int j = tile.blocks.from + 1; j < tile.blocks.to; j++, keys.advance(), values.advance()) {
             shared.k_box[keys.index].wait_full(keys.parity);
-            turns.wait();
             wgmma_fence();
             score(s, q, shared_address(shared.k[keys.index]));
             wgmma_commit();
@@ -248,7 +229,6 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             wgmma_fence();
             add_values(o, p, shared_address(shared.v[values.index]));
             wgmma_commit();
-            turns.pass();
             wgmma_wait<1>();
             wgmma_hold(s);
             shared.k_box[keys.index].arrive_empty();
@@ -276,7 +256,6 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         }
         store(o, rows, a, out, m, inv, row, tile);
     }
-    if (warpgroup == 0) turns.wait();  // the other's last word
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
@@ -289,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
         for (Mailbox& box : shared.q_box) box.init(1, 4 * kWarpgroups);
         for (Mailbox& box : shared.k_box) box.init(1, 4 * kWarpgroups);
         for (Mailbox& box : shared.v_box) box.init(1, 4 * kWarpgroups);
-        for (Mailbox& box : shared.rank_box) box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.tile_box) box.init(1, 4 * kWarpgroups);
         fence_mbarrier_init();
     }
     __syncthreads();

@@ -15,7 +15,7 @@
 // `dots` makes what the tiles need of each query, 384 - m and inv, and D; zeros up to a multiple of 128 queries.
 //
 // Defines: as attention.cu, and DQ (0 | 1).
-#include "attention_tile.cuh"
+#include "attention_backward.cuh"
 
 using namespace twin;
 
@@ -79,30 +79,13 @@ __device__ __forceinline__ void produce(const CUtensorMap* x1, const CUtensorMap
     }
 }
 
-// Which of a 16 x 16 tile's pairs are kept, for the eight a thread has: bit 4 c + 2 r + e as the accumulators lie.
-// The mask is laid out for tiles of queries x keys. In a tile of keys x queries a thread needs halves of two counters,
-// and the thread four lanes away needs the others of the same two: each computes one and they trade.
-__device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsigned long long tile, unsigned threshold) {
-    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+// Which of a 16 x 16 tile's pairs are kept, for the eight a thread has, as the accumulators lie.
+__device__ __forceinline__ unsigned kept_of(const Generator& generator, unsigned long long tile, unsigned threshold) {
+    if constexpr (!DQ) return kept_bits(generator, tile, threshold);
     unsigned words[4], bits = 0;
-    if constexpr (DQ) {
-        philox(words, generator, tile + lane);
+    philox(words, generator, tile + threadIdx.x % 32);
 #pragma unroll
-        for (int i = 0; i < 8; i++) bits |= kept(words[i % 2 * 2 + i / 4], i / 2 % 2, threshold) << i;
-        return bits;
-    }
-    const int odd = g % 2;
-    philox(words, generator, tile + 4 * (2 * q + odd) + g / 2);
-    const unsigned own[2] = {odd ? words[2] : words[0], odd ? words[3] : words[1]};
-    const unsigned give[2] = {odd ? words[0] : words[2], odd ? words[1] : words[3]};
-    unsigned other[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++) other[c] = __shfl_xor_sync(0xFFFFFFFF, give[c], 4);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {  // i = 4 r + 2 c + e: query 8 r + 2 q + e, key 8 c + g
-        const int r = i / 4, c = i / 2 % 2, e = i % 2;
-        bits |= kept(e == odd ? own[c] : other[c], r, threshold) << i;
-    }
+    for (int i = 0; i < 8; i++) bits |= kept(words[i % 2 * 2 + i / 4], i / 2 % 2, threshold) << i;
     return bits;
 }
 
@@ -146,7 +129,7 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
         for (int step = 0; step < 4; step++) {
             const int row = at.row / 16, column = at.column / 16 + step;
             const auto tile = tile_counter(a, at.head, DQ ? row : column, DQ ? column : row);
-            at.keep |= kept_bits(generator, tile, a.threshold) << (8 * step);
+            at.keep |= kept_of(generator, tile, a.threshold) << (8 * step);
         }
     }
 }
@@ -304,13 +287,6 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, con
         store(acc1, a.kept, a, first_out, at.thread_row(), a.skv, batch, head);
         store(acc2, a.scale, a, second_out, at.thread_row(), a.skv, batch, head);
     }
-}
-
-// Element i of 8 in a 16-byte vector, widened.
-__device__ __forceinline__ float element(const uint4& v, int i) {
-    const unsigned word = i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w;
-    if constexpr (same_type<FORMAT, BF16>) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
-    return cvt_f32_f16(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xFFFFu));
 }
 
 // One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements.

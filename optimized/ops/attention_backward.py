@@ -1,4 +1,6 @@
-"""`twin::attention_backward` on the GPU: kernels/attention_backward.cu, and attention_backward_wide.cu for wide heads.
+"""`twin::attention_backward` on the GPU.
+
+Kernels: attention_backward.cu and attention_backward_ends.cu; attention_backward_wide.cu for wide heads.
 
 Semantics: `reference.ops.attention_backward`.
 """
@@ -21,8 +23,11 @@ _STREAM_ROWS = 64  # kStreamRows of the wide kernel
 _DOT_ROWS = 8  # queries of a block of its `dots`
 _DOT_CHANNELS = 8192  # channels of all queries of a block of the other `dots`
 
-# struct Scratch of kernels/attention_backward.cu.
-SCRATCH = np.dtype([(name, "u8") for name in ("base", "inv", "dots", "dq", "turns", "ticket")])
+KEEP = 256 << 20  # bytes that dropout's bits may take: as many heads as have theirs there run in one launch
+
+# struct Scratch of kernels/attention_scratch.cuh.
+POINTERS = ("base", "inv", "dots", "dq", "turns", "ticket", "keep")
+SCRATCH = np.dtype([(name, "u8") for name in POINTERS] + [("first_head", "i4"), ("works", "i4")])
 
 
 def queries_of(d: int) -> int:
@@ -31,14 +36,20 @@ def queries_of(d: int) -> int:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool, name: str = "attention_backward") -> launch.Kernel:
+def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
     queries = queries_of(d)
     macros = attention.defines(dtype, d, dropout, QUERIES=queries)
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     keys, streamed = 2 * chunks * BLOCK * 128, stages * 2 * (chunks * queries * 128 + 6 * queries)
     ds, dq = 2 * queries * BLOCK * 2, (2 if d == 128 else 1) * queries * d * 4
-    shared = keys + streamed + ds + dq + attention.SLACK if name == "attention_backward" else 0
-    return launch.function("attention_backward", name, macros, shared)
+    shared = keys + streamed + ds + dq + attention.SLACK
+    return launch.function("attention_backward", "attention_backward", macros, shared)
+
+
+@functools.cache
+def _end_kernel(dtype: torch.dtype, d: int, name: str) -> launch.Kernel:
+    sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
+    return launch.function("attention_backward_ends", name, sizes)
 
 
 @functools.cache
@@ -52,6 +63,7 @@ def _wide_kernel(dtype: torch.dtype, dropout: bool, dq: bool, name: str = "atten
 _EITHER = (False, True)
 CONFIGURATIONS = [
     *(_kernel(*case).configuration for case in itertools.product(attention.FORMATS, (64, 128), _EITHER)),
+    *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, (64, 128))),
     *(_wide_kernel(*case).configuration for case in itertools.product(attention.FORMATS, _EITHER, _EITHER)),
 ]
 
@@ -88,35 +100,53 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
     grad, q, k, v, out = inputs
     dq, dk, dv = results
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    index, capacity = q.device.index, attention.capacity(d)
-    queries, padded = queries_of(capacity), -(-sq // BLOCK) * BLOCK
+    index, capacity, drops = q.device.index, attention.capacity(d), threshold(options[5]) > 0
+    group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles = padded // queries
+    # Heads of keys whose q, grad, dq, k and v fit into L2 side by side, and as many as a launch takes.
+    together = max(1, attention.L2 // (12 * padded * capacity * group))
+    at_once = b * heads
+    keep_bytes = padded * blocks * (BLOCK // 8) * group  # of a head of keys
+    if drops and at_once * keep_bytes > KEEP:
+        at_once = max(1, KEEP // keep_bytes)
+        together = min(together, at_once)
+        at_once -= at_once % together
     stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
     sums = torch.empty(b * h * padded * capacity, dtype=torch.float32, device=q.device)
     turns = torch.empty(b * h * tiles + 1, dtype=torch.int32, device=q.device)
+    keep = torch.empty(at_once * keep_bytes if drops else 0, dtype=torch.uint8, device=q.device)
     scratch = np.zeros((), SCRATCH)
-    for name, tensor in zip(SCRATCH.names or (), (*stats, sums, turns, turns[-1:]), strict=True):
+    for name, tensor in zip(POINTERS, (*stats, sums, turns, turns[-1:], keep), strict=True):
         scratch[name] = tensor.data_ptr()
-    space = launch.by_value(scratch)
 
     def of(written: torch.Tensor) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
-        # Heads of keys whose q, grad, dq, k and v fit.
-        a["together"] = max(1, attention.L2 // (12 * padded * capacity * (h // heads)))
+        a["together"] = together
         return launch.by_value(a)
 
-    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr(), space]
-    kernel = _kernel(q.dtype, capacity, False, "dots")
-    launch.launch(kernel, (b * h, -(-padded * capacity // _DOT_CHANNELS)), (256,), args, device=index)
+    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
+    kernel = _end_kernel(q.dtype, capacity, "dots")
+    grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
+    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=index)
 
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
-    args = [*(one.argument for one in maps), of(dk), space, dk.data_ptr(), dv.data_ptr()]
-    kernel = _kernel(q.dtype, capacity, threshold(options[5]) > 0)
-    grid = (-(-skv // BLOCK) * b * heads,)
-    launch.launch(kernel, grid, (attention.THREADS,), args, kernel.max_dynamic_smem, device=index, early=True)
+    kernel, draw = _kernel(q.dtype, capacity, drops), _end_kernel(q.dtype, capacity, "attention_keep")
+    for first in range(0, b * heads, at_once):
+        count = min(at_once, b * heads - first)
+        scratch["first_head"], scratch["works"] = first * group, (first + count) * blocks
+        space = launch.by_value(scratch.copy())
+        if drops:
+            args = [of(out), space, np.uint32(first * blocks)]
+            launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
+        args = [*(one.argument for one in maps), of(dk), space, dk.data_ptr(), dv.data_ptr()]
+        works = min(count * blocks, launch.processors(index))
+        launch.launch(
+            kernel, (works,), (attention.THREADS,), args, kernel.max_dynamic_smem, device=index, early=not drops
+        )
 
-    kernel = _kernel(q.dtype, capacity, False, "attention_dq")
-    launch.launch(kernel, (tiles, b * h), (256,), [of(dq), space, dq.data_ptr()], device=index, early=True)
+    args = [of(dq), space, dq.data_ptr()]
+    kernel = _end_kernel(q.dtype, capacity, "attention_dq")
+    launch.launch(kernel, (tiles, b * h), (256,), args, device=index, early=True)
 
 
 def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:

@@ -108,7 +108,7 @@ def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, in
     """
     causal = MASK_TYPES[kind][0] != "none"
     if window is None or (type(window) is tuple and [type(n) for n in window] == [int, int] and window in NO_WINDOWS):
-        return NO_WINDOWS[causal]
+        return NO_WINDOWS[int(causal)]  # torch 2.11 cannot compile an index that is a bool
     check_arguments(layer, {names[2]: window})
     left, right = map(int, window)
     if (left, right) not in NO_WINDOWS and (left < 0 or (right < 0 and not causal)):
@@ -116,7 +116,9 @@ def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, in
             "(-1, 0), or a pair that starts with 0 or more," if causal else "(-1, -1), or a pair of ints from 0 on,"
         )
         raise ValueError(f"{layer}: {names[2]}={window} with {names[1]}={kind!r}; {accepted} is accepted.")
-    return NO_WINDOWS[causal] if left < 0 else (left, 0 if causal else right)
+    return NO_WINDOWS[
+        int(causal)
+    ]  # torch 2.11 cannot compile an index that is a bool if left < 0 else (left, 0 if causal else right)
 
 
 def check_mask(

@@ -1,0 +1,37 @@
+// What the launches of attention's backward share in global memory (heads of up to 128 channels).
+//
+// Defines: QUERIES (64 | 128), of a tile; N_OUT.
+#pragma once
+
+#include "attention_backward.cuh"
+
+namespace twin {
+
+constexpr int kWords = QUERIES / 64;  // of 32 pairs each that a thread has in a tile
+constexpr int kPiece = 64 * 64;       // half of a tile's dq, in floats
+static_assert(QUERIES * N_OUT == 2 * kPiece, "dq of a tile is two pieces");
+
+// The fields of optimized/ops/attention_backward.py's structured array, in its order. `padded` is sq up to a multiple of
+// 128.
+struct Scratch {
+    float *base, *inv, *dots;  // [b h, padded]: 384 - m, 1 / l and D of a query; zeros beyond sq
+    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]
+    unsigned* turns;           // [b h, padded / QUERIES]: key blocks that have been added to a tile
+    unsigned* ticket;          // the next work to be taken
+    unsigned* keep;            // [heads, padded / 64, keys / 16, 32 lanes]: pairs that dropout keeps, of the heads ...
+    int first_head;            // ... from this one on, of queries
+    int works;                 // where this launch ends
+};
+
+__device__ __forceinline__ int padded_queries(const Arguments& a) {
+    return (a.sq + kTileRows - 1) / kTileRows * kTileRows;
+}
+
+// The words of `keep` for 64 queries and 16 keys, of which these are the first ones; one for each lane.
+__device__ __forceinline__ unsigned* kept_words(const Arguments& a, const Scratch& scratch, int head, int query, int key) {
+    const int strips = (a.skv + kTileRows - 1) / kTileRows * (kTileRows / 16);
+    const long long rows = static_cast<long long>(head - scratch.first_head) * (padded_queries(a) / 64) + query / 64;
+    return scratch.keep + (rows * strips + key / 16) * 32;
+}
+
+}  // namespace twin
