@@ -178,7 +178,7 @@ __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& r
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
                                         int warpgroup) {
     Generator generator{};
-    if constexpr (DROPOUT) generator = read_state(a.rng_state);
+    if constexpr (DROPOUT) generator = read_state_once(a.rng_state);
     Stage<Q_STAGES> queries;
     Stage<STAGES> keys, values;
     Stage<2> tiles;

@@ -217,6 +217,7 @@ struct Consumer {
             multiply_dq(acc);
             next.advance();
             if (some_hidden) hide(at, a);
+            if constexpr (DROPOUT) read_kept(at, a, scratch);
             wgmma_wait<1>();
             wgmma_hold(s);
             weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
@@ -225,11 +226,11 @@ struct Consumer {
             send_dq(acc);
         } else {
             if (some_hidden) hide(at, a);
+            if constexpr (DROPOUT) read_kept(at, a, scratch);
             wgmma_wait<0>();
             wgmma_hold(s);
             weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
         }
-        if constexpr (DROPOUT) read_kept(at, a, scratch);
         float dp[kScores];
         shared.grad_box[place].wait_full(stage.parity);
         score(dp, values, grad);

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *scratch.ticket = first;
     const Range keys = visited(a, blockIdx.y * kTileRows);
     if (static_cast<int>(blockIdx.x) < keys.from || static_cast<int>(blockIdx.x) >= keys.to) return;
-    const Generator generator = read_state(a.rng_state);
+    const Generator generator = read_state_once(a.rng_state);
     const int head = scratch.first_head + blockIdx.z, key = blockIdx.x * kTileRows + threadIdx.x / 32 * 16;
 #pragma unroll
     for (int half = 0; half < 2; half++) {

@@ -123,7 +123,7 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
         }
     }
     if constexpr (DROPOUT) {
-        const Generator generator = read_state(a.rng_state);
+        const Generator generator = read_state_once(a.rng_state);
         at.keep = 0;
 #pragma unroll 1
         for (int step = 0; step < 4; step++) {

@@ -17,6 +17,17 @@ __device__ __forceinline__ Generator read_state(const unsigned long long* state)
             {static_cast<unsigned>(offset), static_cast<unsigned>(offset >> 32)}};
 }
 
+// The same, by a whole warp, whose lanes have it in common: the keys of a round are computed once for all.
+__device__ __forceinline__ Generator read_state_once(const unsigned long long* state) {
+    Generator g = read_state(state);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        g.key[i] = __shfl_sync(0xFFFFFFFF, g.key[i], 0);
+        g.offset[i] = __shfl_sync(0xFFFFFFFF, g.offset[i], 0);
+    }
+    return g;
+}
+
 __device__ __forceinline__ void philox(unsigned (&words)[4], const Generator& generator, unsigned long long index) {
     unsigned c0 = static_cast<unsigned>(index), c1 = static_cast<unsigned>(index >> 32);
     unsigned c2 = generator.offset[0], c3 = generator.offset[1];
