@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verdict(recording: file.Recording, result: Result) -> list[str]:
     """What was found, line by line."""
-    aside = f"{result.fed} ops of torch's were not run again: their results came from the file."
+    aside = f"Not run again: {result.fed} of torch's own ops, whose results came from the file."
     if result.equal:
         return [f"The same bits: {result.ops} ops, {result.words:,} words.", *([aside] if result.fed else [])]
     lines = ["Different bits.", f"First: {in_words(recording, result.differences[0])}"]

@@ -70,6 +70,8 @@ def _picture(result: Result, statistics: Statistics) -> Figure:
         casts = [(op, filled) for op, filled in casts if filled > 0]
         if casts:
             below.plot([op for op, _ in casts], [math.log2(filled) for _, filled in casts], "o", ms=4, color=colour)
+    low, high = below.get_ylim()
+    below.set_ylim(min(low, -1.0), max(high, 0.5))  # a recipe that fills the format exactly has no range of its own
     below.axhline(0, lw=0.8, color="#9aa5b1")
     for axes in (above, below):
         if result.differences:
