@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from reference.recorded_step import recorder
+from reference.recorded_step.ops import changed_by
 
 
 @dataclass
@@ -68,6 +69,6 @@ class Faulty(recorder.Recorder):
         self, op: Any, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
         if op.kind != "fed" and self._due("after"):
-            self.fault.flip([x for x in results if x.dtype != torch.bool])
+            self.fault.flip([*results, *changed_by(func, args, kwargs, given)])
             self.fault.known = self.fault.flipped is not None
         super()._wrote(op, func, args, kwargs, given, results)

@@ -112,6 +112,28 @@ def test_nan_is_nan_whatever_its_bits(tmp_path: Path) -> None:
     assert any(row.nan for row in statistics.rows)
 
 
+def test_sparse_and_foreign_tensors_are_left_alone(tmp_path: Path) -> None:
+    """A sparse gradient, complex numbers, the meta device: other ops of torch's, whose results nobody records."""
+    model = torch.nn.ModuleList([torch.nn.Embedding(8, 32, sparse=True), made("Linear")])
+    with te.record(model, tmp_path / "a"), te.autocast():
+        x = model[0](torch.arange(8)) + torch.view_as_real(torch.ones(8, 16, dtype=torch.complex64)).reshape(8, 32)
+        torch.empty(3, device="meta").add(1)
+        model[1](x.bfloat16()).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    assert replayed(tmp_path / "a")[1].equal
+
+
+def test_another_default_dtype(tmp_path: Path) -> None:
+    model = made("Linear")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with te.record(model, tmp_path / "a"):
+            model((given() + torch.ones(32).bfloat16() + torch.full((32,), 0.25).bfloat16()).bfloat16())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert replayed(tmp_path / "a")[1].equal
+
+
 # --- what is in the file ---------------------------------------------------------------------------------
 
 
@@ -263,6 +285,11 @@ def test_one_step_at_a_time_and_of_ours(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert autograd.player is player
     recorded(tmp_path / "d", model, None)  # after an error, too
+    recorder = te.record(model, tmp_path / "e")
+    with recorder:
+        step(model, given(), None)
+    with pytest.raises(RuntimeError, match=r"this recording has been made"), recorder:
+        pass
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

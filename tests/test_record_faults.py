@@ -67,8 +67,7 @@ def _results(recording: file.Recording) -> list[file.Access]:
 
 def check(fault: Fault, recording: file.Recording, clean: file.Recording, result: Result) -> str:
     """What became of a fault: "named", "word" or "no effect"; an error otherwise."""
-    if fault.flipped is None:
-        return "nothing there"
+    assert fault.flipped is not None
     what = f"op {fault.op} of {len(recording.ops)}, {fault.moment}, {fault.choice}, {fault.bit}"
     if result.equal:
         assert same_results(recording, clean), f"{what}: results changed, and replay says they did not"
@@ -98,10 +97,12 @@ def search(
     assert Replay(file.read(path)).run().equal
     rerun = [number for number, op in enumerate(clean.ops) if op.kind != "fed"]
     counts: dict[str, int] = {}
-    for i in range(count):
+    while (i := sum(counts.values())) < count:
         draws = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
         fault = Fault(rerun[int(draws[0] * len(rerun))], moments[i % len(moments)], draws[1], draws[2])
         run(ready, recipe, path, fault, keep)
+        if fault.flipped is None:  # an op without such a tensor
+            continue
         recording = file.read(path)
         became = f"{fault.moment}: {check(fault, recording, clean, Replay(recording).run())}"
         counts[became] = counts.get(became, 0) + 1
@@ -111,7 +112,7 @@ def search(
 def test_thirty_flipped_bits(tmp_path: Path) -> None:
     counts = search(30, 11, tmp_path, "TransformerLayer", "delayed")
     assert sum(counts.values()) == 30
-    assert sum(n for what, n in counts.items() if "word" in what or "named" in what) >= 20, counts
+    assert sum(n for what, n in counts.items() if "no effect" not in what) >= 25, counts
 
 
 def reads(recording: file.Recording, op: str, argument: str) -> tuple[int, int]:
@@ -197,4 +198,3 @@ def test_a_thousand_flipped_bits(tmp_path: Path) -> None:
             total[what] = total.get(what, 0) + n
     print(dict(sorted(total.items())))
     assert sum(total.values()) == 1000
-    assert sum(n for what, n in total.items() if "nothing" in what) < 100

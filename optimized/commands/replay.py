@@ -9,7 +9,9 @@ word is the same, 1 if one differs, and 2 if the file cannot be replayed.
 import argparse
 from pathlib import Path
 
+import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from optimized.commands import CommandError, check_output
 from optimized.commands.replay_page import page
@@ -52,7 +54,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         recording = file.read(args.file)
         statistics = Statistics(recording)
-        result = replay(recording, statistics)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("replaying", total=len(recording.ops))
+
+            def observe(number: int, op: file.Op, *tensors: list[torch.Tensor]) -> None:
+                progress.update(task, completed=number, description=op.at or "replaying")
+                statistics(number, op, *tensors)
+
+            result = replay(recording, observe)
     except FileNotFoundError as error:
         raise CommandError(str(error)) from error
     except Refused as error:

@@ -74,8 +74,6 @@ def with_one_nan(x: torch.Tensor) -> torch.Tensor:
 def words_of(x: torch.Tensor) -> torch.Tensor:
     """The words of a tensor, int32, on its device."""
     flat = x.detach().contiguous().reshape(-1)
-    if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).reshape(-1)
     data = with_one_nan(flat).view(torch.uint8)
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
@@ -85,7 +83,7 @@ def words_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def digest(x: torch.Tensor) -> torch.Tensor:
-    """The digest of a tensor of any dtype and shape: int64 `[2]` on its device, without waiting for it."""
+    """The digest of a tensor of any shape, with real numbers: int64 `[2]` on its device, without waiting for it."""
     words = words_of(x)
     found = torch.zeros(2, dtype=torch.int64, device=x.device)
     if not words.numel():

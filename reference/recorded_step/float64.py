@@ -1,8 +1,9 @@
 """The ops of `twin::` in float64, from the tensors that they read: what their results are compared with for SQNR.
 
 Each function has the op's arguments and returns what its results stand for, in their order; None where a result is a
-transpose, or no number of its own. Codes stand for the numbers before the cast, so SQNR of codes contains the rounding
-to FP8 and, where an op is fused, what it computed before. A mask of dropout is the op's own.
+transpose, or no number of its own; nothing for attention with more than 2^27 scores. Codes stand for the numbers before
+the cast, so SQNR of codes contains the rounding to FP8 and, where an op is fused, what it computed before. A mask of
+dropout is the op's own.
 """
 
 import math
@@ -114,6 +115,11 @@ def _attend(q: T, k: T, v: T, scale: float, hidden: T, keep: T | None) -> T:
     return (weights if keep is None else weights * keep) @ v
 
 
+def _is_large(q: T, k: T) -> bool:
+    """Whether the scores would take more than a gigabyte."""
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 1 << 27
+
+
 def _kept(q: T, k: T, dropout: float, rng_state: T | None) -> T | None:
     if not threshold(dropout) or rng_state is None:
         return None
@@ -134,6 +140,8 @@ def _attention(
     dropout: float,
     rng_state: Any,
 ) -> Results:
+    if _is_large(q, k):
+        return []
     hidden = _hidden((*q.shape[:3], k.shape[2]), mask_type, left, right, mask)
     keep = _kept(q, k, dropout, rng_state)
     return [_attend(q.double(), k.double(), v.double(), scale, hidden, keep)]
@@ -141,6 +149,8 @@ def _attention(
 
 def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, scale: float, *rest: Any) -> Results:
     mask_type, left, right, mask, dropout, rng_state = rest
+    if _is_large(q, k):
+        return []
     hidden = _hidden((*q.shape[:3], k.shape[2]), mask_type, left, right, mask)
     keep = _kept(q, k, dropout, rng_state)
     return [*_gradients(lambda q, k, v: _attend(q, k, v, scale, hidden, keep), [q, k, v], grad)]

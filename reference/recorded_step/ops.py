@@ -55,6 +55,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def has_numbers(x: torch.Tensor) -> bool:
+    """Whether a tensor can be recorded: dense, with memory, of a dtype that the file has."""
+    dense = x.layout is torch.strided and not x.is_meta and not x.is_nested
+    return dense and torch._C._has_storage(x) and dtype_name(x.dtype) in SAFE
+
+
 def kind_of(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str:
     """ "twin", "torch" or "fed": whether an op of these tensors runs again (`reference.recorded_step.recorder`)."""
     name = func._schema.name
@@ -65,6 +71,8 @@ def kind_of(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str
         return "fed"
     dtypes = {x.dtype for x in given} | {x for x in kwargs.values() if isinstance(x, torch.dtype)}
     wide, same = dtypes <= set(WIDE_DTYPES), len(dtypes) <= 1
+    if func in (aten.zeros.default, aten.ones.default, aten.full.default) and kwargs.get("dtype") is None:
+        return "fed"  # the default dtype may be another in replay
     if func in (aten._to_copy.default, aten.copy_.default):
         return "torch" if same or wide else "fed"
     if func in (aten.add.Tensor, aten.add_.Tensor):

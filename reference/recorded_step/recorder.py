@@ -36,7 +36,7 @@ from reference.random import get_state
 from reference.recorded_step.digest import digest
 from reference.recorded_step.file import Access, Op, Recording, Region
 from reference.recorded_step.modules import Modules
-from reference.recorded_step.ops import ALLOCATIONS, changed_by, dtype_name, encoded, kind_of, tensors_of
+from reference.recorded_step.ops import ALLOCATIONS, changed_by, dtype_name, encoded, has_numbers, kind_of, tensors_of
 from reference.scaling import KEYS
 
 OPS = ("digests", "outputs")
@@ -152,6 +152,8 @@ class Recorder(TorchDispatchMode):
         global _recording
         if _recording is not None and _recording() is not None:
             raise RuntimeError("record: another step is being recorded; one at a time is accepted.")
+        if self.made.start or self.made.ops:
+            raise RuntimeError("record: this recording has been made; te.record(...) for each step is accepted.")
         self._random = {f"random/{name}": state for name, state in get_state(self.model).items()}
         for name, owner, x in self._named():
             region = self._region(x)
@@ -200,14 +202,16 @@ class Recorder(TorchDispatchMode):
         """Every tensor with a name: the name, its module's path, the tensor; those that appear twice once."""
         seen: set[tuple[int, int]] = set()
         for name, owner, x in self._every_named():
+            if not has_numbers(x):
+                continue
             where = (x.untyped_storage()._cdata, int(x.storage_offset()))
-            if x.layout is torch.strided and x.numel() and not x.is_meta and where not in seen:
+            if x.numel() and where not in seen:
                 seen.add(where)
                 yield name, owner, x
         if gradients:
             for name, parameter in self.model.named_parameters():
                 grad = parameter.grad
-                if grad is not None and type(grad) is torch.Tensor and grad.layout is torch.strided:
+                if grad is not None and type(grad) is torch.Tensor and has_numbers(grad):
                     yield f"{name}.grad", name.rpartition(".")[0], grad
 
     def _every_named(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -259,7 +263,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a weight in FP8, a DTensor: its own ops come here
         if func in ALLOCATIONS:
             made = func(*args, **kwargs)
-            self._storage(made, written=False)
+            if has_numbers(made):
+                self._storage(made, written=False)
             return made
         kind = kind_of(func, args, kwargs, given)
         if func.is_view:
@@ -267,7 +272,8 @@ class Recorder(TorchDispatchMode):
         op = Op(kind, func._schema.name, phase=self.modules.phase())
         op.at = self.modules.path() if kind == "fed" else self._read(op, args, kwargs, given)
         out = func(*args, **kwargs)
-        self._wrote(op, func, args, kwargs, given, tensors_of(out))
+        given = [x for x in given if has_numbers(x)]
+        self._wrote(op, func, args, kwargs, given, [x for x in tensors_of(out) if has_numbers(x)])
         return out
 
     def _read(self, op: Op, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str:
@@ -306,7 +312,7 @@ class Recorder(TorchDispatchMode):
         self, op: Op, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
         """Note what an op has written; a result of torch's that is an argument's memory is none."""
-        changed = changed_by(func, args, kwargs, given)
+        changed = [x for x in changed_by(func, args, kwargs, given) if has_numbers(x)]
         memory = {self._storage(x).number for x in given}
         new = [x for x in results if self._storage(x, written=False).number not in memory]
         named = self._owners(given)
