@@ -49,6 +49,7 @@ from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs
 from optimized.training import corpus
 from optimized.training.model import Settings
+from reference import scaling
 
 FOLDER = "commands"
 
@@ -254,7 +255,8 @@ def recorded_step(path: Path, fault: Fault, keep: bool) -> None:
     x, grad = (parity_inputs.numbers((16, n), torch.bfloat16, seed) for n, seed in ((32, 1), (16, 2)))
     step = Faulty(model, path, None, keep)
     step.fault = fault
-    with step:
+    # Models of other tests may still be alive, and this thread's autocast would update their scales.
+    with mock.patch.dict(scaling._MODULES, clear=True), step:
         with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
             h = mlp(x.requires_grad_()).abs()
         model["head"](h).backward(grad)

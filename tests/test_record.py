@@ -107,7 +107,7 @@ def test_nan_is_nan_whatever_its_bits(tmp_path: Path) -> None:
     statistics = Statistics(recording)
     assert replay(recording, statistics).equal
     first, op, what = statistics.first["NaN"]
-    assert (recording.ops[first].name, what) == ("twin::norm_cast_transpose", "what it read")
+    assert (recording.ops[first].name, what) == ("twin::norm_cast_transpose", "read it in its argument x")
     assert statistics.first["infinity"][1] is op
     assert any(row.nan for row in statistics.rows)
 

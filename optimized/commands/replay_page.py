@@ -41,7 +41,7 @@ def _firsts(recording: Recording, statistics: Statistics) -> list[str]:
     for kind in ("NaN", "infinity"):
         if kind in statistics.first:
             number, _, what = statistics.first[kind]
-            found.append(f"The first {kind} is in {what}: {escape(op_in_words(recording, number))}.")
+            found.append(escape(f"The first {kind}: {op_in_words(recording, number)}, {what}."))
     return found or ["There is no NaN and no infinity in anything that an op of <code>twin::</code> read or wrote."]
 
 
@@ -103,7 +103,12 @@ def _cells(row: Row) -> list[object]:
     kind = f"{_KINDS.get(row.dtype, row.dtype)}\u00a0{'×'.join(map(str, row.shape))}"
     counts = f"{row.nan:,}, {row.infinite:,}" if row.nan or row.infinite else "0"
     numbers = [_number(row.amax), _number(row.scale), _share(row.saturated), _share(row.underflowed), _number(row.sqnr)]
-    return [row.op, row.name, row.tensor, kind, *numbers, counts]
+    return [row.op, _breakable(row.name), _breakable(row.tensor), kind, *numbers, counts]
+
+
+def _breakable(name: str) -> str:
+    """A name that may be broken behind each part of it, by spaces without width."""
+    return name.replace("_", "_\u200b").replace(".", ".\u200b")
 
 
 def _number(x: float | None) -> str:

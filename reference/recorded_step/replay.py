@@ -124,7 +124,7 @@ class Replay:
             return True
         read = []
         for i, access in enumerate(op.reads):
-            x = self._input(number, access, _argument(op, i))
+            x = self._input(number, access, read_name(op, i))
             if x is None:
                 return False
             read.append(x)
@@ -144,7 +144,7 @@ class Replay:
                 continue
             self.result.words += access.region.words
             self._note(access, number)
-            if not self._compare(number, access, x, _written(op, i), None):
+            if not self._compare(number, access, x, written_name(op, i), None):
                 return False
         if observe is not None and op.kind == "twin":
             observe(number, op, before, list(kept.values()))
@@ -249,15 +249,16 @@ def result_names(op: Op) -> list[str]:
     return [known[i] if i < len(known) else f"result {i}" for i in range(count)]
 
 
-def _written(op: Op, i: int) -> str:
+def written_name(op: Op, i: int) -> str:
     """What the i-th tensor that an op wrote is called."""
     names = result_names(op)
     if i < len(names):
         return f"its result {names[i]}"
-    return _argument(op, mutated(op.name, op.args, op.kwargs)[i - len(names)])
+    return read_name(op, mutated(op.name, op.args, op.kwargs)[i - len(names)])
 
 
-def _argument(op: Op, read: int) -> str:
+def read_name(op: Op, read: int) -> str:
+    """What the tensor of that number among an op's reads is called."""
     return f"its argument {argument_name(op.name, op.args, op.kwargs, read)}"
 
 

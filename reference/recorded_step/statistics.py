@@ -13,6 +13,7 @@ Of each result of a twin op that is a matrix of numbers:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from reference import formats
 from reference.recorded_step.file import Op, Recording
 from reference.recorded_step.float64 import evaluated
 from reference.recorded_step.ops import decoded, dtype_name
-from reference.recorded_step.replay import result_names
+from reference.recorded_step.replay import read_name, result_names, written_name
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +55,7 @@ class Statistics:
 
     Attributes:
         rows: in the order of the ops.
-        first: the op and tensor in which NaN, and in which infinity, first appeared.
+        first: the op in which NaN, and in which infinity, first appeared, and in which of its tensors, in words.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -63,9 +64,10 @@ class Statistics:
         self.first: dict[str, tuple[int, Op, str]] = {}
 
     def __call__(self, number: int, op: Op, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        for what, tensors in (("what it read", read), ("what it wrote", written)):
-            for x in tensors:
-                self._look(number, op, what, x)
+        for i, x in enumerate(read):
+            self._look(number, op, x, "read it in", read_name, i)
+        for i, x in enumerate(written):
+            self._look(number, op, x, "made it in", written_name, i)
         names = result_names(op)
         wide = evaluated(op.name.removeprefix("twin::"), decoded(op.args, read))
         for i, name in enumerate(names):
@@ -92,13 +94,13 @@ class Statistics:
         of = self._names.get((region.storage, region.offset))
         return "codes" if of is None else f"codes of {of.removeprefix(op.at + '.')}"
 
-    def _look(self, number: int, op: Op, what: str, x: torch.Tensor) -> None:
+    def _look(self, number: int, op: Op, x: torch.Tensor, how: str, name: Callable[[Op, int], str], i: int) -> None:
         if not x.is_floating_point() or len(self.first) == 2:
             return
         x = formats.decode(x) if x.dtype in _FP8 else x
         for kind, there in (("NaN", x.isnan()), ("infinity", x.isinf())):
             if kind not in self.first and bool(there.any()):
-                self.first[kind] = (number, op, what)
+                self.first[kind] = (number, op, f"{how} {name(op, i)}")
 
 
 def _row(
