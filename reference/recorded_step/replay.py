@@ -81,7 +81,7 @@ class Result:
 
 
 class Refused(ValueError):
-    """An op refused its recorded arguments; the text says which."""
+    """An op cannot run with what was recorded; the text says which."""
 
 
 class Replay:
@@ -98,13 +98,22 @@ class Replay:
         self._until |= {access.region.storage: len(recording.ops) for access in recording.end}
 
     def run(self, observe: Observer | None = None) -> Result:
-        """Run every op; `observe` gets each twin op's number, the op, what it read, and what it wrote."""
+        """Run every op; `observe` gets each twin op's number, the op, what it read, and what it wrote.
+
+        Raises:
+            Refused: an op refuses its recorded arguments, or this machine's memory does not suffice.
+        """
         recording, result = self.recording, self.result
         for access in recording.start:
             self._note(access, -1)
         with torch.no_grad():
             for number, op in enumerate(recording.ops):
-                if not self._step(number, op, observe):
+                try:
+                    goes_on = self._step(number, op, observe)
+                except RuntimeError as error:  # torch's: no memory, or a file that describes impossible tensors
+                    reason = str(error).split("\n")[0].rstrip(".")
+                    raise Refused(f"{op_in_words(recording, number)} cannot run here ({reason}).") from error
+                if not goes_on:
                     result.ended = number
                     return result
                 for storage in [one for one in self._bytes if self._until.get(one, -1) <= number]:
