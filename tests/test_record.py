@@ -93,6 +93,16 @@ def test_microbatches_and_recomputation(tmp_path: Path) -> None:
     assert result.equal
 
 
+def test_an_expanded_gradient(tmp_path: Path) -> None:
+    """Of a sum that torch has scaled: one number in memory, which our op reads as a matrix."""
+    model = made("LayerNormMLP")
+    with te.record(model, tmp_path / "a"), te.autocast():
+        (model(given()).sum() * 1.5).backward()
+    recording, result = replayed(tmp_path / "a")
+    assert any(access.whole and 0 in access.region.stride for op in recording.ops for access in op.reads)
+    assert result.equal
+
+
 def test_nan_is_nan_whatever_its_bits(tmp_path: Path) -> None:
     x = given()
     with torch.no_grad():

@@ -185,7 +185,7 @@ class Replay:
         writer = self._writers.get(region.storage, -1)
         if access.whole is None:
             return x if self._compare(number, access, x, what, writer) else None
-        x.copy_(self.recording.tensors[access.whole])
+        _put(x, self.recording.tensors[access.whole])
         digested, by = self._last.get(region.place(), (access.digest, -2))
         self._last[region.place()] = (access.digest, number)
         if by == writer and self.recording.digests[digested] != self.recording.digests[access.digest]:
@@ -208,7 +208,7 @@ class Replay:
             other = None if word is None else with_word(x, word)
         self._differs(number, what, writer, None if other is None else (other, x))
         if other is not None:
-            x.copy_(other)
+            _put(x, other)
         return other is not None
 
     def _differs(
@@ -221,6 +221,12 @@ class Replay:
     def _name(self, access: Access) -> str:
         found = self.recording.names.get((access.region.storage, access.region.offset))
         return "a tensor" if found is None else found
+
+
+def _put(x: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy into a tensor that may be expanded, as a sum's gradient is: there all values of such a dimension agree."""
+    once = [slice(0, 1) if step == 0 else slice(None) for step in x.stride()]
+    x[tuple(once)].copy_(values[tuple(once)])
 
 
 def _first(recorded: torch.Tensor, replayed: torch.Tensor) -> tuple[Word, int]:
