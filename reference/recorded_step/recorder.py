@@ -66,8 +66,8 @@ def record(
     Cost: the ops run one by one: no tape is replayed (docs/replay.md), and what torch.compile has compiled runs in
     eager mode. A digest takes about ten small launches and reads a tensor about six times; nobody waits for it. What
     goes into the file whole is copied to the host at once, which waits for the device, and stays there until the end:
-    each weight, input and fed tensor, and with ops="outputs" each result. On the device nothing is kept but 16 bytes a
-    digest.
+    each weight, input and fed tensor, and with ops="outputs" each result. The device keeps a block of 512 bytes a
+    digest, and needs up to 200 MiB for a moment while it computes one.
 
     Args:
         model: contains the layers; names of modules and tensors are those in it.
