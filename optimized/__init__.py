@@ -35,6 +35,7 @@ from reference import (  # noqa: F401
     quantized_model_init,
     random,
     recipe,
+    record,
     tensor_core,
 )
 from reference.nn import autograd as _autograd

@@ -24,6 +24,7 @@ from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.transformer_layer import TransformerLayer
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
+from reference.recorded_step.recorder import record
 
 check_denormals()
 __getattr__ = not_offered.explain(__name__)
@@ -52,5 +53,6 @@ __all__ = [
     "quantized_model_init",
     "random",
     "recipe",
+    "record",
     "tensor_core",
 ]

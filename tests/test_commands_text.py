@@ -12,9 +12,11 @@ import hashlib
 import io
 import itertools
 import re
+import tempfile
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,17 +26,21 @@ import pytest
 import snapshots
 import torch
 from dry_gpu import DryGpu
+from faults import Fault, Faulty
 from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
+import reference as te
 from optimized import device, measure
 from optimized.bench import adam
 from optimized.commands import (
     bench,
     parity,
+    replay_page,
     tables,
     walkthrough,
 )
+from optimized.commands import replay as replay_command
 from optimized.commands.report import Report
 from optimized.commands.steps import linear, number_line, recorded, training, tutorial
 from optimized.commands.steps.style import styled
@@ -43,6 +49,7 @@ from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs
 from optimized.training import corpus
 from optimized.training.model import Settings
+from reference import scaling
 
 FOLDER = "commands"
 
@@ -240,11 +247,57 @@ def run_of_parity() -> snapshots.Sections:
     return found
 
 
+def recorded_step(path: Path, fault: Fault, keep: bool) -> None:
+    """A step of an MLP in FP8 and of a Linear in 16 bits between torch's own ops; its numbers are the same anywhere."""
+    torch.manual_seed(7)
+    mlp = te.LayerNormMLP(32, 64, activation="relu", params_dtype=torch.bfloat16)
+    model = torch.nn.ModuleDict({"mlp": mlp, "head": te.Linear(32, 16, bias=False, params_dtype=torch.bfloat16)})
+    x, grad = (parity_inputs.numbers((16, n), torch.bfloat16, seed) for n, seed in ((32, 1), (16, 2)))
+    step = Faulty(model, path, None, keep)
+    step.fault = fault
+    # Models of other tests may still be alive, and this thread's autocast would update their scales.
+    with mock.patch.dict(scaling._MODULES, clear=True), step:
+        with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+            h = mlp(x.requires_grad_()).abs()
+        model["head"](h).backward(grad)
+
+
+def run_of_replay() -> snapshots.Sections:
+    """`twin replay` of a step, and of the same step with memory that changed, and with a wrong result."""
+    parser, found = argparse.ArgumentParser(), dict[str, tuple[list[str], int]]()
+    replay_command.add_arguments(parser)
+    found["help"] = options_of(parser), 30
+    pages: list[Pictures] = []
+
+    def kept(*given: str) -> Report:
+        pages.append(Pictures(*given))
+        return pages[-1]
+
+    faults = {
+        "the same": (Fault(-1, "before"), False),
+        "memory": (Fault(5, "before", read=0), False),
+        "a result": (Fault(16, "after"), True),
+        "digests alone": (Fault(5, "while", read=1, bit=24 / 32), False),
+    }
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(replay_page, "Report", kept):
+        path, page = Path(folder, "step.safetensors"), Path(folder, "page.html")
+        for what, (fault, keep) in faults.items():
+            recorded_step(path, fault, keep)
+            console = Console(file=io.StringIO(), width=100, force_terminal=False)
+            code = replay_command.run(parser.parse_args([str(path), "--output", str(page)]), console)
+            text = console.file.getvalue().replace(folder, "...")  # type: ignore[attr-defined]
+            lines = [f"exit code {code}", *text.splitlines(), "-- the page", *lines_of(pages[-1])]
+            moment = r"recorded on .* at [^,]*, torch [^<]*?(?=</|$)"
+            found[what] = [re.sub(moment, "recorded at some time", line) for line in lines], 12 if fault.op + 1 else 80
+    return found
+
+
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "bench": run_of_bench,
     "parity": run_of_parity,
     "parity_cases": run_of_parity_cases,
     "parity_inputs": run_of_parity_inputs,
+    "replay": run_of_replay,
     "walkthrough": run_of_walkthrough,
 }
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-DESIGN = ("attention", "cast", "compile", "gemm", "layer", "norm", "replay")
+DESIGN = ("attention", "cast", "compile", "gemm", "layer", "norm", "record", "replay")
 LONG = ("glossary", "numerics", "results")  # a list, the contract, and generated tables
 MOST_WORDS = 800
 MOST_ENTRIES = 40

@@ -8,6 +8,7 @@ and on black; text in boxes is nearly black on a fill of its own.
 `tests/test_docs.py` compares the files with what this script draws.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -308,6 +309,41 @@ def replay() -> Drawing:
     return d
 
 
+def record() -> Drawing:
+    """What a recorded step leaves in the file, and what a replay compares."""
+    d = Drawing(830, 390, "Record and replay: a step leaves one file, and a CPU runs its ops again")
+    boxes = ((124, 76), (228, 140), (396, 56), (480, 110), (618, 36), (686, 124))  # left edges and widths
+    rows = (("on a GPU", "te.record", 24), ("one file", "safetensors", 144), ("on any CPU", "twin replay", 284))
+    for bold, plain, y in rows:
+        d.text(16, y + 20, bold, bold=True)
+        d.text(16, y + 37, plain, 12.5)
+    for y in (24, 284):
+        labels = ("weights, x,\nscales", "twin::cast_transpose", "codes", "twin::gemm_fp8", "y", "a loss of torch's")
+        fills = (W, GREY, X, GREY, Y, PALE if y == 24 else HOLLOW)
+        for (x, w), label, fill in zip(boxes, labels, fills, strict=True):
+            d.box(x, y, w, 44, label, fill)
+        for (x, w), (following, _) in pairwise(boxes):
+            d.arrow(x + w, y + 22, following - 3, y + 22)
+    kept = (
+        "whole",
+        "name, arguments,\nmodule",
+        "digests",
+        "name, arguments,\nmodule",
+        "digest",
+        "gradient of y,\nwhole",
+    )
+    for (x, w), label, fill in zip(boxes, kept, (W, PALE, PALE, PALE, PALE, GRAD), strict=True):
+        d.box(x, 144, w, 56, label, fill, 11)
+    says = ("fed", "run again", "compared", "run again", "compared", "fed, not run")
+    for (x, w), label in zip(boxes, says, strict=True):
+        middle = x + w / 2
+        d.arrow(middle, 68, middle, 141)
+        d.arrow(middle, 200, middle, 281, both=label == "compared", dashed=label == "run again")
+        d.text(middle + 6, 245, label, 12)
+    d.text(124, 366, "An op that computed other bits is named, and so is memory that changed between two ops.", 12.5)
+    return d
+
+
 def compile_() -> Drawing:
     """From a step that needs kernels to their cubins, side by side."""
     d = Drawing(
@@ -391,6 +427,7 @@ DRAWINGS = {
     "gemm": gemm,
     "layer": layer,
     "norm": norm,
+    "record": record,
     "replay": replay,
 }
 

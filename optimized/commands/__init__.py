@@ -16,7 +16,7 @@ from rich.console import Console
 
 from reference import files
 
-SUBCOMMANDS = ("walkthrough", "parity", "bench", "compile", "info")
+SUBCOMMANDS = ("walkthrough", "parity", "replay", "bench", "compile", "info")
 
 
 class CommandError(Exception):
@@ -29,6 +29,17 @@ def check_folder(option: str, folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise CommandError(f"{option}: {folder} is not a folder that can be written to ({error.strerror}).") from error
+
+
+def check_output(output: Path) -> None:
+    """Refuse, before the work begins, an --output that a page cannot be written to."""
+    try:
+        what = None if output.is_file() or not output.exists() else "a folder" if output.is_dir() else "not a file"
+    except OSError as error:
+        what = f"no path here ({error.strerror})"
+    if what is not None:
+        raise CommandError(f"--output is {str(output)!r}, {what}; the path of an HTML file to write is accepted.")
+    check_folder(f"--output is {str(output)!r}", output.resolve().parent)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from optimized.commands import CommandError, check_folder, positive
+from optimized.commands import check_output, positive
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps import Progress as StepProgress
@@ -50,17 +50,6 @@ def _settings(args: argparse.Namespace) -> Settings:
     return settings if args.steps is None else replace(settings, steps=args.steps)
 
 
-def _refuse_output(output: Path) -> None:
-    """Refuse, before the work begins, a path that the report cannot be written to."""
-    try:
-        what = None if output.is_file() or not output.exists() else "a folder" if output.is_dir() else "not a file"
-    except OSError as error:
-        what = f"no path here ({error.strerror})"
-    if what is not None:
-        raise CommandError(f"--output is {str(output)!r}, {what}; the path of an HTML file to write is accepted.")
-    check_folder(f"--output is {str(output)!r}", output.resolve().parent)
-
-
 def _machine() -> str:
     gpu = hopper()
     device = torch.cuda.get_device_name(gpu) if gpu is not None else "no Hopper GPU: everything ran on the CPU"
@@ -86,7 +75,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    _refuse_output(args.output)
+    check_output(args.output)
     report = Report(
         "FP8 training, bit by bit",
         "A walk from the FP8 number line to a model trained in FP8, in which a CPU computes exactly the bits "

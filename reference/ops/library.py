@@ -136,6 +136,11 @@ def runs_on_cuda(name: str) -> bool:
     return name in _IMPLEMENTATIONS["CUDA"]
 
 
+def is_defined(name: str) -> bool:
+    """Whether `twin::<name>` has a definition, which runs on the CPU."""
+    return name in _IMPLEMENTATIONS["CPU"]
+
+
 def _declare(name: str, written: str) -> None:
     """Declare `twin::<name>` with a schema, the rules above, and `twin.<name>`, which goes past the dispatcher."""
     LIBRARY.define(name + written)

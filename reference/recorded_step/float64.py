@@ -1,0 +1,203 @@
+"""The ops of `twin::` in float64, from the tensors that they read: what their results are compared with for SQNR.
+
+Each function has the op's arguments and returns what its results stand for, in their order; None where a result is a
+transpose, or no number of its own; nothing for attention with more than 2^27 scores. Codes stand for the numbers before
+the cast, so SQNR of codes contains the rounding to FP8 and, where an op is fused, what it computed before. A mask of
+dropout is the op's own.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from reference import formats
+from reference.ops.activation import GATED
+from reference.ops.attention import NO_LIMIT, keep_pairs, limits
+from reference.ops.cat_cast_transpose import side_by_side
+from reference.ops.dropout import dropped, keep_scale, threshold
+
+T = torch.Tensor
+Results = list[T | None]
+_FUNCTIONS: dict[str, Callable[[T], T]] = {
+    "gelu": lambda x: gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": silu,
+    "geglu": lambda x: gelu(x, approximate="tanh"),
+    "swiglu": silu,
+}
+
+
+def _numbers(codes: T, scale_inv: T) -> T:
+    return formats.decode(codes).double() * scale_inv.double()
+
+
+def _gemm(a: T, b: T, bias: T | None) -> T:
+    out = a.double() @ b.double().t()
+    return out if bias is None else out + bias.double()
+
+
+def _gemm_fp8(a: T, b: T, a_scale_inv: T, b_scale_inv: T, bias: T | None) -> T:
+    return _gemm(_numbers(a, a_scale_inv), _numbers(b, b_scale_inv), bias)
+
+
+def _act(x: T, kind: str) -> T:
+    x = x.double()
+    if kind not in GATED:
+        return _FUNCTIONS[kind](x)
+    first, second = x.chunk(2, dim=1)
+    return _FUNCTIONS[kind](first) * second
+
+
+def _gradients(function: Callable[..., T], xs: list[T], grad: T) -> list[T]:
+    """Of float64 copies of `xs`."""
+    with torch.enable_grad():
+        wide = [x.double().requires_grad_() for x in xs]
+        return list(torch.autograd.grad(function(*wide), wide, grad.double()))
+
+
+def _act_grad(grad: T, x: T, kind: str) -> T:
+    return _gradients(lambda x: _act(x, kind), [x], grad)[0]
+
+
+def _norm(x: T, weight: T, bias: T | None, eps: float, zero_centered: bool, kind: str) -> T:
+    x, gamma = x.double(), weight.double() + zero_centered
+    x = x - x.mean(1, keepdim=True) if kind == "layernorm" else x
+    y = x / (x.square().mean(1, keepdim=True) + eps).sqrt() * gamma
+    return y if bias is None else y + bias.double()
+
+
+def _norm_backward(
+    grad: T, x: T, weight: T, mean: T, rstd: T, zero_centered: bool, kind: str, residual_grad: T | None
+) -> Results:
+    """eps is not an argument; it follows from rstd."""
+
+    def normed(x: T, weight: T) -> T:
+        centred = x - x.mean(1, keepdim=True) if kind == "layernorm" else x
+        eps = (rstd.double().reciprocal().square() - centred.detach().square().mean(1)).clamp(min=0)[:, None]
+        return centred / (centred.square().mean(1, keepdim=True) + eps).sqrt() * (weight + zero_centered)
+
+    dx, dweight = _gradients(normed, [x, weight], grad)
+    dx = dx if residual_grad is None else dx + residual_grad.double()
+    return [dx, dweight, grad.double().sum(0)]
+
+
+def _dropped(x: T, p: float, rng_state: T | None) -> T:
+    if not threshold(p) or rng_state is None:
+        return x
+    return x * dropped(torch.ones(x.shape, dtype=torch.float32), p, rng_state).double()
+
+
+def _added(x: T, residual: T | None, p: float, rng_state: T | None) -> Results:
+    x = _dropped(x, p, rng_state)
+    return [x if residual is None else x + residual.double()]
+
+
+def _bias_dropout_add(x: T, bias: T | None, residual: T | None, p: float, rng_state: T | None) -> Results:
+    x = x.double() if bias is None else x.double() + bias.double()
+    return _added(x, residual, p, rng_state)
+
+
+def _hidden(shape: tuple[int, ...], mask_type: str, left: int, right: int, mask: T | None) -> T:
+    lower, upper = limits(mask_type, left, right, *shape[2:])
+    distance = torch.arange(shape[3])[None, :] - torch.arange(shape[2])[:, None]
+    hidden = (distance < max(lower, -NO_LIMIT)) | (distance > upper)
+    return hidden.expand(shape) if mask is None else hidden | mask.expand(shape)
+
+
+def _attend(q: T, k: T, v: T, scale: float, hidden: T, keep: T | None) -> T:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden, -math.inf)
+    weights = scores.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return (weights if keep is None else weights * keep) @ v
+
+
+def _is_large(q: T, k: T) -> bool:
+    """Whether the scores would take more than a gigabyte."""
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 1 << 27
+
+
+def _kept(q: T, k: T, dropout: float, rng_state: T | None) -> T | None:
+    if not threshold(dropout) or rng_state is None:
+        return None
+    b, h, sq, _ = q.shape
+    masks: list[Any] = [keep_pairs(i, sq, k.shape[2], dropout, rng_state) for i in range(b * h)]
+    return torch.stack(masks).view(b, h, sq, -1).double() * keep_scale(dropout)
+
+
+def _attention(
+    q: T,
+    k: T,
+    v: T,
+    scale: float,
+    mask_type: str,
+    left: int,
+    right: int,
+    mask: T | None,
+    dropout: float,
+    rng_state: Any,
+) -> Results:
+    if _is_large(q, k):
+        return []
+    hidden = _hidden((*q.shape[:3], k.shape[2]), mask_type, left, right, mask)
+    keep = _kept(q, k, dropout, rng_state)
+    return [_attend(q.double(), k.double(), v.double(), scale, hidden, keep)]
+
+
+def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, scale: float, *rest: Any) -> Results:
+    mask_type, left, right, mask, dropout, rng_state = rest
+    if _is_large(q, k):
+        return []
+    hidden = _hidden((*q.shape[:3], k.shape[2]), mask_type, left, right, mask)
+    keep = _kept(q, k, dropout, rng_state)
+    return [*_gradients(lambda q, k, v: _attend(q, k, v, scale, hidden, keep), [q, k, v], grad)]
+
+
+def _joined(xs: list[T], groups: int, *scaling: Any) -> Results:
+    x = side_by_side(xs, groups)
+    return [x.double(), None, None, x.double().sum(0)]
+
+
+def _activation_backward(grad: T, x: T, kind: str) -> Results:
+    dx = _act_grad(grad, x, kind)
+    return [dx, None, None, dx.sum(0)]
+
+
+OPS: dict[str, Callable[..., Results]] = {
+    "cast": lambda x, *_: [x.double()],
+    "cast_transpose": lambda x, *_: [x.double()],
+    "cast_transpose_dbias": lambda x, *_: [x.double(), None, None, x.double().sum(0)],
+    "cat_cast_transpose_dbias": _joined,
+    "dbias": lambda grad: [grad.double().sum(0)],
+    "activation": lambda x, kind: [_act(x, kind)],
+    "activation_backward": lambda grad, x, kind: [_act_grad(grad, x, kind)],
+    "activation_cast_transpose": lambda x, kind, *_: [_act(x, kind)],
+    "activation_backward_cast_transpose_dbias": lambda grad, x, kind, *_: _activation_backward(grad, x, kind),
+    "norm": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
+    "norm_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
+    "norm_backward": _norm_backward,
+    "gemm": lambda a, b, bias, _: [_gemm(a, b, bias)],
+    "gemm_fp8": lambda a, b, sa, sb, bias, *_: [_gemm_fp8(a, b, sa, sb, bias)],
+    "gemm_fp8_activation": lambda a, b, sa, sb, bias, _, kind, *more: [
+        h := _gemm_fp8(a, b, sa, sb, bias),
+        _act(h, kind),
+    ],
+    "gemm_fp8_activation_backward": lambda a, b, sa, sb, x, kind, *_: _activation_backward(
+        _gemm_fp8(a, b, sa, sb, None), x, kind
+    ),
+    "gemm_fp8_bias_dropout_add": lambda a, b, sa, sb, bias, residual, _, p, state: _added(
+        _gemm_fp8(a, b, sa, sb, bias), residual, p, state
+    ),
+    "bias_dropout_add": _bias_dropout_add,
+    "dropout_backward": lambda grad, p, state: [_dropped(grad.double(), p, state)],
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+}
+
+
+def evaluated(op: str, args: list[Any]) -> Results:
+    """What the results of `twin::<op>` stand for, in float64; [] for an op that is not here."""
+    return OPS[op](*args) if op in OPS else []

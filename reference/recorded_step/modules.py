@@ -1,0 +1,84 @@
+"""Where in a model an op runs: the module whose pair of functions (`reference.nn.autograd`) is running."""
+
+import contextlib
+import os.path
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from reference.nn.autograd import Backward, Context, Forward, Plain
+from reference.nn.context import Saved
+
+
+class Modules:
+    """The paths of a model's modules, and those whose functions run now, in each thread."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._local = threading.local()
+        self._of_context: dict[int, tuple[Context, str]] = {}  # holds the contexts, so that ids stay theirs
+
+    def path(self) -> str:
+        """The path of the module whose pair runs in this thread; "" where none does."""
+        running: list[str] = getattr(self._local, "running", [])
+        return running[-1] if running else ""
+
+    def phase(self) -> str:
+        """ "forward" or "backward"; "" outside of both, as in an optimizer's step."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "forward" if getattr(self._local, "running", []) else ""
+
+    def around(self, player: Plain) -> Plain:
+        """A player that does what `player` does and says here whose pair runs."""
+        return _Located(self, player)
+
+    @contextlib.contextmanager
+    def running(self, context: Context) -> Iterator[None]:
+        """Run a pair's function with this context."""
+        running = self._local.__dict__.setdefault("running", [])
+        running.append(self._path_of(context))
+        try:
+            yield
+        finally:
+            running.pop()
+
+    def _path_of(self, context: Context) -> str:
+        known = self._of_context.get(id(context))
+        if known is None:
+            names = [self._names[id(one.module)] for one in context.modules if id(one.module) in self._names]
+            path = os.path.commonpath([f"/{name.replace('.', '/')}" for name in names]) if names else None
+            found = self._calling() if path is None else path.strip("/").replace("/", ".")
+            known = self._of_context[id(context)] = (context, found)
+        return known[1]
+
+    def _calling(self) -> str:
+        """The path of the module whose method is the innermost one on this thread's stack."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
+                name = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+
+class _Located(Plain):
+    """Runs pairs by another player, which sees the dispatch mode and so runs their ops one by one."""
+
+    def __init__(self, modules: Modules, player: Plain) -> None:
+        self._modules, self._player = modules, player
+
+    def forward(
+        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
+    ) -> tuple[Any, Saved, Any]:
+        with self._modules.running(context):
+            return self._player.forward(function, plan, context, tensors, backward)
+
+    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
+        with self._modules.running(context):
+            return self._player.backward(function, plan, context, saved, grads, note)
