@@ -79,6 +79,6 @@ class MetadataHook(MetadataHookInterface):  # type: ignore[misc]
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set `readme`."""
-        source = metadata.get("urls", {}).get("Files")  # none is known yet
+        source = metadata.get("urls", {}).get("Files")  # in pyproject.toml; today it has no address of the repository
         text = long_names.page((Path(self.root) / "README.md").read_text("utf-8"), source)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

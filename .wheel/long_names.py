@@ -76,10 +76,13 @@ def page(readme: str, source: str | None = None) -> str:
 
     Args:
         readme: its text.
-        source: where the repository's files can be seen, ending in "/", for links and pictures. Without one, links
-            become their text and pictures are left out.
+        source: where the repository's files are shown, ending in "/", such as https://host/owner/name/blob/main/; the
+            files themselves are where it says "raw" in place of "blob". Without it, links become their text, and
+            pictures are left out.
     """
     if source is not None:
+        raw = source.replace("/blob/", "/raw/")
+        readme = re.sub(rf"(!\[[^\]]*){_RELATIVE}", lambda link: f"{link[1]}]({urljoin(raw, link[2])})", readme)
         text = re.sub(_RELATIVE, lambda link: f"]({urljoin(source, link[1])})", readme)
     else:
         text = re.sub(
