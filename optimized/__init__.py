@@ -40,13 +40,15 @@ from reference import (  # noqa: F401
 )
 from reference.nn import autograd as _autograd
 from reference.nn.parameters import DeviceDefault
+from reference.version import __version__ as __version__
 
-__all__ = reference.__all__
+__all__: list[str] = []
+__all__ += reference.__all__  # as type checkers read it
 
 # For `from optimized.recipe import DelayedScaling`: the modules themselves, under this name too.
 sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.optimizers": optimizers})
 _autograd.register(_Player())
-__getattr__ = not_offered.explain(__name__)
+not_offered.explain(__name__)
 
 
 class _OnHopper(DeviceDefault):

@@ -12,7 +12,7 @@ what was found. The key hashes exactly what is compiled.
 A cache entry is one file, `~/.cache/twin-engine/cubin/<kernel>-<key>.bin`: a digest of what follows, ptxas's log, a
 zero byte and the cubin. The key hashes every text that NVRTC gets, the flags, the defines and the build of NVRTC.
 Processes may race. An entry whose digest does not fit is built again. A cubin that cannot be stored is used all the
-same.
+same. What the cache lacks a wheel may have (`packaged`), under the same key.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from optimized import packaged
 from reference import files, notice
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -295,9 +296,12 @@ def _entry(kernel: str, defines: Defines | None, texts: Mapping[str, str]) -> st
 
 
 def is_built(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS) -> bool:
-    """Whether `build` need not compile: the cache or this process holds the whole entry."""
-    name = _entry(kernel, defines, program(kernel, root))
-    return name in _unstored or files.kept("cubin", name) is not None
+    """Whether `build` need not compile: the cache, the wheel or this process holds the whole entry."""
+    return _held(kernel, _entry(kernel, defines, program(kernel, root))) is not None
+
+
+def _held(kernel: str, name: str) -> bytes | None:
+    return _unstored.get(name) or files.kept("cubin", name) or packaged.found(kernel, name)
 
 
 def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, announced: bool = True) -> Build:
@@ -313,10 +317,18 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, 
         CompileError: NVRTC refused the source; the message carries the log.
         MissingDependency: NVRTC is not installed.
     """
+    text, _, binary = entry(kernel, defines, root=root, announced=announced)[1].partition(b"\0")
+    return Build(binary, text.decode())
+
+
+def entry(
+    kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, announced: bool = True
+) -> tuple[str, bytes]:
+    """The cache's entry for one configuration, its name and its content, compiled if need be; see `build`."""
     texts = program(kernel, root)
     name = _entry(kernel, defines, texts)
     with _locks.setdefault(name, threading.Lock()):
-        content = _unstored.get(name) or files.kept("cubin", name)
+        content = _held(kernel, name)
         if content is None:
             said = f"compiling kernels/{kernel}.cu for sm_90a (once; it is cached) ..."
             with notice.announced(said) if announced else contextlib.nullcontext():
@@ -325,8 +337,7 @@ def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, 
             compiled.append(name)
             if not files.keep("cubin", name, content):
                 _unstored[name] = content
-    text, _, binary = content.partition(b"\0")
-    return Build(binary, text.decode())
+    return name, content
 
 
 def cubin(kernel: str, defines: Defines | None = None) -> bytes:

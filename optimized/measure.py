@@ -14,7 +14,7 @@ import random
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,26 @@ import torch
 from optimized import compiler
 from reference import files
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "results"
+_PACKAGE = Path(str(resources.files(__package__)))
+ROOT = _PACKAGE.parent
+"""The repository; in a wheel, the package `twin_engine`."""
+INSTALLED = (_PACKAGE / "results").is_dir()
+"""Whether this is a wheel, which has the results, but neither docs/ nor a history."""
+RESULTS = _PACKAGE / "results" if INSTALLED else ROOT / "docs" / "results"
+RESTORED = ": install the package anew, or in a clone `git checkout -- docs/results`"
+
+
+def repository(what: str) -> Path:
+    """The repository, in which `what` is to be written.
+
+    Raises:
+        files.NotWritten: this is a wheel.
+    """
+    if INSTALLED:
+        raise files.NotWritten(
+            f"{what}: it is written in a clone of the repository, and {ROOT} is an installed package."
+        )
+    return ROOT
 
 
 class Flush:
@@ -198,7 +216,9 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
             "l2_bytes": properties.L2_cache_size,
             "memory_bytes": properties.total_memory,
         }
-    commit, status = _output("git", "rev-parse", "HEAD"), _output("git", "status", "--porcelain")
+    commit = status = None
+    if not INSTALLED:  # git would speak of the repository around the virtual environment
+        commit, status = _output("git", "rev-parse", "HEAD"), _output("git", "status", "--porcelain")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": gpu,
@@ -230,16 +250,16 @@ def read_result(name: str) -> dict[str, Any]:
     Raises:
         files.Damaged: it is not there, or is no result.
     """
-    path, remedy = RESULTS / f"{name}.json", ": `git checkout -- docs/results` brings it back"
+    path = RESULTS / f"{name}.json"
     try:
-        payload = files.record(path, remedy)
+        payload = files.record(path, RESTORED)
     except FileNotFoundError as error:
         raise files.Damaged(f"{path} is not there: this result has not been recorded.") from error
     origin = payload.get("provenance")
     if not (
         isinstance(origin, dict) and isinstance(origin.get("kernels"), dict) and isinstance(origin.get("date"), str)
     ):
-        raise files.Damaged(f"{path} is damaged: it does not say when and of what it was measured{remedy}.")
+        raise files.Damaged(f"{path} is damaged: it does not say when and of what it was measured{RESTORED}.")
     return payload
 
 

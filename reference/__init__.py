@@ -25,9 +25,10 @@ from reference.nn.transformer_layer import TransformerLayer
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
 from reference.recorded_step.recorder import record
+from reference.version import __version__ as __version__
 
 check_denormals()
-__getattr__ = not_offered.explain(__name__)
+not_offered.explain(__name__)
 
 __all__ = [
     "DelayedScaling",

@@ -6,7 +6,6 @@ reason. The names are those of Transformer Engine 2.20 (tests/transformer_engine
 
 import importlib.abc
 import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 _OPS = "layers are whole (te.Linear, te.LayerNormMLP, ...), and there is no operation fuser"
@@ -70,8 +69,9 @@ REASONS = {
     package: {name: reason for reason, names in groups.items() for name in names.split()}
     for package, groups in NAMES.items()
 }
-PACKAGES = {"reference": "te", "optimized": "te"}
-PACKAGES |= {f"{root}.{part}": part for root in ("reference", "optimized") for part in ("recipe", "optimizers", "ops")}
+_INSIDE = __name__.removesuffix("reference.not_offered")  # "twin_engine." in a wheel
+PACKAGES = dict.fromkeys(("twin_engine", f"{_INSIDE}reference", f"{_INSIDE}optimized"), "te")
+PACKAGES |= {f"{root}.{part}": part for root in PACKAGES for part in ("recipe", "optimizers", "ops")}
 
 
 def sentence(package: str, name: str) -> str | None:
@@ -81,15 +81,15 @@ def sentence(package: str, name: str) -> str | None:
     return None if reason is None else f"{known}.{name} is not offered by Twin Engine: {reason}."
 
 
-def explain(package: str) -> Callable[[str], NoReturn]:
-    """A module's `__getattr__`."""
+def explain(package: str) -> None:
+    """Give the module `package` a `__getattr__` of this kind; type checkers do not see it, and report such names."""
 
     def missing(name: str) -> NoReturn:
         # With Python's own attributes, so that Python can suggest similar names.
         text = sentence(package, name) or f"module {package!r} has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=sys.modules.get(package))
 
-    return missing
+    vars(sys.modules[package])["__getattr__"] = missing
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -11,4 +11,4 @@ from reference.recipes.delayed_scaling import DelayedScaling
 
 __all__ = ["AUTOCAST", "DelayedScaling", "Float8CurrentScaling", "Format", "Recipe", "by_layer"]
 
-__getattr__ = not_offered.explain(__name__)
+not_offered.explain(__name__)

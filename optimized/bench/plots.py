@@ -25,6 +25,7 @@ STYLE: Any = {
 @contextmanager
 def drawing(name: str, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
     """A figure and its axes to draw on; at the end of the context the figure is written to docs/<name>.png."""
+    path = measure.repository(f"docs/{name}.png") / "docs" / f"{name}.png"
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,5 +34,5 @@ def drawing(name: str, rows: int, columns: int, size: tuple[float, float], **opt
     with matplotlib.rc_context(STYLE):
         figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
         yield figure, axes
-        measure.write_plot(measure.ROOT / "docs" / f"{name}.png", figure)
+        measure.write_plot(path, figure)
         plt.close(figure)

@@ -15,6 +15,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from reference import files
+from reference.version import __version__
 
 SUBCOMMANDS = ("walkthrough", "parity", "replay", "bench", "compile", "info")
 
@@ -60,11 +61,17 @@ def positive(text: str) -> int:
     return value
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of `twin` with all its subcommands."""
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of `twin` with the subcommands that `argv` may mean: the one that it names, or all.
+
+    The others are not imported: matplotlib, for one, takes as long as the rest.
+    """
+    first = argv[0] if argv else ""
+    names = [first] if first in SUBCOMMANDS else [] if first == "--version" else SUBCOMMANDS
     top = _Parser(prog="twin", description="FP8 training with two engines that compute the same bits.")
+    top.add_argument("--version", action="version", version=f"twin {__version__}")
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for name in SUBCOMMANDS:
+    for name in names:
         module = importlib.import_module(f"{__name__}.{name}")
         sub = subparsers.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -75,8 +82,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `twin` with `argv` (default: the process's arguments) and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = parser().parse_args(argv)
+        args = parser(argv).parse_args(argv)
         return int(args.run(args, Console()))
     except (CommandError, files.NotWritten, files.Damaged) as error:
         print(error, file=sys.stderr)

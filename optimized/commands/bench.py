@@ -128,6 +128,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.write and not live:
         raise CommandError("--write stores what was measured, and nothing is measured here: it needs a Hopper GPU.")
     if args.write:
+        measure.repository("--write")
         check_folder("--write", measure.RESULTS)
     if args.table:
         print(tables.markdown(names))

@@ -2,15 +2,19 @@
 
 It needs no GPU. Each compiled kernel goes to the cache (~/.cache/twin-engine/cubin, or under XDG_CACHE_HOME) at once: a
 run that is interrupted leaves what it has compiled, and the next run goes on from there.
+
+In a clone, `--wheel` also packs what was compiled into .wheel/cubins. A wheel that is built after it takes that along,
+and compiles nothing on a machine with the same NVRTC.
 """
 
 import argparse
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from optimized import ahead, compiler, defaults
+from optimized import ahead, compiler, defaults, measure, packaged
 from optimized.commands import CommandError, check_folder, positive
 from optimized.device import MissingDependency
 from reference import files
@@ -21,9 +25,23 @@ INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=None, help="kernels at a time (default: one for each core)")
+    parser.add_argument("--wheel", action="store_true", help="pack them, so that wheels built in this clone have them")
+
+
+def _pack(wanted: list[ahead.Configuration], folder: Path, console: Console) -> None:
+    """Write the binaries that .wheel/hook.py puts into a wheel."""
+    entries: dict[str, dict[str, bytes]] = {}
+    for kernel, defines in wanted:
+        name, content = compiler.entry(kernel, defines)
+        entries.setdefault(kernel, {})[name] = content
+    kernel, defines = wanted[0]
+    first = [kernel, defines, compiler.key(kernel, defines)]
+    size = packaged.write(folder, entries, {"nvrtc": compiler.nvrtc_version(), "first": first})
+    console.print(f"packed: {len(wanted)} kernels, {size / 1e6:.1f} MB: {folder}", soft_wrap=True)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    pack = measure.repository("--wheel") / ".wheel" / "cubins" if args.wheel else None
     folder = files.cache_folder("cubin")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,4 +65,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise CommandError(str(error)) from error
     seconds, there = time.perf_counter() - begun, len(wanted) - len(missing)
     console.print(f"{len(missing)} kernels compiled, {there} were there, in {seconds:.0f} s: {folder}", soft_wrap=True)
+    if pack is not None:
+        _pack(wanted, pack, console)
     return 0

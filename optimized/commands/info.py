@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optimized import device
+from optimized import compiler, device, packaged
 from optimized.recordings import reader
 
 SUMMARY = "what this machine has, and what is missing for the fast path"
@@ -60,6 +60,20 @@ def _recordings() -> str:
     return count + (f"; missing: {', '.join(missing)}" if missing else "")
 
 
+def _binaries() -> str:
+    """How many kernels the package has compiled, and whether they serve the NVRTC of this machine."""
+    about = packaged.about()
+    if about is None:
+        return "none in the package: each is compiled before its first launch, or by `twin compile`"
+    count = f"{about['count']} in the package, by NVRTC {about['nvrtc']}"
+    kernel, defines, key = about["first"]
+    try:
+        same = compiler.key(kernel, defines) == key
+    except device.MissingDependency:
+        return count
+    return count + ("" if same else "; this machine's NVRTC or its headers are others, and kernels are compiled anew")
+
+
 def facts() -> list[tuple[str, str]]:
     """What this machine has: names and values."""
     return [
@@ -71,6 +85,7 @@ def facts() -> list[tuple[str, str]]:
         *[("GPU", gpu) for gpu in _gpus()],
         ("CuPy", _version("cupy-cuda13x", "cupy")),
         ("NVRTC", _version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13")),
+        ("compiled kernels", _binaries()),
         ("recordings of an H200", _recordings()),
     ]
 

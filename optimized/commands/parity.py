@@ -159,6 +159,8 @@ def _store(results: Results) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     if args.write and (args.op is not None or not args.replay):
         raise CommandError("--write stores the counts of a whole replay; --replay without --op is accepted with it.")
+    if args.write:
+        measure.repository("--write")
     gpu = None if args.replay else hopper()
     if args.record is not None:
         return record(args.record, gpu, console)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from optimized import measure
+from optimized import bench, measure
 from optimized.bench import Payload, gemm, layer_tables
 from optimized.bench.table import Table, origin, table
 from reference import files
 
-ROOT = Path(__file__).parents[2]
 _GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
 _MODULES = (
     *_GEMMS,
@@ -29,7 +28,7 @@ _MODULES = (
     "single_gpu",
     "training",
 )
-BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"optimized.bench.{name}") for name in _MODULES)
+BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"{bench.__name__}.{name}") for name in _MODULES)
 
 
 def gpu_suite(payload: Payload) -> list[Table]:
@@ -135,8 +134,7 @@ def _built(result: str, build: Callable[[Payload], Any]) -> Any:
         return None if payload is None else build(payload)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise files.Damaged(
-            f"{measure.RESULTS / result}.json is damaged: its table cannot be made ({error!r}); "
-            f"`git checkout -- docs/results` brings it back."
+            f"{measure.RESULTS / result}.json is damaged: its table cannot be made ({error!r}){measure.RESTORED}."
         ) from error
 
 
@@ -221,8 +219,8 @@ def everything() -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"equality": equality, "results": summary},
-    ROOT / "docs" / "results.md": {"results": everything},
+    measure.ROOT / "README.md": {"equality": equality, "results": summary},
+    measure.ROOT / "docs" / "results.md": {"results": everything},
 }
 
 
@@ -238,5 +236,6 @@ def updated(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    measure.repository("the tables of README.md and docs/results.md")
     for path in PAGES:
         files.write(path, updated(path))

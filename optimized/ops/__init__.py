@@ -18,4 +18,4 @@ MODULES = tuple(importlib.import_module(f"{__name__}.{name}") for name in _NAMES
 
 __all__ = ["MODULES"]
 
-__getattr__ = not_offered.explain(__name__)  # of Transformer Engine's `ops`
+not_offered.explain(__name__)  # of Transformer Engine's `ops`

@@ -23,4 +23,4 @@ from reference.ops import (  # noqa: F401
     softmax,
 )
 
-__getattr__ = not_offered.explain(__name__)  # of Transformer Engine's `ops`
+not_offered.explain(__name__)  # of Transformer Engine's `ops`

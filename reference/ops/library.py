@@ -19,6 +19,7 @@ Four rules, each of which prevents a bug that was found by trial:
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -42,6 +43,19 @@ class _Library(torch.library.Library):
             _IMPLEMENTATIONS[dispatch_key][op_name] = fn
 
 
+def _refuse_twice() -> None:
+    """Refuse to declare the ops a second time, under another name of this package: each call would run either's."""
+    ending = "reference.ops.library"
+    for name, other in list(sys.modules.items()):
+        if name != __name__ and (name == ending or name.endswith(f".{ending}")) and hasattr(other, "LIBRARY"):
+            first, second = name.removesuffix(".ops.library"), __name__.removesuffix(".ops.library")
+            raise ImportError(
+                f"Twin Engine is imported twice, as {first!r} ({other.__file__}) and as {second!r} ({__file__}): "
+                f"in one process import the wheel's `twin_engine` or a clone's `reference` and `optimized`, not both."
+            )
+
+
+_refuse_twice()
 LIBRARY = _Library("twin", "DEF")
 twin = SimpleNamespace()
 """The ops by name, for the layers: `torch.ops.twin` without the dispatcher, unless something observes the call."""

@@ -1,0 +1,334 @@
+"""A wheel, built and installed as a user does: everything is in it, under one name, and works from any folder."""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import optimized
+import reference as te
+from optimized import compiler, defaults, measure, packaged
+from optimized.commands import main
+from reference import files, notice, philox
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ("reference", "optimized", "docs/results", ".wheel")  # and files at the top
+KERNELS: list[tuple[str, dict[str, int | str]]] = [("amax", {"WIDE": 1}), ("norm_total", {"WIDE": 1})]
+
+
+def _load(name: str) -> ModuleType:
+    """A file of .wheel/, which hatchling loads by its path, too."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".wheel" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+long_names: Any = _load("long_names")
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("import reference", "from twin_engine import reference"),
+        ("import optimized as te  # x", "import twin_engine.optimized as te  # x"),
+        ("import reference.ops.cast as c", "import twin_engine.reference.ops.cast as c"),
+        ("import reference.ops", "import twin_engine.reference.ops; from twin_engine import reference"),
+        ("from reference import files", "from twin_engine.reference import files"),
+        ("from  optimized.ops import (\n    cast,\n)", "from twin_engine.optimized.ops import (\n    cast,\n)"),
+        ("def f():\n    from reference import a", "def f():\n    from twin_engine.reference import a"),
+        ("é = 1; from reference import a", "é = 1; from twin_engine.reference import a"),
+        *((same, same) for same in ("from . import reference", "import references", "import torch, os")),
+        *((same, same) for same in ("reference = 1", "'from reference import a'", "from .reference import a")),
+    ],
+)
+def test_imports_get_long_names_and_nothing_else_changes(short: str, long: str) -> None:
+    assert long_names.rewritten(short, "a.py") == long
+
+
+def test_an_import_of_several_modules_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^a\.py, line 2: `import` names several modules, one of them ours; one a"):
+        long_names.rewritten("\nimport os, reference", "a.py")
+
+
+def test_no_module_of_ours_is_named_in_a_string() -> None:
+    """A string that is imported, such as "optimized.bench", would not be rewritten."""
+    found = set()
+    for path in (path for folder in long_names.SHORT for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {node.value} if re.fullmatch(r"(reference|optimized)(\.\w*)+", node.value) else set()
+    assert found == {"reference.not_offered", "reference.ops.library"}  # endings, with which a name is compared
+
+
+def test_the_page_of_the_package_has_no_link_into_a_clone() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    relative = re.compile(r"\]\((?!https?:|#)")
+    assert relative.search(readme)
+    for source in (None, "https://example.org/blob/main/"):
+        page = long_names.page(readme, source)
+        assert not relative.search(page)
+        assert "import twin_engine as te" in page
+        assert page.startswith("# Twin Engine\n\n> This page")
+        assert ("](https://example.org/raw/main/docs/layer.png)" in page) == (source is not None)
+        assert ("](https://example.org/blob/main/docs/README.md)" in page) == (source is not None)
+        assert ("![" in page) == (source is not None)
+        assert page.count("\n| ") == readme.count("\n| ")  # the tables
+
+
+def test_the_long_name_has_what_the_short_one_has() -> None:
+    names = long_names.exported((ROOT / "reference" / "__init__.py").read_text("utf-8"))
+    assert names == te.__all__ == optimized.__all__
+
+
+def _run(program: list[str], path: Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that finds what is installed in `path`, with no cache of compiled kernels."""
+    given = {**os.environ, "PYTHONPATH": str(path), "XDG_CACHE_HOME": str(cwd / "cache"), **environment}
+    return subprocess.run(program, cwd=cwd, env=given, capture_output=True, text=True)
+
+
+def _python(code: str, path: Path, cwd: Path, **environment: str) -> str:
+    done = _run([sys.executable, "-c", code], path, cwd, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _pip(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build needs of the repository, with the binaries of two kernels."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in NEEDED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "ROOT", folder)
+        patch.setattr(defaults, "configurations", lambda: KERNELS)
+        assert main(["compile", "--wheel"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    done = _pip("wheel", "--no-deps", "--wheel-dir", folder, clone)
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    done = _pip("install", "--no-deps", "--target", folder, wheel)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_wheel_has_every_file_under_one_name(wheel: Path, clone: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    version = te.__version__
+    assert {name.split("/")[0] for name in names} == {"twin_engine", f"twin_engine-{version}.dist-info"}
+    wanted = {"twin_engine/__init__.py", "twin_engine/py.typed"}
+    for folder in ("reference", "optimized"):
+        every = (path for path in (clone / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        wanted |= {f"twin_engine/{path.relative_to(clone).as_posix()}" for path in every}
+    wanted |= {f"twin_engine/optimized/cubins/{path.name}" for path in (clone / ".wheel" / "cubins").iterdir()}
+    wanted |= {f"twin_engine/optimized/results/{path.name}" for path in (clone / "docs" / "results").iterdir()}
+    assert {name for name in names if name.startswith("twin_engine/")} == wanted
+    assert {"twin_engine/optimized/cubins/amax.tar.xz", "twin_engine/optimized/recordings/data/parity_h200.npz"} < names
+
+
+def test_the_command_works_from_any_folder(installed: Path, tmp_path: Path) -> None:
+    def twin(*arguments: str) -> str:
+        done = _run([str(installed / "bin" / "twin"), *arguments], installed, tmp_path, COLUMNS="80")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert twin("--version") == f"twin {te.__version__}\n"
+    listed = twin("bench")
+    assert listed.count("20") >= 19  # years
+    assert "not measured" not in listed
+    assert re.search(r"scale_update +│ +232 +│ +0", twin("parity", "--replay", "--op", "scale_update"))
+
+
+CHECKPOINT = """
+import sys, torch
+import twin_engine.reference as te
+import twin_engine
+layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
+layer.load_state_dict(torch.load("model.pt", weights_only=True), strict=True)
+with te.autocast(recipe=te.DelayedScaling()):
+    y = layer(torch.load("x.pt"))
+torch.save(y.detach(), "y.pt")
+assert issubclass(twin_engine.Linear, te.Linear) and twin_engine.recipe.DelayedScaling is te.DelayedScaling
+from twin_engine.recipe import DelayedScaling
+assert hasattr(torch.ops.twin, "cast")
+for missing in ("GroupedLinear", "recipe.MXFP8BlockScaling", "ops.Linear"):
+    try:
+        eval(f"twin_engine.{missing}")
+    except AttributeError as error:
+        print(error)
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("reference", "optimized")))
+"""
+
+
+def test_a_checkpoint_of_a_clone_is_one_of_the_wheel(installed: Path, tmp_path: Path, same_bits) -> None:  # type: ignore[no-untyped-def]
+    """The names of ops and of a checkpoint's entries do not depend on the packages' name."""
+    layer, x = te.Linear(32, 16, params_dtype=torch.bfloat16), philox.normal((8, 32), seed=3).bfloat16()
+    with te.autocast(recipe=te.DelayedScaling()):
+        layer(x)
+        torch.save(layer.state_dict(), tmp_path / "model.pt")
+        y = layer(x)
+    torch.save(x, tmp_path / "x.pt")
+    out = _python(CHECKPOINT, installed, tmp_path).splitlines()
+    same_bits(y, torch.load(tmp_path / "y.pt"))
+    assert [line.split(":")[0] for line in out[:3]] == [
+        "te.GroupedLinear is not offered by Twin Engine",
+        "recipe.MXFP8BlockScaling is not offered by Twin Engine",
+        "ops.Linear is not offered by Twin Engine",
+    ]
+    assert out[3:] == ["[]"]
+
+
+@pytest.mark.parametrize(("first", "second"), [("twin_engine", "reference"), ("optimized", "twin_engine.reference")])
+def test_both_names_in_one_process_are_refused(installed: Path, tmp_path: Path, first: str, second: str) -> None:
+    code = f"import {first}\ntry:\n    import {second}\nexcept ImportError as error:\n    print(error)"
+    (line,) = _python(code, installed, tmp_path, PYTHONPATH=f"{installed}{os.pathsep}{ROOT}").splitlines()
+    assert line.startswith("Twin Engine is imported twice, as '")
+    assert line.count("library.py") == 2
+    assert line.endswith("or a clone's `reference` and `optimized`, not both.")
+
+
+def test_kernels_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Nothing is compiled, and nothing is stored: the wheel's binaries are those that this machine compiles."""
+    code = f"""
+import hashlib
+from twin_engine.optimized import compiler
+from twin_engine.optimized.commands import main
+for kernel, defines in {KERNELS!r}:
+    assert compiler.is_built(kernel, defines)
+    print(hashlib.sha256(compiler.cubin(kernel, defines)).hexdigest())
+assert compiler.compiled == [], compiler.compiled
+assert not compiler.is_built("amax", {{"WIDE": 0}})
+main(["info"])
+"""
+    out = _python(code, installed, tmp_path)
+    assert out.split()[:2] == [hashlib.sha256(compiler.cubin(*one)).hexdigest() for one in KERNELS]
+    assert re.search(rf"compiled kernels +2 in the package, by NVRTC {compiler.nvrtc_version()} ", out)
+    assert not (tmp_path / "cache" / "twin-engine" / "cubin").exists()
+
+
+def test_what_is_written_in_a_clone_is_refused_by_a_wheel(installed: Path, tmp_path: Path) -> None:
+    code = """
+from contextlib import redirect_stderr
+import sys
+from twin_engine.optimized.commands import main
+with redirect_stderr(sys.stdout):
+    assert main(["compile", "--wheel"]) == main(["parity", "--replay", "--write"]) == 2
+"""
+    for line in (lines := _python(code, installed, tmp_path).splitlines()):
+        assert re.match(r"--\w+: it is written in a clone of the repository, and .*twin_engine is an inst", line)
+    assert len(lines) == 2
+
+
+def test_a_wheel_of_other_kernels_is_not_built(clone: Path, tmp_path: Path) -> None:
+    """Binaries that are never found would make a wheel larger, and first steps as slow as before."""
+    changed = Path(shutil.copytree(clone, tmp_path / "clone"))
+    with (changed / "optimized" / "kernels" / "ptx" / "add.cuh").open("a") as file:
+        file.write("// changed\n")
+    done = _pip("wheel", "--no-deps", "--wheel-dir", tmp_path, changed)
+    assert done.returncode != 0
+    assert ".wheel/cubins does not have the binaries of these kernels, or not all: make them again" in done.stderr
+
+
+def test_a_damaged_archive_is_said_once_and_its_kernels_are_compiled(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(clone / ".wheel" / "cubins", tmp_path / "cubins"))
+    monkeypatch.setattr(packaged, "FOLDER", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packaged._entries.cache_clear()
+    assert compiler.is_built(*KERNELS[0])
+    path = folder / "amax.tar.xz"
+    whole = path.read_bytes()
+    for damaged in (whole[:-20], b"no archive", whole[:200] + b"\0\0\0\0" + whole[204:]):
+        files.write(path, damaged)
+        packaged._entries.cache_clear()
+        notice._said.clear()
+        caplog.clear()
+        assert not compiler.is_built(*KERNELS[0])
+        assert not compiler.is_built(*KERNELS[0])
+        (record,) = caplog.records
+        assert re.search(r"amax\.tar\.xz is damaged \(.+\): its kernels are compiled anew", record.getMessage())
+    assert compiler.is_built(*KERNELS[1])
+    packaged._entries.cache_clear()
+
+
+def test_an_editable_install_has_the_long_name_for_the_same_modules(tmp_path: Path) -> None:
+    (tmp_path / "twin_engine").mkdir()
+    shutil.copyfile(ROOT / ".wheel" / "checkout.py", tmp_path / "twin_engine" / "__init__.py")
+    code = """
+import sys
+import twin_engine.optimized.commands as commands
+import twin_engine as te, twin_engine.reference.ops.cast
+import reference, optimized.commands, reference.ops.cast
+from twin_engine.recipe import DelayedScaling
+assert commands is optimized.commands and commands.__spec__.name == "optimized.commands"
+assert twin_engine.reference.ops.cast is reference.ops.cast and te.Linear is optimized.Linear
+assert sys.modules["twin_engine.reference"] is reference and DelayedScaling is reference.DelayedScaling
+try:
+    import twin_engine.reference.nothing
+except ModuleNotFoundError as error:
+    print(error)
+try:
+    te.GroupedLinear
+except AttributeError as error:
+    print(error)
+"""
+    out = _python(code, tmp_path, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}").splitlines()
+    assert out[0] == "No module named 'reference.nothing'"
+    assert out[1].startswith("te.GroupedLinear is not offered by Twin Engine")
+
+
+def test_importing_is_quick_and_loads_no_more_than_it_needs(tmp_path: Path) -> None:
+    """Measured: 0.35 s beyond torch's own, most of it numba's."""
+    code = """
+import sys, time
+import torch
+begun = time.process_time()
+import optimized
+print(time.process_time() - begun)
+print([name for name in ("matplotlib", "rich", "cupy", "torch._dynamo", "sympy") if name in sys.modules])
+from optimized.commands import main
+main(["bench"])
+print("matplotlib" in sys.modules)
+"""
+    seconds, loaded, *_, drawn = _python(code, ROOT, tmp_path).splitlines()
+    assert float(seconds) < 1.5
+    assert loaded == "[]"
+    assert drawn == "False"
+
+
+def test_in_a_clone_results_are_docs_results() -> None:
+    assert not measure.INSTALLED
+    assert measure.RESULTS == ROOT / "docs" / "results"
+    assert measure.repository("it") == ROOT
