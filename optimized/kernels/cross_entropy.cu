@@ -13,6 +13,7 @@
 //
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16), VECTOR, SMOOTH.
 #include "elementary.cuh"
+#include "log.cuh"
 #include "ptx/max.cuh"
 #include "row_sum.cuh"
 #include "wide.cuh"

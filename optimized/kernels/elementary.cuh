@@ -4,7 +4,6 @@
 //   exp(x)          e^x, x <= 0                      fp32 -> fp32
 //   exp2_grid(y)    2^(y rounded to 2^-15)           fp32 -> fp32   for attention's inner loop
 //   rsqrt(x)        1 / sqrt(x), two IEEE roundings  fp32 -> fp32   once a row
-//   log(x)          ln x, any x                      fp32 -> fp32   once a row
 //   gelu, dgelu, silu, dsilu                         a 16-bit value -> fp32, the recorded fast forms
 //   gelu_f32, dgelu_f32, silu_f32, dsilu_f32         fp32 -> fp32
 //
@@ -47,21 +46,6 @@ __device__ __forceinline__ float exp(float x) {
 __device__ __forceinline__ float exp2_grid(float y) { return ex2_approx((y + kGrid15) - kGrid15); }
 
 __device__ __forceinline__ float rsqrt(float x) { return __frcp_rn(__fsqrt_rn(x)); }
-
-// ln x: -inf of a zero, NaN below it. ln(2^k m), sqrt(1/2) <= m < sqrt(2), by fdlibm's polynomial in (m - 1) / (m + 1).
-__device__ __forceinline__ float log(float x) {
-    if (!(x > 0.0f)) return x == 0.0f ? __int_as_float(static_cast<int>(0xFF800000u)) : __int_as_float(0x7FC00000);
-    if (x == __int_as_float(0x7F800000)) return x;
-    int below = 127;
-    if (x < 0x1p-126f) x = x * 0x1p25f, below = 152;
-    const int word = __float_as_int(x) + (0x3F800000 - 0x3F3504F3);
-    const float k = static_cast<float>((word >> 23) - below);
-    const float f = __int_as_float((word & 0x007FFFFF) + 0x3F3504F3) - 1.0f;
-    const float s = __fdiv_rn(f, 2.0f + f), z = s * s, w = z * z;
-    const float r = z * (0.66666662693f + w * 0.28498786688f) + w * (0.40000972152f + w * 0.24279078841f);
-    const float h = (0.5f * f) * f;
-    return (((s * (h + r) + k * 9.0580006145e-06f) - h) + f) + k * 6.9313812256e-01f;
-}
 
 // 1/d, correctly rounded, d in [1, 2].
 __device__ __forceinline__ float reciprocal_1_2(float d) {
