@@ -25,9 +25,10 @@ class LanguageModel(torch.nn.Module):
         )
         self.norm = te.LayerNorm(HIDDEN, **common)
         self.head = None if tied else te.Linear(HIDDEN, VOCABULARY, **common)
+        self.recipe = te.DelayedScaling(amax_history_len=4)
 
     def forward(self, text: torch.Tensor, target: torch.Tensor, fp8: bool) -> torch.Tensor:
-        with te.autocast(enabled=fp8, recipe=te.DelayedScaling(amax_history_len=4)):
+        with te.autocast(enabled=fp8, recipe=self.recipe):
             hidden = self.norm(self.layer(self.embedding(text)))
             if self.head is None:
                 weight = self.embedding.weight
