@@ -1,5 +1,6 @@
 """`twin::cross_entropy`, its backward and its mean on the CPU: float64, the written order, special rows, refusals."""
 
+import itertools
 import math
 import re
 
@@ -111,20 +112,20 @@ def by_hand(x: list[F], target: int, smoothing: F) -> tuple[F, F, F]:
 @pytest.mark.parametrize("classes", [1, 8, 100, 2049, 8200, 17000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_the_order_is_the_written_one(classes: int, smoothing: float) -> None:
-    # Rising, so that sums are rescaled again and again, and of one size, so that every rounding of them shows.
-    logits = batch(1, classes, torch.float32, classes, 0.5)[0] + torch.linspace(0, 3, classes)
-    target = torch.tensor([classes // 3])
-    loss, maximum, inverse = twin.cross_entropy(logits, target, IGNORED, smoothing)
-    row = list(logits[0].numpy())
-    expected = by_hand(row, classes // 3, F(smoothing))
-    assert_same_bits(torch.tensor(np.array(expected)), torch.cat([loss, maximum, inverse]))
+    # Rising, so that sums are rescaled again and again, and of one size: in some row each rounding of them shows.
+    rows, hit = 5, classes // 3
+    logits = batch(rows, classes, torch.float32, classes, 0.5)[0] + torch.linspace(0, 3, classes)
+    target = torch.full((rows,), hit)
+    found = twin.cross_entropy(logits, target, IGNORED, smoothing)
+    expected = np.array([by_hand(list(row), hit, F(smoothing)) for row in logits.numpy()])
+    assert_same_bits(torch.tensor(expected.T.copy()), torch.stack(found))
     g, count = torch.tensor(0.7), torch.tensor(3.0)
-    dx = twin.cross_entropy_backward(g, count, logits, target, maximum, inverse, IGNORED, smoothing)
+    dx = twin.cross_entropy_backward(g, count, logits, target, *found[1:], IGNORED, smoothing)
     scale, share, keep = F(F(0.7) / F(3)), F(F(smoothing) / F(classes)), F(1 - F(smoothing))
-    for c in (0, classes // 3, classes - 1):
-        weight = F(keep + share) if c == classes // 3 else share
-        p = F(exp(F(row[c] - expected[1])) * expected[2])
-        assert F(dx[0, c]) == F(scale * F(p - weight)), c
+    for row, c in itertools.product(range(rows), (0, hit, classes - 1)):
+        weight = F(keep + share) if c == hit else share
+        p = F(exp(F(logits[row, c].numpy() - expected[row, 1])) * expected[row, 2])
+        assert F(dx[row, c]) == F(scale * F(p - weight)), (row, c)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 1024, 2500])
