@@ -51,6 +51,8 @@ def embedding_backward(grad: torch.Tensor, ids: torch.Tensor, rows: int, padding
     if not out.numel():
         return out
     device, (count, width) = grad.device, grad.shape
+    if not count:
+        return out.zero_()
     # 32 bits are sorted in half the time of 64. What is no row stays none.
     found, order = torch.sort(ids.clamp(-1, rows).to(torch.int32), stable=True)
     starts = torch.searchsorted(found, torch.arange(rows + 1, dtype=torch.int32, device=device), out_int32=True)
