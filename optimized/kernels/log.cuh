@@ -1,6 +1,6 @@
 // The natural logarithm with the bits of reference/elementary.py, of any fp32 value; for once a row.
 //
-// ln(2^k m), sqrt(1/2) <= m < sqrt(2), by fdlibm's polynomial in s = (m - 1) / (m + 1): at most 0.8 ulp. Each operation
+// ln(2^k m), sqrt(1/2) <= m < sqrt(2), by fdlibm's polynomial in s = (m - 1) / (m + 1): below 0.9 ulp. Each operation
 // rounds once, and none is an fma. It stands apart from elementary.cuh, whose other users it does not concern.
 #pragma once
 
