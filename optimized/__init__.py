@@ -23,14 +23,17 @@ from reference import (  # noqa: F401
     Format,
     autocast,
     checkpoint,
+    cross_entropy,
     formats,
     fp8_autocast,
     fp8_model_init,
+    fused_linear_cross_entropy,
     init_fp8_state,
     load_fp8_state,
     make_graphed_callables,
     not_offered,
     optimizers,
+    parallel_cross_entropy,
     philox,
     quantized_model_init,
     random,
@@ -68,6 +71,10 @@ class _OnHopper(DeviceDefault):
 
 class Linear(_OnHopper, reference.Linear):
     """`reference.Linear` with "cuda" as its default device."""
+
+
+class Embedding(_OnHopper, reference.Embedding):
+    """`reference.Embedding` with "cuda" as its default device."""
 
 
 class LayerNorm(_OnHopper, reference.LayerNorm):

@@ -16,6 +16,9 @@ from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
 from reference.graph import make_graphed_callables
 from reference.model_init import fp8_model_init, quantized_model_init
 from reference.nn.attention import DotProductAttention
+from reference.nn.cross_entropy import cross_entropy, parallel_cross_entropy
+from reference.nn.embedding import Embedding
+from reference.nn.fused_linear_cross_entropy import fused_linear_cross_entropy
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
@@ -33,6 +36,7 @@ not_offered.explain(__name__)
 __all__ = [
     "DelayedScaling",
     "DotProductAttention",
+    "Embedding",
     "Format",
     "LayerNorm",
     "LayerNormLinear",
@@ -43,13 +47,16 @@ __all__ = [
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "cross_entropy",
     "formats",
     "fp8_autocast",
     "fp8_model_init",
+    "fused_linear_cross_entropy",
     "init_fp8_state",
     "load_fp8_state",
     "make_graphed_callables",
     "optimizers",
+    "parallel_cross_entropy",
     "philox",
     "quantized_model_init",
     "random",

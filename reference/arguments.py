@@ -60,6 +60,9 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     (("p2p",), "cp_comm_type"),
     (("no_bias",), "core_attention_bias_type"),
     (("auto",), "thd_attention_policy_dispatch"),
+    ((None,), "Embedding.max_norm"),
+    ((2.0,), "Embedding.norm_type"),
+    ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
     ((torch.float32,), "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
@@ -121,6 +124,7 @@ _SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1
 _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
 _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
+_SHARE = Rule(is_real, lambda x: 0 <= x <= 1, "a number from 0 to 1 is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
 _NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
@@ -146,6 +150,12 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
     (_SIZE, "in_features out_features hidden_size ffn_hidden_size num_attention_heads"),
+    (_SIZE, "num_embeddings embedding_dim chunk_size"),
+    (_or_none(_ints(-(2**31))), "padding_idx"),
+    (_ints(-(2**63), 2**63 - 1), "ignore_index"),
+    (_one_of("mean", "sum", "none"), "reduction"),
+    (_SHARE, "label_smoothing"),
+    (_FLAG, "reduce_loss is_cg_capturable _freeze"),
     (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
     (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
     (_HIDDEN, "normalized_shape LayerNorm.hidden_size RMSNorm.hidden_size"),

@@ -3,6 +3,7 @@
     exp(x)         e^x, x <= 0                          fp32 -> fp32   softmax
     exp2_grid(y)   2^(y to the nearest 2^-15)           fp32 -> fp32   attention's inner loop
     rsqrt(x)       1 / sqrt(x), two roundings           fp32 -> fp32   LayerNorm, RMSNorm: once a row
+    log(x)         ln x                                 fp32 -> fp32   cross-entropy: once a row
     gelu, silu     x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) or x      bf16, fp16, fp32 -> fp32
     dgelu, dsilu   their derivatives                                           bf16, fp16, fp32 -> fp32
 
@@ -54,6 +55,12 @@ GELU_SLOPE = _F(0.21406444881780075)
 GELU1_LOG2E = _F(2.302208198144325)
 GELU3_LOG2E = _F(0.1029432395800235)
 SQUARE_LIMIT = _F(128.0)  # of x^2 in dgelu: keeps z' finite where sigmoid's slope is 0
+# ln(2^k m), sqrt(1/2) <= m < sqrt(2): m - 1 = f, s = f / (2 + f), ln m = 2 atanh(s); fdlibm's constants (e_logf.c).
+SQRT_HALF_WORD, ONE_WORD, MANTISSA = np.int32(0x3F3504F3), np.int32(0x3F800000), np.int32(0x007FFFFF)
+LOG_LN2, LOG_LN2_LOW = _F(6.9313812256e-01), _F(9.0580006145e-06)  # k times the first is exact
+LOG1, LOG2, LOG3, LOG4 = _F(0.66666662693), _F(0.40000972152), _F(0.28498786688), _F(0.24279078841)
+HALF, TWO, NAN = _F(0.5), _F(2.0), _F(np.nan)
+SMALLEST_NORMAL, FROM_SUBNORMAL = _F(2.0**-126), _F(2.0**25)
 _intrinsic: Any = intrinsic  # numba types the result by the emitter, not by the call
 
 
@@ -69,6 +76,13 @@ def from_word(typingctx, word):  # type: ignore[no-untyped-def]
     """The fp32 value whose bits are an int32."""
     signature = types.float32(types.int32)
     return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@_intrinsic
+def word_of(typingctx, x):  # type: ignore[no-untyped-def]
+    """The bits of an fp32 value, as an int32."""
+    signature = types.int32(types.float32)
+    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @cache
@@ -118,6 +132,27 @@ def exp2_grid_scalar(y: np.float32, powers: np.ndarray) -> np.float32:
 def rsqrt_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     """1 / sqrt(x), both correctly rounded."""
     return ONE / np.sqrt(x)
+
+
+@jit
+def log_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """ln x of any fp32 value; -inf of a zero, NaN below it. Each operation rounds once; none is an fma."""
+    if not x > ZERO:
+        return -INFINITY if x == ZERO else NAN
+    if x == INFINITY:
+        return x
+    below = np.int32(127)
+    if x < SMALLEST_NORMAL:
+        x, below = x * FROM_SUBNORMAL, np.int32(152)
+    word = np.int32(word_of(x) + (ONE_WORD - SQRT_HALF_WORD))
+    k = np.float32(np.int32((word >> np.int32(23)) - below))
+    f = from_word(np.int32((word & MANTISSA) + SQRT_HALF_WORD)) - ONE
+    s = f / (TWO + f)
+    z = s * s
+    w = z * z
+    r = z * (LOG1 + w * LOG3) + w * (LOG2 + w * LOG4)
+    h = (HALF * f) * f
+    return (((s * (h + r) + k * LOG_LN2_LOW) - h) + f) + k * LOG_LN2
 
 
 @jit
@@ -179,6 +214,7 @@ SCALARS: dict[str, Any] = {
     "exp": exp_scalar,
     "exp2_grid": exp2_grid_scalar,
     "rsqrt": rsqrt_scalar,
+    "log": log_scalar,
     "gelu": gelu_scalar,
     "dgelu": dgelu_scalar,
     "silu": silu_scalar,
@@ -244,6 +280,11 @@ def exp2_grid(y: torch.Tensor) -> torch.Tensor:
 def rsqrt(x: torch.Tensor) -> torch.Tensor:
     """1 / sqrt(x): an IEEE square root and an IEEE division."""
     return _fp32("rsqrt", x)
+
+
+def log(x: torch.Tensor) -> torch.Tensor:
+    """The natural logarithm, to 0.9 ulp: -inf of a zero, NaN of what is below."""
+    return _fp32("log", x)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

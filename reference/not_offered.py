@@ -44,7 +44,6 @@ NAMES: dict[str, dict[str, str]] = {
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
         "there is no export": "onnx_export export onnx_extensions",
-        "use PyTorch's cross entropy": "parallel_cross_entropy cross_entropy",
         "te.optimizers.FusedAdam is the only optimizer": "newton_schulz newton_schulz_tp CusolverMpCtx",
         _WHERE: "attention module transformer distributed quantization fp8 jit",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",

@@ -36,6 +36,7 @@ CALLABLES = {
     "fp8_model_init": ("quantization.py", ""),
     "make_graphed_callables": ("graph.py", ""),
     "checkpoint": ("distributed.py", ""),
+    "parallel_cross_entropy": ("cross_entropy.py", ""),
 }
 BASES = {"LayerNorm": "ops/basic/layer_norm.py", "RMSNorm": "ops/basic/rmsnorm.py"}  # take what **kwargs passes on
 

@@ -172,6 +172,32 @@ def normals() -> None:
         twin.normal(torch.zeros(count).cuda(), 0.5, 2.0, 3)
 
 
+def losses() -> None:
+    """Whole tiles, ragged rows, rows that are not aligned; rows that are ignored."""
+    for (rows, cols), dtype in itertools.product(((1, 1), (3, 250), (5, 2056), (4, 8193), (3, 16400)), WIDE):
+        target = torch.randint(0, cols, (rows,))
+        target[0] = -100
+        target = target.cuda()
+        whole = torch.randn(rows * cols + 1).to(dtype).cuda()
+        for x in (whole[:-1].view(rows, cols), whole[1:].view(rows, cols)):  # the second off a multiple of 16 bytes
+            for smoothing in (0.0, 0.1):
+                loss, *stats = twin.cross_entropy(x, target, -100, smoothing)
+                mean, divisor = twin.cross_entropy_mean(loss, target, -100, "mean")
+                for grad in (mean, loss):
+                    twin.cross_entropy_backward(grad, divisor, x, target, *stats, -100, smoothing)
+
+
+def embeddings() -> None:
+    for (rows, width), dtype, count in itertools.product(((1, 1), (7, 264), (500, 1040)), WIDE, (0, 1, 65, 300)):
+        ids = torch.randint(0, rows, (count,))
+        ids[: count // 2] = 0
+        weight, grad = (torch.randn(n, width).to(dtype).cuda() for n in (rows, count))
+        ids = ids.cuda()
+        twin.embedding(weight, ids)
+        for padding in (-1, 0):
+            twin.embedding_backward(grad, ids, rows, padding)
+
+
 def around_attention() -> None:
     for dtype, cols in itertools.product(WIDE, (7, 264, 1000, 2056)):
         x = torch.randn(1, 2, 5, cols).to(dtype).cuda()
@@ -202,6 +228,8 @@ def main() -> None:
         "attentions": attentions,
         "around_attention": around_attention,
         "normals": normals,
+        "losses": losses,
+        "embeddings": embeddings,
     }
     with torch.no_grad():
         for name in sys.argv[1:] or parts:

@@ -125,6 +125,8 @@ class TestSpecialValues:
             ("exp2_grid", [(0.0, 1.0), (-126.0, 2.0**-126), (-126.5, 0.0), (-math.inf, 0.0), (NAN, NAN)]),
             ("exp2_grid", [(5.0, 32.0), (-5.0, 2.0**-5), (128.0, math.inf), (math.inf, math.inf)]),
             ("rsqrt", [(4.0, 0.5), (0.0, math.inf), (-0.0, -math.inf), (math.inf, 0.0), (-1.0, NAN), (NAN, NAN)]),
+            ("log", [(1.0, 0.0), (0.0, -math.inf), (-0.0, -math.inf), (math.inf, math.inf), (-1.0, NAN), (NAN, NAN)]),
+            ("log", [(-math.inf, NAN), (2.0**-149, -103.27892990343184), (2.0**-126, -87.33654475055310)]),
             ("gelu", [*GROWING, (-math.inf, NAN), (NAN, NAN)]),
             ("dgelu", [*LEVEL, (math.inf, NAN), (NAN, NAN)]),
             ("silu", [*GROWING, (-math.inf, NAN), (NAN, NAN)]),
@@ -178,6 +180,20 @@ class TestErrors:
     def test_rsqrt(self) -> None:
         x = every_nth_word(0x00800000, 0x7F800000, 509)
         assert ulps(elementary.rsqrt(x), truth_of("rsqrt", x)).max() <= 1.5
+
+    def test_log(self) -> None:
+        """Below one ulp of positive numbers, and most of all where cross-entropy asks: from 1 to a vocabulary."""
+        x = torch.cat([every_nth_word(1, 0x7F800000, 1009), every_nth_word(0x3F700000, 0x48800000, 61)])
+        x = x[x != 1]
+        truth = torch.log(x.double())
+        assert ulps(elementary.log(x), truth).max() <= 0.85
+
+    @pytest.mark.slow
+    def test_log_of_every_positive_number(self) -> None:
+        for start in range(1, 0x7F800000, 1 << 24):
+            x = every_nth_word(start, min(start + (1 << 24), 0x7F800000), 1)
+            x = x[x != 1]
+            assert ulps(elementary.log(x), torch.log(x.double())).max() <= 0.9
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("name", elementary.ACTIVATIONS)
@@ -275,6 +291,15 @@ class TestOnHopper:
         with np.load(GOLDEN) as golden:
             differ = np.flatnonzero(digest.kernel_digest(name) != golden[name])
         assert not differ.size, digest.first_differences(name, int(differ[0]))
+
+    def test_log(self) -> None:
+        """Every 101st word, and all around 1; the digests were recorded before there was a logarithm."""
+        for first, last, step in ((0, (1 << 32) - 1, 101), (0x3F000000, 0x40000000, 1)):
+            for start in range(first, last, step << 24):
+                x = every_nth_word(start, min(start + (step << 24), last), step)
+                expected, y = elementary.log(x), digest.apply("log", x.cuda()).cpu()
+                same = (words(expected) == words(y)) | (expected.isnan() & y.isnan()).numpy()
+                assert same.all(), x[int(np.flatnonzero(~same)[0])]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("name", elementary.ACTIVATIONS)

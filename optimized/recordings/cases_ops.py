@@ -1,4 +1,4 @@
-"""Cases of `twin parity`: norms, activations, attention, softmax, rotary embedding, dropout."""
+"""Cases of `twin parity`: norms, activations, attention, softmax, rotary embedding, dropout, losses, embedding."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -211,8 +211,38 @@ def elementwise() -> Iterator[Case]:
         yield Case("bias_dropout_add", f"{short(dtype)} p={p} {parts}", partial(_dropout, dtype, p, parts))
 
 
+def _cross_entropy(dtype: torch.dtype, classes: int, smoothing: float, device: torch.device) -> Outputs:
+    """Forward, mean and backward; every seventh row is ignored."""
+    logits = numbers((60, classes), dtype, 181).to(device)
+    target = (philox.uniform((60,), seed=182) * classes).long()
+    target[::7] = -100
+    target = target.to(device)
+    loss, *stats = twin.cross_entropy(logits, target, -100, smoothing)
+    mean, divisor = twin.cross_entropy_mean(loss, target, -100, "mean")
+    dx = twin.cross_entropy_backward(mean, divisor, logits, target, *stats, -100, smoothing)
+    return {"loss": loss, "mean": mean, "dx": dx, **named("m inv", stats)}
+
+
+def _embedding(dtype: torch.dtype, width: int, padding: int, device: torch.device) -> Outputs:
+    """Rows of a table of 300; half of the numbers are among the first ten."""
+    weight, grad = numbers((300, width), dtype, 191).to(device), numbers((2000, width), dtype, 192).to(device)
+    ids = (philox.uniform((2000,), seed=193) * 300).long()
+    ids = torch.where(ids % 2 == 0, ids % 10, ids).to(device)
+    return {"out": twin.embedding(weight, ids), "dweight": twin.embedding_backward(grad, ids, 300, padding)}
+
+
+def losses() -> Iterator[Case]:
+    """Cross-entropy and embedding, forward and backward. They have not been recorded yet."""
+    for dtype, classes, smoothing in product(WIDE, (1000, 8195, 50304), (0.0, 0.1)):
+        label = f"{short(dtype)} {classes} classes{', smoothed' * bool(smoothing)}"
+        yield Case("cross_entropy", label, partial(_cross_entropy, dtype, classes, smoothing), live=True)
+    for dtype, (width, padding) in product(WIDE, ((64, -1), (1100, 3))):
+        yield Case("embedding", f"{short(dtype)} [300, {width}]", partial(_embedding, dtype, width, padding), live=True)
+
+
 def cases() -> Iterator[Case]:
     yield from norms()
     yield from activations()
     yield from attentions()
     yield from elementwise()
+    yield from losses()
