@@ -19,8 +19,8 @@
 
 namespace twin {
 
-constexpr int kTileRows = 128;   // queries, or keys, of a block: 64 for each of two consumer warpgroups
-constexpr int kWarpgroups = 2;
+constexpr int kTileRows = 128;  // queries, or keys, of a block
+constexpr int kWarpgroups = 2;  // of the backward, with 64 rows each
 #define TWIN_HIDDEN __int_as_float(static_cast<int>(0xFF800000u))  // the score of a hidden pair, -inf
 constexpr float kLowest = -1.2676506002282294e30f;  // -2^100
 
