@@ -21,8 +21,12 @@ from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
     DelayedScaling,
     Format,
+    PrecisionPlan,
+    auto_precision,
     autocast,
     checkpoint,
+    collect_stats,
+    detect_anomaly,
     formats,
     fp8_autocast,
     fp8_model_init,
