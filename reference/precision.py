@@ -151,22 +151,20 @@ class _Limits(NamedTuple):
     underflowed: float
     sqnr_loss: float
 
-    def complaints(self, one: Sample) -> list[str]:
-        """What is beyond a limit, in words."""
-        what = f"{_tensor(one)} (read by {' and '.join(one.gemms)})"
+    def complaint(self, one: Sample) -> str | None:
+        """What is beyond a limit, in words; None where nothing is."""
         found = []
         if one.nan or one.inf:
-            found.append(f"{one.nan + one.inf} elements of {what} are NaN or infinite")
-        if one.recipe is None:
-            return found
-        if one.saturated_share > self.saturated:
-            found.append(f"{one.saturated_share:.2%} of {what} saturate, {self.saturated:.2%} are accepted")
-        if one.underflowed_share > self.underflowed:
-            found.append(f"{one.underflowed_share:.2%} of {what} underflow, {self.underflowed:.2%} are accepted")
-        least = ideal_sqnr(one.dtype) - self.sqnr_loss
-        if one.sqnr is not None and not one.sqnr >= least and not (one.nan or one.inf):
-            found.append(f"the SQNR of {what} is {one.sqnr:.1f} dB, {least:.1f} dB in {one.format} are accepted")
-        return found
+            found.append(f"{one.nan + one.inf} of {one.elements} elements are NaN or infinite")
+        if one.recipe is not None:
+            if one.saturated_share > self.saturated:
+                found.append(f"{one.saturated_share:.2%} saturate (at most {self.saturated:.2%})")
+            if one.underflowed_share > self.underflowed:
+                found.append(f"{one.underflowed_share:.2%} underflow (at most {self.underflowed:.2%})")
+            least = ideal_sqnr(one.dtype) - self.sqnr_loss
+            if one.sqnr is not None and not one.sqnr >= least:  # NaN where the scale is
+                found.append(f"SQNR {one.sqnr:.1f} dB (at least {least:.1f} dB in {one.format})")
+        return f"{_tensor(one)}, read by {' and '.join(one.gemms)}: {', '.join(found)}" if found else None
 
 
 def _tensor(one: Sample) -> str:
@@ -191,11 +189,11 @@ def _chosen(layer: Any, samples: Sequence[Sample], limits: _Limits) -> Choice:
     reasons = []
     for found in dict.fromkeys((one.recipe, one.ran) for one in sorted(samples, key=lambda one: not one.ran)):
         mine = [one for one in samples if (one.recipe, one.ran) == found]
-        complaints = [text for one in mine for text in limits.complaints(one)]
+        complaints = [text for one in mine if (text := limits.complaint(one)) is not None]
         tried, ran = found
         name = recipe_name(tried)
         if complaints:
-            reasons.append(f"{name}: {'; '.join(complaints)}")
+            reasons.append(f"{name} does not suit {'; '.join(complaints)}")
         elif tried is None:
             reasons.append(f"{name}, in which it ran: no NaN and no infinity")
         else:
@@ -223,7 +221,7 @@ def auto_precision(
         model: the module that the training loop calls.
         evidence: statistics of this model (`te.collect_stats`), or a function that trains for some steps under the
             autocast that is meant. It is called once, every step is measured, and its steps change the model as any do.
-        recipes: with a function, what is tried where the layer's own recipe does not do, in this order; None is
+        recipes: with a function, what is tried where the layer's own recipe does not suit, in this order; None is
             `Float8CurrentScaling()`. Statistics bring their own (`collect_stats(recipes=...)`).
         first: forwards before this one are not judged. In forward 0 delayed scaling has no amax yet, and its scale 1
             makes most gradients underflow.

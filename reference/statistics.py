@@ -99,7 +99,8 @@ class Sample:
             return None
         if self.noise == 0:
             return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal > 0 else -math.inf
+        ratio = self.signal / self.noise
+        return 10 * math.log10(ratio) if ratio > 0 else ratio - math.inf  # NaN stays NaN
 
     @property
     def format(self) -> str:

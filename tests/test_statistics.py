@@ -200,6 +200,8 @@ def test_sqnr_without_noise_or_signal() -> None:
     one = statistics.Sample("", "", "input", DELAYED, True, torch.float8_e4m3fn, 0, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0, 0.0)
     assert (one.sqnr, one.saturated_share, one.underflowed_share) == (math.inf, 0.0, 0.0)
     assert statistics.replace(one, noise=1.0).sqnr == -math.inf
+    assert statistics.replace(one, signal=1.0, noise=math.inf).sqnr == -math.inf
+    assert math.isnan(statistics.replace(one, signal=1.0, noise=math.nan).sqnr or 0.0)
 
 
 # --- what is measured, and when ----------------------------------------------------------------------
