@@ -125,9 +125,11 @@ def _words(x: torch.Tensor, had_nan: torch.Tensor, had_bad: torch.Tensor) -> tor
     made = (nan & ~had_nan) | (inf & ~had_bad)
     found = []
     for mask in (made, nan):
-        first = mask.view(torch.uint8).argmax()  # the first of equal ones
-        found.append(torch.where(mask[first], 2 * first + inf[first].long(), -1))
-    return torch.stack(found)
+        first = mask.view(torch.uint8).argmax().view(1)  # the first of equal ones
+        # `mask[first]` would wait for the device.
+        is_there, is_inf = (one.index_select(0, first) for one in (mask, inf))
+        found.append(torch.where(is_there, 2 * first + is_inf.long(), -1))
+    return torch.cat(found)
 
 
 class detect_anomaly:

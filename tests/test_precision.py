@@ -214,8 +214,8 @@ def test_limits_are_the_last_that_is_accepted(name: str, within: Any, beyond: An
 def test_everything_that_is_beyond_a_limit_is_said() -> None:
     one = sample(nan=3, inf=2, saturated=100, underflowed=200, noise=1000.0, part="fc2")
     assert precision._Limits(0.01, 0.02, 6).complaint(one) == (
-        "fc2's input, read by fprop and wgrad: 5 of 1000 elements are NaN or infinite, 10.00% saturate (at most 1.00%), "
-        "20.00% underflow (at most 2.00%), SQNR 0.0 dB (at least 26.5 dB in E4M3)"
+        "fc2's input, read by fprop and wgrad: 5 of 1000 elements are NaN or infinite, 10.00% saturate "
+        "(at most 1.00%), 20.00% underflow (at most 2.00%), SQNR 0.0 dB (at least 26.5 dB in E4M3)"
     )
     sixteen = sample(recipe=None, nan=1, saturated=100, noise=1000.0)
     assert precision._Limits(0.01, 0.02, 6).complaint(sixteen) == (
