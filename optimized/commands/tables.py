@@ -25,6 +25,7 @@ _MODULES = (
     "adam",
     "layer",
     "layer_sweep",
+    "stats",
     "timeline",
     "single_gpu",
     "training",
