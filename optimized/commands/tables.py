@@ -118,7 +118,7 @@ GROUPS = {
     "Casts, norms, activations": ("cast_transpose", "norm", "activation"),
     "Attention": ("attention",),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS),
+    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats"),
     "Training": ("single_gpu", "training"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
