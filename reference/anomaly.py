@@ -25,7 +25,7 @@ __all__ = ["detect_anomaly"]
 
 _KEY = "twin_module"  # in the metadata of autograd's nodes
 _OUTSIDE = "code outside of the model's modules"
-_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_")
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")  # ops that do not read the tensor that they change
 _FP8 = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}  # dtype → the last code that is no NaN
 

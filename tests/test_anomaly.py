@@ -266,6 +266,25 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads[0][0] > 200
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_checkpointed_part(bad: bool) -> None:
+    """Its recomputation runs in backward, and may stop early."""
+    model = made()
+
+    def run() -> None:
+        with te.autocast(recipe=DELAYED):
+            h = te.checkpoint(model.layers[0], model.embedding(torch.arange(12).view(6, 2) % 10))
+            y = te.checkpoint(model.head, te.checkpoint(model.layers[1], h))
+        (y.float().logsumexp(-1).mean() * (torch.tensor(3e38) if bad else 1.0)).backward(torch.tensor(1e3))
+
+    if bad:
+        assert "the first infinity was made by aten::mul in code outside of" in sentence(run, model)
+    with te.detect_anomaly(model):
+        model.zero_grad()
+        bad = False
+        run()
+
+
 def test_an_index_is_that_of_row_major_order() -> None:
     shape = torch.Size((3, 4, 5))
     for index in (0, 1, 19, 20, 59):
