@@ -76,9 +76,8 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         read = args[1:] if name in _OVERWRITES else (args, {k: x for k, x in kwargs.items() if k != "out"})
         with torch.no_grad():
-            masks = [_nan_and_inf(x) for x in _leaves(read)]
-            nan = [mask.any() for mask, _ in masks]
-            bad = [*nan, *(mask.any() for _, mask in masks)]
+            found = [[mask.any() for mask in _nan_and_inf(x)] for x in _leaves(read)]
+            nan, bad = [one[0] for one in found], [flag for one in found for flag in one]
         out = func(*args, **kwargs)
         with torch.no_grad():
             for what, x in self._results(func, name, args, kwargs, out):
