@@ -192,6 +192,13 @@ def test_a_layer_whose_sizes_do_not_fit_fp8_is_measured_in_16_bits_alone() -> No
     assert {(one.role, one.recipe) for one in stats.samples()} == {("input", None), ("weight", None)}
 
 
+def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
+    model = made("Linear")
+    with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling()]) as stats:
+        step(model, 0, CURRENT)
+    assert [one.ran for one in stats.samples()] == [True] * 3
+
+
 def test_sqnr_without_noise_or_signal() -> None:
     one = statistics.Sample("", "", "input", DELAYED, True, torch.float8_e4m3fn, 0, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0, 0.0)
     assert (one.sqnr, one.saturated_share, one.underflowed_share) == (math.inf, 0.0, 0.0)
