@@ -21,9 +21,13 @@ from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
     DelayedScaling,
     Format,
+    PrecisionPlan,
+    auto_precision,
     autocast,
     checkpoint,
+    collect_stats,
     cross_entropy,
+    detect_anomaly,
     formats,
     fp8_autocast,
     fp8_model_init,

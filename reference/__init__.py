@@ -10,6 +10,7 @@ y.backward(dy)
 
 import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, not_offered, optimizers, philox, random, recipe, tensor_core
+from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
@@ -25,9 +26,11 @@ from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.transformer_layer import TransformerLayer
+from reference.precision import PrecisionPlan, auto_precision
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
 from reference.recorded_step.recorder import record
+from reference.statistics import collect_stats
 from reference.version import __version__ as __version__
 
 check_denormals()
@@ -43,11 +46,15 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "PrecisionPlan",
     "RMSNorm",
     "TransformerLayer",
+    "auto_precision",
     "autocast",
     "checkpoint",
+    "collect_stats",
     "cross_entropy",
+    "detect_anomaly",
     "formats",
     "fp8_autocast",
     "fp8_model_init",

@@ -47,6 +47,16 @@ def casts(note: Notes) -> None:
     note(twin.cast, empty(5, 16, start=8), *state(step=3), 2, E5M2)
 
 
+def cast_stats(note: Notes) -> None:
+    one = empty(1, dtype=FP32)
+    for dtype in WIDE:
+        note(twin.cast_stats, empty(33, 4096, dtype=dtype), None, None)
+        for q in FP8:
+            note(twin.cast_stats, empty(33, 4096, dtype=dtype), empty(33, 4096, dtype=q), one)
+    note(twin.cast_stats, empty(0, 48), None, None)
+    note(twin.cast_stats, empty(3, 48, start=1), empty(3, 48, dtype=E4M3, start=3), one)
+
+
 def cast_transposes(note: Notes) -> None:
     for dtype, q, op in itertools.product(WIDE, FP8, (twin.cast_transpose, twin.cast_transpose_dbias)):
         note(op, empty(130, 272, dtype=dtype), *state(), 1, q)
@@ -310,6 +320,7 @@ FILES: dict[str, Callable[[Notes], None]] = {
     "adam": adams,
     "attention": attentions,
     "cast": casts,
+    "cast_stats": cast_stats,
     "cast_transpose": cast_transposes,
     "cat_cast_transpose": cat_cast_transposes,
     "configurations": configurations,

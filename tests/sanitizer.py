@@ -43,6 +43,13 @@ def casts() -> None:
             twin.multi_cast_transpose(xs, [scale] * len(xs), [history] * len(xs), [0] * len(xs), *parts)
 
 
+def cast_stats() -> None:
+    for (rows, cols), dtype, out in itertools.product(((1, 16), (130, 272), (4160, 272)), WIDE, FP8):
+        x = torch.randn(rows, cols).to(dtype).cuda()
+        twin.cast_stats(x, *twin.cast(x, torch.ones(1).cuda(), None, 0, out))
+        twin.cast_stats(x, None, None)
+
+
 def scale_update() -> None:
     for algorithm in ("max", "most_recent"):
         scales = [torch.ones(n).cuda() for n in (3, 2, 3)]
@@ -217,6 +224,7 @@ def around_attention() -> None:
 def main() -> None:
     parts = {
         "casts": casts,
+        "cast_stats": cast_stats,
         "scale_update": scale_update,
         "adam": adam,
         "gemms": gemms,

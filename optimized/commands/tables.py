@@ -26,6 +26,7 @@ _MODULES = (
     "adam",
     "layer",
     "layer_sweep",
+    "stats",
     "timeline",
     "single_gpu",
     "training",
@@ -119,7 +120,7 @@ GROUPS = {
     "Attention": ("attention",),
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS),
+    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats"),
     "Training": ("single_gpu", "training"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }

@@ -81,6 +81,18 @@ def casts() -> Iterator[Case]:
         yield Case("dbias", f"{short(wide)} [{rows}, 48]", partial(_dbias, (rows, 48), wide))
         yield Case("amax", f"{short(wide)} [{rows}, 48]", partial(_amax, (rows, 48), wide))
 
+    for wide, dtype in product(WIDE, FP8):
+        run = partial(_cast_stats, partial(every_word, wide), dtype)
+        title = f"{short(wide)} to {short(dtype)}, 65,536 words"
+        yield Case("cast_stats", title, run, live=True)  # not recorded yet
+
+
+def _cast_stats(make: Callable[[], torch.Tensor], dtype: torch.dtype, device: torch.device) -> Outputs:
+    x = make().to(device)
+    q, scale_inv = twin.cast(x, torch.tensor([37.5], device=device), None, 0, dtype)
+    found = named("counts sums", twin.cast_stats(x, q, scale_inv))
+    return found | named("plain_counts plain_sums", twin.cast_stats(x, None, None))
+
 
 def _dbias(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
     return {"dbias": twin.dbias(numbers(shape, dtype, 31).to(device))}

@@ -25,6 +25,9 @@ Backward = Callable[..., Saved]
 class Plain:
     """Runs a pair's functions; `optimized` registers a subclass that repeats their launches without running them."""
 
+    def prepare(self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward) -> None:
+        """Called before somebody else runs a pair's functions: what `forward` does before it runs them itself."""
+
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
     ) -> tuple[Any, Saved, Any]:

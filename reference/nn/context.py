@@ -95,6 +95,11 @@ class ModuleContext:
         return reads_all and not self.module.fuse_wgrad_accumulation
 
     @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of its quantizers; None in 16 bits."""
+        return self._precision.recipe
+
+    @property
     def stateful(self) -> "TransformerEngineBaseModule | None":
         """The module, if its scales are updated after a step."""
         return self.module if self._precision.stateful else None

@@ -8,6 +8,7 @@ from reference.ops import (  # noqa: F401
     attention,
     attention_backward,
     cast,
+    cast_stats,
     cast_transpose,
     cat_cast_transpose,
     cross_entropy,

@@ -69,11 +69,15 @@ class Current(Quantizer):
         self.dtype, self.fp8_max = dtype, fp8_max
         self.kind = ("current", dtype, fp8_max)
 
-    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.ones(1, dtype=torch.float32, device=x.device)
         amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         twin.amax(x, amax, 0)
         twin.scale_update([scale], [amax], self.fp8_max, 0, "most_recent")
+        return scale
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        scale = self.scale(x)
         if transpose:
             return Quantized(*twin.cast_transpose(x, scale, None, 0, self.dtype))
         q, scale_inv = twin.cast(x, scale, None, 0, self.dtype)

@@ -140,6 +140,10 @@ class Delayed(Quantizer):
     def _state(self) -> tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]:
         return self.meta.scale, self.meta.amax_history, self.column, self.dtype
 
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.meta.scale[self.column : self.column + 1]
+        return found.clone()  # it is updated in place after the step
+
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if transpose:
             return Quantized(*twin.cast_transpose(x, *self._state()))
