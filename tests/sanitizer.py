@@ -59,6 +59,14 @@ def adam() -> None:
         twin.adam(grads, params, first, second, rounded, 1e-3, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, not master)
 
 
+def clipping() -> None:
+    for dtype, count in itertools.product(WIDE, (3, 66)):  # both capacities
+        grads = [torch.randn(size).to(dtype).cuda() for size in (40000, 2050, 8) * (count // 3)]
+        norm = twin.grad_norm(grads, "l2")
+        twin.grad_norm(grads, "max")
+        twin.clip_grads(grads, norm, 0.5)
+
+
 def gemms() -> None:
     for m, n, k in ((1, 16, 16), (130, 272, 144), (256, 256, 256)):
         for bias, accumulate in itertools.product((None, torch.randn(n).bfloat16().cuda()), ("fast", "split")):
@@ -193,6 +201,7 @@ def main() -> None:
         "casts": casts,
         "scale_update": scale_update,
         "adam": adam,
+        "clipping": clipping,
         "gemms": gemms,
         "gemm_tiles": gemm_tiles,
         "gemm_split_k": gemm_split_k,

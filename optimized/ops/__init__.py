@@ -11,8 +11,9 @@ from reference import not_offered
 
 _NAMES = (
     *("activation", "adam", "amax", "attention", "attention_backward", "cast", "cast_transpose", "cat_cast_transpose"),
-    *("dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "multi_cast_transpose", "norm"),
-    *("norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update", "softmax"),
+    *("clip_grads", "dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "grad_norm"),
+    *("multi_cast_transpose", "norm", "norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update"),
+    "softmax",
 )
 MODULES = tuple(importlib.import_module(f"{__name__}.{name}") for name in _NAMES)
 

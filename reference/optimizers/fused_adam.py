@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from reference import not_offered, optimizer_state
 from reference.arguments import check_arguments
 from reference.dtensor import like, shard
 from reference.nn.float8_tensor import FP8, Float8Tensor, write
 from reference.notice import say_once
 from reference.ops.adam import correction
-from reference.ops.library import no_implementation, twin
-from reference.optimizer_state import MOMENTS, PLAIN, State, flag, needs_master, numbers_of
+from reference.ops.library import twin
+from reference.optimizers import adam_state
+from reference.optimizers.adam_state import MOMENTS, PLAIN, State, flag, needs_master, numbers_of
+from reference.optimizers.devices import check_device, check_memory
 
 __all__ = ["FusedAdam"]
 
@@ -123,7 +124,7 @@ class FusedAdam(torch.optim.Optimizer):
         local = shard(param)
         state = self.state.get(param) or self._fresh(param, local)
         _check_name(state_name, state)
-        optimizer_state.check_part("set_scaled_state", "unscaled_state", unscaled_state, local.shape, local.device)
+        adam_state.check_part("set_scaled_state", "unscaled_state", unscaled_state, local.shape, local.device)
         shard(state[state_name]).copy_(unscaled_state)
         self.state[param] = state
 
@@ -171,14 +172,14 @@ class FusedAdam(torch.optim.Optimizer):
                 if grad is None:
                     continue
                 if type(p) not in PLAIN or type(grad) not in PLAIN:
-                    local, grad = optimizer_state.unwrapped((g, i), p, grad)
-                optimizer_state.check_parameter((g, i), local, grad, self.master_weights)
+                    local, grad = adam_state.unwrapped((g, i), p, grad)
+                adam_state.check_parameter((g, i), local, grad, self.master_weights)
                 state = self.state.get(p)
                 if not state:
                     state = made[p] = self._fresh(p, local)
                 elif "master_param" not in state and needs_master(local, self.master_weights):
                     state = made[p] = {**state, "master_param": like(p, _master(local))}
-                first, second, master = optimizer_state.checked_state((g, i), state, local)
+                first, second, master = adam_state.checked_state((g, i), state, local)
                 fp8 = isinstance(local, Float8Tensor)
                 rounded = master is not None and not fp8
                 key = (local.device, grad.dtype, local.dtype, fp8, rounded)
@@ -197,15 +198,15 @@ class FusedAdam(torch.optim.Optimizer):
                 start = memory.data_ptr()
                 spans.append((start, start + memory.nbytes, (g, i)))
             for device in {key[0] for key in calls}:
-                _check_device(device)
+                check_device("FusedAdam", "adam", "parameter", device)
             work.append((group, numbers, calls, cast))
-        optimizer_state.check_memory(spans)
+        check_memory("FusedAdam", spans, adam_state.named)
         return made, work
 
     # --- checkpoints -------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of a FusedAdam, torch.optim.Adam or AdamW (`reference.optimizer_state.read`).
+        """Load the state dict of a FusedAdam, torch.optim.Adam or AdamW (`reference.optimizers.adam_state.read`).
 
         torch's own method would round the state to the parameters' dtypes, and checks too little.
         """
@@ -214,7 +215,7 @@ class FusedAdam(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with torch.no_grad():
-            state, groups = optimizer_state.read(state_dict, self.param_groups, self.master_weights, self.adam_w_mode)
+            state, groups = adam_state.read(state_dict, self.param_groups, self.master_weights, self.adam_w_mode)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -224,14 +225,6 @@ def _check_name(name: str, state: State) -> None:
     if name not in state:
         accepted = f"{', '.join(state)} are" if state else "a parameter that has made a step is"
         raise ValueError(f"FusedAdam: state_name={name!r}; {accepted} accepted.")
-
-
-def _check_device(device: torch.device) -> None:
-    """Refuse a device without an implementation of `twin::adam`."""
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"FusedAdam: a parameter is on {device}; parameters on cpu and cuda are accepted.")
-    if device.type == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key("twin::adam", "CUDA"):
-        raise RuntimeError(no_implementation("adam", {device}))
 
 
 def _master(p: torch.Tensor) -> torch.Tensor:
@@ -252,6 +245,3 @@ def _drawn(p: Float8Tensor) -> torch.Tensor | None:
         "FusedAdam: a weight in FP8 was written after it was drawn: its master starts as the weight reads",
     )
     return None
-
-
-__getattr__ = not_offered.explain(__name__)

@@ -165,17 +165,6 @@ def check_part(where: Where | str, name: str, x: Any, shape: torch.Size, device:
     return x
 
 
-def check_memory(spans: list[tuple[int, int, Where]]) -> None:
-    """Refuse parameters whose bytes (first, one past the last, name) overlap: one launch changes all at once."""
-    spans.sort()
-    end, last = 0, (0, 0)
-    for start, stop, where in spans:
-        if start < end:
-            raise ValueError(f"FusedAdam: {named(last)} and {named(where)} share memory; separate memory is accepted.")
-        if stop > start:
-            end, last = stop, where
-
-
 def _described(x: Any) -> str:
     return f"{x.layout}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
