@@ -48,7 +48,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
-    ((True,), "fast_zero_fill"),
+    ((True,), "fast_zero_fill materialize_master_grads"),
     ((0,), "sm_margin"),
     ((1,), "tp_size"),
     ((1, None), "num_splits"),

@@ -4,6 +4,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import torch
 
 import reference as te
@@ -17,6 +18,19 @@ SHAPES = ((4, 3), (5,), (2, 2))
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+SPECIAL = torch.tensor([0.0, -0.0, 1e-45, 1e-38, 3e38, -65504.0, float("nan"), float("inf"), -float("inf")])
+
+
+def awkward(seed: int, size: int, dtype: torch.dtype, special: bool, finite: bool = False) -> torch.Tensor:
+    """Numbers of many magnitudes; with `special`, one in ten is zero, tiny, huge, or unless `finite` not finite."""
+    draw = np.random.default_rng(seed)
+    x = torch.from_numpy((draw.normal(size=size) * np.exp2(draw.integers(-20, 10, size=size))).astype(np.float32))
+    if special and size:
+        at = torch.from_numpy(draw.random(size) < 0.1)
+        x[at] = SPECIAL[torch.from_numpy(draw.integers(0, 6 if finite else len(SPECIAL), size=int(at.sum())))]
+    return x.to(dtype)
 
 
 def parameter(shape: tuple[int, ...] = (4, 3), dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:

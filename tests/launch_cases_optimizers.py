@@ -1,8 +1,34 @@
 """What the ops of optimizers and of gradient clipping are called with for the snapshots of their launches."""
 
 import itertools
+from typing import Any
 
+import torch
 from launch_notes import BF16, FP16, FP32, WIDE, Notes, empty, twin
+
+
+def sgds(note: Notes) -> None:
+    def step(*shapes: tuple[int, ...], dtype: torch.dtype, master: bool = False, start: int = -1, **more: Any) -> None:
+        """`start`: which of the three lists' last tensor begins off a multiple of 16 bytes."""
+        kind = FP32 if master else dtype
+        lists = [
+            [empty(*shape, dtype=one, start=int(i == start and n == len(shapes) - 1)) for n, shape in enumerate(shapes)]
+            for i, one in enumerate((dtype, kind, kind))
+        ]
+        momentum = more.get("momentum", 0.9)
+        flags = (more.get("nesterov", False), more.get("first", False), more.get("last", False))
+        note(twin.sgd, *lists[:2], lists[2] if momentum else [], 1e-2, momentum, 0.25, 0.1, *flags)
+
+    for dtype, master in itertools.product(WIDE, (False, True)):
+        if not (master and dtype == FP32):
+            step((3, 7), (41, 100), dtype=dtype, master=master)
+    step((3, 7), (0, 4), (16,), dtype=BF16, momentum=0.0)
+    step((5,), dtype=FP32, first=True)
+    step((5,), dtype=FP32, nesterov=True, last=True)
+    for start in range(3):
+        step((8,), (8,), dtype=BF16, start=start)
+    for count in (32, 33, 513):
+        step(*[(5, 5)] * count, dtype=BF16)
 
 
 def clippings(note: Notes) -> None:

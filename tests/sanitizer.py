@@ -67,6 +67,16 @@ def clipping() -> None:
         twin.clip_grads(grads, norm, 0.5)
 
 
+def sgd() -> None:
+    for dtype, master, count in itertools.product(WIDE, (False, True), (2, 40)):  # both capacities
+        grads = [torch.randn(size).to(dtype).cuda() for size in (2050, 8) * (count // 2)]
+        params = [x.float() if master else x.clone() for x in grads]
+        buffers = [torch.zeros(x.shape).to(x.dtype).cuda() for x in params]
+        for first_run in (True, False):
+            twin.sgd(grads, params, buffers, 1e-3, 0.9, 0.0, 0.1, first_run, first_run, not first_run)
+        twin.sgd(grads, params, [], 1e-3, 0.0, 0.0, 0.1, False, False, False)
+
+
 def gemms() -> None:
     for m, n, k in ((1, 16, 16), (130, 272, 144), (256, 256, 256)):
         for bias, accumulate in itertools.product((None, torch.randn(n).bfloat16().cuda()), ("fast", "split")):
@@ -202,6 +212,7 @@ def main() -> None:
         "scale_update": scale_update,
         "adam": adam,
         "clipping": clipping,
+        "sgd": sgd,
         "gemms": gemms,
         "gemm_tiles": gemm_tiles,
         "gemm_split_k": gemm_split_k,

@@ -2,9 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
+from adams import awkward
 from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,21 +16,11 @@ pytestmark = pytest.mark.gpu
 
 twin = torch.ops.twin
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
-SPECIAL = torch.tensor([0.0, -0.0, 1e-45, 1e-38, 3e38, -65504.0])
-
-
-def numbers(seed: int, size: int, dtype: torch.dtype, special: bool) -> torch.Tensor:
-    draw = np.random.default_rng(seed)
-    x = torch.from_numpy((draw.normal(size=size) * np.exp2(draw.integers(-20, 10, size=size))).astype(np.float32))
-    if special and size:
-        at = torch.from_numpy(draw.random(size) < 0.1)
-        x[at] = SPECIAL[torch.from_numpy(draw.integers(0, len(SPECIAL), size=int(at.sum())))]
-    return x.to(dtype)
 
 
 def compare(sizes: list[int], dtypes: list[torch.dtype], offset: int = 0, special: bool = False, seed: int = 0) -> None:
     """Norms of both kinds and the clipped gradients, which begin `offset` elements behind a multiple of 16 bytes."""
-    values = [numbers(seed + i, size, dtypes[i % len(dtypes)], special) for i, size in enumerate(sizes)]
+    values = [awkward(seed + i, size, dtypes[i % len(dtypes)], special, finite=True) for i, size in enumerate(sizes)]
     sides = []
     for device in ("cpu", "cuda"):
         rooms = [torch.full((x.numel() + offset + 9,), 7.0, dtype=x.dtype, device=device) for x in values]
@@ -73,7 +63,7 @@ def test_around_the_capacity_of_a_launch_and_of_the_last_sum(count: int) -> None
 def test_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
     sides = []
     for device in ("cpu", "cuda"):
-        grads = [numbers(i, 50000, dtype, False).to(device) for i in range(2)]
+        grads = [awkward(i, 50000, dtype, False).to(device) for i in range(2)]
         grads[1][40001] = bad
         norms = [twin.grad_norm(grads, kind) for kind in ("l2", "max")]
         twin.clip_grads(grads, norms[0], 1.0)
@@ -86,7 +76,7 @@ def test_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
 def test_clipping_does_not_wait_for_the_gpu(norm_type: float) -> None:
     params = [torch.nn.Parameter(torch.zeros(300, 70, device="cuda")) for _ in range(3)]
     for i, p in enumerate(params):
-        p.grad = numbers(i, 21000, torch.float32, False).view(300, 70).cuda()
+        p.grad = awkward(i, 21000, torch.float32, False).view(300, 70).cuda()
     te.optimizers.clip_grad_norm_(params, 1.0, norm_type)  # compiles and loads
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -97,7 +87,7 @@ def test_clipping_does_not_wait_for_the_gpu(norm_type: float) -> None:
 
 
 def test_clipping_is_captured_in_a_graph() -> None:
-    grads = [numbers(i, 50000, torch.bfloat16, False) for i in range(2)]
+    grads = [awkward(i, 50000, torch.bfloat16, False) for i in range(2)]
     params = [torch.nn.Parameter(torch.zeros(50000, dtype=torch.bfloat16, device="cuda")) for _ in grads]
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad.cuda()

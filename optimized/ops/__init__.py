@@ -13,7 +13,7 @@ _NAMES = (
     *("activation", "adam", "amax", "attention", "attention_backward", "cast", "cast_transpose", "cat_cast_transpose"),
     *("clip_grads", "dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "grad_norm"),
     *("multi_cast_transpose", "norm", "norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update"),
-    "softmax",
+    *("sgd", "softmax"),
 )
 MODULES = tuple(importlib.import_module(f"{__name__}.{name}") for name in _NAMES)
 

@@ -22,6 +22,7 @@ from reference.ops import (  # noqa: F401
     normal,
     rotary,
     scale_update,
+    sgd,
     softmax,
 )
 

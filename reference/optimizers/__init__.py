@@ -3,7 +3,8 @@
 from reference import not_offered
 from reference.optimizers.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from reference.optimizers.fused_adam import FusedAdam
+from reference.optimizers.fused_sgd import FusedSGD
 
-__all__ = ["FusedAdam", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+__all__ = ["FusedAdam", "FusedSGD", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 __getattr__ = not_offered.explain(__name__)

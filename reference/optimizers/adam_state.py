@@ -14,12 +14,11 @@ import torch
 
 from reference import formats
 from reference.arguments import is_real
-from reference.dtensor import is_dtensor, like, placed, shard
+from reference.dtensor import like, placed, shard
 from reference.nn.float8_tensor import Float8Tensor
+from reference.optimizers.parameters import Where, check_part, described, flag, kind, real
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FLT_MAX = float(np.finfo(np.float32).max)
 # Keys that torch.optim.Adam and AdamW save in a group, but FusedAdam does not; the first two change numbers.
 TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 State = dict[str, torch.Tensor]
@@ -43,21 +42,14 @@ def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
             raise ValueError(
                 f"FusedAdam: {name!r} is missing{where}; groups of FusedAdam, torch.optim.Adam and AdamW are accepted."
             )
-    lr, eps, decay = (_number(name, group[name], where) for name in ("lr", "eps", "weight_decay"))
+    lr, eps, decay = (real("FusedAdam", name, group[name], where) for name in ("lr", "eps", "weight_decay"))
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(map(is_real, betas)):
         raise TypeError(f"FusedAdam: betas={betas!r}{where}; two numbers, 0 <= beta < 1, are accepted.")
     if not all(beta >= 0 and np.float32(beta) < 1 for beta in betas):
         raise ValueError(f"FusedAdam: betas={betas!r}{where}; two numbers, 0 <= beta < 1 in fp32, are accepted.")
-    correct = flag("bias_correction", group["bias_correction"], where)
+    correct = flag("FusedAdam", "bias_correction", group["bias_correction"], where)
     return Numbers(lr, (float(betas[0]), float(betas[1])), eps, decay, correct, whole(group.get("step", 0), where))
-
-
-def flag(name: str, value: Any, where: str = "") -> bool:
-    """A switch, checked; Transformer Engine passes some as 0 and 1."""
-    if not isinstance(value, int) or value not in (0, 1):
-        raise TypeError(f"FusedAdam: {name}={value!r}{where}; True and False are accepted.")
-    return bool(value)
 
 
 def whole(value: Any, where: str) -> int:
@@ -70,23 +62,7 @@ def whole(value: Any, where: str) -> int:
     return int(read)
 
 
-def _number(name: str, value: Any, where: str) -> float:
-    if not is_real(value):
-        raise TypeError(f"FusedAdam: {name}={value!r}{where}; a number >= 0 is accepted.")
-    if not 0 <= value <= FLT_MAX:
-        raise ValueError(f"FusedAdam: {name}={value!r}{where}; a number >= 0 that fp32 holds is accepted.")
-    return float(value)
-
-
 # --- a parameter and its gradient ------------------------------------------------------------------------
-
-
-Where = tuple[int, int]
-
-
-def named(where: Where | str) -> str:
-    """A parameter, by the numbers of its group and of itself in the group."""
-    return where if isinstance(where, str) else f"parameter {where[1]} of group {where[0]}"
 
 
 def needs_master(local: torch.Tensor, master_weights: bool) -> bool:
@@ -94,79 +70,16 @@ def needs_master(local: torch.Tensor, master_weights: bool) -> bool:
     return isinstance(local, Float8Tensor) or (master_weights and local.dtype != torch.float32)
 
 
-def unwrapped(where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local shards of a parameter and its gradient, whose kinds are checked."""
-    if placed(p) != placed(grad):
-        raise TypeError(
-            f"FusedAdam: {named(where)} is {_kind(p)} and its gradient {_kind(grad)}; the same mesh and placements are "
-            f"accepted."
-        )
-    local, local_grad = shard(p), shard(grad)
-    for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
-        plain = type(x) in PLAIN or type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        if not plain and not (isinstance(x, Float8Tensor) and x is local):
-            raise TypeError(
-                f"FusedAdam: {name} is a {type(x).__name__}; plain tensors, DTensors of them, and as parameters "
-                f"weights that are kept in FP8 are accepted."
-            )
-    return local, local_grad
-
-
-def _kind(x: Any) -> str:
-    return f"a DTensor {list(x.placements)} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"
-
-
-def check_parameter(where: Where, p: torch.Tensor, grad: torch.Tensor, master_weights: bool) -> None:
-    """Refuse a parameter or a gradient (local shards) that `twin::adam` does not accept."""
-    dtype, shape, device = p.dtype, p.shape, p.device
-    plain = dtype in formats.WIDE_DTYPES and not isinstance(p, Float8Tensor)
-    fits = grad.dtype is dtype and grad.shape == shape and grad.device == device and grad.layout is torch.strided
-    if plain and fits and p.is_contiguous():
-        return
-    if isinstance(p, Float8Tensor) and not master_weights:
-        raise ValueError(f"FusedAdam: {named(where)} is kept in FP8; master_weights=True is accepted.")
-    if dtype not in formats.WIDE_DTYPES:
-        raise TypeError(f"FusedAdam: {named(where)} is {dtype}; float32, bfloat16 and float16 are accepted.")
-    if p.layout is not torch.strided or not p.is_contiguous():
-        raise ValueError(f"FusedAdam: {named(where)} is not contiguous; contiguous parameters are accepted.")
-    if grad.layout is not torch.strided:
-        raise TypeError(f"FusedAdam: {named(where)}, its gradient is sparse; dense gradients are accepted.")
-    wide = dtype is torch.float32 or isinstance(p, Float8Tensor)
-    if grad.dtype is not dtype and not (wide and grad.dtype in formats.WIDE_DTYPES):
-        accepted = "float32, bfloat16 and float16 are" if wide else f"{dtype} is"
-        raise TypeError(f"FusedAdam: {named(where)}, its gradient is {grad.dtype}; {accepted} accepted.")
-    if grad.shape != shape or grad.device != device:
-        raise ValueError(
-            f"FusedAdam: {named(where)}, its gradient is {list(grad.shape)} on {grad.device}; {list(shape)} on "
-            f"{device} is accepted."
-        )
-
-
 def checked_state(
     where: Where, state: State, p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The moments and the master of p (local shards, like p), checked."""
     shape, device, master = p.shape, p.device, state.get("master_param")
-    first = check_part(where, "exp_avg", state.get("exp_avg"), shape, device)
-    second = check_part(where, "exp_avg_sq", state.get("exp_avg_sq"), shape, device)
-    return first, second, None if master is None else check_part(where, "master_param", master, shape, device)
-
-
-def check_part(where: Where | str, name: str, x: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """The local shard of a part of the state, checked."""
-    x = x if type(x) is torch.Tensor else shard(x)
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-        raise TypeError(f"FusedAdam: {named(where)}, its {name} is {_described(x)}; a dense tensor is accepted.")
-    if x.dtype is not torch.float32 or x.shape != shape or x.device != device or not x.is_contiguous():
-        raise ValueError(
-            f"FusedAdam: {named(where)}, its {name} is {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}; "
-            f"contiguous torch.float32 {list(shape)} on {device} is accepted."
-        )
-    return x
-
-
-def _described(x: Any) -> str:
-    return f"{x.layout}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+    first = check_part("FusedAdam", where, "exp_avg", state.get("exp_avg"), torch.float32, shape, device)
+    second = check_part("FusedAdam", where, "exp_avg_sq", state.get("exp_avg_sq"), torch.float32, shape, device)
+    if master is not None:
+        check_part("FusedAdam", where, "master_param", master, torch.float32, shape, device)
+    return first, second, None if master is None else shard(master)
 
 
 # --- saved state -----------------------------------------------------------------------------------------
@@ -221,7 +134,7 @@ def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
         )
     for number, entry in entries.items():
         if not isinstance(entry, dict):
-            raise TypeError(f"FusedAdam: state_dict['state'][{number!r}] is {_described(entry)}; a dict is accepted.")
+            raise TypeError(f"FusedAdam: state_dict['state'][{number!r}] is {described(entry)}; a dict is accepted.")
     assert isinstance(saved, (list, tuple))
     return list(saved), entries
 
@@ -276,10 +189,10 @@ def _entry(what: str, entry: dict[str, Any], p: torch.Tensor, master_weights: bo
 
 def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
-        found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else _described(x)
+        found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else described(x)
         raise TypeError(f"FusedAdam: {what} is {found}; a dense tensor with numbers is accepted.")
     if placed(x) != placed(p):
-        raise TypeError(f"FusedAdam: {what} is {_kind(x)}, its parameter {_kind(p)}; the same placements are accepted.")
+        raise TypeError(f"FusedAdam: {what} is {kind(x)}, its parameter {kind(p)}; the same placements are accepted.")
     dtypes = (torch.float32,) if name == "master_param" else formats.WIDE_DTYPES
     part = shard(x)
     if x.dtype not in dtypes or x.shape != p.shape or part.shape != local.shape:

@@ -17,9 +17,8 @@ from reference import formats
 from reference.arguments import is_real
 from reference.dtensor import is_dtensor
 from reference.ops.library import twin
-from reference.optimizers.devices import check_device, check_memory, span
+from reference.optimizers.parameters import PLAIN, check_device, check_memory, span
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 

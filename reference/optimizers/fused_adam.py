@@ -13,8 +13,17 @@ from reference.notice import say_once
 from reference.ops.adam import correction
 from reference.ops.library import twin
 from reference.optimizers import adam_state
-from reference.optimizers.adam_state import MOMENTS, PLAIN, State, flag, needs_master, numbers_of
-from reference.optimizers.devices import check_device, check_memory
+from reference.optimizers.adam_state import MOMENTS, State, needs_master, numbers_of
+from reference.optimizers.parameters import (
+    PLAIN,
+    check_device,
+    check_memory,
+    check_parameter,
+    check_part,
+    flag,
+    named,
+    unwrapped,
+)
 
 __all__ = ["FusedAdam"]
 
@@ -68,8 +77,8 @@ class FusedAdam(torch.optim.Optimizer):
         given = locals()
         names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
         check_arguments("FusedAdam", {name: value for name, value in given.items() if name not in names})
-        self.adam_w_mode = flag("adam_w_mode", adam_w_mode)
-        self.master_weights = flag("master_weights", master_weights)
+        self.adam_w_mode = flag("FusedAdam", "adam_w_mode", adam_w_mode)
+        self.master_weights = flag("FusedAdam", "master_weights", master_weights)
         defaults = numbers_of({name: given[name] for name in names})._asdict()
         super().__init__(params, {name: defaults[name] for name in names})
 
@@ -124,7 +133,15 @@ class FusedAdam(torch.optim.Optimizer):
         local = shard(param)
         state = self.state.get(param) or self._fresh(param, local)
         _check_name(state_name, state)
-        adam_state.check_part("set_scaled_state", "unscaled_state", unscaled_state, local.shape, local.device)
+        check_part(
+            "FusedAdam",
+            "set_scaled_state",
+            "unscaled_state",
+            unscaled_state,
+            torch.float32,
+            local.shape,
+            local.device,
+        )
         shard(state[state_name]).copy_(unscaled_state)
         self.state[param] = state
 
@@ -172,8 +189,8 @@ class FusedAdam(torch.optim.Optimizer):
                 if grad is None:
                     continue
                 if type(p) not in PLAIN or type(grad) not in PLAIN:
-                    local, grad = adam_state.unwrapped((g, i), p, grad)
-                adam_state.check_parameter((g, i), local, grad, self.master_weights)
+                    local, grad = unwrapped("FusedAdam", (g, i), p, grad)
+                check_parameter("FusedAdam", (g, i), local, grad, self.master_weights, "master_weights=True is")
                 state = self.state.get(p)
                 if not state:
                     state = made[p] = self._fresh(p, local)
@@ -200,7 +217,7 @@ class FusedAdam(torch.optim.Optimizer):
             for device in {key[0] for key in calls}:
                 check_device("FusedAdam", "adam", "parameter", device)
             work.append((group, numbers, calls, cast))
-        check_memory("FusedAdam", spans, adam_state.named)
+        check_memory("FusedAdam", spans, named)
         return made, work
 
     # --- checkpoints -------------------------------------------------------------------------------------
