@@ -39,8 +39,8 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "make_graphed_callables.capture_time_hooks"),
     ((False,), "sequence_parallel set_parallel_mode return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute save_original_input"),
-    ((False,), "checkpoint _graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad capturable"),
-    ((False,), "use_decoupled_grad store_param_remainders make_graphed_callables.retain_graph_in_backward"),
+    ((False,), "checkpoint _graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad"),
+    ((False,), "make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((None, False), "pad_between_seqs LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
@@ -60,7 +60,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     (("p2p",), "cp_comm_type"),
     (("no_bias",), "core_attention_bias_type"),
     (("auto",), "thd_attention_policy_dispatch"),
-    ((torch.float32,), "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 

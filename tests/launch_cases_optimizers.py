@@ -6,6 +6,50 @@ from typing import Any
 import torch
 from launch_notes import BF16, FP16, FP32, WIDE, Notes, empty, twin
 
+U8 = torch.uint8
+
+
+def adam_states(note: Notes) -> None:
+    def step(
+        kinds: tuple[torch.dtype, ...], *sizes: int, copies: bool = True, start: int = -1, decoupled: bool = True
+    ) -> None:
+        """`kinds`: of grads, params, both moments and copies; `start`: which list's last tensor is off 16 bytes."""
+        lists = [
+            [empty(size, dtype=one, start=int(i == start and n == len(sizes) - 1)) for n, size in enumerate(sizes)]
+            for i, one in enumerate(kinds)
+        ]
+        scales: list[list[torch.Tensor]] = [
+            [empty(1, dtype=FP32) for _ in sizes] if one in (FP16, U8) and (copies or i) else []
+            for i, one in enumerate(kinds[1:4])
+        ]
+        rest = (1e-2, 0.9, 0.999, 1e-8, 0.1, 0.19, 0.002, decoupled)
+        note(twin.adam_states, *lists[:4], lists[4] if copies else [], *scales, *rest)
+
+    moments = (FP32, BF16, FP16, U8)
+    for wide in WIDE:
+        step((wide, wide, BF16, BF16, wide), 2100, copies=False)
+        step((wide, FP16, BF16, BF16, wide), 2100)
+        step((wide, torch.int16, BF16, BF16, BF16), 2100)
+    for pair in (*zip(moments, moments, strict=True), (FP32, U8), (FP16, FP32)):
+        step((BF16, FP32, *pair, BF16), 5, 0, 2049, decoupled=False)
+    for start in range(5):
+        step((BF16, FP32, BF16, BF16, BF16), 8, 8, start=start)
+    for count in (33, 257):
+        step((BF16, FP32, BF16, U8, BF16), *[25] * count)
+
+
+def adam_capturables(note: Notes) -> None:
+    step, lr = empty(1, dtype=torch.int32), empty(1, dtype=FP32)
+    for scale, found, correct in ((None, None, True), (lr, None, False), (None, lr, True), (lr, lr, True)):
+        note(twin.adam_control, step, lr, scale, found, 0.9, 0.999, correct)
+    control = empty(5, dtype=FP32)
+    for wide, master, moment, unscale in itertools.product(WIDE, (False, True), (FP32, BF16), (False, True)):
+        if not (master and wide == FP32):
+            kinds = (wide, FP32 if master else wide, moment, moment, *([wide] if master else []))
+            lists = [[empty(2100, dtype=one)] for one in kinds]
+            rest = (control, 0.9, 0.999, 1e-8, 0.1, not unscale, unscale)
+            note(twin.adam_capturable, *lists, *([] if master else [[]]), *rest)
+
 
 def sgds(note: Notes) -> None:
     def step(*shapes: tuple[int, ...], dtype: torch.dtype, master: bool = False, start: int = -1, **more: Any) -> None:

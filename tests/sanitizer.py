@@ -59,6 +59,34 @@ def adam() -> None:
         twin.adam(grads, params, first, second, rounded, 1e-3, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, not master)
 
 
+def adam_states() -> None:
+    moments = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+    for wide, one, count in itertools.product(WIDE, moments, (2, 40)):  # both capacities
+        sizes = (2050, 8) * (count // 2)
+        grads = [torch.randn(size).to(wide).cuda() for size in sizes]
+        for param in (wide, torch.float32, torch.float16, torch.int16):
+            params, first, second = ([torch.zeros(size).to(d).cuda() for size in sizes] for d in (param, one, one))
+            copies = torch.bfloat16 if param == torch.int16 else wide
+            rounded = [torch.zeros(size).to(copies).cuda() for size in sizes] if param != wide else []
+            scales = [
+                [torch.ones(1).cuda() for _ in sizes] if scaled else []
+                for scaled in (param == torch.float16 != wide, *[one in moments[2:]] * 2)
+            ]
+            rest = (1e-3, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, bool(rounded))
+            twin.adam_states(grads, params, first, second, rounded, *scales, *rest)
+
+
+def adam_capturable() -> None:
+    for dtype, moment, master in itertools.product(WIDE, WIDE[:2], (False, True)):
+        step, one = torch.zeros(1, dtype=torch.int32).cuda(), torch.ones(1).cuda()
+        control = twin.adam_control(step, one, one, None, 0.9, 0.999, True)
+        grads = [torch.randn(size).to(dtype).cuda() for size in (2050, 8)]
+        params = [x.float() if master else x.clone() for x in grads]
+        first, second = ([torch.zeros(x.shape).to(moment).cuda() for x in grads] for _ in range(2))
+        rounded = [torch.zeros(x.shape).to(dtype).cuda() for x in grads] if master else []
+        twin.adam_capturable(grads, params, first, second, rounded, control, 0.9, 0.999, 1e-8, 0.1, True, master)
+
+
 def clipping() -> None:
     for dtype, count in itertools.product(WIDE, (3, 66)):  # both capacities
         grads = [torch.randn(size).to(dtype).cuda() for size in (40000, 2050, 8) * (count // 3)]
@@ -211,6 +239,8 @@ def main() -> None:
         "casts": casts,
         "scale_update": scale_update,
         "adam": adam,
+        "adam_states": adam_states,
+        "adam_capturable": adam_capturable,
         "clipping": clipping,
         "sgd": sgd,
         "gemms": gemms,

@@ -167,6 +167,20 @@ def test_a_scaler_unscales_for_it() -> None:
     assert_same_bits(scaled, plain)
 
 
+def test_set_grad_none_is_deprecated_and_obeyed() -> None:
+    for kind in (FusedSGD, te.optimizers.FusedAdam):
+        p = parameter()
+        with pytest.warns(DeprecationWarning, match="set_grad_none is deprecated; set_to_none of zero_grad is"):
+            optimizer = kind([p], lr=0.1, set_grad_none=False)
+        optimizer.zero_grad()
+        assert p.grad is not None
+        assert not p.grad.any()
+        with pytest.raises(ValueError, match="set_to_none=True with set_grad_none=False; the same is"):
+            optimizer.zero_grad(True)
+        optimizer.zero_grad(False)
+        assert p.grad is not None
+
+
 def fp8_weight() -> torch.nn.Parameter:
     with te.quantized_model_init(recipe=RECIPE):
         weight: Any = te.Linear(16, 16, params_dtype=BF16).weight
@@ -225,13 +239,12 @@ def test_memory_is_not_shared() -> None:
         ({"nesterov": "yes"}, TypeError, "nesterov='yes'; True and False"),
         ({"wd_after_momentum": None}, TypeError, "wd_after_momentum=None; True and False"),
         ({"materialize_master_grads": False}, NotImplementedError, "materialize_master_grads=False is not offered; T"),
-        ({"set_grad_none": True}, NotImplementedError, "set_grad_none=True is not offered; None"),
     ],
 )
 def test_arguments_that_are_refused(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=f"FusedSGD: .*{sentence}"):
         FusedSGD([parameter()], **{"lr": 0.1, **change})
-    if not change.keys() & {"wd_after_momentum", "materialize_master_grads", "set_grad_none"}:
+    if not change.keys() & {"wd_after_momentum", "materialize_master_grads"}:
         optimizer = FusedSGD([parameter()], 0.1)
         before = everything(optimizer)
         optimizer.param_groups[0].update(change)

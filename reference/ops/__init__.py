@@ -4,6 +4,8 @@ from reference import not_offered
 from reference.ops import (  # noqa: F401
     activation,
     adam,
+    adam_capturable,
+    adam_states,
     amax,
     attention,
     attention_backward,

@@ -1,4 +1,4 @@
-"""Checks of `FusedAdam`'s hyperparameters, parameters and gradients, and its saved state.
+"""Checks of `FusedAdam`'s hyperparameters, and its saved state.
 
 Nothing here changes an optimizer. Errors name the group, the parameter or the entry. A DTensor (FSDP2's `fully_shard`,
 `distribute_tensor`) is replaced by its local shard: Adam works element by element, so a shard's numbers are those of
@@ -15,24 +15,38 @@ import torch
 from reference import formats
 from reference.arguments import is_real
 from reference.dtensor import like, placed, shard
-from reference.nn.float8_tensor import Float8Tensor
-from reference.optimizers.parameters import Where, check_part, described, flag, kind, real
+from reference.ops import adam_states
+from reference.ops.adam_states import RANGES
+from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, needs_master, scale_name, write
+from reference.optimizers.parameters import described, flag, kind, real
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 # Keys that torch.optim.Adam and AdamW save in a group, but FusedAdam does not; the first two change numbers.
 TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
-State = dict[str, torch.Tensor]
 
 
 class Numbers(NamedTuple):
     """The hyperparameters of a group, and its number of steps."""
 
-    lr: float
+    lr: Any  # a float; captured, a tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     bias_correction: bool
-    step: int
+    step: Any  # an int; captured, a tensor or None
+
+
+def captured_numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
+    """The numbers of a group whose `lr` and `step` lie on the device, checked without looking at those two."""
+    found = numbers_of({**group, "lr": 0.0, "step": 0}, where)
+    given = {"lr": (group.get("lr"), torch.float32), "step": (group.get("step"), torch.int32)}
+    for name, (x, dtype) in given.items():
+        fits = isinstance(x, torch.Tensor) and x.dtype == dtype and x.numel() == 1
+        if not fits and not (name == "step" and x is None):
+            shown = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+            raise TypeError(
+                f"FusedAdam: {name}={shown}{where}; with capturable=True a tensor of one number in {dtype} is accepted."
+            )
+    return found._replace(lr=given["lr"][0], step=given["step"][0])
 
 
 def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
@@ -62,36 +76,16 @@ def whole(value: Any, where: str) -> int:
     return int(read)
 
 
-# --- a parameter and its gradient ------------------------------------------------------------------------
-
-
-def needs_master(local: torch.Tensor, master_weights: bool) -> bool:
-    """Whether a parameter's step works on an fp32 copy."""
-    return isinstance(local, Float8Tensor) or (master_weights and local.dtype != torch.float32)
-
-
-def checked_state(
-    where: Where, state: State, p: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The moments and the master of p (local shards, like p), checked."""
-    shape, device, master = p.shape, p.device, state.get("master_param")
-    first = check_part("FusedAdam", where, "exp_avg", state.get("exp_avg"), torch.float32, shape, device)
-    second = check_part("FusedAdam", where, "exp_avg_sq", state.get("exp_avg_sq"), torch.float32, shape, device)
-    if master is not None:
-        check_part("FusedAdam", where, "master_param", master, torch.float32, shape, device)
-    return first, second, None if master is None else shard(master)
-
-
 # --- saved state -----------------------------------------------------------------------------------------
 
 
 def read(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], master_weights: bool, adam_w_mode: bool
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], layout: Layout, adam_w_mode: bool
 ) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
     """State and groups for the parameters of `groups`, from the state dict of FusedAdam, torch.optim.Adam or AdamW.
 
-    torch's optimizers count steps by parameter; they become the group's. Their moments are widened to fp32, and the
-    next step makes masters from the parameters. Nothing is shared with `state_dict`.
+    torch's optimizers count steps by parameter; they become the group's. Their moments are kept as `layout` says, and
+    the next step makes masters from the parameters. Nothing is shared with `state_dict`.
     """
     saved, entries = _parts(state_dict)
     if [len(one["params"]) for one in saved] != [len(one["params"]) for one in groups]:
@@ -109,6 +103,8 @@ def read(
         new = copy.deepcopy({name: value for name, value in one.items() if name != "params"})
         if of_torch:
             _translate(new, [entries.get(number) for number in one["params"]], adam_w_mode, where)
+        if layout.capturable and isinstance(new.get("lr"), torch.Tensor) and new["lr"].numel() == 1:
+            new["lr"] = new["lr"].item()
         found = numbers_of(new, where)
         new.update({name: value for name, value in found._asdict().items() if name in new})
         if "param_names" in group:
@@ -117,7 +113,7 @@ def read(
         for number, p in zip(one["params"], group["params"], strict=True):
             if entries.get(number):
                 what = f"state_dict['state'][{number!r}]"
-                state[p] = _entry(what, entries[number], p, master_weights, of_torch)
+                state[p] = _entry(what, entries[number], p, layout, of_torch)
     return state, read_groups
 
 
@@ -157,43 +153,68 @@ def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], 
         group["step"] = steps.pop()
 
 
-def _entry(what: str, entry: dict[str, Any], p: torch.Tensor, master_weights: bool, of_torch: bool) -> State:
+def _entry(what: str, entry: dict[str, Any], p: torch.Tensor, layout: Layout, of_torch: bool) -> State:
     local = shard(p)
     if local.is_meta:
         raise ValueError(f"FusedAdam: the parameter of {what} is on meta; one with numbers (to_empty) is accepted.")
-    kept = (*MOMENTS, "master_param") if needs_master(local, master_weights) and not of_torch else MOMENTS
-    wanted = (*kept, "step") if of_torch else kept
-    # Transformer Engine saves a master of an fp32 parameter, too, but never changes it.
-    spare = ("master_param",) if local.dtype == torch.float32 and not of_torch else ()
+    with_master = needs_master(local, layout.master_weights) and not of_torch
+    parts = {name: dtype for name, dtype in layout.parts(local).items() if name in MOMENTS or with_master}
+    wanted = (*parts, "step") if of_torch else tuple(parts)
+    # Transformer Engine saves a master of an fp32 parameter, too, but never changes it. What has no scale here is
+    # complete without the one that it was saved with.
+    spare = (MASTER,) if local.dtype == torch.float32 and not of_torch else ()
+    known = (*wanted, *spare, *(() if of_torch else map(scale_name, parts)))
     absent = [name for name in wanted if name not in entry]
-    other = [name for name in entry if name not in (*wanted, *spare)]
+    other = [name for name in entry if name not in known]
     if absent or other:
         found = f"no {absent[0]!r}" if absent else repr(other[0])
         raise ValueError(
-            f"FusedAdam: {what} has {found}; {', '.join(wanted)} are accepted with master_weights={master_weights}."
+            f"FusedAdam: {what} has {found}; {', '.join(wanted)} are accepted with "
+            f"master_weights={layout.master_weights}."
         )
-    for name in (*MOMENTS, "master_param"):
+    for name in (*MOMENTS, MASTER):
         if name in entry:
-            _check_saved(f"{what}[{name!r}]", name, entry[name], p, local)
-    if spare and "master_param" in entry and not torch.equal(shard(entry["master_param"]).to(local.device), local):
+            _check_saved(f"{what}[{name!r}]", name, entry[name], p, local, parts.get(name) == torch.int16)
+    if spare and MASTER in entry and not torch.equal(shard(entry[MASTER]).to(local.device), local):
         raise ValueError(
             f"FusedAdam: {what}['master_param'] differs from its parameter, which is in fp32 and its own master; "
             f"a state without it is accepted."
         )
-    made = {}
-    for name in kept:
-        room = torch.empty(local.shape, dtype=torch.float32, device=local.device)
-        made[name] = like(p, room.copy_(shard(entry[name])))
+    made: State = {}
+    for name, dtype in parts.items():
+        made[name] = like(p, torch.empty(local.shape, dtype=dtype, device=local.device))
+        values, scale = shard(entry[name]).to(local.device), None
+        if dtype in RANGES:
+            made[scale_name(name)] = torch.empty(1, dtype=torch.float32, device=local.device)
+            values = values.float()
+            scale = _saved_scale(what, name, dtype, values, entry.get(scale_name(name)))
+        write(made, name, values, scale)
     return made
 
 
-def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor) -> None:
+def _saved_scale(what: str, name: str, dtype: torch.dtype, values: torch.Tensor, scale: Any) -> torch.Tensor | None:
+    """The scale that was saved with a part's numbers, of which it gives the codes; None if there is none."""
+    if scale is None:
+        return None
+    what = f"{what}[{scale_name(name)!r}]"
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.shape != (1,) or scale.is_meta:
+        found = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, torch.Tensor) else described(scale)
+        raise TypeError(f"FusedAdam: {what} is {found}; float32 [1] is accepted.")
+    scale = scale.to(values.device)
+    read = adam_states.read(adam_states.codes(values, scale, dtype), scale)
+    if not (bool(scale > 0) and torch.equal(read, values)):
+        raise ValueError(f"FusedAdam: {what}={scale.item()} is not the scale of the numbers saved with it.")
+    return scale
+
+
+def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor, remainders: bool) -> None:
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
         found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else described(x)
         raise TypeError(f"FusedAdam: {what} is {found}; a dense tensor with numbers is accepted.")
     if placed(x) != placed(p):
         raise TypeError(f"FusedAdam: {what} is {kind(x)}, its parameter {kind(p)}; the same placements are accepted.")
-    dtypes = (torch.float32,) if name == "master_param" else formats.WIDE_DTYPES
+    master = (torch.int16 if remainders else torch.float32,)
+    dtypes = master if name == MASTER else formats.WIDE_DTYPES
     part = shard(x)
     if x.dtype not in dtypes or x.shape != p.shape or part.shape != local.shape:
         accepted = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

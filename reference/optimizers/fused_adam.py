@@ -1,55 +1,80 @@
-"""`FusedAdam`: Adam in one op for all parameters, with fp32 master weights for those in 16 bits or FP8."""
+"""`FusedAdam`: Adam in one op for all parameters, with masters for those in 16 bits or FP8."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
 from reference.dtensor import like, shard
-from reference.nn.float8_tensor import FP8, Float8Tensor, write
-from reference.notice import say_once
+from reference.nn.float8_tensor import Float8Tensor, write
 from reference.ops.adam import correction
 from reference.ops.library import twin
-from reference.optimizers import adam_state
-from reference.optimizers.adam_state import MOMENTS, State, needs_master, numbers_of
+from reference.optimizers import adam_layout, adam_state
+from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, check_layout, needs_master
+from reference.optimizers.adam_state import Numbers, captured_numbers_of, numbers_of
 from reference.optimizers.parameters import (
     PLAIN,
     check_device,
     check_memory,
     check_parameter,
     check_part,
+    checked_grad_none,
     flag,
     named,
+    span,
+    to_none,
     unwrapped,
 )
 
 __all__ = ["FusedAdam"]
 
-Lists = tuple[list[torch.Tensor], ...]
+WHO = "FusedAdam"
+NUMBERS = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+Lists = tuple[
+    list[torch.Tensor], ...
+]  # gradients, parameters, both moments, copies, and the scales of the former three
+
+
+class _Work(NamedTuple):
+    """A group's step: the op's calls, and what is written after them."""
+
+    group: dict[str, Any]
+    numbers: Numbers
+    calls: dict[Any, Lists]
+    cast: list[tuple[torch.Tensor, torch.Tensor]]  # weights in FP8, and their new numbers in fp32
+    copy: list[tuple[torch.Tensor, torch.Tensor]]  # the same of parameters that the op does not round
+    unscaled: list[tuple[torch.Tensor, torch.Tensor]]  # gradients, of which the op has a copy
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam and AdamW with Transformer Engine's arguments and defaults; the arithmetic is `twin::adam`'s.
 
-    The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`, all fp32. A parameter
-    in fp32 is its own master. A weight kept in FP8 (`quantized_model_init`) needs a master. The master starts from the
-    weight's initial values, if those were preserved and the weight is still their cast; after each step it is written
-    to the weight by the cast of `reference.nn.float8_tensor`. A DTensor's state consists of DTensors like it, and each
-    rank changes its own shard.
+    The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`
+    (`reference.optimizers.adam_layout`; docs/training.md). A parameter in fp32 is its own master. A weight kept in
+    FP8 (`quantized_model_init`) needs a master. The master starts from the weight's initial values, if those were
+    preserved and the weight is still their cast; after each step it is written to the weight by the cast of
+    `reference.nn.float8_tensor`. A DTensor's state consists of DTensors like it, and each rank changes its own shard.
 
-    A group counts its steps in `step`, an int. A step checks everything before it changes anything: a refused step
-    leaves every tensor and every count as it was.
+    A group counts its steps in `step`, an int; with `capturable` an int32 tensor. A step checks everything before it
+    changes anything: a refused step leaves every tensor and every count as it was.
 
     Args:
         params: parameters, or dicts that define groups of them.
-        lr, betas, eps, weight_decay: Adam's; Python numbers.
+        lr, betas, eps, weight_decay: Adam's; Python numbers. With `capturable` lr may be an fp32 tensor of one number,
+            and becomes one.
+        amsgrad: False.
         bias_correction: divide the moments by 1 − beta^step.
         adam_w_mode: decouple weight decay from the gradient.
-        master_weights: keep an fp32 copy of each parameter that is not in fp32.
-        amsgrad, capturable, use_decoupled_grad, store_param_remainders, set_grad_none, and other dtypes of the state:
-            only "off" is offered.
+        capturable: keep the learning rate and the count of steps on the device, so that a CUDA graph of a step can be
+            replayed, and take a scaler's scale and overflow there, too. Moments are fp32 or bf16 then, masters fp32.
+        master_weights: keep a copy in more bits of each parameter that is not in fp32.
+        master_weight_dtype: fp32, or scaled fp16.
+        exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, scaled fp16, or uint8: scaled E4M3.
+        use_decoupled_grad: read `decoupled_grad` of a parameter, which may have another dtype, in place of `grad`.
+        store_param_remainders: keep of the master of a bf16 parameter the 16 bits only that the parameter lacks.
+        set_grad_none: deprecated; what `zero_grad` does without an argument.
 
     Source: Transformer Engine's `pytorch/optimizers/fused_adam.py`.
     """
@@ -75,152 +100,281 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         given = locals()
-        names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
-        check_arguments("FusedAdam", {name: value for name, value in given.items() if name not in names})
-        self.adam_w_mode = flag("FusedAdam", "adam_w_mode", adam_w_mode)
-        self.master_weights = flag("FusedAdam", "master_weights", master_weights)
-        defaults = numbers_of({name: given[name] for name in names})._asdict()
-        super().__init__(params, {name: defaults[name] for name in names})
+        check_arguments(WHO, {"amsgrad": amsgrad})
+        self.adam_w_mode = flag(WHO, "adam_w_mode", adam_w_mode)
+        self.master_weights = flag(WHO, "master_weights", master_weights)
+        self.capturable = flag(WHO, "capturable", capturable)
+        self.use_decoupled_grad = flag(WHO, "use_decoupled_grad", use_decoupled_grad)
+        remainders = flag(WHO, "store_param_remainders", store_param_remainders)
+        if remainders and not (self.master_weights and master_weight_dtype == torch.float32):
+            raise ValueError(
+                f"{WHO}: store_param_remainders=True with master_weights={master_weights}, master_weight_dtype="
+                f"{master_weight_dtype}; master_weights=True and float32 are accepted."
+            )
+        kept = (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)
+        self.layout = Layout(self.master_weights, *kept, remainders, self.capturable)
+        check_layout(self.layout)
+        self.set_grad_none = checked_grad_none(WHO, set_grad_none)
+        defaults = self._numbers_of({name: given[name] for name in NUMBERS}, "")._asdict()
+        super().__init__(params, {name: defaults[name] for name in NUMBERS})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; also refuses numbers that a step would refuse, and a parameter that is listed twice."""
         if not isinstance(param_group, dict) or "params" not in param_group:
-            raise TypeError(f"FusedAdam: param_group={param_group!r}; a dict with 'params' is accepted.")
+            raise TypeError(f"{WHO}: param_group={param_group!r}; a dict with 'params' is accepted.")
         where = f" in group {len(self.param_groups)}"
-        found = numbers_of({**self.defaults, **param_group}, where)._asdict()
+        found = self._numbers_of({**self.defaults, **param_group}, where)._asdict()
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):
             param_group["params"] = params = list(params)
             seen = [id(one[1]) if isinstance(one, tuple) else id(one) for one in params]
             if len(set(seen)) < len(seen):
                 twice = next(i for i, one in enumerate(seen) if one in seen[:i])
-                raise ValueError(f"FusedAdam: parameter {twice}{where} is listed twice; each one once is accepted.")
+                raise ValueError(f"{WHO}: parameter {twice}{where} is listed twice; each one once is accepted.")
         super().add_param_group(param_group)
         param_group.update({name: value for name, value in found.items() if name in param_group})
+        self._to_device(param_group)
+
+    def _numbers_of(self, group: dict[str, Any], where: str) -> Numbers:
+        """The numbers of a group that is added; its rate may lie on a device, if it is to."""
+        if self.capturable and isinstance(group["lr"], torch.Tensor):
+            return captured_numbers_of({**group, "step": None}, where)
+        return numbers_of(group, where)
+
+    def _to_device(self, group: dict[str, Any]) -> None:
+        """With `capturable`, put a group's rate and count of steps on its parameters' device."""
+        if self.capturable:
+            device = group["params"][0].device if group["params"] else torch.device("cpu")
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            if "step" in group:
+                group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=device).reshape(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or a pickle, with the two modes, which torch's method omits."""
-        modes = {"adam_w_mode": self.adam_w_mode, "master_weights": self.master_weights}
-        return {**super().__getstate__(), **modes}
+        """The state of a copy or a pickle, with the modes, which torch's method omits."""
+        modes = ("adam_w_mode", "master_weights", "capturable", "use_decoupled_grad", "layout", "set_grad_none")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in modes}}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves unscaling, and skipping a step, to the step itself."""
+        return self.capturable
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def _fresh(self, p: torch.Tensor, local: torch.Tensor) -> State:
-        """Moments and master weight before the first step."""
-        made = {name: like(p, torch.zeros(local.shape, dtype=torch.float32, device=local.device)) for name in MOMENTS}
-        if needs_master(local, self.master_weights):
-            drawn = _drawn(local) if isinstance(local, Float8Tensor) else None
-            made["master_param"] = like(p, _master(local) if drawn is None else drawn)
-        return made
-
     @torch.no_grad()
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Create a parameter's state now instead of at its first step."""
-        if store_param_remainders:
-            raise NotImplementedError("FusedAdam: store_param_remainders=True is not offered; False is accepted.")
-        self.state[param] = self._fresh(param, shard(param))
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
+        """Create a parameter's state now instead of at its first step.
+
+        `store_param_remainders`: as the optimizer was made, which None stands for.
+        """
+        local = shard(param)
+        own = self.layout.parts(local).get(MASTER) == torch.int16
+        if store_param_remainders not in (None, own):
+            raise ValueError(
+                f"{WHO}: store_param_remainders={store_param_remainders!r} for a parameter in {local.dtype}; {own}, as "
+                f"the optimizer was made, is accepted."
+            )
+        self.state[param] = adam_layout.made(self.layout, param, local)
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """`exp_avg`, `exp_avg_sq` or `master_param` of a parameter, fp32; a DTensor's local shard."""
+        """`exp_avg`, `exp_avg_sq` or `master_param` of a parameter in fp32; a DTensor's local shard.
+
+        Remainders are int16. `skip_unscale` leaves bf16 as it is.
+        """
         state = self.state.get(param) or {}
         _check_name(state_name, state)
-        return shard(state[state_name])
+        part = shard(state[state_name])
+        return part if skip_unscale and part.dtype == torch.bfloat16 else adam_layout.numbers(state, state_name)
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Write fp32 numbers into a part of a parameter's state, which is created if it is missing."""
+        """Write fp32 numbers (remainders: int16) into a part of a parameter's state, which is created if missing."""
         local = shard(param)
-        state = self.state.get(param) or self._fresh(param, local)
+        state = self.state.get(param) or adam_layout.made(self.layout, param, local)
         _check_name(state_name, state)
-        check_part(
-            "FusedAdam",
-            "set_scaled_state",
-            "unscaled_state",
-            unscaled_state,
-            torch.float32,
-            local.shape,
-            local.device,
-        )
-        shard(state[state_name]).copy_(unscaled_state)
+        dtype = torch.int16 if state[state_name].dtype == torch.int16 else torch.float32
+        check_part(WHO, "set_scaled_state", "unscaled_state", unscaled_state, dtype, local.shape, local.device)
+        adam_layout.write(state, state_name, unscaled_state)
         self.state[param] = state
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As torch's; None, Transformer Engine's default, is True."""
-        super().zero_grad(set_to_none is None or set_to_none)
+        """As torch's, of the gradients that a step reads; None, Transformer Engine's default, is True."""
+        drop = to_none(WHO, set_to_none, self.set_grad_none)
+        if not self.use_decoupled_grad:
+            super().zero_grad(drop)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                if drop:
+                    p.decoupled_grad = None
+                elif getattr(p, "decoupled_grad", None) is not None:
+                    p.decoupled_grad.zero_()
 
     # --- a step ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
-        if grad_scaler is not None:
+        """One step of every parameter that has a gradient.
+
+        With `capturable`, `grad_scaler` (or the attributes `grad_scale` and `found_inf`, which torch's scaler sets)
+        unscales the gradients, or skips the step.
+        """
+        if grad_scaler is not None and (not self.capturable or self.use_decoupled_grad):
             raise NotImplementedError(
-                f"FusedAdam: grad_scaler={grad_scaler!r} is not offered; None is accepted (a scaler's own step() "
-                f"unscales the gradients and skips the step)."
+                f"{WHO}: grad_scaler={grad_scaler!r} is not offered; None is accepted (a scaler's own step() "
+                f"unscales the gradients and skips the step), or capturable=True without use_decoupled_grad."
             )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         made, work = self._checked()
+        scale, found_inf = self._scaling(grad_scaler)
         self.state.update(made)
-        for group, numbers, calls, cast in work:
-            group["step"] = step = numbers.step + 1
-            divisors = [correction(beta, step) if numbers.bias_correction else 1.0 for beta in numbers.betas]
-            scalars = (numbers.lr, *numbers.betas, numbers.eps, numbers.weight_decay, *divisors, self.adam_w_mode)
-            for lists in calls.values():
-                twin.adam(*lists, *scalars)
-            write(cast)
+        for one in work:
+            if self.capturable:
+                self._captured(one, scale, found_inf)
+            else:
+                self._counted(one)
+            write(one.cast)
+            for local, values in one.copy:
+                local.copy_(values)
         return loss
 
-    def _checked(self) -> tuple[dict[torch.Tensor, State], list[Any]]:
+    def _counted(self, work: _Work) -> None:
+        """A step of a group whose numbers lie on the host."""
+        numbers = work.numbers
+        work.group["step"] = step = numbers.step + 1
+        divisors = [correction(beta, step) if numbers.bias_correction else 1.0 for beta in numbers.betas]
+        scalars = (numbers.lr, *numbers.betas, numbers.eps, numbers.weight_decay, *divisors, self.adam_w_mode)
+        for lists in work.calls.values():
+            if self.layout.plain:
+                twin.adam(*lists[:5], *scalars)
+            else:
+                twin.adam_states(*lists, *scalars)
+
+    def _captured(self, work: _Work, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """A step of a group whose numbers lie on the device."""
+        numbers, device = work.numbers, work.numbers.lr.device
+        if numbers.step is None:
+            work.group["step"] = torch.zeros(1, dtype=torch.int32, device=device)
+        given = [x if x is None else x.to(device, torch.float32) for x in (scale, found_inf)]
+        control = twin.adam_control(work.group["step"], numbers.lr, *given, *numbers.betas, numbers.bias_correction)
+        rest = (*numbers.betas, numbers.eps, numbers.weight_decay, self.adam_w_mode, scale is not None)
+        for lists in work.calls.values():
+            twin.adam_capturable(*lists[:5], control, *rest)
+        if scale is not None:
+            for grad, dense in work.unscaled:
+                grad.copy_(dense)
+
+    def _scaling(self, grad_scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scale of the gradients, and a number that is 0 if all are finite; None where there is none."""
+        if grad_scaler is None:
+            return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        seen = grad_scaler._per_optimizer_states[id(self)]
+        unscaled = seen["stage"].name == "UNSCALED"
+        if not unscaled:
+            grad_scaler._check_inf_per_device(self)
+        found = list(seen["found_inf_per_device"].values())
+        scale = None if unscaled else grad_scaler._get_scale_async()
+        return scale, sum(x.to(found[0].device) for x in found[1:]) + found[0] if found else None
+
+    def _checked(self) -> tuple[dict[torch.Tensor, State], list[_Work]]:
         """The state to create, and for each group its numbers, the op's calls and the casts; changes nothing."""
         made: dict[torch.Tensor, State] = {}
         work = []
-        spans: list[tuple[int, int, tuple[int, int]]] = []
+        spans: list[tuple[int, int, tuple[int, int] | str]] = []
         for g, group in enumerate(self.param_groups):
-            numbers = numbers_of(group, f" in group {g}")
+            numbers = (captured_numbers_of if self.capturable else numbers_of)(group, f" in group {g}")
             # A call of the op accepts tensors of one device and kind.
-            calls: dict[Any, Lists] = {}
-            cast: list[tuple[torch.Tensor, torch.Tensor]] = []
+            one = _Work(group, numbers, {}, [], [], [])
             for i, p in enumerate(group["params"]):
-                local, grad = p, p.grad
+                local, grad = p, getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
                 if grad is None:
                     continue
                 if type(p) not in PLAIN or type(grad) not in PLAIN:
-                    local, grad = unwrapped("FusedAdam", (g, i), p, grad)
-                check_parameter("FusedAdam", (g, i), local, grad, self.master_weights, "master_weights=True is")
+                    local, grad = unwrapped(WHO, (g, i), p, grad)
+                self._check((g, i), local, grad, numbers)
                 state = self.state.get(p)
                 if not state:
-                    state = made[p] = self._fresh(p, local)
-                elif "master_param" not in state and needs_master(local, self.master_weights):
-                    state = made[p] = {**state, "master_param": like(p, _master(local))}
-                first, second, master = adam_state.checked_state((g, i), state, local)
-                fp8 = isinstance(local, Float8Tensor)
-                rounded = master is not None and not fp8
-                key = (local.device, grad.dtype, local.dtype, fp8, rounded)
-                lists = calls.get(key)
-                if lists is None:
-                    lists = calls[key] = ([], [], [], [], [])
-                lists[0].append(grad.contiguous())
-                lists[1].append(local if master is None else master)
-                lists[2].append(first)
-                lists[3].append(second)
-                if rounded:
-                    lists[4].append(local)
-                if fp8:
-                    cast.append((local, lists[1][-1]))
-                memory = local._data if fp8 else local
+                    state = made[p] = adam_layout.made(self.layout, p, local)
+                elif MASTER not in state and needs_master(local, self.master_weights):
+                    state = made[p] = {**state, **adam_layout.made(self.layout, p, local, MASTER)}
+                self._add(one, local, grad, adam_layout.checked(self.layout, (g, i), state, local))
+                memory = local._data if isinstance(local, Float8Tensor) else local
                 start = memory.data_ptr()
                 spans.append((start, start + memory.nbytes, (g, i)))
-            for device in {key[0] for key in calls}:
-                check_device("FusedAdam", "adam", "parameter", device)
-            work.append((group, numbers, calls, cast))
-        check_memory("FusedAdam", spans, named)
+                if self.capturable:  # a scaled step writes gradients, too
+                    spans.append((*span(grad), f"the gradient of {named((g, i))}"))
+            for device in {key[0] for key in one.calls}:
+                check_device(WHO, "adam", "parameter", device)
+            work.append(one)
+        check_memory(WHO, spans, named)
         return made, work
 
+    def _check(self, where: tuple[int, int], local: torch.Tensor, grad: torch.Tensor, numbers: Numbers) -> None:
+        check_parameter(WHO, where, local, grad, self.master_weights, "master_weights=True is", self.use_decoupled_grad)
+        if self.capturable and isinstance(local, Float8Tensor):
+            raise NotImplementedError(
+                f"{WHO}: {named(where)} is kept in FP8; with capturable=True one in fp32 or 16 bits is accepted."
+            )
+        if self.capturable and local.device != numbers.lr.device:
+            raise ValueError(
+                f"{WHO}: {named(where)} is on {local.device}, its group's lr on {numbers.lr.device}; one is accepted."
+            )
+
+    def _add(
+        self, work: _Work, local: torch.Tensor, grad: torch.Tensor, parts: dict[str, tuple[torch.Tensor, Any]]
+    ) -> None:
+        """Add a parameter to the calls of the op, or its new numbers in fp32 to what is cast or copied after them."""
+        own, scale = parts.get(MASTER, (local, None))
+        dense, rounded = grad.contiguous(), None if own is local else local
+        fp8 = isinstance(local, Float8Tensor)
+        if fp8 or (dense.dtype != local.dtype and local.dtype != torch.float32 and own.dtype != torch.int16):
+            wide = own
+            if scale is not None:
+                # Of a scaled master the new numbers are known in fp32 for a moment only: as a copy like the gradient.
+                dense = dense.float()
+                wide = rounded = torch.empty_like(dense)
+            else:
+                rounded = None
+                if own is local:
+                    own, dense = local.float(), dense.float()
+                    wide = own
+            (work.cast if fp8 else work.copy).append((local, wide))
+        if dense is not grad:
+            work.unscaled.append((grad, dense))
+        key = (local.device, dense.dtype, own.dtype, scale is None, rounded is None)
+        lists = work.calls.get(key)
+        if lists is None:
+            lists = work.calls[key] = ([], [], [], [], [], [], [], [])
+        for room, x in zip(lists, (dense, own, *(parts[name][0] for name in MOMENTS)), strict=False):
+            room.append(x)
+        if rounded is not None:
+            lists[4].append(rounded)
+        for room, of in zip(lists[5:], (scale, *(parts[name][1] for name in MOMENTS)), strict=True):
+            if of is not None:
+                room.append(of)
+
     # --- checkpoints -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As Transformer Engine's: moments and masters in fp32, whatever they are kept in, and remainders in int16.
+
+        What is scaled has its scale with it, `<name>_scale`, so that loading gives the same codes.
+        """
+        found: dict[str, Any] = super().state_dict()
+        if self.layout.plain:
+            return found
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in found["param_groups"] for number in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            state = found["state"].get(number)
+            if state:
+                wide = {name: like(p, adam_layout.numbers(state, name)) for name in (*MOMENTS, MASTER) if name in state}
+                found["state"][number] = {**state, **wide}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of a FusedAdam, torch.optim.Adam or AdamW (`reference.optimizers.adam_state.read`).
@@ -232,33 +386,16 @@ class FusedAdam(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with torch.no_grad():
-            state, groups = adam_state.read(state_dict, self.param_groups, self.master_weights, self.adam_w_mode)
+            state, groups = adam_state.read(state_dict, self.param_groups, self.layout, self.adam_w_mode)
+        for group in groups:
+            self._to_device(group)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
 
 def _check_name(name: str, state: State) -> None:
-    if name not in state:
-        accepted = f"{', '.join(state)} are" if state else "a parameter that has made a step is"
-        raise ValueError(f"FusedAdam: state_name={name!r}; {accepted} accepted.")
-
-
-def _master(p: torch.Tensor) -> torch.Tensor:
-    """A parameter's numbers in fp32."""
-    return p.dequantize(dtype=torch.float32) if isinstance(p, Float8Tensor) else p.detach().float()
-
-
-def _drawn(p: Float8Tensor) -> torch.Tensor | None:
-    """A weight's initial values in fp32, if they were preserved and the FP8 weight is still their cast."""
-    drawn = getattr(p, "get_high_precision_init_val", lambda: None)()
-    if drawn is None:
-        return None
-    codes, _ = twin.cast(drawn.to(p.device), 1 / p._scale_inv, None, 0, FP8)
-    if torch.equal(codes.view(torch.uint8), p._data.view(torch.uint8)):
-        return drawn.to(p.device, torch.float32, copy=True)
-    say_once(
-        "not as drawn",
-        "FusedAdam: a weight in FP8 was written after it was drawn: its master starts as the weight reads",
-    )
-    return None
+    names = [one for one in (*MOMENTS, MASTER) if one in state]
+    if name not in names:
+        accepted = f"{', '.join(names)} are" if names else "a parameter that has made a step is"
+        raise ValueError(f"{WHO}: state_name={name!r}; {accepted} accepted.")

@@ -17,11 +17,13 @@ from reference.optimizers.parameters import (
     check_memory,
     check_parameter,
     check_part,
+    checked_grad_none,
     described,
     flag,
     kind,
     named,
     real,
+    to_none,
     unwrapped,
 )
 
@@ -74,7 +76,7 @@ class FusedSGD(torch.optim.Optimizer):
         lr, momentum, dampening, weight_decay, nesterov: SGD's.
         wd_after_momentum: add the weight decay after the momentum, not before.
         materialize_master_grads: True. (False concerns apex's master gradients, which do not exist here.)
-        set_grad_none: None. (It is deprecated in favour of `zero_grad`'s set_to_none.)
+        set_grad_none: deprecated; what `zero_grad` does without an argument.
 
     Source: Transformer Engine's `pytorch/optimizers/fused_sgd.py`.
     """
@@ -93,7 +95,8 @@ class FusedSGD(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         given = locals()
-        check_arguments(WHO, {name: given[name] for name in ("materialize_master_grads", "set_grad_none")})
+        check_arguments(WHO, {"materialize_master_grads": materialize_master_grads})
+        self.set_grad_none = checked_grad_none(WHO, set_grad_none)
         self.wd_after_momentum = flag(WHO, "wd_after_momentum", wd_after_momentum)
         defaults = {name: given[name] for name in (*NUMBERS, "nesterov")}
         if lr is not required:
@@ -108,12 +111,13 @@ class FusedSGD(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found._asdict()})
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or a pickle, with the mode, which torch's method omits."""
-        return {**super().__getstate__(), "wd_after_momentum": self.wd_after_momentum}
+        """The state of a copy or a pickle, with the modes, which torch's method omits."""
+        modes = {"wd_after_momentum": self.wd_after_momentum, "set_grad_none": self.set_grad_none}
+        return {**super().__getstate__(), **modes}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's; None, Transformer Engine's default, is True."""
-        super().zero_grad(set_to_none is None or set_to_none)
+        super().zero_grad(to_none(WHO, set_to_none, self.set_grad_none))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

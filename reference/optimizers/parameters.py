@@ -3,6 +3,7 @@
 Nothing here changes anything. A DTensor (FSDP2's `fully_shard`, `distribute_tensor`) is replaced by its local shard.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,11 +76,12 @@ def kind(x: Any) -> str:
 
 
 def check_parameter(
-    who: str, where: Where, p: torch.Tensor, grad: torch.Tensor, fp8: bool = False, instead: str = "one in 16 bits is"
+    who: str, where: Where, p: torch.Tensor, grad: torch.Tensor, fp8: bool, instead: str, any_dtype: bool = False
 ) -> None:
     """Refuse a parameter or a gradient (local shards) that the ops do not accept.
 
-    `fp8`: whether a weight that is kept in FP8 is accepted; otherwise the error says what is, `instead`.
+    `fp8`: whether a weight that is kept in FP8 is accepted; otherwise the error says what is, `instead`. `any_dtype`:
+    whether the gradient of a parameter in 16 bits may have another dtype.
     """
     dtype, shape, device = p.dtype, p.shape, p.device
     plain = dtype in formats.WIDE_DTYPES and not isinstance(p, Float8Tensor)
@@ -94,7 +96,7 @@ def check_parameter(
         raise ValueError(f"{who}: {named(where)} is not contiguous; contiguous parameters are accepted.")
     if grad.layout is not torch.strided:
         raise TypeError(f"{who}: {named(where)}, its gradient is sparse; dense gradients are accepted.")
-    wide = dtype is torch.float32 or isinstance(p, Float8Tensor)
+    wide = any_dtype or dtype is torch.float32 or isinstance(p, Float8Tensor)
     if grad.dtype is not dtype and not (wide and grad.dtype in formats.WIDE_DTYPES):
         accepted = "float32, bfloat16 and float16 are" if wide else f"{dtype} is"
         raise TypeError(f"{who}: {named(where)}, its gradient is {grad.dtype}; {accepted} accepted.")
@@ -139,3 +141,21 @@ def real(who: str, name: str, value: Any, where: str = "") -> float:
     if not 0 <= value <= FLT_MAX:
         raise ValueError(f"{who}: {name}={value!r}{where}; a number >= 0 that fp32 holds is accepted.")
     return float(value)
+
+
+def checked_grad_none(who: str, set_grad_none: Any) -> bool | None:
+    """The deprecated argument of Transformer Engine's constructors; a warning if it is given."""
+    if set_grad_none is None:
+        return None
+    warnings.warn(
+        f"{who}: set_grad_none is deprecated; set_to_none of zero_grad is accepted.", DeprecationWarning, stacklevel=3
+    )
+    return flag(who, "set_grad_none", set_grad_none)
+
+
+def to_none(who: str, set_to_none: bool | None, set_grad_none: bool | None) -> bool:
+    """Whether `zero_grad` drops the gradients: None is what the constructor was given, or True."""
+    if set_to_none is not None and set_grad_none not in (None, set_to_none):
+        raise ValueError(f"{who}: set_to_none={set_to_none!r} with set_grad_none={set_grad_none!r}; the same is.")
+    chosen = set_grad_none if set_to_none is None else set_to_none
+    return chosen is None or bool(chosen)
