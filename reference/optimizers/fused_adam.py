@@ -52,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam and AdamW with Transformer Engine's arguments and defaults; the arithmetic is `twin::adam`'s.
 
     The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`
-    (`reference.optimizers.adam_layout`; docs/training.md). A parameter in fp32 is its own master. A weight kept in
+    (`reference.optimizers.adam_layout`; docs/optimizers.md). A parameter in fp32 is its own master. A weight kept in
     FP8 (`quantized_model_init`) needs a master. The master starts from the weight's initial values, if those were
     preserved and the weight is still their cast; after each step it is written to the weight by the cast of
     `reference.nn.float8_tensor`. A DTensor's state consists of DTensors like it, and each rank changes its own shard.
