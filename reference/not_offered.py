@@ -46,7 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         "deinterleave_glu_tensor",
         "there is no export": "onnx_export export onnx_extensions",
         "use PyTorch's cross entropy": "parallel_cross_entropy cross_entropy",
-        "te.optimizers has Adam and SGD": "newton_schulz newton_schulz_tp CusolverMpCtx",
+        "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
         _WHERE: "attention module transformer distributed quantization fp8 jit",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from dry_gpu import PROCESSORS, DryGpu
 from launch_cases_attention import attentions, rotaries, softmaxes
-from launch_cases_optimizers import adam_capturables, adam_states, clippings, sgds
+from launch_cases_optimizers import adafactors, adam_capturables, adam_states, clippings, sgds
 from launch_cases_products import fp8_gemms, fused_gemms, gemms, split_k, tiles
 from launch_notes import BF16, E4M3, E5M2, FP8, FP16, FP32, WIDE, Notes, empty, macros, state, twin
 
@@ -307,6 +307,7 @@ def configurations(note: Notes) -> None:
 
 FILES: dict[str, Callable[[Notes], None]] = {
     "activation": activations,
+    "adafactor": adafactors,
     "adam": adams,
     "adam_capturable": adam_capturables,
     "adam_states": adam_states,

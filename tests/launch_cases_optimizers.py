@@ -51,6 +51,21 @@ def adam_capturables(note: Notes) -> None:
             note(twin.adam_capturable, *lists, *([] if master else [[]]), *rest)
 
 
+def adafactors(note: Notes) -> None:
+    def step(*shape: int, wide: torch.dtype = BF16, dtype: torch.dtype = BF16, maximize: bool = False) -> None:
+        matrix = len(shape) > 1
+        row = empty(*((*shape[:-1], 1) if matrix else shape), dtype=FP32)
+        col = empty(*shape[:-2], 1, shape[-1], dtype=FP32) if matrix else None
+        rest = (0.01, 0.5, 0.99, 1e-7, 1e-14, 1e-3, 1.0, maximize)
+        note(twin.adafactor, empty(*shape, dtype=wide), empty(*shape, dtype=dtype), row, col, *rest)
+
+    for wide, dtype in ((FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32), (FP16, FP32)):
+        step(70, 300, wide=wide, dtype=dtype)
+    step(2, 3, 65, 32769, maximize=True)
+    step(40000)
+    step(0, 7)
+
+
 def sgds(note: Notes) -> None:
     def step(*shapes: tuple[int, ...], dtype: torch.dtype, master: bool = False, start: int = -1, **more: Any) -> None:
         """`start`: which of the three lists' last tensor begins off a multiple of 16 bytes."""

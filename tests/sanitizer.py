@@ -87,6 +87,16 @@ def adam_capturable() -> None:
         twin.adam_capturable(grads, params, first, second, rounded, control, 0.9, 0.999, 1e-8, 0.1, True, master)
 
 
+def adafactor() -> None:
+    for dtype, master, shape in itertools.product(WIDE, (False, True), ((130, 300), (2, 65, 40), (40000,))):
+        grad = torch.randn(shape).to(dtype).cuda()
+        param = grad.float() if master else grad.clone()
+        matrix = len(shape) > 1
+        row = torch.zeros((*shape[:-1], 1) if matrix else shape).cuda()
+        col = torch.zeros((*shape[:-2], 1, shape[-1])).cuda() if matrix else None
+        twin.adafactor(grad, param, row, col, 0.01, 0.5, 0.99, 1e-7, 1e-14, 1e-3, 1.0, master)
+
+
 def clipping() -> None:
     for dtype, count in itertools.product(WIDE, (3, 66)):  # both capacities
         grads = [torch.randn(size).to(dtype).cuda() for size in (40000, 2050, 8) * (count // 3)]
@@ -241,6 +251,7 @@ def main() -> None:
         "adam": adam,
         "adam_states": adam_states,
         "adam_capturable": adam_capturable,
+        "adafactor": adafactor,
         "clipping": clipping,
         "sgd": sgd,
         "gemms": gemms,

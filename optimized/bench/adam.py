@@ -20,7 +20,10 @@ from optimized.bench.table import Table, percent, table
 
 NAME = "adam"
 WHAT = "optimizers, clipping, against PyTorch's"
-KERNELS = ("adam", "adam_control", "adam_states", "clip_grads", "grad_norm", "multi_cast_transpose", "sgd")
+KERNELS = (
+    *("adafactor", "adam", "adam_control", "adam_states", "clip_grads", "grad_norm"),
+    *("multi_cast_transpose", "sgd"),
+)
 HIDDEN = 4096
 _WEIGHTS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN))
 SHAPES = (*_WEIGHTS, *((rows,) for rows, _ in _WEIGHTS))
@@ -88,7 +91,7 @@ def _states(masters: Callable[..., Callable[[], object]]) -> dict[str, tuple[Cal
 
 
 def others() -> dict[str, tuple[Callable[[], object], int]]:
-    """SGD and clipping, with the bytes that they must move for each number."""
+    """SGD, Adafactor and clipping, with the bytes that they must move for each number."""
     momentum: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     ours, theirs = te.optimizers.FusedSGD, torch.optim.SGD
     # A norm that is never reached keeps the coefficient below 1.
@@ -103,6 +106,9 @@ def others() -> dict[str, tuple[Callable[[], object], int]]:
             4 + 8 + 8,
         ),
         "FusedSGD with momentum, bf16": (ours(_parameters(torch.bfloat16), **momentum).step, 2 + 4 + 4),
+        # Gradients are read for their means, for the update's norm, and for the step; parameters for their norm first.
+        "Adafactor, fp32": (te.optimizers.Adafactor(_parameters(torch.float32)).step, 3 * 4 + 3 * 4),
+        "torch.optim.Adafactor, fp32": (torch.optim.Adafactor(_parameters(torch.float32)).step, 3 * 4 + 3 * 4),
         "clip_grad_norm_, bf16": (clip, 2 + 4),
         "torch.nn.utils.clip_grad_norm_, bf16": (torchs, 2 + 4),
     }

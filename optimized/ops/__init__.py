@@ -10,8 +10,8 @@ import reference.ops  # noqa: F401  (declares the ops)
 from reference import not_offered
 
 _NAMES = (
-    *("activation", "adam", "adam_capturable", "adam_states", "amax", "attention", "attention_backward", "cast"),
-    *("cast_transpose", "cat_cast_transpose"),
+    *("activation", "adafactor", "adam", "adam_capturable", "adam_states", "amax", "attention", "attention_backward"),
+    *("cast", "cast_transpose", "cat_cast_transpose"),
     *("clip_grads", "dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "grad_norm"),
     *("multi_cast_transpose", "norm", "norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update"),
     *("sgd", "softmax"),

@@ -3,6 +3,7 @@
 from reference import not_offered
 from reference.ops import (  # noqa: F401
     activation,
+    adafactor,
     adam,
     adam_capturable,
     adam_states,
