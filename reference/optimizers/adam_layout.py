@@ -52,8 +52,15 @@ class Layout(NamedTuple):
 
     def master_of(self, local: torch.Tensor) -> torch.dtype:
         """The dtype of a parameter's master."""
-        halved = self.remainders and local.dtype == torch.bfloat16 and not isinstance(local, Float8Tensor)
+        if not self.remainders:
+            return self.master
+        halved = local.dtype == torch.bfloat16 and not isinstance(local, Float8Tensor)
         return torch.int16 if halved else self.master
+
+    @property
+    def scaled(self) -> bool:
+        """Whether some part has a scale."""
+        return not RANGES.keys().isdisjoint((self.exp_avg, self.exp_avg_sq, self.master))
 
     @property
     def plain(self) -> bool:
@@ -130,19 +137,24 @@ def write(state: State, name: str, values: torch.Tensor, scale: torch.Tensor | N
 
 def checked(
     layout: Layout, where: Where, state: State, local: torch.Tensor
-) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """The parts of a local shard with their scales, checked."""
-    shape, device = local.shape, local.device
-    dtypes = {"exp_avg": layout.exp_avg, "exp_avg_sq": layout.exp_avg_sq}
-    if MASTER in state:
-        dtypes[MASTER] = layout.master_of(local)
-    found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    for name, dtype in dtypes.items():
-        part, scale = check_part(WHO, where, name, state.get(name), dtype, shape, device), None
-        if dtype in RANGES:
-            own = scale_name(name)
-            scale = check_part(WHO, where, own, state.get(own), torch.float32, torch.Size([1]), device)
-        found[name] = part, scale
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The moments and the master of a local shard, checked."""
+    shape, device, master = local.shape, local.device, state.get(MASTER)
+    first = check_part(WHO, where, "exp_avg", state.get("exp_avg"), layout.exp_avg, shape, device)
+    second = check_part(WHO, where, "exp_avg_sq", state.get("exp_avg_sq"), layout.exp_avg_sq, shape, device)
+    if master is not None:
+        master = check_part(WHO, where, MASTER, master, layout.master_of(local), shape, device)
+    return first, second, master
+
+
+def checked_scales(layout: Layout, where: Where, state: State, local: torch.Tensor) -> list[torch.Tensor | None]:
+    """The scales of the master and of both moments of a local shard, checked; None for what has none."""
+    found: list[torch.Tensor | None] = []
+    for name, dtype in ((MASTER, layout.master_of(local)), *zip(MOMENTS, layout[1:3], strict=True)):
+        own, scale = scale_name(name), None
+        if dtype in RANGES and name in state:
+            scale = check_part(WHO, where, own, state.get(own), torch.float32, torch.Size([1]), local.device)
+        found.append(scale)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from reference.nn.float8_tensor import Float8Tensor, write
 from reference.ops.adam import correction
 from reference.ops.library import twin
 from reference.optimizers import adam_layout, adam_state
+from reference.optimizers.adam_calls import Work
 from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, check_layout, needs_master
 from reference.optimizers.adam_state import Numbers, captured_numbers_of, numbers_of
 from reference.optimizers.parameters import (
@@ -35,17 +36,6 @@ NUMBERS = ("lr", "bias_correction", "betas", "eps", "weight_decay")
 Lists = tuple[
     list[torch.Tensor], ...
 ]  # gradients, parameters, both moments, copies, and the scales of the former three
-
-
-class _Work(NamedTuple):
-    """A group's step: the op's calls, and what is written after them."""
-
-    group: dict[str, Any]
-    numbers: Numbers
-    calls: dict[Any, Lists]
-    cast: list[tuple[torch.Tensor, torch.Tensor]]  # weights in FP8, and their new numbers in fp32
-    copy: list[tuple[torch.Tensor, torch.Tensor]]  # the same of parameters that the op does not round
-    unscaled: list[tuple[torch.Tensor, torch.Tensor]]  # gradients, of which the op has a copy
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -242,7 +232,7 @@ class FusedAdam(torch.optim.Optimizer):
                 local.copy_(values)
         return loss
 
-    def _counted(self, work: _Work) -> None:
+    def _counted(self, work: Work) -> None:
         """A step of a group whose numbers lie on the host."""
         numbers = work.numbers
         work.group["step"] = step = numbers.step + 1
@@ -254,7 +244,7 @@ class FusedAdam(torch.optim.Optimizer):
             else:
                 twin.adam_states(*lists, *scalars)
 
-    def _captured(self, work: _Work, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+    def _captured(self, work: Work, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """A step of a group whose numbers lie on the device."""
         numbers, device = work.numbers, work.numbers.lr.device
         if numbers.step is None:
@@ -280,82 +270,59 @@ class FusedAdam(torch.optim.Optimizer):
         scale = None if unscaled else grad_scaler._get_scale_async()
         return scale, sum(x.to(found[0].device) for x in found[1:]) + found[0] if found else None
 
-    def _checked(self) -> tuple[dict[torch.Tensor, State], list[_Work]]:
+    def _checked(self) -> tuple[dict[torch.Tensor, State], list[Work]]:
         """The state to create, and for each group its numbers, the op's calls and the casts; changes nothing."""
         made: dict[torch.Tensor, State] = {}
         work = []
-        spans: list[tuple[int, int, tuple[int, int] | str]] = []
+        spans: list[tuple[int, int, tuple[int, int]]] = []
+        gradients: list[tuple[int, int, tuple[int, int]]] = []
+        layout, scaled, instead = self.layout, self.layout.scaled, "master_weights=True is"
+        masters, captured, decoupled = self.master_weights, self.capturable, self.use_decoupled_grad
         for g, group in enumerate(self.param_groups):
-            numbers = (captured_numbers_of if self.capturable else numbers_of)(group, f" in group {g}")
+            numbers = (captured_numbers_of if captured else numbers_of)(group, f" in group {g}")
             # A call of the op accepts tensors of one device and kind.
-            one = _Work(group, numbers, {}, [], [], [])
+            one = Work(group, numbers, {}, [], [], [])
+            add, checked = one.add, adam_layout.checked
             for i, p in enumerate(group["params"]):
-                local, grad = p, getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
+                local, grad = p, getattr(p, "decoupled_grad", None) if decoupled else p.grad
                 if grad is None:
                     continue
+                where = (g, i)
                 if type(p) not in PLAIN or type(grad) not in PLAIN:
-                    local, grad = unwrapped(WHO, (g, i), p, grad)
-                self._check((g, i), local, grad, numbers)
+                    local, grad = unwrapped(WHO, where, p, grad)
+                check_parameter(WHO, where, local, grad, masters, instead, decoupled)
+                if captured:
+                    self._check_captured(where, local, numbers.lr)
                 state = self.state.get(p)
                 if not state:
-                    state = made[p] = adam_layout.made(self.layout, p, local)
-                elif MASTER not in state and needs_master(local, self.master_weights):
-                    state = made[p] = {**state, **adam_layout.made(self.layout, p, local, MASTER)}
-                self._add(one, local, grad, adam_layout.checked(self.layout, (g, i), state, local))
-                memory = local._data if isinstance(local, Float8Tensor) else local
+                    state = made[p] = adam_layout.made(layout, p, local)
+                elif MASTER not in state and needs_master(local, masters):
+                    state = made[p] = {**state, **adam_layout.made(layout, p, local, MASTER)}
+                first, second, master = checked(layout, where, state, local)
+                scales = adam_layout.checked_scales(layout, where, state, local) if scaled else None
+                fp8 = isinstance(local, Float8Tensor)
+                add(local, grad, fp8, first, second, master, scales)
+                memory = local._data if fp8 else local  # type: ignore[attr-defined]
                 start = memory.data_ptr()
-                spans.append((start, start + memory.nbytes, (g, i)))
-                if self.capturable:  # a scaled step writes gradients, too
-                    spans.append((*span(grad), f"the gradient of {named((g, i))}"))
+                spans.append((start, start + memory.nbytes, where))
+                if captured:
+                    gradients.append((*span(grad), where))
             for device in {key[0] for key in one.calls}:
                 check_device(WHO, "adam", "parameter", device)
             work.append(one)
         check_memory(WHO, spans, named)
+        check_memory(WHO, gradients, lambda where: f"the gradient of {named(where)}")  # a scaled step writes them
         return made, work
 
-    def _check(self, where: tuple[int, int], local: torch.Tensor, grad: torch.Tensor, numbers: Numbers) -> None:
-        check_parameter(WHO, where, local, grad, self.master_weights, "master_weights=True is", self.use_decoupled_grad)
-        if self.capturable and isinstance(local, Float8Tensor):
+    def _check_captured(self, where: tuple[int, int], local: torch.Tensor, rate: torch.Tensor) -> None:
+        if isinstance(local, Float8Tensor):
             raise NotImplementedError(
                 f"{WHO}: {named(where)} is kept in FP8; with capturable=True one in fp32 or 16 bits is accepted."
             )
-        if self.capturable and local.device != numbers.lr.device:
+        if local.device != rate.device:
             raise ValueError(
-                f"{WHO}: {named(where)} is on {local.device}, its group's lr on {numbers.lr.device}; one is accepted."
+                f"{WHO}: {named(where)} is on {local.device}, its group's lr on {rate.device}; one is accepted."
             )
-
-    def _add(
-        self, work: _Work, local: torch.Tensor, grad: torch.Tensor, parts: dict[str, tuple[torch.Tensor, Any]]
-    ) -> None:
-        """Add a parameter to the calls of the op, or its new numbers in fp32 to what is cast or copied after them."""
-        own, scale = parts.get(MASTER, (local, None))
-        dense, rounded = grad.contiguous(), None if own is local else local
-        fp8 = isinstance(local, Float8Tensor)
-        if fp8 or (dense.dtype != local.dtype and local.dtype != torch.float32 and own.dtype != torch.int16):
-            wide = own
-            if scale is not None:
-                # Of a scaled master the new numbers are known in fp32 for a moment only: as a copy like the gradient.
-                dense = dense.float()
-                wide = rounded = torch.empty_like(dense)
-            else:
-                rounded = None
-                if own is local:
-                    own, dense = local.float(), dense.float()
-                    wide = own
-            (work.cast if fp8 else work.copy).append((local, wide))
-        if dense is not grad:
-            work.unscaled.append((grad, dense))
-        key = (local.device, dense.dtype, own.dtype, scale is None, rounded is None)
-        lists = work.calls.get(key)
-        if lists is None:
-            lists = work.calls[key] = ([], [], [], [], [], [], [], [])
-        for room, x in zip(lists, (dense, own, *(parts[name][0] for name in MOMENTS)), strict=False):
-            room.append(x)
-        if rounded is not None:
-            lists[4].append(rounded)
-        for room, of in zip(lists[5:], (scale, *(parts[name][1] for name in MOMENTS)), strict=True):
-            if of is not None:
-                room.append(of)
 
     # --- checkpoints -------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def span(x: torch.Tensor) -> tuple[int, int]:
 def check_memory(who: str, spans: Iterable[tuple[int, int, Any]], named: Callable[[Any], str]) -> None:
     """Refuse tensors whose bytes (first, one past the last, which) overlap: one launch changes all at once."""
     end, last = 0, None
-    for start, stop, where in sorted(spans, key=lambda one: one[:2]):
+    for start, stop, where in sorted(spans):
         if start < end:
             raise ValueError(f"{who}: {named(last)} and {named(where)} share memory; separate memory is accepted.")
         if stop > start:
