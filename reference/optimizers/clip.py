@@ -99,7 +99,7 @@ def clip_grad_norm_(
 
 def _norm(who: str, found: list[torch.Tensor], kind: str, norm_type: Any, error_if_nonfinite: bool) -> torch.Tensor:
     if not found:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     norm: torch.Tensor = twin.grad_norm([x.detach().contiguous() for x in found], kind)
     if error_if_nonfinite and not math.isfinite(value := norm.item()):
         raise RuntimeError(
