@@ -16,6 +16,9 @@
 
 using namespace twin;
 
+// Of a multiprocessor. Without it ptxas spills a register of some configurations to fit more blocks.
+constexpr int kBlocks = 4;
+
 constexpr int kOwn = 0, kMaster = 1, kScaledMaster = 2, kRemainder = 3;
 
 struct Entry {
@@ -116,7 +119,7 @@ __device__ __forceinline__ void commit(unsigned* slot, const float (&value)[kEle
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam_states_amax(
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states_amax(
     const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars, unsigned* amaxes) {
     __shared__ unsigned shared[3][kThreads / 32];
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
@@ -137,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) adam_states_amax(
     if constexpr (is_scaled(SECOND)) commit(slots + 2, x.v, shared[2]);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam_states(
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states(
     const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars, const float* amaxes,
     const float* control, int unscale) {
     if (control != nullptr && control[4] != 0.0f) return;
