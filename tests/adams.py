@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import reference as te
+from reference.formats import E4M3, cast
 from reference.nn.float8_tensor import Float8Tensor
 
 BF16 = torch.bfloat16
@@ -84,3 +85,23 @@ def through_a_file(state: dict[str, Any]) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+RANGE = {torch.float16: np.float32(32752), torch.uint8: np.float32(448)}
+
+
+def encoded(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The docstring of reference/ops/adam_states.py, with NumPy and the definition of the cast to FP8."""
+    if dtype not in RANGE:
+        return x.to(dtype), None
+    most = np.float32(np.nanmax(np.abs(x.numpy()), initial=0))
+    scale = max(min(most, np.finfo(np.float32).max) / RANGE[dtype], np.float32(2.0**-100))
+    inverse = np.float32(1) / scale
+    if dtype == torch.float16:
+        return torch.from_numpy(x.numpy() * inverse).to(torch.float16), torch.tensor([scale])
+    return cast(x, E4M3, float(inverse)).view(torch.uint8), torch.tensor([scale])
+
+
+def decoded(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    wide = x.view(torch.float8_e4m3fn).float() if x.dtype == torch.uint8 else x.float()
+    return wide if scale is None else torch.from_numpy(wide.numpy() * scale.numpy())
