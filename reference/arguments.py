@@ -39,8 +39,8 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "make_graphed_callables.capture_time_hooks"),
     ((False,), "sequence_parallel set_parallel_mode return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute save_original_input"),
-    ((False,), "checkpoint _graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad capturable"),
-    ((False,), "use_decoupled_grad store_param_remainders make_graphed_callables.retain_graph_in_backward"),
+    ((False,), "checkpoint _graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad"),
+    ((False,), "make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((None, False), "pad_between_seqs LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
@@ -48,7 +48,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
-    ((True,), "fast_zero_fill"),
+    ((True,), "fast_zero_fill materialize_master_grads"),
     ((0,), "sm_margin"),
     ((1,), "tp_size"),
     ((1, None), "num_splits"),
@@ -63,7 +63,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "Embedding.max_norm"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
-    ((torch.float32,), "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 

@@ -44,13 +44,13 @@ NAMES: dict[str, dict[str, str]] = {
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
         "there is no export": "onnx_export export onnx_extensions",
-        "te.optimizers.FusedAdam is the only optimizer": "newton_schulz newton_schulz_tp CusolverMpCtx",
+        "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
         _WHERE: "attention module transformer distributed quantization fp8 jit",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
     "recipe": {_RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},
     "optimizers": {
-        "te.optimizers.FusedAdam is the only optimizer": "FusedSGD MultiTensorApply multi_tensor_adam "
+        "te.optimizers has FusedAdam, FusedSGD and clip_grad_norm_": "MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
         "multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd "
         "multi_tensor_unscale_l2norm"

@@ -13,6 +13,7 @@ import torch
 from dry_gpu import PROCESSORS, DryGpu
 from launch_cases_attention import attentions, rotaries, softmaxes
 from launch_cases_losses import embeddings, losses
+from launch_cases_optimizers import adafactors, adam_capturables, adam_states, clippings, sgds
 from launch_cases_products import fp8_gemms, fused_gemms, gemms, split_k, tiles
 from launch_notes import BF16, E4M3, E5M2, FP8, FP16, FP32, WIDE, Notes, empty, macros, state, twin
 
@@ -317,12 +318,16 @@ def configurations(note: Notes) -> None:
 
 FILES: dict[str, Callable[[Notes], None]] = {
     "activation": activations,
+    "adafactor": adafactors,
     "adam": adams,
+    "adam_capturable": adam_capturables,
+    "adam_states": adam_states,
     "attention": attentions,
     "cast": casts,
     "cast_stats": cast_stats,
     "cast_transpose": cast_transposes,
     "cat_cast_transpose": cat_cast_transposes,
+    "clip_grads": clippings,
     "configurations": configurations,
     "cross_entropy": losses,
     "dbias": dbiases,
@@ -340,6 +345,7 @@ FILES: dict[str, Callable[[Notes], None]] = {
     "norm_cast_transpose": norm_casts,
     "rotary": rotaries,
     "scale_update": scale_updates,
+    "sgd": sgds,
     "softmax": softmaxes,
 }
 

@@ -27,6 +27,7 @@ from dry_bench import DryBench
 import optimized
 from optimized import measure
 from optimized.bench import (
+    adam,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -94,6 +95,12 @@ def run_of(module: Any) -> snapshots.Sections:
     if module.NAME in PLOTS:
         found["plot"] = drawn(partial(PLOTS[module.NAME], payload))
     return {**found, "notes": (snapshots.repeats(bench.gpu.lines), 60)}
+
+
+def run_of_adam() -> snapshots.Sections:
+    """Without PyTorch's fused SGD, which does not run on meta tensors."""
+    with mock.patch.object(torch, "_fused_sgd_", return_value=None):
+        return run_of(adam)
 
 
 def run_of_gemm_equality() -> snapshots.Sections:
@@ -192,6 +199,7 @@ def run_of_single_gpu() -> snapshots.Sections:
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
+    "adam": run_of_adam,
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,

@@ -16,7 +16,7 @@ from optimized.ops.gemm_tile import FP8_TILES, TILES
 LINES = 24  # of a difference
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # A product has more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
-SAMPLED = {"gemm", "gemm_fp8", "gemm_fp8_fused"}
+SAMPLED = {"adam_states", "gemm", "gemm_fp8", "gemm_fp8_fused"}
 
 
 @pytest.fixture(scope="module", params=FILES)

@@ -2,7 +2,7 @@
 
 Inputs come from Philox, so a case is the same on every machine and a recording has only outputs. A `live` case would
 take too long to replay: it runs where there is a GPU to compare with. Here are casts, the scale update and GEMMs;
-`cases_ops` has the other ops, `cases_layers` the layers.
+`cases_ops` and `cases_optimizers` have the other ops, `cases_layers` the layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from optimized.recordings import cases_layers, cases_ops
+from optimized.recordings import cases_layers, cases_ops, cases_optimizers
 from optimized.recordings.case import (
     FP8,
     HALVES,
@@ -221,10 +221,11 @@ def fused() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case of the three files, op by op."""
+    """Every case of the four files, op by op."""
     yield from casts()
     yield from updates()
     yield from products()
     yield from fused()
     yield from cases_ops.cases()
+    yield from cases_optimizers.cases()
     yield from cases_layers.cases()

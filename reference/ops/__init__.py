@@ -3,7 +3,10 @@
 from reference import not_offered
 from reference.ops import (  # noqa: F401
     activation,
+    adafactor,
     adam,
+    adam_capturable,
+    adam_states,
     amax,
     attention,
     attention_backward,
@@ -11,6 +14,7 @@ from reference.ops import (  # noqa: F401
     cast_stats,
     cast_transpose,
     cat_cast_transpose,
+    clip_grads,
     cross_entropy,
     dbias,
     dropout,
@@ -18,11 +22,13 @@ from reference.ops import (  # noqa: F401
     gemm,
     gemm_fp8,
     gemm_fused,
+    grad_norm,
     multi_cast_transpose,
     norm,
     normal,
     rotary,
     scale_update,
+    sgd,
     softmax,
 )
 
