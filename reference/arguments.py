@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
@@ -30,19 +31,19 @@ MASK_TYPES = {
 
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
-    ((None,), "tp_group symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "qk_norm_type cp_group cp_global_ranks cp_stream inference_params core_attention_bias alibi_slopes"),
+    ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
+    ((None,), "qk_norm_type inference_params core_attention_bias alibi_slopes"),
     ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer set_grad_none"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
     ((None,), "make_graphed_callables.capture_time_hooks"),
-    ((False,), "sequence_parallel set_parallel_mode return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
+    ((False,), "return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute save_original_input"),
     ((False,), "checkpoint _graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad capturable"),
     ((False,), "use_decoupled_grad store_param_remainders make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
-    ((None, False), "pad_between_seqs LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
+    ((None, False), "pad_between_seqs"),
     ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
@@ -57,7 +58,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((0.0, None), "softcap"),
     ((1e-6,), "qk_norm_eps"),
     (("vanilla",), "softmax_type"),
-    (("p2p",), "cp_comm_type"),
     (("no_bias",), "core_attention_bias_type"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((torch.float32,), "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
@@ -108,6 +108,11 @@ def _any(x: Any) -> bool:
     return True
 
 
+def is_group(x: Any) -> bool:
+    """Whether torch.distributed accepts it: a group, or what `new_group` returns to a process outside of one."""
+    return dist.is_available() and (isinstance(x, dist.ProcessGroup) or x is dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def _is_window(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))
 
@@ -140,7 +145,25 @@ _FLAGS = Rule(
     _any,
     "None, True, False and a tuple of flags are accepted",
 )
+# Parallelism over one rank is none: its arguments are accepted, and have no effect, as in Transformer Engine.
+_ONE_RANK = Rule(
+    lambda x: x is None or is_group(x),
+    lambda x: x is None or dist.get_world_size(x) == 1,
+    "None and a process group of one rank are accepted (tensor and context parallelism are not offered)",
+)
+_ONE_OF_RANKS = Rule(
+    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
+    lambda x: x is None or len(x) == 1,
+    "None and a list of one rank are accepted (context parallelism is not offered)",
+)
+_STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
+    (_ONE_RANK, "tp_group cp_group"),
+    (_ONE_OF_RANKS, "cp_global_ranks"),
+    (_STREAM, "cp_stream"),
+    (_one_of("p2p", "all_gather", "a2a", "a2a+p2p"), "cp_comm_type"),
+    (_FLAG, "sequence_parallel set_parallel_mode"),
+    (_FLAG_OR_NONE, "LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     (_FLAGS, "make_graphed_callables.enabled make_graphed_callables.fp8_enabled"),
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
@@ -186,6 +209,8 @@ def _is_like(value: Any, one: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if is_group(value):
+        return f"<a process group of {dist.get_world_size(value)} ranks>"
     return f"<a {value.dtype} tensor>" if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -202,4 +227,4 @@ def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
         if not rule.of_type(value):
             raise TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
         if not rule.fits(value):
-            raise ValueError(f"{layer}: {name}={value!r}; {rule.accepted}.")
+            raise ValueError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")

@@ -157,7 +157,11 @@ class LayerNormLinear(LinearBase):
         register_norm(self, self.in_features, dtype, device)
         super()._create_parameters(parts, dtype, device)
 
-    def reset_parameters(self) -> None:
+    @torch.no_grad()
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As `Linear.reset_parameters`; γ = 1 and β = 0, too."""
+        if defer_init:
+            return
         super().reset_parameters()
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 

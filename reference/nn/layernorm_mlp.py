@@ -123,7 +123,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return_bias: leave fc2's bias out and return `(y, bias)`.
         return_layernorm_output: return `(y, norm(x))`.
         seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        checkpoint, activation_params, and parallelism's arguments: only "off" is offered.
+        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        checkpoint, activation_params, ub_* and the rest: only "off" is offered.
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `Linear`.
     """
 
@@ -206,8 +207,13 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.register_parameter(f"{layer}_bias", bias)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default device first."""
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default device first.
+
+        With `defer_init=True` do nothing.
+        """
+        if defer_init:
+            return
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)

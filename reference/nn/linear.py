@@ -96,7 +96,7 @@ class LinearBase(TransformerEngineBaseModule):
         self._init_method = init_method or init.normal_
         self._rng = (get_rng_state_tracker, rng_tracker_name)
         self._create_parameters(parts, dtype, device)
-        if device.type == "meta":
+        if self._parameter_device().type == "meta":
             self.keep_in_fp8()
         else:
             self.reset_parameters()
@@ -114,8 +114,14 @@ class LinearBase(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=dtype, device=device))
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weights anew and zero the biases; from the meta device, move to the default device first."""
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draw the weights anew and zero the biases; from the meta device, move to the default device first.
+
+        Args:
+            defer_init: True does nothing, as in Transformer Engine.
+        """
+        if defer_init:
+            return
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         for name in self.weight_names:
@@ -155,8 +161,9 @@ class Linear(LinearBase):
         device: None is the package's own: "cpu" for `reference`, "cuda" for `optimized`.
         return_bias: return `(y without bias, bias)`.
         fuse_wgrad_accumulation: add dw to `weight.main_grad` (fp32, bf16 or fp16) instead of returning it.
-        parallel_mode, sequence_parallel, tp_group, tp_size, ub_*, delay_wgrad_compute, symmetric_ar_type,
-            save_original_input: only "off" is offered.
+        parallel_mode, sequence_parallel, tp_group, tp_size: tensor parallelism over one rank, which has no effect; a
+            group of more ranks is refused.
+        ub_*, delay_wgrad_compute, symmetric_ar_type, save_original_input: only "off" is offered.
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """

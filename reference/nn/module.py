@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from reference import model_init, recompute, scaling
+from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.checkpoints import Checkpointed
@@ -22,6 +23,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
+    tp_size = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
@@ -84,7 +86,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
                 self._fresh_state(weight.device)
             cast = Float8Tensor.of(values, self.fp8_meta["scaling_fwd"], self.fp8_weights[name])
             weight = torch.nn.Parameter(cast, requires_grad=weight.requires_grad)
-            self.register_parameter(name, weight)
+            self._parameters[name] = weight  # not registered anew: Accelerate's init_empty_weights would rebuild it
         if self.quantized_init.preserve:
             weight._high_precision_init_val = values.to("cpu", copy=True)  # type: ignore[attr-defined]
 
@@ -100,7 +102,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
             codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
             scale_inv = torch.empty(1, dtype=torch.float32, device=weight.device)
             kept = Float8Tensor.of_codes(codes, scale_inv, weight.dtype, self.fp8_meta["scaling_fwd"], column)
-            self.register_parameter(name, torch.nn.Parameter(kept, requires_grad=weight.requires_grad))
+            self._parameters[name] = torch.nn.Parameter(kept, requires_grad=weight.requires_grad)
 
     # --- forward -------------------------------------------------------------------------------------
 
@@ -144,6 +146,10 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         return Precision(
             tuple(Gemm(Calibrating(dtype, forward, i), Calibrating(dtype, forward, i + 1, True), grad) for i in columns)
         )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Accept None and a process group of one rank, as the constructor's `tp_group`; refuse more ranks."""
+        check_arguments(type(self).__name__, {"tp_group": tp_group})
 
     def _check_kept_in_fp8(self) -> None:
         """Refuse a plain parameter that has replaced a weight kept in FP8."""
