@@ -23,7 +23,7 @@ from reference.nn.layernorm_linear import norm_output
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, forked, parameter_dtype
 from reference.ops.activation import GATED
-from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
+from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import ActivationPlan, NormPlan
 
 
@@ -94,12 +94,12 @@ def backward(
     normed, w1, a, w2 = (Transposed(*saved[i : i + 2]) for i in (0, 2, 4, 6))
     h = saved[8]
     g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=needs[5], dbias=needs[6])
-    dw2 = wgrad(g, a, dtype, fc2.how, context.main_grad("fc2_weight")) if needs[5] else None
+    dw2 = context.weight_grad(1, "fc2_weight", g, a, dtype) if needs[5] else None
     dx = dgamma = dbeta = dw1 = db1 = None
     if h is not None:
         activation = ActivationPlan(plan.activation, dtype, fc2.how)
         dh, db1 = fc1.grad.activation_grad(g, w2, h, activation, transpose=needs[3], dbias=needs[4])
-        dw1 = wgrad(dh, normed, dtype, fc1.how, context.main_grad("fc1_weight")) if needs[3] else None
+        dw1 = context.weight_grad(0, "fc1_weight", dh, normed, dtype) if needs[3] else None
         if any(needs[:3]):
             dnorm = dgrad(dh, w1, dtype, fc1.how)
             if len(grads) > 1:

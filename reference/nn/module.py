@@ -118,8 +118,8 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         if state.enabled:
             return ModuleContext(self, self._fp8_precision(state.recipe), is_first_microbatch)
         if state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
-            return ModuleContext(self, self._calibrating(dtype))
-        return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms])
+            return ModuleContext(self, self._calibrating(dtype), is_first_microbatch)
+        return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms], is_first_microbatch)
 
     def _fp8_precision(self, recipe: Recipe) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
