@@ -105,7 +105,10 @@ class autocast(Context):
             thread.first_module_pending = True
 
     def ended(self, thread: Thread) -> None:
-        if not thread.autocasts and self.settings.enabled and torch.is_grad_enabled():
+        if thread.autocasts or not self.settings.enabled or not torch.is_grad_enabled():
+            return
+        # Inside a backward pass it was opened in a checkpoint's recomputation, which records no amax.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             scaling.update(forward=True, thread=thread.number)
 
 

@@ -1,8 +1,12 @@
 """`checkpoint`: recompute a part of the model in backward, in FP8, with the bits of its first run.
 
 The recomputation happens after autocast has ended and the scales have been updated. So a checkpoint records the
-autocast state and each module's scales, restores both, and its recomputed casts record no amax. PyTorch's own
-`torch.utils.checkpoint` does none of this: an FP8 module refuses to be recomputed by it.
+autocast state and each module's scales, restores both, and its recomputed casts record no amax.
+
+The same holds inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which Hugging Face's
+`gradient_checkpointing_enable` calls: modules recognise PyTorch's frame by its saved-tensor hooks and keep their
+records with it. With `use_reentrant=True`, or where the outer one of two nested checkpoints would recompute the inner
+one's modules, an FP8 module refuses to be recomputed.
 """
 
 import contextlib
@@ -21,24 +25,28 @@ __all__ = ["checkpoint"]
 
 
 class _Frame:
-    """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use."""
+    """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use.
+
+    In PyTorch's own checkpoint each module records the autocast states of its runs, too.
+    """
 
     def __init__(self) -> None:
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
-        self.tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.used: dict[int, int] = {}
+        self.tensors: dict[Any, list[Any]] = defaultdict(list)
+        self.used: dict[Any, int] = defaultdict(int)
+        self.run: Any = None  # PyTorch's hook of the last recomputation
 
-    def next_tensor(self, module: torch.nn.Module) -> torch.Tensor:
-        """The tensor that `module` used at this point of the first run."""
-        position = self.used[id(module)]
-        if position >= len(self.tensors[id(module)]):
+    def next_tensor(self, module: torch.nn.Module, kind: str = "tensor") -> Any:
+        """The tensor, or what else of its `kind`, that `module` used at this point of the first run."""
+        position, found = self.used[id(module), kind], self.tensors[id(module), kind]
+        if position >= len(found):
             raise RuntimeError(
                 f"checkpoint: {type(module).__name__} runs more often when recomputed ({position + 1} times) than in "
                 f"the first run; a function that does the same each time is accepted."
             )
-        self.used[id(module)] = position + 1
-        return self.tensors[id(module)][position]
+        self.used[id(module), kind] = position + 1
+        return found[position]
 
 
 Inner = contextlib.AbstractContextManager[Any]  # the user's own, around the same run
@@ -76,35 +84,93 @@ class _Replaying:
         self.settings.pop().__exit__(*error)
 
 
+def _pack_code(hooks: Any) -> Any:
+    """The code of the function that a class of PyTorch's saved-tensor hooks packs with."""
+    return next(one for one in hooks.__init__.__code__.co_consts if getattr(one, "co_name", "") == "pack_hook")
+
+
+_FIRST_RUN = _pack_code(torch.utils.checkpoint._checkpoint_hook)
+_RECOMPUTATION = _pack_code(torch.utils.checkpoint._recomputation_hook)
+
+
+def _innermost() -> tuple[_Frame | None, bool]:
+    """The innermost checkpoint that this code runs in, and whether it recomputes: ours, or else PyTorch's."""
+    thread = here()
+    if thread.replaying:
+        return thread.replaying[-1], True
+    if thread.recording:
+        return thread.recording[-1], False
+    if torch.compiler.is_compiling():  # a compiler cannot trace the hooks, and checkpoints by itself
+        return None, False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None, False
+    pack: Any = getattr(hooks[0], "__wrapped__", hooks[0])  # PyTorch 2.13 hides one of the two from compilers
+    code = getattr(pack, "__code__", None)
+    if code is _FIRST_RUN and torch._C._current_graph_task_id() == -1:
+        owner = pack.__closure__[code.co_freevars.index("frame")].cell_contents
+        if not hasattr(owner, "twin"):
+            owner.twin = _Frame()
+        return owner.twin, False
+    if code is _RECOMPUTATION:
+        owner = pack.__closure__[code.co_freevars.index("target_frame_ref")].cell_contents()
+        frame: _Frame | None = getattr(owner, "twin", None)
+        if frame is not None and frame.run is not pack:  # a kept graph goes backward again
+            frame.run, frame.used = pack, defaultdict(int)
+        return frame, frame is not None
+    return None, False
+
+
+def frame_replaying() -> _Frame | None:
+    """The checkpoint that is being recomputed in this thread, if one is."""
+    frame, again = _innermost()
+    return frame if again else None
+
+
 def replaying() -> bool:
     """Whether a checkpointed part is being recomputed in this thread."""
-    return len(here().replaying) > 0
+    return _innermost()[1]
 
 
 def active() -> bool:
     """Whether a checkpointed part is running in this thread, for the first time or again."""
-    return len(here().recording) + len(here().replaying) > 0
+    return _innermost()[0] is not None
 
 
 def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run record `tensor` as it is now and return it; in a recomputation return the recorded one."""
-    thread = here()
-    if thread.replaying:
-        tensor = thread.replaying[-1].next_tensor(module)
-    elif thread.recording:
-        tensor = tensor.clone()
-    for frame in thread.recording:
-        frame.tensors[id(module)].append(tensor)
+    frame, again = _innermost()
+    if frame is None:
+        return tensor
+    tensor = frame.next_tensor(module) if again else tensor.clone()
+    for one in here().recording or ([] if again else [frame]):
+        one.tensors[id(module), "tensor"].append(tensor)
     return tensor
 
 
+def settings(module: torch.nn.Module) -> AutocastState:
+    """The autocast of this run of `module`; in a recomputation by PyTorch's checkpoint that of the first run."""
+    thread = here()
+    if thread.replaying or thread.recording:  # ours has restored it
+        return current()
+    frame, again = _innermost()
+    if frame is None:
+        return current()
+    if again:
+        state: AutocastState = frame.next_tensor(module, "settings")
+        return state
+    frame.tensors[id(module), "settings"].append(current())
+    return current()
+
+
 def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
-    """Refuse an FP8 module's forward inside a backward pass, unless our `checkpoint` recomputes it."""
+    """Refuse an FP8 module's forward inside a backward pass, unless a checkpoint recomputes what it has recorded."""
     # A compiler traces forward only, and cannot trace the last condition.
     if fp8 and not replaying() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
-            f"back neither autocast nor the scales of the first run: use `checkpoint` of this package instead."
+            f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint with "
+            f"use_reentrant=True, nested, or by other means, which bring back neither autocast nor the scales of the "
+            f"first run; use_reentrant=False, or `checkpoint` of this package, is accepted."
         )
 
 

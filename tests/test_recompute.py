@@ -106,25 +106,6 @@ def test_autocast_inside_the_checkpointed_function_updates_once(same_bits) -> No
         same_bits(a, b)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_pytorchs_checkpoint_is_refused_for_fp8(use_reentrant: bool) -> None:
-    model = Block()
-    x = data(0).requires_grad_()
-    with te.autocast(recipe=RECIPE):
-        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
-    with pytest.raises(RuntimeError, match=r"being recomputed by torch.utils.checkpoint"):
-        y.sum().backward()
-
-
-def test_pytorchs_checkpoint_is_fine_in_16_bits(same_bits) -> None:
-    model = Block()
-    other = copy.deepcopy(model)
-    a = train(model, lambda m, x: m(x), fp8=False)
-    b = train(other, lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False), fp8=False)
-    for first, second in zip(a, b, strict=True):
-        same_bits(first, second)
-
-
 def test_memory_is_really_given_back() -> None:
     """Nothing but the input is saved by the first run."""
     model, x = Block(), data(0).requires_grad_()

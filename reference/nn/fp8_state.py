@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from reference import model_init, recompute, scaling
-from reference.autocast import AutocastState, current
+from reference.autocast import AutocastState
 from reference.nn.float8_tensor import Float8Tensor
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
@@ -64,7 +64,7 @@ class WithFP8State(torch.nn.Module):
 
     def init_fp8_metadata(self) -> AutocastState:
         """Create or resize the FP8 state for the current autocast, if necessary, and return that autocast."""
-        state = current()
+        state = recompute.settings(self)
         if self.in_high_precision:
             state = replace(state, enabled=False, calibrating=False)
         elif self.own_recipe is not None:
