@@ -12,6 +12,7 @@ from reference.ops import (  # noqa: F401
     cat_cast_transpose,
     dbias,
     dropout,
+    flops,
     gemm,
     gemm_fp8,
     gemm_fused,
