@@ -24,28 +24,47 @@ from reference import (  # noqa: F401
     autocast,
     checkpoint,
     formats,
+    fp8,
     fp8_autocast,
     fp8_model_init,
+    get_default_recipe,
     init_fp8_state,
+    is_bf16_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
     load_fp8_state,
     make_graphed_callables,
     not_offered,
     optimizers,
     philox,
+    quantization,
     quantized_model_init,
     random,
     recipe,
     tensor_core,
 )
+from reference import stand_in as _stand_in
 from reference.nn import autograd as _autograd
 from reference.nn.parameters import DeviceDefault
 
 __all__ = reference.__all__
 
 # For `from optimized.recipe import DelayedScaling`: the modules themselves, under this name too.
-sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.optimizers": optimizers})
+sys.modules.update({f"{__name__}.{name}": globals()[name] for name in ("recipe", "optimizers", "quantization", "fp8")})
 _autograd.register(_Player())
 __getattr__ = not_offered.explain(__name__)
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the kernels run on this machine's GPUs; with `return_reason` also a sentence for each thing missing."""
+    problems = _device.problems()
+    return quantization.answer("is_fp8_available", (not problems, " ".join(problems)), return_reason)
+
+
+def install_as_transformer_engine() -> None:
+    """As `reference.install_as_transformer_engine`, for this package."""
+    _stand_in.install(sys.modules[__name__])
 
 
 class _OnHopper(DeviceDefault):

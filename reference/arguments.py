@@ -181,7 +181,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
     (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention"),
-    (_FLAG, "enabled calibrating preserve_high_precision_init_val"),
+    (_FLAG, "return_reason enabled calibrating preserve_high_precision_init_val"),
     (_FLAG_OR_NONE, "is_first_microbatch"),
     (_FUNCTION, "init_method output_layer_init_method get_rng_state_tracker"),
     (_NAME, "name ub_name rng_tracker_name"),
