@@ -21,6 +21,7 @@ from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
     DelayedScaling,
     Format,
+    apply_rotary_pos_emb,
     autocast,
     checkpoint,
     formats,
@@ -112,3 +113,7 @@ class MultiheadAttention(_OnHopper, reference.MultiheadAttention):
 
 class TransformerLayer(_OnHopper, reference.TransformerLayer):
     """`reference.TransformerLayer` with "cuda" as its default device."""
+
+
+class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
+    """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""

@@ -23,6 +23,7 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
+from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.transformer_layer import TransformerLayer
 from reference.quantization import (
     get_default_recipe,
@@ -62,7 +63,9 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "formats",

@@ -50,8 +50,9 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
     ((True,), "fast_zero_fill"),
-    ((0,), "sm_margin"),
-    ((1,), "tp_size"),
+    ((0,), "sm_margin cp_rank"),
+    ((None,), "start_positions cu_seqlens"),
+    ((1,), "tp_size cp_size"),
     ((1, None), "num_splits"),
     ((-3,), "qkv_interleave_dim"),
     ((0.0,), "drop_path_rate"),
@@ -126,6 +127,7 @@ _SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1
 _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
 _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
+_FRACTION = Rule(is_real, lambda x: 0 < x <= 1, "a number above 0, at most 1, is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
 _NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
@@ -168,6 +170,12 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
+    (_SIZE, "dim max_seq_len"),
+    (_ints(0), "offset"),
+    (_or_none(_SIZE), "seq_len_interpolation_factor pretrained_max_position_embeddings"),
+    (_FRACTION, "rotary_percent"),
+    (_SCALE, "rotary_base"),
+    (_FLAG, "interleaved fused"),
     (_SIZE, "in_features out_features hidden_size ffn_hidden_size num_attention_heads"),
     (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
     (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
@@ -189,7 +197,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_DEVICE, "device"),
     (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    (_one_of("sbhd", "bshd"), "qkv_format attn_input_format"),
+    (_one_of("sbhd", "bshd"), "qkv_format attn_input_format tensor_format"),
     (_one_of(*ACTIVATIONS), "activation"),
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),

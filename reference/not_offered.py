@@ -31,7 +31,6 @@ NAMES: dict[str, dict[str, str]] = {
         _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
         "there is no key-value cache": "InferenceParams",
-        "make the fp32 angles [s, 1, 1, channels] and pass them as rotary_pos_emb": "RotaryPositionEmbedding",
         _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
         _QUANTIZED: "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage Float8Quantizer "
         "Float8CurrentScalingQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer "
