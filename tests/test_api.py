@@ -163,7 +163,7 @@ _OFFERED = """
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     name ub_name layer_number seq_length micro_batch_size
-    tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
+    checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
 OFFERED = set(_OFFERED.split())
 NOT_HERE = {
     *(("TransformerLayer.__init__", f"ub_{name}") for name in ("overlap_ag", "overlap_rs", "overlap_rs_dgrad")),

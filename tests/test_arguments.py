@@ -63,7 +63,7 @@ ARGUMENTS = {
     "head or none": "kv_channels",
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
-    "fuse_wgrad_accumulation sequence_parallel set_parallel_mode",
+    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode",
     "probability": "attention_dropout hidden_dropout",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",

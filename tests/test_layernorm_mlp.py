@@ -228,7 +228,7 @@ def test_fp8_step_written_out(activation: str, both: bool) -> None:
     [
         (lambda: te.LayerNormMLP(16, 16, activation="tanh"), ValueError, "activation='tanh'; one of"),
         (lambda: te.LayerNormMLP(16, 0), ValueError, "ffn_hidden_size=0; an int from 1"),
-        (lambda: te.LayerNormMLP(16, 16, checkpoint=True), NotImplementedError, "checkpoint=True is not offered"),
+        (lambda: te.LayerNormMLP(16, 16, checkpoint=1), TypeError, "checkpoint=1; True and False are accepted"),
         (lambda: te.LayerNormMLP(16, 16, normalization="none"), ValueError, "normalization='none'"),
     ],
 )

@@ -156,6 +156,43 @@ def test_memory_is_really_given_back() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, states(model), strict=True))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True, "return_bias": True}])
+def test_layernorm_mlps_own_checkpoint(recipe: str, options: dict[str, bool], same_bits: Any) -> None:
+    """`LayerNormMLP(checkpoint=True)` saves its input only; no bit changes."""
+
+    def model(on: bool) -> torch.nn.Module:
+        return te.LayerNormMLP(32, 64, params_dtype=BF16, checkpoint=on, activation="swiglu", **options)
+
+    def run(layer: torch.nn.Module, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        y = layer(x, **more)
+        return y if not options else y[0] + y[1] + y[2]
+
+    results = [train(functools.partial(model, on), run, RECIPES[recipe]) for on in (True, False)]
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
+    saved: list[int] = []
+    for on in (True, False):
+        layer, kept = model(on), []
+        x = data(0).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            run(layer, x)
+        saved.append(len(kept))
+    assert saved[0] < saved[1]
+
+
+@pytest.mark.parametrize("name", ["off", "delayed"])
+def test_a_transformer_layer_whose_mlp_checkpoints(name: str, same_bits: Any) -> None:
+    def model(on: bool) -> torch.nn.Module:
+        layer = MODELS["TransformerLayer"]()
+        layer.layernorm_mlp.checkpoint = on  # type: ignore[union-attr]
+        return layer
+
+    results = [train(functools.partial(model, on), plain, RECIPES[name]) for on in (True, False)]
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
+
+
 # --- one inside another, and what is refused -------------------------------------------------------------
 
 

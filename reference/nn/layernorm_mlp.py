@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from reference import recompute
 from reference.arguments import check_arguments
 from reference.nn import init
 from reference.nn.autograd import differentiable, wanted
@@ -124,7 +125,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return_layernorm_output: return `(y, norm(x))`.
         seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
-        checkpoint, activation_params, ub_* and the rest: only "off" is offered.
+        checkpoint: keep only the input for backward and recompute the rest, with the same bits (`te.checkpoint`).
+        activation_params, ub_* and the rest: only "off" is offered.
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `Linear`.
     """
 
@@ -186,6 +188,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
+        self.checkpoint = checkpoint
         self._init_methods = (init_method or init.normal_, output_layer_init_method or init.normal_)
         self._get_rng = get_rng_state_tracker
         self._create_parameters(parameter_dtype("LayerNormMLP", params_dtype), self.resolve_device(device))
@@ -239,6 +242,15 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if not (is_first_microbatch is None or type(is_first_microbatch) is bool):
             check_arguments("LayerNormMLP.forward", locals())
         check_input(self, inp, self.hidden_size)
+        if self.checkpoint and torch.is_grad_enabled():
+            result: torch.Tensor = recompute.checkpoint(self._run, inp, is_first_microbatch)
+            return result
+        return self._run(inp, is_first_microbatch)
+
+    def _run(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """`forward` of checked arguments."""
         dtype, fc2_bias = activation_dtype(inp), self.fc2_bias
         context = self.context(dtype, is_first_microbatch)
         tensors = (
