@@ -41,6 +41,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute save_original_input"),
     ((False,), "_graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad capturable"),
+    ((False,), "distribute_saved_activations"),
     ((False,), "use_decoupled_grad store_param_remainders make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((None, False), "pad_between_seqs"),

@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from reference.arguments import check_arguments
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
 
@@ -67,8 +68,10 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
 class _Replaying:
     """The run in backward, which may stop early. If the graph is kept, a second backward enters it again."""
 
-    def __init__(self, frame: _Frame, inner: Inner) -> None:
-        self.frame, self.inner = frame, inner
+    def __init__(self, frame: _Frame, inner: Inner, tracker: Any) -> None:
+        self.frame, self.inner, self.tracker = frame, inner, tracker
+        self.first_states = None if tracker is None else tracker.get_states()
+        self.outer_states: list[Any] = []
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -76,10 +79,15 @@ class _Replaying:
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
         here().replaying.append(self.frame)
+        if self.tracker is not None:
+            self.outer_states.append(self.tracker.get_states())
+            self.tracker.set_states(self.first_states)
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
+        if self.tracker is not None:
+            self.tracker.set_states(self.outer_states.pop())
         close(here().replaying, self.frame)
         self.settings.pop().__exit__(*error)
 
@@ -194,27 +202,24 @@ def checkpoint(
     Args:
         function: a module or function that does the same each time it runs.
         use_reentrant: accepted as in Transformer Engine; the recomputation is always non-reentrant, with the same bits.
-        distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism; not offered.
+        distribute_saved_activations: tensor parallelism; not offered.
+        get_rng_state_tracker: gives a tracker of random states (`get_states`, `set_states`); the recomputation starts
+            with the states of the first run, and leaves those that it finds.
+        tp_group: None or a process group of one rank, without effect.
         context_fn, determinism_check, debug: as in `torch.utils.checkpoint.checkpoint`.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r}; a module or function is accepted.")
-    for name, value in (
-        ("distribute_saved_activations", distribute_saved_activations),
-        ("get_rng_state_tracker", get_rng_state_tracker),
-        ("tp_group", tp_group),
-    ):
-        if value:
-            raise NotImplementedError(
-                f"checkpoint: {name}={value!r}; tensor parallelism is not offered, leave it at its default."
-            )
+    given = {"get_rng_state_tracker": get_rng_state_tracker, "tp_group": tp_group}
+    check_arguments("checkpoint", {"distribute_saved_activations": distribute_saved_activations, **given})
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
     frame = _Frame()
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
-        return _recording(frame, first), _Replaying(frame, again)
+        return _recording(frame, first), _Replaying(frame, again, tracker)
 
     return torch.utils.checkpoint.checkpoint(
         function,

@@ -126,8 +126,8 @@ class _Kept:
         if self.meta is None:
             raise RuntimeError(
                 "Float8Tensor: a weight kept in FP8 is written or copied inside torch.compile, where it has no scale; "
-                "an optimizer that does not compile its step is accepted: te.optimizers.FusedAdam or torch.optim's, not "
-                "torchao's AdamW8bit."
+                "an optimizer that does not compile its step is accepted: te.optimizers.FusedAdam or torch.optim's, "
+                "not torchao's AdamW8bit."
             )
         return self.meta
 
