@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "dtype": (["float32", torch.int8, torch.float64, float, np.float32, 16, np.dtype("int8")], [None, torch.float16]),
     "device": (["nowhere", 1.5, (0,), True, "cuda:x", "cpu:-3", b"cpu", torch.ones(1)], ["cpu", torch.device("meta")]),
     "mask type": (NOTHING, [*MASKS]),
-    "activation": (["tanh", *NOTHING], ["gelu", "swiglu"]),
+    "activation": (["tanh", "clamped_swiglu", *NOTHING], ["gelu", "swiglu", "srelu", "glu"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
     "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),

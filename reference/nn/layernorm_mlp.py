@@ -118,7 +118,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
     Args:
         hidden_size, ffn_hidden_size: sizes; in FP8 both must be multiples of 16. Any token count works.
         eps, normalization, zero_centered_gamma: as in `LayerNormLinear`.
-        activation: "gelu" (its tanh form), "geglu", "relu", "silu" or "swiglu".
+        activation: "gelu" (its tanh form), "geglu", "relu", "reglu", "silu", "swiglu", "srelu", "sreglu", "qgelu",
+            "qgeglu" or "glu" (`reference.ops.activation`).
         bias: fc1 and fc2 learn a bias.
         init_method, output_layer_init_method: called with fc1's, fc2's weight; None draws normal(0, 0.023).
         return_bias: leave fc2's bias out and return `(y, bias)`.
