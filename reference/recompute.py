@@ -98,6 +98,7 @@ def _pack_code(hooks: Any) -> Any:
 
 
 _FIRST_RUN = _pack_code(torch.utils.checkpoint._checkpoint_hook)
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _RECOMPUTATION = _pack_code(torch.utils.checkpoint._recomputation_hook)
 
 
@@ -110,7 +111,7 @@ def _innermost() -> tuple[_Frame | None, bool]:
         return thread.recording[-1], False
     if torch.compiler.is_compiling():  # a compiler cannot trace the hooks, and checkpoints by itself
         return None, False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _hooks(True)
     if hooks is None:
         return None, False
     pack: Any = getattr(hooks[0], "__wrapped__", hooks[0])  # PyTorch 2.13 hides one of the two from compilers
@@ -156,25 +157,28 @@ def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def settings(module: torch.nn.Module) -> AutocastState:
-    """The autocast of this run of `module`; in a recomputation by PyTorch's checkpoint that of the first run."""
+def settings(module: torch.nn.Module, compiling: bool) -> tuple[AutocastState, bool, bool]:
+    """The autocast of this run of `module`, whether a checkpoint is active, and whether it recomputes.
+
+    In a recomputation by PyTorch's checkpoint, which restores no autocast, it is that of the first run.
+    """
     thread = here()
-    if thread.replaying or thread.recording:  # ours has restored it
-        return current()
+    if thread.replaying or thread.recording:  # ours restores it
+        return current(), True, len(thread.replaying) > 0
+    if compiling or _hooks(True) is None:  # the rule, without the calls below
+        return current(), False, False
     frame, again = _innermost()
     if frame is None:
-        return current()
+        return current(), False, False
     if again:
-        state: AutocastState = frame.next_tensor(module, "settings")
-        return state
+        return frame.next_tensor(module, "settings"), True, True
     frame.tensors[id(module), "settings"].append(current())
-    return current()
+    return current(), True, False
 
 
-def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
+def refuse_foreign_recompute(module: torch.nn.Module) -> None:
     """Refuse an FP8 module's forward inside a backward pass, unless a checkpoint recomputes what it has recorded."""
-    # A compiler traces forward only, and cannot trace the last condition.
-    if fp8 and not replaying() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
             f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint with "
             f"use_reentrant=True, nested, or by other means, which bring back neither autocast nor the scales of the "

@@ -114,18 +114,18 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
                     self.main_grad(name)
-        state = self.init_fp8_metadata()
+        state, checkpointed = self.init_fp8_metadata()
         if state.enabled:
-            return ModuleContext(self, self._fp8_precision(state.recipe), is_first_microbatch)
+            return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed), is_first_microbatch)
         if state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
             return ModuleContext(self, self._calibrating(dtype), is_first_microbatch)
         return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms], is_first_microbatch)
 
-    def _fp8_precision(self, recipe: Recipe) -> Precision:
+    def _fp8_precision(self, recipe: Recipe, checkpointed: bool) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
         forward: Any = self.fp8_meta.get("scaling_fwd")
         backward: Any = self.fp8_meta.get("scaling_bwd")
-        recalled = recipe.history_rows is not None and recompute.active()
+        recalled = checkpointed and recipe.history_rows is not None
         if recalled:
             scale = recompute.recalled(self, forward.scale)
             forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
