@@ -120,3 +120,61 @@ def test_where_registered_parameters_go_to_meta(name: str, kept: bool, monkeypat
     assert all(p.is_meta for p in layer.parameters())
     reset(layer)
     assert step(layer)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("scales_first", [False, True])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_a_loader_that_sets_parameters_one_by_one(name: str, scales_first: bool, same_bits: Any) -> None:
+    """As Hugging Face's `from_pretrained`: plain parameters of codes and of scale_inv, and `set_extra_state`."""
+    plain = make(name, True)
+    step(plain)
+    loaded = make(name, True, device="meta")
+    state = plain.state_dict()
+    for key in sorted(state, key=lambda key: (key.endswith("scale_inv") != scales_first, key)):
+        owner, _, last = key.rpartition(".")
+        module = loaded.get_submodule(owner)
+        if last == "_extra_state":
+            module.set_extra_state(state[key])
+            continue
+        assert getattr(module, last).shape == state[key].shape
+        value = torch.nn.Parameter(state[key].clone(), requires_grad=True)
+        value._is_hf_initialized = True  # type: ignore[attr-defined]
+        setattr(module, last, value)
+    assert all(getattr(p, "_is_hf_initialized", False) for p in loaded.parameters())
+    for key, value in loaded.state_dict().items():
+        same_bits(value, state[key], key)
+    for p in plain.parameters():
+        p.grad = None
+    for a, b in zip(step(loaded), step(plain), strict=True):
+        same_bits(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("kept", KEPT)
+def test_hugging_face_saves_a_model_from_meta_and_loads_it(kept: bool, tmp_path: Path, same_bits: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = make("TransformerLayer", kept)
+            self.post_init()
+
+        def _init_weights(self, module: torch.nn.Module) -> None:
+            """Nothing: the layers draw their own."""
+
+    with torch.device("meta"):
+        model = Model(transformers.PretrainedConfig())
+    reset(model)
+    step(model.layer)
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path)
+    state = model.state_dict()
+    for key, value in loaded.state_dict().items():
+        same_bits(value, state[key], key)
+    for p in model.parameters():
+        p.grad = None
+    for a, b in zip(step(loaded.layer.train()), step(model.layer), strict=True):
+        same_bits(a, b)
