@@ -28,7 +28,8 @@ from optimized.recordings.case import (
     state,
 )
 from reference import philox
-from reference.ops.activation import GATED, KINDS
+from reference.ops.activation import GATED
+from reference.ops.activation import RECORDED as KINDS
 from reference.ops.cast_transpose import cast_outputs
 
 twin = torch.ops.twin

@@ -53,8 +53,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and parallelism's arguments: only
-            "off"; without ub_tp_comm_overlap, the other ub_* have no effect.
+        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and ub_tp_comm_overlap: only "off";
+            without ub_tp_comm_overlap, the other ub_* have no effect.
     """
 
     def __init__(

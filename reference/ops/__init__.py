@@ -19,6 +19,7 @@ from reference.ops import (  # noqa: F401
     dbias,
     dropout,
     embedding,
+    flops,
     gemm,
     gemm_fp8,
     gemm_fused,

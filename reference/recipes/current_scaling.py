@@ -20,7 +20,7 @@ import torch
 from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Gemm, Quantizer
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, Recipe, check_recipe, refuse_change
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class Float8CurrentScaling(Recipe):
         codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))
         grads = Current(self.fp8_format.dtype(False), self.fp8_format.fp8_max(False))
         return (Gemm(codes, codes, grads),) * count
+
+
+Float8CurrentScaling.__setattr__ = refuse_change  # type: ignore[method-assign]  # the dataclass's own names no way out
 
 
 class Current(Quantizer):

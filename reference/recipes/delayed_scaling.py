@@ -14,7 +14,7 @@ from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Quantized, Transposed, gemm_bias
 from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, Recipe, check_recipe, refuse_change
 
 MAX_MARGIN = 18
 """448 · 2^-18 rounds to E4M3's smallest number; 448 · 2^-19 rounds to 0, and so would all values."""
@@ -104,6 +104,9 @@ class DelayedScaling(Recipe):
             _reduce(histories, group)
         fp8_max = self.fp8_format.fp8_max(forward)
         twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
+
+
+DelayedScaling.__setattr__ = refuse_change  # type: ignore[method-assign]  # the dataclass's own names no way out
 
 
 def _reduce(histories: list[torch.Tensor], group: Any) -> None:
