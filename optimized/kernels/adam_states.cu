@@ -87,15 +87,16 @@ __device__ __forceinline__ void load_all(Numbers& x, const Entry& t, long long a
     load_state<SECOND>(x.v, t.exp_avg_sq, t.exp_avg_sq_scale, at, t.count, whole);
 }
 
-__device__ __forceinline__ void update(Numbers& x, const Scalars& s) {
+// lr, c1 and c2 apart: NVRTC 13.0 reads the first field of the kernel's parameter where a changed copy of it is meant.
+__device__ __forceinline__ void update(Numbers& x, const Scalars& s, float lr, float c1, float c2) {
 #pragma unroll
     for (int i = 0; i < kElements; i++) {
         if (!s.decoupled) x.g[i] = x.g[i] + s.decay * x.p[i];
         x.m[i] = s.beta1 * x.m[i] + s.rest1 * x.g[i];
         x.v[i] = s.beta2 * x.v[i] + (s.rest2 * x.g[i]) * x.g[i];
-        float u = (x.m[i] / s.c1) / (sqrtf(x.v[i] / s.c2) + s.eps);
+        float u = (x.m[i] / c1) / (sqrtf(x.v[i] / c2) + s.eps);
         if (s.decoupled) u = u + s.decay * x.p[i];
-        x.p[i] = x.p[i] - s.lr * u;
+        x.p[i] = x.p[i] - lr * u;
     }
 }
 
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states_amax
     if (first < t.count) {
         const bool whole = t.aligned && first + kElements <= t.count;
         load_all(x, t, first, whole, PARAM == kScaledMaster || !scalars.decoupled);
-        update(x, scalars);
+        update(x, scalars, scalars.lr, scalars.c1, scalars.c2);
         // What lies behind the end is no number.
 #pragma unroll
         for (int i = 0; i < kElements; i++)
@@ -150,16 +151,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states(
     const bool whole = t.aligned && first + kElements <= t.count;
     Numbers x;
     load_all(x, t, first, whole, true);
-    Scalars s = scalars;
+    float lr = scalars.lr, c1 = scalars.c1, c2 = scalars.c2;
     if (control != nullptr) {
-        s.lr = control[0], s.c1 = control[1], s.c2 = control[2];
+        lr = control[0], c1 = control[1], c2 = control[2];
         if (unscale) {
 #pragma unroll
             for (int i = 0; i < kElements; i++) x.g[i] = x.g[i] * control[3];
             store(t.grad, x.g, first, t.count, whole);
         }
     }
-    update(x, s);
+    update(x, scalars, lr, c1, c2);
     float param = 1.0f, exp_avg = 1.0f, exp_avg_sq = 1.0f;
     const float* amax = amaxes + 3 * t.index;
     if constexpr (PARAM == kScaledMaster) param = scale_of<kFp16Scaled>(amax[0]);

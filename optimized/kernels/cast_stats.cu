@@ -80,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) cast_stats(
 #pragma unroll
     for (int k = 0; k < kLinks; k++) {
         const float v = widen(element[k]);
-        const bool nan = isnan(v), inf = isinf(v), finite = !nan && !inf;
+        const bool nan = isnan(v), inf = isinf(v);
+        const bool finite = !nan && !inf && first + k * kThreads < count;  // what does not exist adds +0
         most = fmaxf(most, fabsf(v));  // the other operand where one is NaN
         mine.counts[2] += nan;
         mine.counts[3] += inf;

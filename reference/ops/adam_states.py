@@ -53,7 +53,8 @@ def read(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def scale_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scale `[1]` with which fp32 numbers are kept as codes of `dtype`; on any device."""
     most = torch.where(x.isnan(), 0.0, x.abs()).amax().reshape(1) if x.numel() else x.new_zeros(1)
-    return (most.clamp(max=FLT_MAX) / RANGES[dtype]).clamp(min=SMALLEST)
+    # By a tensor: by a number, CUDA would multiply with its inverse.
+    return (most.clamp(max=FLT_MAX) / torch.full_like(most, RANGES[dtype])).clamp(min=SMALLEST)
 
 
 def codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
