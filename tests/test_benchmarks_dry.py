@@ -27,6 +27,7 @@ from dry_bench import DryBench
 import optimized
 from optimized import measure
 from optimized.bench import (
+    attention_plot,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -51,6 +52,7 @@ payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
 
 UNTIMED = {"adam": {"cast"}}  # which draws its FP8 weights
 PLOTS = {
+    "attention": attention_plot.plot,
     "ladder": ladder.plot,
     "gemm_shapes": gemm_shapes.plot,
     "layer_sweep": layer_sweep.plot,
