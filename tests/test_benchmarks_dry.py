@@ -28,6 +28,7 @@ import optimized
 from optimized import measure
 from optimized.bench import (
     adam,
+    attention_plot,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -52,6 +53,7 @@ payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
 
 UNTIMED = {"adam": {"cast"}}  # which draws its FP8 weights
 PLOTS = {
+    "attention": attention_plot.plot,
     "ladder": ladder.plot,
     "gemm_shapes": gemm_shapes.plot,
     "layer_sweep": layer_sweep.plot,

@@ -124,6 +124,9 @@ GROUPS = {
     "Training": ("single_gpu", "training"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
+PICTURES = {  # of a group, above its tables
+    "Attention": "![Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's](attention.png)"
+}
 
 
 def load(name: str) -> Payload | None:
@@ -218,8 +221,9 @@ def equality() -> str:
 
 
 def everything() -> str:
-    """Every table by group, for docs/results.md."""
-    return "\n\n".join(f"## {title}\n\n{markdown(names)}" for title, names in GROUPS.items())
+    """Every table by group, with the group's picture, for docs/results.md."""
+    parts = ((f"## {title}", PICTURES.get(title), markdown(names)) for title, names in GROUPS.items())
+    return "\n\n".join(part for group in parts for part in group if part is not None)
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
