@@ -34,7 +34,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     ((None,), "qk_norm_type inference_params core_attention_bias alibi_slopes"),
     ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
-    ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer set_grad_none"),
+    ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
     ((None,), "make_graphed_callables.capture_time_hooks"),

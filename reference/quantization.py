@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from reference import model_init, not_offered
+from reference import model_init, not_offered, recipe
 from reference.arguments import check_arguments
 from reference.autocast import autocast, current, fp8_autocast
 from reference.model_init import fp8_model_init, quantized_model_init
@@ -55,7 +55,7 @@ def check_fp8_support() -> Support:
 
 
 def _without_recipe(name: str) -> Support:
-    return False, str(not_offered.sentence("reference.recipe", name))
+    return False, str(not_offered.sentence(recipe.__name__, name))
 
 
 def check_mxfp8_support() -> Support:

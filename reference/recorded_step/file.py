@@ -61,7 +61,7 @@ class Region(NamedTuple):
 
     def place(self) -> "Region":
         """Without the shape, where the elements are side by side: a digest does not depend on it."""
-        dense = torch.empty(self.shape, device="meta").stride()
+        dense = torch.empty(self.shape, dtype=torch.uint8, device="meta").stride()
         if all(n == 1 or a == b for n, a, b in zip(self.shape, self.stride, dense, strict=True)):
             return self._replace(shape=(self.words,), stride=(1,))
         return self
@@ -153,7 +153,7 @@ class Recording:
             "names": [[*where, name] for where, name in self.names.items()],
         }
         text = json.dumps(program, separators=(",", ":")).encode()
-        digests = torch.tensor(self.digests, dtype=torch.int64).reshape(-1, 2)
+        digests = torch.tensor(self.digests, dtype=torch.int64, device="cpu").reshape(-1, 2)
         code = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tensors = {"program": code, "digests": digests, **self.tensors}
         metadata = {"twin_engine": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
