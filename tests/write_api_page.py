@@ -37,7 +37,7 @@ what is accepted; nothing is ignored in silence. `te` is `reference` or `optimiz
 `te.install_as_transformer_engine()` lets unmodified programs run: after it `import transformer_engine.pytorch` gives
 Twin Engine ([reference/stand_in.py](../reference/stand_in.py)).
 
-A script writes this page ([tests/write_api_page.py](../tests/write_api_page.py)), and a test keeps it true.
+A script writes this page (`tests/write_api_page.py`), and a test keeps it true.
 """
 
 
