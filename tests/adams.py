@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,3 +106,24 @@ def encoded(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
 def decoded(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     wide = x.view(torch.float8_e4m3fn).float() if x.dtype == torch.uint8 else x.float()
     return wide if scale is None else torch.from_numpy(wide.numpy() * scale.numpy())
+
+
+def fp8_weight() -> torch.nn.Parameter:
+    with te.quantized_model_init(recipe=RECIPE):
+        weight: Any = te.Linear(16, 16, params_dtype=BF16).weight
+    weight.grad = numbers(3, (16, 16), BF16)
+    return weight  # type: ignore[no-any-return]
+
+
+def sparse() -> torch.nn.Parameter:
+    p = parameter()
+    p.grad = p.grad.to_sparse()
+    return p
+
+
+# Made, refused by every optimizer's step with this error and sentence.
+BAD_PARAMETERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (sparse, TypeError, "its gradient is sparse; dense gradients are accepted"),
+    (fp8_weight, ValueError, "is kept in FP8; a weight in fp32 or 16 bits is accepted"),
+    (lambda: parameter(dtype=torch.float64), TypeError, "is torch.float64; float32, bfloat16 and float16"),
+]

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from adams import BF16, RECIPE, assert_unchanged, everything, numbers, parameter, parameters, through_a_file, train
+from adams import (
+    BAD_PARAMETERS,
+    BF16,
+    assert_unchanged,
+    everything,
+    numbers,
+    parameter,
+    parameters,
+    through_a_file,
+    train,
+)
 from conftest import assert_same_bits
 from torch.optim.optimizer import required
 
@@ -181,27 +191,7 @@ def test_set_grad_none_is_deprecated_and_obeyed() -> None:
         assert p.grad is not None
 
 
-def fp8_weight() -> torch.nn.Parameter:
-    with te.quantized_model_init(recipe=RECIPE):
-        weight: Any = te.Linear(16, 16, params_dtype=BF16).weight
-    weight.grad = numbers(3, (16, 16), BF16)
-    return weight  # type: ignore[no-any-return]
-
-
-def sparse() -> torch.nn.Parameter:
-    p = parameter()
-    p.grad = p.grad.to_sparse()
-    return p
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "sentence"),
-    [
-        (sparse, TypeError, "its gradient is sparse; dense gradients are accepted"),
-        (fp8_weight, ValueError, "is kept in FP8; a weight in fp32 or 16 bits is accepted"),
-        (lambda: parameter(dtype=torch.float64), TypeError, "is torch.float64; float32, bfloat16 and float16"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "sentence"), BAD_PARAMETERS)
 def test_one_bad_parameter_refuses_the_step_and_nothing_moves(
     make: Callable[[], Any], error: type[Exception], sentence: str
 ) -> None:
