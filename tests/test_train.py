@@ -104,6 +104,20 @@ def test_microbatches_and_recomputation_have_the_same_hash_on_a_gpu(precision: s
     assert here.sample(b"1 * ", 8) == there.sample(b"1 * ", 8)
 
 
+@pytest.mark.gpu
+def test_a_run_changes_its_device_and_keeps_its_bits(tmp_path: Path) -> None:
+    """Two steps on a GPU, two on a CPU, two on a GPU again, as six on a CPU."""
+    settings, path = replace(TINY, precision="delayed"), tmp_path / "run.safetensors"
+    for device in ("cuda", "cpu", "cuda"):
+        trainer = Trainer(settings, corpus(), device)
+        if path.exists():
+            trainer.load(path)
+        for _ in range(2):
+            trainer.train()
+        trainer.save(path)
+    assert trainer.digest() == trained(settings).digest()
+
+
 # --- what changes nothing ----------------------------------------------------------------------------------
 
 

@@ -106,6 +106,8 @@ def test_what_cannot_be_met_gets_one_sentence(
     refused(["train", str(short), *new], "the text has 5 bytes, of which 0 are held out")
     refused(["train", text, "--dropout", "1", *new], "dropout=1.0; a number from 0")
     refused(["train", text, "--device", "cuda", *new], "--device cuda: torch sees no CUDA device.")
+    refused([*base, "--resume", "--record", "2"], "--record 2: the steps to come are 3 to 2; one of them is accepted.")
+    refused(["train", text, *SMALL, "--prompt", "x", *new], "--prompt 'x': a text of at least one byte, with --sample")
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT + b"more")
     refused(

@@ -30,6 +30,7 @@ from optimized.training.trainer import Trainer
 from reference import files
 
 SUMMARY = "train a GPT in FP8 or bf16, with the same bits on a CPU and on a GPU"
+PROMPT = "def "
 CHECKPOINT, METRICS, PLOT = "checkpoint.safetensors", "metrics.jsonl", "loss.png"
 # What belongs to a run and is in its checkpoint: the option, what it sets, its type, its help.
 OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", type=positive, metavar="N", help="print a SHA-256 of all state every N steps")
     parser.add_argument("--record", type=positive, metavar="STEP", help="record this step for `twin replay`")
     parser.add_argument("--sample", type=positive, metavar="N", help="at the end, let the model write N bytes")
-    parser.add_argument("--prompt", default="def ", help="what it continues (default: 'def ')")
+    parser.add_argument("--prompt", help=f"what it continues (default: {PROMPT!r})")
 
 
 def _settings(args: argparse.Namespace, stored: Settings | None) -> Settings:
@@ -86,6 +87,17 @@ def _settings(args: argparse.Namespace, stored: Settings | None) -> Settings:
         asked, has = (", ".join(f"{name}={getattr(one, name)}" for name in differs) for one in (wanted, stored))
         raise CommandError(f"--resume: the run in {args.output} has {has}, and {asked} is asked for; leave it out.")
     return stored
+
+
+def _check(args: argparse.Namespace, trainer: Trainer) -> None:
+    """Refuse options that would be without effect."""
+    if args.record is not None and not trainer.step < args.record <= trainer.settings.steps:
+        raise CommandError(
+            f"--record {args.record}: the steps to come are {trainer.step + 1} to {trainer.settings.steps}; one of "
+            f"them is accepted."
+        )
+    if args.prompt is not None and (args.sample is None or not args.prompt):
+        raise CommandError(f"--prompt {args.prompt!r}: a text of at least one byte, with --sample, is accepted.")
 
 
 def _device(name: str | None) -> torch.device:
@@ -187,6 +199,7 @@ class _Run:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     trainer = _trainer(args, console)
+    _check(args, trainer)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -210,7 +223,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise CommandError(f"{error} {loop.kept()}") from error
     loop.metrics.plot(args.output / PLOT)
     if args.sample is not None:
-        written = trainer.sample(args.prompt.encode() or b"\n", args.sample)
+        written = trainer.sample((args.prompt or PROMPT).encode(), args.sample)
         console.print(written.decode(errors="replace"), markup=False, highlight=False)
     console.print(f"Run: {args.output.resolve()}", markup=False, highlight=False, soft_wrap=True)
     return 0
