@@ -129,6 +129,13 @@ def test_what_cannot_be_met_gets_one_sentence(
         refused(
             base, f"the loss of step 4 is nan: the run stops. {tmp_path}/new/checkpoint.safetensors is that of step 2."
         )
+
+    def too_large(trainer: Trainer) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", too_large)
+        refused([*base, "--resume"], "the GPU has no room for 1 rows of 16 bytes: fewer --rows with --accumulate, or")
     kept = state_of(tmp_path / "new")
 
     sync, room = files.os.fsync, [0]
