@@ -22,6 +22,7 @@ import matplotlib
 import pytest
 import snapshots
 import torch
+import training_text
 from dry_bench import DryBench
 
 import optimized
@@ -40,6 +41,7 @@ from optimized.bench import (
     single_gpu_models,
     single_gpu_plot,
     timeline,
+    train,
     training,
 )
 from optimized.commands import tables
@@ -58,6 +60,7 @@ PLOTS = {
     "gemm_shapes": gemm_shapes.plot,
     "layer_sweep": layer_sweep.plot,
     "single_gpu": single_gpu_plot.plot,
+    "train": train.plot,
 }
 
 
@@ -198,6 +201,18 @@ def run_of_single_gpu() -> snapshots.Sections:
         return {"settings": (listed, 60), **run_of_layers(module)}
 
 
+def run_of_train() -> snapshots.Sections:
+    """`train`, with models of one small layer on a text that is made up."""
+    sizes = {
+        name: replace(settings, hidden=128, heads=2, layers=1, sequence=32, rows=2, vocabulary=256)
+        for name, settings in train.SIZES.items()
+    }
+    module = types.SimpleNamespace(**vars(train))
+    module.run = partial(train.run, sizes=sizes, steps=3, warm_up=2, text=training_text.corpus())
+    with mock.patch.multiple(train, LARGE_STEPS=2, LARGE_WARM_UP=1):
+        return run_of_layers(module)
+
+
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
@@ -207,6 +222,7 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "layer_sweep": run_of_layer_sweep,
     "single_gpu": run_of_single_gpu,
     "timeline": partial(run_of_layers, timeline),
+    "train": run_of_train,
 }
 
 

@@ -30,6 +30,7 @@ _MODULES = (
     "timeline",
     "single_gpu",
     "training",
+    "train",
 )
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"{bench.__name__}.{name}") for name in _MODULES)
 
@@ -121,7 +122,7 @@ GROUPS = {
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
     "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats"),
-    "Training": ("single_gpu", "training"),
+    "Training": ("single_gpu", "training", "train"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
 PICTURES = {  # of a group, above its tables

@@ -157,11 +157,14 @@ class Recording:
         code = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tensors = {"program": code, "digests": digests, **self.tensors}
         metadata = {"twin_engine": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
-        _write(path, tensors, metadata)
+        write_safetensors(path, tensors, metadata)
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file: 8 bytes with the header's length, the header (JSON), the numbers."""
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file of tensors on the CPU, whole or not at all, without a second copy of them in memory.
+
+    It has 8 bytes with the header's length, the header (JSON), and the numbers.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, x in tensors.items():
