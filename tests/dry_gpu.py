@@ -80,6 +80,8 @@ class _Pretends(TorchFunctionMode):
                 return ones if func in (torch.Tensor.cpu, torch.Tensor.to) else func(ones, *args[1:], **kwargs)
         if func is torch.device:  # the name of the device; tensors on it are made elsewhere
             return func(*args, **kwargs)
+        if func is torch.Tensor.pin_memory:
+            return x
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (x, _META)
         args = tuple(_META if _is_cuda(one) else one for one in args)

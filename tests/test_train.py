@@ -105,6 +105,26 @@ def test_microbatches_and_recomputation_have_the_same_hash_on_a_gpu(precision: s
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", RECIPES)
+def test_captured_steps_are_those_of_python(precision: str, accumulate: int, tmp_path: Path) -> None:
+    """Steps in CUDA graphs, with looks at the model, a step of Python's and a loaded checkpoint between them."""
+    settings = replace(TINY, precision=precision, accumulate=accumulate, steps=8)
+    graphs, plain = (Trainer(settings, corpus(), "cuda") for _ in range(2))
+    for step in range(8):
+        losses = [graphs.train(capture=step != 5), plain.train(capture=False)]
+        assert torch.equal(losses[0], losses[1]), step
+        assert graphs.digest() == plain.digest(), step
+        if step == 3:
+            graphs.evaluate(1)
+            graphs.sample(b"1", 2)
+            graphs.save(tmp_path / "run.safetensors")
+            graphs.train()
+            graphs.load(tmp_path / "run.safetensors")
+            assert graphs.digest() == plain.digest()
+
+
+@pytest.mark.gpu
 def test_a_run_changes_its_device_and_keeps_its_bits(tmp_path: Path) -> None:
     """Two steps on a GPU, two on a CPU, two on a GPU again, as six on a CPU."""
     settings, path = replace(TINY, precision="delayed"), tmp_path / "run.safetensors"

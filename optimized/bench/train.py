@@ -175,11 +175,11 @@ def alone(settings: Settings, text: corpus.Corpus, steps: int, warm_up: int, tic
     """Each contestant by itself: its speed, and the most memory that tensors had."""
     rows = []
     for name, make in contestants(settings, text).items():
+        torch.cuda.reset_peak_memory_stats()  # before the warm-up: a CUDA graph's memory is allocated by its capture
         entrant = make()
         for _ in range(warm_up):
             entrant.step()
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         samples = measure.interleave({name: entrant.step}, steps, 0)[name]
         rows.append({"name": name, **_speed(settings, samples), "peak_bytes": torch.cuda.max_memory_allocated()})
         del entrant

@@ -156,7 +156,7 @@ class _Run:
             path = args.output / f"step-{number}.safetensors"
             record = te.record(trainer.model, path, trainer.optimizer)
         with record:
-            losses = trainer.train()
+            losses = trainer.train(capture=number != args.record)
         self.pending.append((number, losses, trainer.norm))
         last = number == trainer.settings.steps
         due = {name: last or number % getattr(args, name) == 0 for name in ("log", "evaluate", "save")}

@@ -21,7 +21,7 @@ import torch
 
 import reference as te
 from optimized.compare import fp8_state
-from optimized.training import checkpoint
+from optimized.training import captured, checkpoint
 from optimized.training.corpus import Corpus
 from optimized.training.model import GPT, sample
 from optimized.training.settings import Settings
@@ -63,6 +63,8 @@ class Trainer:
             self.optimizer.initialize_state(parameter)
         self.step, self.updates = 0, 0
         self.norm: torch.Tensor | None = None
+        self._loaded = False  # a step has run here
+        self._captured: captured.Step | None = None
         self._share = torch.tensor(1 / settings.accumulate, dtype=torch.float32, device=self.model.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
@@ -70,12 +72,24 @@ class Trainer:
 
     # --- a step ------------------------------------------------------------------------------------------
 
-    def train(self) -> torch.Tensor:
-        """One step; the losses of its microbatches, fp32 [accumulate] on the device. Nobody waits for a GPU."""
+    def train(self, capture: bool = True) -> torch.Tensor:
+        """One step; the losses of its microbatches, fp32 [accumulate] on the device. Nobody waits for a GPU.
+
+        On a GPU the first step loads the kernels, and later ones replay it as CUDA graphs, unless `capture` is False:
+        who looks at the ops of a step needs its Python.
+        """
         with self._generator():
             self.optimizer.zero_grad()
-            losses = [self._microbatch(i) for i in range(self.settings.accumulate)]
             parameters = list(self.model.parameters())
+            count = self.settings.accumulate
+            microbatch = self._microbatch
+            if capture and self._loaded and self.model.device.type == "cuda":
+                if self._captured is None:
+                    windows = self._windows(self.seen, self.step * count)
+                    self._captured = captured.Step(self._microbatch, parameters, windows, count)
+                microbatch = self._captured
+            losses = [microbatch(self._windows(self.seen, self.step * count + i), i) for i in range(count)]
+            self._loaded = True
             if self.settings.clip > 0:
                 self.norm = te.optimizers.clip_grad_norm_(parameters, self.settings.clip)
             if self.step > 0 or not isinstance(self.recipe, te.DelayedScaling):
@@ -86,16 +100,18 @@ class Trainer:
         self.step += 1
         return torch.stack(losses)
 
-    def _microbatch(self, number: int) -> torch.Tensor:
-        count = self.settings.accumulate
-        windows = self._windows(self.seen, self.step * count + number)
-        first = None if count == 1 else number == 0
+    def _microbatch(self, windows: torch.Tensor, number: int) -> torch.Tensor:
+        first = None if self.settings.accumulate == 1 else number == 0
         loss = self.model.loss(windows, self.recipe, first)
         loss.backward(self._share)  # a division of the loss would be a product on a GPU
         return loss.detach()
 
     def _windows(self, text: Corpus, number: int) -> torch.Tensor:
-        return text.batch(self.settings.seed, number, self.settings.rows, self.settings.sequence)
+        """Microbatch `number` on the device; from pinned memory, so that the host does not wait for the copy."""
+        windows = text.batch(self.settings.seed, number, self.settings.rows, self.settings.sequence)
+        if self.model.device.type != "cuda":
+            return windows
+        return windows.pin_memory().to(self.model.device, non_blocking=True)
 
     @contextmanager
     def _generator(self) -> Iterator[None]:
