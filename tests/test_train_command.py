@@ -121,7 +121,7 @@ def test_what_cannot_be_met_gets_one_sentence(
     base = ["train", text, *SMALL, "--steps", "4", "--save", "2", *new]
     train, kept_two = Trainer.train, f"{tmp_path}/new/checkpoint.safetensors is that of step 2."
 
-    def diverges(trainer: Trainer) -> torch.Tensor:
+    def diverges(trainer: Trainer, capture: bool = True) -> torch.Tensor:
         return train(trainer) * (float("nan") if trainer.step == 4 else 1)
 
     with monkeypatch.context() as patch:
@@ -130,7 +130,7 @@ def test_what_cannot_be_met_gets_one_sentence(
             base, f"the loss of step 4 is nan: the run stops. {tmp_path}/new/checkpoint.safetensors is that of step 2."
         )
 
-    def too_large(trainer: Trainer) -> torch.Tensor:
+    def too_large(trainer: Trainer, capture: bool = True) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
@@ -160,7 +160,7 @@ def test_an_interrupted_run_says_what_is_kept(
 ) -> None:
     train = Trainer.train
 
-    def interrupted(trainer: Trainer) -> torch.Tensor:
+    def interrupted(trainer: Trainer, capture: bool = True) -> torch.Tensor:
         if trainer.step == 2:
             raise KeyboardInterrupt
         return train(trainer)
