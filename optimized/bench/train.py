@@ -52,7 +52,7 @@ KERNELS = (
     "norm_total",
     "scale_update",
 )
-STEPS, WARM_UP = 100, 10  # of the 124m model: timed ones, and ones before them, whose losses count too
+STEPS, WARM_UP = 2000, 10  # of the 124m model: timed ones, and ones before them, whose losses count too
 LARGE_STEPS, LARGE_WARM_UP = 5, 5
 OURS = {"Twin Engine, FP8, delayed": "delayed", "Twin Engine, FP8, current": "current", "Twin Engine, bf16": "bf16"}
 THEIRS = "PyTorch, compiled, bf16"
@@ -251,18 +251,29 @@ def tables(payload: Payload) -> list[Table]:
 
 
 def plot(payload: Payload) -> None:
-    """Draw docs/train.png: the losses, and tokens per second."""
-    with drawing("train", 1, 2, (10, 3.4)) as (_, (curves, bars)):
+    """Draw docs/train.png: the losses, a mean of each few steps, and the speed beside compiled PyTorch's."""
+    with drawing("train", 1, 2, (10, 3.6)) as (_, (curves, bars)):
         for row in payload["rows"]:
             losses = row["losses"]
-            curves.plot(range(1, len(losses) + 1), losses, color=COLOURS[row["name"]], label=row["name"], linewidth=1.2)
-        curves.set(xlabel="step", ylabel="nats per byte", title="Loss of the 124m model")
+            few = max(1, len(losses) // 100)
+            means = [sum(losses[i : i + few]) / few for i in range(0, len(losses) - few + 1, few)]
+            steps = [i * few + few / 2 for i in range(len(means))]
+            curves.plot(steps, means, color=COLOURS[row["name"]], label=row["name"], linewidth=1.2)
+        curves.set(xlabel="step", ylabel="nats per byte", title="Loss, 124 million parameters", yscale="log")
+        curves.yaxis.set_major_formatter("{x:g}")
+        curves.yaxis.set_minor_formatter("{x:g}")
         curves.legend()
         names = [row["name"] for row in payload["rows"]]
-        speeds = [row["tokens_per_second"] for row in payload["rows"]]
-        bars.barh(names, speeds, color=[COLOURS[name] for name in names])
+        for at, (size, rows) in enumerate((("124m", payload["rows"]), ("1.3b", payload["large"]))):
+            speeds = [row["tokens_per_second"] for row in rows]
+            places = [place + (at - 0.5) * 0.4 for place in range(len(names))]
+            colours = [COLOURS[name] for name in names]
+            bars.barh(places, [x / speeds[-1] for x in speeds], 0.36, color=colours, alpha=1 - 0.4 * at)
+            for place, x in zip(places, speeds, strict=True):
+                bars.text(0.03, place, f"{size}: {x:,.0f} tokens/s", va="center", fontsize=8, color="black")
+        bars.set_yticks(range(len(names)), names)
         bars.invert_yaxis()
-        bars.set(xlabel="tokens per second", title="124 million parameters, one GPU")
+        bars.set(xlabel="tokens per second, times compiled PyTorch's", title="Speed on one GPU")
 
 
 if __name__ == "__main__":
