@@ -2,8 +2,10 @@
 
 import re
 import runpy
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,7 +16,8 @@ DESIGN = ("attention", "cast", "compile", "gemm", "layer", "norm", "record", "re
 LONG = ("glossary", "numerics", "results", "transformer_engine_api")  # lists, the contract, and generated tables
 MOST_WORDS = 800
 MOST_ENTRIES = 40
-DRAW = runpy.run_path(str(DOCS / "drawings" / "draw.py"))
+with mock.patch.object(sys, "path", [str(DOCS / "drawings"), *sys.path]):  # as for a script
+    DRAW = runpy.run_path(str(DOCS / "drawings" / "draw.py"))
 
 
 def by_name(path: Path) -> str:
