@@ -19,11 +19,10 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,39 +75,37 @@ class Build:
     log: str
 
 
-def _roots() -> Iterator[Path]:
-    """Where CUDA's libraries and headers may be: NVIDIA's wheels, then a toolkit."""
-    spec = importlib.util.find_spec("nvidia")
-    for parent in (spec.submodule_search_locations or ()) if spec else ():
-        for package in ("cu13", "cuda_nvrtc", "cuda_runtime"):
-            yield Path(parent) / package
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(variable):
-            yield Path(os.environ[variable])
-    yield Path("/usr/local/cuda")
-
-
 @functools.cache
 def nvrtc_library() -> Path:
-    """The path of NVRTC's shared library.
+    """The path of NVRTC's shared library: of NVIDIA's wheel, else of a toolkit (`cuda.pathfinder` looks for both).
 
     Raises:
-        MissingDependency: neither the wheel nor a CUDA toolkit is installed.
+        MissingDependency: neither is installed, or its CUDA is older than 13.
     """
-    for root in _roots():
-        for folder in ("lib", "lib64"):
-            for path in sorted((root / folder).glob("libnvrtc.so.1[3-9]*")):
-                return path
-    raise MissingDependency(
-        "NVRTC, CUDA's run-time compiler (libnvrtc.so.13), is not installed, neither as the wheel "
-        f"nvidia-cuda-nvrtc nor with a CUDA 13 toolkit: {INSTALL}."
-    )
+    advice = f"is needed as the wheel nvidia-cuda-nvrtc or with a CUDA toolkit: {INSTALL}."
+    try:
+        from cuda import pathfinder
+
+        found = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+    except (ImportError, RuntimeError) as error:  # pathfinder's DynamicLibNotFoundError is a RuntimeError
+        raise MissingDependency(
+            f"NVRTC, CUDA's run-time compiler (libnvrtc.so.13), is not installed; it {advice}"
+        ) from error
+    version = re.search(r"\.so\.(\d+)", str(found))
+    if version is None or int(version[1]) < 13:
+        raise MissingDependency(f"{found} is the NVRTC that is installed; CUDA 13's {advice}")
+    return Path(found)
 
 
 @functools.cache
 def include_folder() -> Path | None:
     """The folder of CUDA's headers (`cuda_fp8.h`, `cuda_bf16.h`), or None where no CUDA is installed."""
-    return next((r / "include" for r in _roots() if (r / "include" / "cuda_bf16.h").is_file()), None)
+    try:
+        from cuda import pathfinder
+    except ImportError:
+        return None
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    return Path(folder) if folder is not None and (Path(folder) / "cuda_bf16.h").is_file() else None
 
 
 @functools.cache

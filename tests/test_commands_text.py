@@ -27,6 +27,7 @@ import snapshots
 import torch
 from dry_gpu import DryGpu
 from faults import Fault, Faulty
+from markupsafe import Markup
 from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
@@ -121,12 +122,14 @@ class Pictures(Report):
     """A report whose pictures are the lines of their figures."""
 
     def picture(self, figure: Any, caption: str, alternative: str) -> None:
-        self._body += [f"<figure {alternative}>", *figures.lines(figure, digits=3), f"</figure {caption}>"]
+        lines = [f"<figure {alternative}>", *figures.lines(figure, digits=3), f"</figure {caption}>"]
+        self._blocks.append(("text", Markup("\n".join(lines))))
 
 
 def lines_of(report: Report) -> list[str]:
     """Its text, a paragraph or a row of a table per line."""
-    text = re.sub(r"(</tr>|</p>|</h2>|</figcaption>|</pre>)", "\\1\n", "\n".join(report._body))
+    page = report.html().partition("<main>")[2].partition("</main>")[0]
+    text = re.sub(r"(</tr>|</p>|</h2>|</figcaption>|</pre>)", "\\1\n", page)
     text = re.sub(r"(an ordinary fp32 product</td>).*", "\\1 differs from CPU to CPU", text)
     return [line for line in text.splitlines() if line.strip()]
 

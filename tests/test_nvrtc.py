@@ -1,5 +1,6 @@
 """Which NVRTC compiles, and what is said where there is none."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,6 @@ def test_the_key_knows_one_build_of_nvrtc_from_another(tmp_path: Path) -> None:
 
 
 def test_nvrtc_missing_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_roots", lambda: iter(()))
+    monkeypatch.setitem(sys.modules, "cuda", None)
     with pytest.raises(device.MissingDependency, match=r'NVRTC.*is not installed.*pip install "twin-engine\[gpu\]"'):
         compiler.nvrtc_library.__wrapped__()

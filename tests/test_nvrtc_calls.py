@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,37 +126,24 @@ def test_a_key_is_32_digits_and_tells_texts_apart() -> None:
 
 
 def test_where_cuda_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In NVIDIA's wheels, then in toolkits."""
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", {"nvidia": spec}.get)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "path"))
-    wheels = [tmp_path / "nvidia" / package for package in ("cu13", "cuda_nvrtc", "cuda_runtime")]
-    roots = [*wheels, tmp_path / "home", tmp_path / "path", Path("/usr/local/cuda")]
-    assert list(compiler._roots()) == roots
-    monkeypatch.delenv("CUDA_HOME")
-    spec.submodule_search_locations = None
-    assert list(compiler._roots()) == [tmp_path / "path", Path("/usr/local/cuda")]
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
-    assert list(compiler._roots()) == [tmp_path / "path", Path("/usr/local/cuda")]
-    monkeypatch.setattr(compiler, "_roots", lambda: iter(roots[:5]))
-    cached = (compiler.nvrtc_library, compiler.include_folder)
-    for one in cached:
-        one.cache_clear()
-    try:
-        assert compiler.include_folder() is None
-        compiler.include_folder.cache_clear()
-        for folder, name in ((3, "lib64/libnvrtc.so.12"), (4, "lib64/libnvrtc.so.13"), (1, "lib64/libnvrtc.so.13.0.1")):
-            (roots[folder] / name).parent.mkdir(parents=True, exist_ok=True)
-            (roots[folder] / name).touch()
-        for folder in (2, 4):
-            (roots[folder] / "include").mkdir(parents=True)
-            (roots[folder] / "include" / "cuda_bf16.h").touch()
-        assert compiler.nvrtc_library() == roots[1] / "lib64/libnvrtc.so.13.0.1"
-        assert compiler.include_folder() == roots[2] / "include"
-    finally:
-        for one in cached:
-            one.cache_clear()
+    """Where NVIDIA's pathfinder says; of CUDA 13 or later, and with the headers that kernels include."""
+    found: dict[str, Any] = {"library": "/cuda/lib/libnvrtc.so.13", "headers": str(tmp_path)}
+    fake = SimpleNamespace(
+        load_nvidia_dynamic_lib=lambda name: SimpleNamespace(abs_path=found["library"]),
+        find_nvidia_header_directory=lambda name: found["headers"],
+    )
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(pathfinder=fake))
+    library, headers = compiler.nvrtc_library.__wrapped__, compiler.include_folder.__wrapped__
+    assert library() == Path("/cuda/lib/libnvrtc.so.13")
+    assert headers() is None
+    (tmp_path / "cuda_bf16.h").touch()
+    assert headers() == tmp_path
+    found |= {"library": "/cuda/lib/libnvrtc.so.12.8", "headers": None}
+    assert headers() is None
+    with pytest.raises(compiler.MissingDependency, match=r"libnvrtc.so.12.8 is the NVRTC.*CUDA 13's is needed"):
+        library()
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    assert headers() is None
 
 
 def test_a_build_is_known_by_its_note_or_its_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of text, tables and pictures.
+"""One self-contained HTML page of text, tables and pictures (report.html.j2).
 
 Pictures are matplotlib figures, embedded as SVG data URIs so that ids of two pictures cannot collide.
 """
@@ -10,12 +10,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import jinja2
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 WORD = re.compile(r"[0-9A-F]{8}")
 NUMERIC = set("0123456789+-−.±")
-STYLE_FILE = Path(__file__).with_name("report.css")
+FOLDER = Path(__file__).parent
+PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+)
 
 
 def svg(figure: Figure) -> str:
@@ -30,61 +36,49 @@ def escape(text: object) -> str:
     return html.escape(str(text))
 
 
+def _look(cell: str) -> str:
+    """The class of a table's cell: w is a 32-bit word in hexadecimal, n a number."""
+    return "w" if WORD.fullmatch(cell) else "n" if cell[:1] in NUMERIC else ""
+
+
 @dataclass
 class Report:
     """A page that is built from top to bottom: `section`, then `text`, `table`, `picture`, `columns`."""
 
     title: str
     subtitle: str
-    _body: list[str] = field(default_factory=list)
+    _blocks: list[tuple[str, Any]] = field(default_factory=list)
     _sections: list[str] = field(default_factory=list)
 
     def section(self, title: str, verdict: str = "") -> None:
         """Start a section; `verdict` is a short result beside its title."""
         self._sections.append(title)
-        anchor = f"s{len(self._sections)}"
-        badge = f'<span class="verdict">{escape(verdict)}</span>' if verdict else ""
-        number = f'<span class="number">{len(self._sections)}</span>'
-        self._body.append(f'<h2 id="{anchor}">{number}{escape(title)}{badge}</h2>')
+        self._blocks.append(("section", {"number": len(self._sections), "title": title, "verdict": verdict}))
 
     def text(self, *paragraphs: str) -> None:
         """Add paragraphs of HTML; escape any text that is not HTML."""
-        self._body.extend(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+        self._blocks.extend(("text", Markup(paragraph)) for paragraph in paragraphs)
 
     def columns(self, *blocks: tuple[str, str]) -> None:
         """Add preformatted texts side by side, each with a heading."""
-        cells = "".join(f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in blocks)
-        self._body.append(f'<div class="columns">{cells}</div>')
+        self._blocks.append(("columns", blocks))
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
-        """Add a table; cells that start with a digit are set as numbers, 32-bit words in hexadecimal as code."""
-
-        def cell(content: object) -> str:
-            text = str(content)
-            kind = ' class="w"' if WORD.fullmatch(text) else ' class="n"' if text[:1] in NUMERIC else ""
-            return f"<td{kind}>{escape(text)}</td>"
-
-        heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-        body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-        note = f"<figcaption>{caption}</figcaption>" if caption else ""
-        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-        self._body.append(f'<figure class="table">{table}{note}</figure>')
+        """Add a table with a caption (HTML); numbers and 32-bit words in hexadecimal are set as such."""
+        cells = [[(_look(text), text) for text in map(str, row)] for row in rows]
+        self._blocks.append(("table", {"head": head, "rows": cells, "caption": Markup(caption)}))
 
     def picture(self, figure: Figure, caption: str, alternative: str) -> None:
         """Add a figure, with a caption (HTML) and an alternative text for those who cannot see it."""
         data = base64.b64encode(svg(figure).encode()).decode()
-        self._body.append(
-            f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alternative)}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
+        self._blocks.append(("picture", {"data": data, "caption": Markup(caption), "alternative": alternative}))
 
     def html(self) -> str:
         """The whole page."""
-        links = "".join(f'<li><a href="#s{i}">{escape(s)}</a></li>' for i, s in enumerate(self._sections, 1))
-        return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(self.title)}</title>'
-            f"<style>{STYLE_FILE.read_text()}</style></head><body><header><h1>{escape(self.title)}</h1>"
-            f"<p>{self.subtitle}</p></header><nav><ol>{links}</ol></nav><main>{''.join(self._body)}</main>"
-            f"</body></html>\n"
+        return PAGES.get_template("report.html.j2").render(
+            title=self.title,
+            subtitle=Markup(self.subtitle),
+            style=Markup((FOLDER / "report.css").read_text()),
+            sections=self._sections,
+            blocks=self._blocks,
         )
