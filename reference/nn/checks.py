@@ -116,9 +116,9 @@ def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, in
             "(-1, 0), or a pair that starts with 0 or more," if causal else "(-1, -1), or a pair of ints from 0 on,"
         )
         raise ValueError(f"{layer}: {names[2]}={window} with {names[1]}={kind!r}; {accepted} is accepted.")
-    return NO_WINDOWS[
-        int(causal)
-    ]  # torch 2.11 cannot compile an index that is a bool if left < 0 else (left, 0 if causal else right)
+    if left < 0:
+        return NO_WINDOWS[int(causal)]
+    return left, 0 if causal else right
 
 
 def check_mask(
