@@ -31,7 +31,7 @@ MASK_TYPES = {
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "tp_group symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "qk_norm_type cp_group cp_global_ranks cp_stream inference_params core_attention_bias alibi_slopes"),
+    ((None,), "qk_norm_type cp_group cp_global_ranks cp_stream inference_params"),
     ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer set_grad_none"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
@@ -58,7 +58,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((1e-6,), "qk_norm_eps"),
     (("vanilla",), "softmax_type"),
     (("p2p",), "cp_comm_type"),
-    (("no_bias",), "core_attention_bias_type"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
     ((2.0,), "Embedding.norm_type"),
@@ -181,6 +180,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),
     (_one_of("encoder", "decoder"), "layer_type"),
+    (_one_of("no_bias", "post_scale_bias", "alibi"), "core_attention_bias_type"),
     (_one_of("exact", "cudnn"), "attention_backend"),
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}

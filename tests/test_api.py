@@ -160,6 +160,7 @@ _OFFERED = """
     qkv_format attn_input_format attn_mask_type self_attn_mask_type enc_dec_attn_mask_type attention_dropout
     hidden_dropout softmax_scale window_size enc_dec_window_size attention_backend
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
+    core_attention_bias_type core_attention_bias alibi_slopes
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     name ub_name layer_number seq_length micro_batch_size"""
@@ -208,7 +209,6 @@ def other_values(default: str) -> list[Any]:
         "'p2p'": ["a2a", None, 1],
         "'auto'": ["fa", None, 1],
         "'vanilla'": ["learnable", "off-by-one", None],
-        "'no_bias'": ["alibi", "post_scale_bias", None],
     }[default]
 
 
@@ -245,7 +245,15 @@ def test_every_argument_has_a_rule() -> None:
     from reference.arguments import OFF, RULES
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
-    elsewhere |= {"rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
+    elsewhere |= {
+        "rotary_pos_emb",
+        "query_layer",
+        "key_layer",
+        "value_layer",
+        "use_fp8",
+        "core_attention_bias",
+        "alibi_slopes",
+    }
     for call in CALLS:
         owner, _, method = call.partition(".")
         layer = owner if method == "__init__" else call

@@ -11,6 +11,7 @@ from optimized import launch
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.attention import BLOCK, LOWEST, Options, factor, limits, outputs
+from reference.ops.attention_bias import diagonal
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
@@ -26,6 +27,13 @@ ARGUMENTS = np.dtype(
     [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
     + [(name, "i4") for name in _INTS]
     + [(name, "f4") for name in ("c", "kept", "scale")],
+    align=True,
+)
+# What follows where BIAS is 1; an array of this type has all fields.
+BIASED = np.dtype(
+    [(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()]
+    + [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
+    + [("bias_is_fp32", "i4"), ("diagonal", "i4")],
     align=True,
 )
 
@@ -44,16 +52,26 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
     return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
 
 
+def bias_macro(biased: bool) -> dict[str, int]:
+    """The macro of kernels that add a bias."""
+    return {"BIAS": 1} if biased else {}
+
+
 @functools.cache
-def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, launch.Kernel]:
-    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2)
+def _kernels(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> tuple[launch.Kernel, launch.Kernel]:
+    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **bias_macro(biased))
     chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
     tiles = (q_stages + stages) * chunks + stages * columns // 64
     kernel = launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
     return kernel, launch.function("attention", "attention_ticket", macros)
 
 
-CONFIGURATIONS = [_kernels(*case)[0].configuration for case in itertools.product(FORMATS, CAPACITIES, (False, True))]
+EITHER = (False, True)
+CONFIGURATIONS = [
+    _kernels(*case, biased)[0].configuration
+    for biased in EITHER
+    for case in itertools.product(FORMATS, CAPACITIES, EITHER)
+]
 
 
 def loadable(x: torch.Tensor) -> torch.Tensor:
@@ -83,10 +101,18 @@ def arguments(
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    a = np.zeros((), ARGUMENTS)
+    a = np.zeros((), ARGUMENTS if bias is slopes is None else BIASED)
+    if bias is not None:
+        a["bias"], a["bias_is_fp32"] = bias.data_ptr(), bias.dtype == torch.float32
+        a["bias_strides"] = bias.expand(b, h, sq, skv).stride()[:3]
+    if slopes is not None:
+        a["slopes"], a["slope_b"] = slopes.data_ptr(), slopes.shape[-1] if slopes.dim() == 2 else 0
+        a["diagonal"] = diagonal(mask_type, sq, skv)
     if threshold(dropout):
         assert rng_state is not None
         a["rng_state"] = rng_state.data_ptr()
@@ -108,20 +134,36 @@ def check_grid(op: str, q: torch.Tensor) -> None:
         raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {q.shape[0] * q.shape[1]}.")
 
 
+def readable(options: Options) -> Options:
+    """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies."""
+    if len(options) < 9 or options[7] is options[8] is None:
+        return options
+    bias, slopes = options[7:]
+    if bias is not None and bias.stride(3) != 1 and bias.numel():
+        bias = bias.contiguous()
+    return *options[:7], bias, None if slopes is None else slopes.contiguous()
+
+
+def is_biased(options: Options) -> bool:
+    """Whether the options have a bias, or slopes."""
+    return any(x is not None for x in options[7:])
+
+
 @on_cuda
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     out, m, inv = outputs(q, k, v, *options)
-    dropout, rng_state = options[5:]
+    options = readable(options)
+    dropout, rng_state = options[5:7]
     check_grid("twin::attention", q)
     b, h, sq, d = q.shape
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, BLOCK).argument for x in inputs]
-        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0)
+        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, is_biased(options))
         tiles, index = -(-sq // BLOCK) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None

@@ -189,7 +189,12 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
 
 
 def check_cudnn(
-    dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], kind: str, window: tuple[int, int]
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: tuple[int, int],
+    kind: str,
+    window: tuple[int, int],
+    bias: Any = "no_bias",
 ) -> None:
     """Refuse what attention_backend="cudnn" does not offer."""
     name = "DotProductAttention: attention_backend='cudnn'"
@@ -199,6 +204,10 @@ def check_cudnn(
         raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
     if window[0] >= 0:
         raise ValueError(f"{name} with a window of {window}; None is accepted, or attention_backend='exact'.")
+    if bias != "no_bias":
+        raise ValueError(
+            f"{name} with core_attention_bias_type={bias!r}; 'no_bias' is accepted, or attention_backend='exact'."
+        )
     if kind == "causal" and lengths[0] != lengths[1]:
         raise ValueError(
             f"{name} with {lengths[0]} queries and {lengths[1]} keys under a causal mask; as many keys are accepted."

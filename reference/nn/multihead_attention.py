@@ -12,6 +12,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
+from reference.nn.attention_bias import NO_BIAS, Bias, check_bias
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.context import BlockContext, Saved
@@ -191,8 +192,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             encoder_output: for cross-attention; same batch and dtype as hidden_states.
             is_first_microbatch: as in `Linear.forward`.
             rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys.
-            inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order; only "off" is
-                offered.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
+            inference_params, cu_seqlens_* and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
@@ -210,7 +211,9 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             check_arguments("MultiheadAttention.forward", locals())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        sources = (hidden_states, encoder_output)
+        self.check("MultiheadAttention", *sources, attention_mask, kind, window, rotary_pos_emb, bias=bias)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
@@ -228,6 +231,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
+        if bias.given:
+            shared |= bias.arguments()
         out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
@@ -242,6 +247,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         window: Any,
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
+        bias: Bias = NO_BIAS,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
@@ -255,6 +261,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
         if (
             encoder_output is angles is None
+            and not bias.given
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
             and (
                 not hidden_states.is_cuda
@@ -274,8 +281,10 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             full = (shape[batch], self.num_attention_heads, *lengths)
             checks.check_mask(layer, names, kind, mask, window, full, device)
             dtype = checks.activation_dtype(hidden_states)
+            if bias.given:
+                check_bias(layer, bias, dtype, full, device, kind, mask)
             if core.attention_backend == "cudnn":
-                checks.check_cudnn(dtype, device, lengths, kind, window)
+                checks.check_cudnn(dtype, device, lengths, kind, window, bias.kind)
             elif dtype != torch.float32 and device.type == "cuda":
                 checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
 

@@ -17,6 +17,7 @@ from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
+from reference.nn.attention_bias import Bias
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
@@ -213,8 +214,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
             rotary_pos_emb: as in `MultiheadAttention.forward`.
-            bottom_right_diagonal, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its
-                order; only "off" is offered.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
+                cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
+            bottom_right_diagonal, inference_params, cu_seqlens_* and the rest: Transformer Engine's, in its order; only
+                "off" is offered.
 
         Returns:
             a tensor like hidden_states.
@@ -236,7 +239,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         window = self.window_size if window_size is None else window_size
         cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
-        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross)
+        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, bias)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -247,14 +251,15 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         follows = mlp if fused and self.layer_type == "encoder" else None
         if (
             follows is not None
+            and not bias.given
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
             return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention, window)
-        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, window, follows)
+        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, window, bias, follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
-            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window)
+            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window, bias)
         if fused:
             out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
@@ -277,10 +282,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         angles: Any,
         recomputes: bool,
         window: checks.Window,
+        bias: Bias,
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        if self._fuses(attention, x, blocks.is_attention_block, recomputes):
+        if not bias.given and self._fuses(attention, x, blocks.is_attention_block, recomputes):
             more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
             return blocks.run_attention(attention, x, *more, mlp=mlp)
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
@@ -288,11 +294,20 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             shared["rotary_pos_emb"] = angles
         if window is not None:
             shared["window_size"] = window
+        if bias.given:
+            shared |= bias.arguments()
         results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
         return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
     def _check(
-        self, hidden_states: Any, mask: Any, mask_type: Any, window: Any, angles: Any, cross: tuple[Any, Any, Any, Any]
+        self,
+        hidden_states: Any,
+        mask: Any,
+        mask_type: Any,
+        window: Any,
+        angles: Any,
+        cross: tuple[Any, Any, Any, Any],
+        bias: Bias,
     ) -> None:
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
@@ -303,10 +318,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         if _checks(attention):
             names = ("attention_mask", "self_attn_mask_type", "window_size")
-            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names)
+            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, bias)
         if decodes and _checks(modules["inter_attention"]):
             names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names)
+            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, bias)
         if current().enabled and not checks.has_run_in_fp8(mlp):
             attentions = [part for part in modules.values() if _checks(part)]
             checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

@@ -7,6 +7,7 @@ from reference.ops import (  # noqa: F401
     amax,
     attention,
     attention_backward,
+    attention_bias,
     cast,
     cast_transpose,
     cat_cast_transpose,
