@@ -32,7 +32,6 @@ MASK_TYPES = {
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "tp_group symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     ((None,), "qk_norm_type cp_group cp_global_ranks cp_stream inference_params"),
-    ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer set_grad_none"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
@@ -176,6 +175,8 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     (_one_of("sbhd", "bshd"), "qkv_format attn_input_format"),
+    (_one_of("sbhd", "bshd", "thd"), "DotProductAttention.qkv_format DotProductAttention.forward.qkv_format"),
+    (_or_none(_SIZE), "max_seqlen_q max_seqlen_kv"),
     (_one_of(*ACTIVATIONS), "activation"),
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "activation": (["tanh", *NOTHING], ["gelu", "swiglu"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
     "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
+    "core format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),
     "layer type": (["both", *NOTHING], ["encoder", "decoder"]),
     "backend": (["flash", *NOTHING], ["exact", "cudnn"]),
@@ -108,6 +109,7 @@ CASES = [
 def test_each_argument(layer: str, name: str, kind: str) -> None:
     make, given = LAYERS[layer]
     kind = "head" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
+    kind = "core format" if (layer, name) == ("DotProductAttention", "qkv_format") else kind
     if (layer, name) in (("LayerNorm", "hidden_size"), ("RMSNorm", "hidden_size")):
         given = META  # it is the older name of normalized_shape
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):

@@ -13,6 +13,15 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
 from reference.nn.attention_bias import Bias, check_bias
+from reference.nn.attention_lengths import (
+    Lengths,
+    check_lengths,
+    lengths_mask,
+    maps_of,
+    packed,
+    to_sequences,
+    to_tokens,
+)
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import (
@@ -121,7 +130,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         kv_channels: size of a head; a multiple of 8, at most 256.
         num_gqa_groups: heads of keys and values, a divisor of num_attention_heads; None is num_attention_heads.
         attention_dropout: probability of dropping a weight in training.
-        qkv_format: "sbhd" or "bshd".
+        qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type: default of `forward`'s, one of `MASK_TYPES`.
         window_size: default of `forward`'s. (left, right) lets query i see only the keys from i + shift - left to
             i + shift + right, where shift is 0 under a causal mask type, otherwise, and for "..._bottom_right", the
@@ -223,7 +232,8 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         """Attend.
 
         Args:
-            query_layer: `[s, b, h, d]` ("sbhd") or `[b, s, h, d]` ("bshd"), bf16 or fp16. fp32 is cast to
+            query_layer: `[s, b, h, d]` ("sbhd"), `[b, s, h, d]` ("bshd") or `[t, h, d]` ("thd": sequences one after the
+                other; see `reference.nn.attention_lengths`), bf16 or fp16. fp32 is cast to
                 torch.autocast's dtype; without torch.autocast attention is PyTorch's own.
             key_layer, value_layer: the same with the keys' length and heads.
             attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair, queries' and keys') with a
@@ -233,10 +243,13 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             core_attention_bias_type: "no_bias", "post_scale_bias" (scaled scores plus core_attention_bias) or "alibi".
             core_attention_bias: `[1 or b, 1 or h, sq, skv]`, fp32 or the queries' dtype; it may want a gradient.
             alibi_slopes: fp32 `[h]` or `[b, h]`; None are Transformer Engine's own.
-            cu_seqlens_*, max_seqlen_* and the rest: Transformer Engine's, in its order; only "off" is offered.
+            cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, instead of a mask, for
+                padding mask types. cu_seqlens_q_padded, cu_seqlens_kv_padded: "thd", where they start, if apart.
+            max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
+            pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
-            `[s, b, h·d]` or `[b, s, h·d]`.
+            `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`.
         """
         if not (
             cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
@@ -250,7 +263,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
             and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
             and type(checkpoint_core_attention) is bool
-            and qkv_format in (None, "sbhd", "bshd")
+            and qkv_format in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
             check_arguments("DotProductAttention.forward", locals())
         layout = self.qkv_format if qkv_format is None else qkv_format
@@ -258,13 +271,33 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         check_mask_type("DotProductAttention", "attn_mask_type", kind)
         core = self.core_plan(kind, window_size)
         bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        )
         given: Any = (query_layer, key_layer, value_layer)
+        tokens = None
+        if layout == "thd":
+            lengths, tokens = packed("DotProductAttention", given, lengths)
+            check_qkv(self, given[0][None], given[1][None], given[2][None], False)
+        else:
+            check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
+        mask = attention_mask
+        if lengths.given:
+            shape = self._shape(given, layout, lengths)
+            more = (attention_mask, core_attention_bias_type)
+            check_lengths("DotProductAttention", lengths, kind, shape, tokens, given[0].device, more)
+            kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
+            core = core._replace(mask_type=kind, window=window)
+        maps = None
+        if tokens is not None:
+            maps = maps_of(lengths.q, lengths.q_padded, lengths.max_q, tokens[0])
+            of_keys = maps_of(lengths.kv, lengths.kv_padded, lengths.max_kv, tokens[1])
+            given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)
-        if MASK_TYPES[kind][1]:
+        if MASK_TYPES[kind][1] and not lengths.given:
             shape = (*q.shape[:3], k.shape[2])
             check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, core.window, shape, q.device)
         if self.attention_backend == "cudnn":
@@ -277,12 +310,23 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             check_bias("DotProductAttention", bias, q.dtype, shape, q.device, kind, attention_mask)
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
-        mask = full_mask(kind, attention_mask)
+        full: Any = mask if lengths.given else full_mask(kind, mask)
         run = self._attend
-        arguments = (q, k, v, core, mask, bias.values, slopes)
+        arguments = (q, k, v, core, full, bias.values, slopes)
         out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
+        if maps is not None:
+            out = to_tokens(out, maps)
+            return out.reshape(out.shape[0], self.num_attention_heads * self.kv_channels)
         return out.reshape(*out.shape[:2], self.num_attention_heads * self.kv_channels)
+
+    def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
+        """[b, h, sq, skv] of queries and keys in a layout."""
+        if layout == "thd":
+            return lengths.q.shape[0] - 1, self.num_attention_heads, lengths.max_q, lengths.max_kv
+        batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)
+        q, k, _ = given
+        return q.shape[batch], self.num_attention_heads, q.shape[sequence], k.shape[sequence]
 
     def _slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
         """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""

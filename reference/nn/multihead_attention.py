@@ -13,6 +13,7 @@ from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias
+from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.context import BlockContext, Saved
@@ -193,7 +194,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             is_first_microbatch: as in `Linear.forward`.
             rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys.
             core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
-            inference_params, cu_seqlens_* and the rest: Transformer Engine's, in its order; only "off" is offered.
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as there, with a padding mask type.
+            inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
@@ -212,8 +214,11 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        sources = (hidden_states, encoder_output)
-        self.check("MultiheadAttention", *sources, attention_mask, kind, window, rotary_pos_emb, bias=bias)
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        )
+        arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        self.check("MultiheadAttention", *arguments, bias=bias, cu_seqlens=lengths)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
@@ -231,8 +236,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
-        if bias.given:
-            shared |= bias.arguments()
+        shared |= bias.arguments() if bias.given else {}
+        shared |= lengths.arguments() if lengths.given else {}
         out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
@@ -248,6 +253,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
         bias: Bias = NO_BIAS,
+        cu_seqlens: Lengths = NO_LENGTHS,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
@@ -262,6 +268,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if (
             encoder_output is angles is None
             and not bias.given
+            and not cu_seqlens.given
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
             and (
                 not hidden_states.is_cuda
@@ -279,7 +286,10 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
             full = (shape[batch], self.num_attention_heads, *lengths)
-            checks.check_mask(layer, names, kind, mask, window, full, device)
+            if cu_seqlens.given:
+                check_lengths(layer, cu_seqlens, kind, full, None, device, (mask, bias.kind))
+            else:
+                checks.check_mask(layer, names, kind, mask, window, full, device)
             dtype = checks.activation_dtype(hidden_states)
             if bias.given:
                 check_bias(layer, bias, dtype, full, device, kind, mask)

@@ -18,6 +18,7 @@ from reference.autocast import current
 from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
 from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
@@ -216,8 +217,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             rotary_pos_emb: as in `MultiheadAttention.forward`.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
                 cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
-            bottom_right_diagonal, inference_params, cu_seqlens_* and the rest: Transformer Engine's, in its order; only
-                "off" is offered.
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as there, with padding mask types;
+                self-attention takes those of q alone. With them, too, the layer runs module by module.
+            bottom_right_diagonal, inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order;
+                only "off" is offered.
 
         Returns:
             a tensor like hidden_states.
@@ -240,7 +243,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
         bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, bias)
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        )
+        more = (bias, lengths)
+        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, *more)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -252,14 +259,17 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         if (
             follows is not None
             and not bias.given
+            and not lengths.given
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
             return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention, window)
-        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, window, bias, follows)
+        hidden = self._attend(
+            attention, hidden_states, *first, checkpoint_core_attention, window, bias, lengths.for_self(), follows
+        )
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
-            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window, bias)
+            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window, *more)
         if fused:
             out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
@@ -283,10 +293,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         recomputes: bool,
         window: checks.Window,
         bias: Bias,
+        lengths: Lengths,
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        if not bias.given and self._fuses(attention, x, blocks.is_attention_block, recomputes):
+        if not (bias.given or lengths.given) and self._fuses(attention, x, blocks.is_attention_block, recomputes):
             more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
             return blocks.run_attention(attention, x, *more, mlp=mlp)
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
@@ -296,6 +307,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             shared["window_size"] = window
         if bias.given:
             shared |= bias.arguments()
+        if lengths.given:
+            shared |= lengths.arguments()
         results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
         return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
@@ -308,20 +321,34 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         angles: Any,
         cross: tuple[Any, Any, Any, Any],
         bias: Bias,
+        lengths: Lengths,
     ) -> None:
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
         checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer")
+        if lengths.given and lengths.q is None:
+            raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
         if (cross[0] is not None) != decodes:
             wanted = "an encoder_output" if decodes else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         if _checks(attention):
             names = ("attention_mask", "self_attn_mask_type", "window_size")
-            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, bias)
+            attention.check(
+                "TransformerLayer",
+                hidden_states,
+                None,
+                mask,
+                mask_type,
+                window,
+                angles,
+                names,
+                bias,
+                lengths.for_self(),
+            )
         if decodes and _checks(modules["inter_attention"]):
             names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, bias)
+            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, bias, lengths)
         if current().enabled and not checks.has_run_in_fp8(mlp):
             attentions = [part for part in modules.values() if _checks(part)]
             checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
