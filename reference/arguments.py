@@ -55,7 +55,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((0.0,), "drop_path_rate"),
     ((0.0, None), "softcap"),
     ((1e-6,), "qk_norm_eps"),
-    (("vanilla",), "softmax_type"),
     (("p2p",), "cp_comm_type"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
@@ -181,6 +180,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),
     (_one_of("encoder", "decoder"), "layer_type"),
+    (_one_of("vanilla", "off-by-one", "learnable"), "softmax_type"),
     (_one_of("no_bias", "post_scale_bias", "alibi"), "core_attention_bias_type"),
     (_one_of("exact", "cudnn"), "attention_backend"),
 ]

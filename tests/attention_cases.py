@@ -39,6 +39,7 @@ class Case:
     seed: int = 0
     bias: str = "none"
     bias_is_fp32: bool = False
+    sinks: bool = False
 
     @property
     def h(self) -> int:
@@ -91,7 +92,9 @@ def _bias(case: Case) -> dict[str, torch.Tensor | None]:
 def inputs(case: Case) -> dict[str, torch.Tensor | None]:
     """q, k, v, grad, mask, rng_state, bias and slopes of a case, on the CPU."""
     generator = np.random.default_rng(case.seed)
+    sinks = torch.from_numpy(np.random.default_rng(case.seed + 2).normal(size=case.h).astype(np.float32))
     return _bias(case) | {
+        "sinks": 2 * sinks if case.sinks else None,
         "q": _view(generator, case.b, case.h, case.sq, case),
         "k": _view(generator, case.b, case.hkv, case.skv, case),
         "v": _view(generator, case.b, case.hkv, case.skv, case),
@@ -115,9 +118,12 @@ def run(case: Case, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
     before = None if state is None else state.clone()
     rest = (case.softmax_scale, case.mask_type, *case.window, mask, case.dropout)
     bias = () if given.get("bias") is given.get("slopes") is None else (given["bias"], given["slopes"])
+    bias = bias if given.get("sinks") is None else (None, None, given["sinks"])
     out, m, inv = twin.attention(q, k, v, *rest, state, *bias)
     dq, dk, dv = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before, *bias)
     found = {"out": out, "m": m, "inv": inv, "dq": dq, "dk": dk, "dv": dv}
+    if given.get("sinks") is not None:
+        found["dsinks"] = twin.attention_sink_backward(grad, out, m, inv, given["sinks"])
     if given.get("bias") is not None:
         found["dbias"] = twin.attention_bias_backward(grad, q, k, v, out, m, inv, *rest, before, *bias)
     return found if state is None else {**found, "rng_state": state}
@@ -178,13 +184,20 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     bias = _bias_values(case, given).requires_grad_()
     plain = (q @ keys.transpose(2, 3)) * scale
     scores = plain + bias
-    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if given["sinks"] is not None:
+        sinks = given["sinks"].double().requires_grad_()
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., : case.skv]
     weights = torch.where(hidden, 0.0, weights)  # rows hidden altogether are NaN
     out = (weights * keep * kept) @ values
     out.backward(grad)
     truth = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     if given["bias"] is not None:
         truth["dbias"] = bias.grad
+    if given["sinks"] is not None:
+        truth["dsinks"] = sinks.grad
 
     unit, tiny = (2.0**-8, 2.0**-133) if case.dtype == torch.bfloat16 else (2.0**-11, 2.0**-24)
     step, least = 2.0**-22, max(tiny, 2.0**-125)
@@ -206,6 +219,12 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     ds_bound = a * error + loose * ds.abs() + least * (dp - dots).abs() + tiny
     ds_bound = torch.where(hidden, 0.0, ds_bound)
     bound["dq"] = scale * (ds_bound + along_keys * step * ds.abs()) @ ka + unit * truth["dq"].abs()
+    if given["sinks"] is not None:
+        # a is off by w, D as above; b sq terms of fp32 are added.
+        share = 1 - torch.where(hidden.all(-1), 1.0, a.sum(-1))
+        of_dots = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1)
+        terms = share * (dots.abs() * (factor + case.b * case.sq * 2.0**-23)).squeeze(-1)
+        bound["dsinks"] = (terms + share * of_dots).sum((0, 2))
     if given["bias"] is not None:
         # ds without its rounding, so without u and t in its bound; added b h times, and rounded to the bias's type.
         shared = [n for n in range(2) if given["bias"].shape[n] == 1]

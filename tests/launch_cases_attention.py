@@ -90,6 +90,11 @@ def attentions(note: Notes) -> None:
     both((2, 4, 2, 130, 150, 64), FP16, "causal", bias=(empty(2, 1, 130, 150, dtype=FP32), None))
     both((2, 2, 1, 40, 70, 32), bias=(empty(1, 40, 70, 2).permute(0, 3, 1, 2), None))  # read as a copy
     both((2, 2, 1, 0, 70, 32), bias=(empty(2, 2, 0, 70), None))
+    for d, dropout in itertools.product((64, 128, 256), (0.0, 0.1)):
+        both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(None, None, empty(4, dtype=FP32)))
+    for sizes in ((2, 4, 130, 64), (1, 2, 40, 200), (0, 2, 40, 64)):
+        row = empty(*sizes[:3], dtype=FP32)
+        note(twin.attention_sink_backward, empty(*sizes), empty(*sizes), row, row, empty(sizes[1], dtype=FP32))
     for d, slopes in ((32, empty(2, dtype=FP32)), (64, empty(2, 2, dtype=FP32)), (200, empty(1, 2, dtype=FP32)[0])):
         both((2, 2, 1, 40, 70, d), mask_type="causal_bottom_right", bias=(None, slopes))
     # k and v of other strides, and repeated heads.

@@ -171,6 +171,9 @@ def attentions() -> None:
             twin.attention_backward(grad, q, k, v, *saved, *rest, before, bias, slopes)
             if bias is not None:
                 twin.attention_bias_backward(grad, q, k, v, *saved, *rest, before, bias, slopes)
+        sinks, rest = torch.randn(2).cuda(), (0.1, "causal", -1, -1, None, 0.0, None)
+        saved = twin.attention(q, k, v, *rest, None, None, sinks)
+        twin.attention_sink_backward(grad, *saved, sinks)
     # More tiles than multiprocessors, so that blocks take tickets; and turns of five key blocks.
     q, k, v, grad = (torch.randn(1, 40, 520, 64).bfloat16().cuda() for _ in range(4))
     for left in (-1, 150):

@@ -160,8 +160,8 @@ _OFFERED = """
     qkv_format attn_input_format attn_mask_type self_attn_mask_type enc_dec_attn_mask_type attention_dropout
     hidden_dropout softmax_scale window_size enc_dec_window_size attention_backend
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
-    core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded
-    cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
+    softmax_type core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv
+    cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     name ub_name layer_number seq_length micro_batch_size"""
@@ -209,7 +209,6 @@ def other_values(default: str) -> list[Any]:
         "-3": [-2, 3],
         "'p2p'": ["a2a", None, 1],
         "'auto'": ["fa", None, 1],
-        "'vanilla'": ["learnable", "off-by-one", None],
     }[default]
 
 

@@ -134,6 +134,21 @@ def test_infinity_and_nan_in_a_bias(value: str) -> None:
         compare(Case(2, 2, 1, 150, 160, d, bias="1hss"), change)
 
 
+@pytest.mark.parametrize(("dtype", "d", "dropout"), FORCED)
+def test_every_configuration_with_sinks(dtype: torch.dtype, d: int, dropout: float) -> None:
+    compare(Case(2, 2, 2, 197, 261, d, dtype, "causal_bottom_right", dropout=dropout, sinks=True))
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(1, 1), (1, 129), (129, 1), (512, 17), (600, 640)])
+@pytest.mark.parametrize("value", [None, "1e30", "-1e30", "100", "inf", "-inf", "nan"])
+def test_sinks(sq: int, skv: int, value: str | None) -> None:
+    def change(cpu: dict[str, torch.Tensor | None]) -> None:
+        if value is not None:
+            cpu["sinks"][1] = float(value)
+
+    compare(Case(2, 2, 1, sq, skv, 72, mask_type="causal", mask="arbitrary", window=(200, 0), sinks=True), change)
+
+
 def test_a_graph_draws_a_new_mask_at_each_replay() -> None:
     case = Case(hkv=2, sq=100, skv=100, dropout=0.5)
     given = {name: to_cuda(x) for name, x in inputs(case).items()}

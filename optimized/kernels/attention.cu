@@ -11,7 +11,7 @@
 // Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1).
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1).
 #include "attention_bias.cuh"
 #include "ptx/grid.cuh"
 
@@ -162,6 +162,9 @@ __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& r
         float sum = rows.sum[r];
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 1);
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+#if SINK
+        sum = sum + exp2_grid(__fmul_rn(__ldg(a.sinks + tile.head), kLog2e) - rows.m[r]);
+#endif
         const float inverse = sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
         last[r] = __fmul_rn(inverse, a.kept);
         const int query = row + 8 * r;

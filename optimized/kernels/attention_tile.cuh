@@ -6,11 +6,15 @@
 //
 // Arithmetic: reference/ops/attention.py and attention_backward.py.
 //
-// Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh).
+// Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
+// whether heads have a sink.
 #pragma once
 
 #ifndef BIAS
 #define BIAS 0
+#endif
+#ifndef SINK
+#define SINK 0
 #endif
 
 #include "elementary.cuh"
@@ -47,6 +51,9 @@ struct Arguments {
     long long bias_b, bias_h, bias_i;  // strides of the bias, in elements; a row's elements are neighbours
     long long slope_b;
     int bias_is_fp32, diagonal;        // ALiBi's bias is 0 where key = query + diagonal
+#endif
+#if SINK
+    const float* sinks;  // [heads]
 #endif
 };
 

@@ -11,6 +11,7 @@ from reference import not_offered
 
 _NAMES = (
     *("activation", "adam", "amax", "attention", "attention_backward", "attention_bias"),
+    *("attention_sink",),
     *("cast", "cast_transpose", "cat_cast_transpose", "cross_entropy", "dbias", "dropout", "embedding"),
     *("gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "multi_cast_transpose", "norm"),
     *("norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update", "softmax"),

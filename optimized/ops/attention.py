@@ -52,14 +52,20 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
     return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
 
 
+SUNK = np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + [("sinks", "u8")], align=True)  # SINK = 1
+
+
 def bias_macro(biased: bool) -> dict[str, int]:
     """The macro of kernels that add a bias."""
     return {"BIAS": 1} if biased else {}
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> tuple[launch.Kernel, launch.Kernel]:
-    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **bias_macro(biased))
+def _kernels(
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool = False
+) -> tuple[launch.Kernel, launch.Kernel]:
+    more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
+    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **more)
     chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
     tiles = (q_stages + stages) * chunks + stages * columns // 64
     kernel = launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
@@ -68,8 +74,8 @@ def _kernels(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> tuple[l
 
 EITHER = (False, True)
 CONFIGURATIONS = [
-    _kernels(*case, biased)[0].configuration
-    for biased in EITHER
+    _kernels(*case, *more)[0].configuration
+    for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
 ]
 
@@ -103,10 +109,13 @@ def arguments(
     rng_state: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    a = np.zeros((), ARGUMENTS if bias is slopes is None else BIASED)
+    a = np.zeros((), SUNK if sinks is not None else ARGUMENTS if bias is slopes is None else BIASED)
+    if sinks is not None:
+        a["sinks"] = sinks.data_ptr()
     if bias is not None:
         a["bias"], a["bias_is_fp32"] = bias.data_ptr(), bias.dtype == torch.float32
         a["bias_strides"] = bias.expand(b, h, sq, skv).stride()[:3]
@@ -138,15 +147,15 @@ def readable(options: Options) -> Options:
     """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies."""
     if len(options) < 9 or options[7] is options[8] is None:
         return options
-    bias, slopes = options[7:]
+    bias, slopes = options[7:9]
     if bias is not None and bias.stride(3) != 1 and bias.numel():
         bias = bias.contiguous()
-    return *options[:7], bias, None if slopes is None else slopes.contiguous()
+    return *options[:7], bias, None if slopes is None else slopes.contiguous(), *options[9:]  # type: ignore[return-value]
 
 
 def is_biased(options: Options) -> bool:
     """Whether the options have a bias, or slopes."""
-    return any(x is not None for x in options[7:])
+    return any(x is not None for x in options[7:9])
 
 
 @on_cuda
@@ -163,7 +172,8 @@ def attention(
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, BLOCK).argument for x in inputs]
-        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, is_biased(options))
+        sunk = any(x is not None for x in options[9:])
+        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, is_biased(options), sunk)
         tiles, index = -(-sq // BLOCK) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None

@@ -12,7 +12,7 @@ import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
-from reference.nn.attention_bias import Bias, check_bias
+from reference.nn.attention_bias import Bias, check_bias, check_sinks
 from reference.nn.attention_lengths import (
     Lengths,
     check_lengths,
@@ -56,6 +56,13 @@ class CorePlan(NamedTuple):
     p: float
     backend: str
     bias: str = "no_bias"
+    softmax: str = "vanilla"
+
+    def further(self, more: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks."""
+        if self.softmax != "vanilla":
+            return None, None, more
+        return () if self.bias == "no_bias" else (more, slopes)
 
     def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
         """Arguments of `twin::attention` after q, k and v."""
@@ -97,26 +104,29 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    more: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
-    """out of q, k and v, and of a bias; shapes as in `attend`."""
+    """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
     mask, slopes = context.reads
-    of_bias = () if plan.core.bias == "no_bias" else (bias, slopes)
+    of_bias = plan.core.further(more, slopes)
     out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
-    return out, (q, k, v, *saved, *of_bias[:1])
+    return out, (q, k, v, *saved, more)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """dq, dk, dv, and the gradient of a bias that was given."""
+    """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
     mask, slopes = context.reads
-    qkv, attended, bias = saved[:3], saved[3:7], saved[7:]
-    of_bias = () if plan.core.bias == "no_bias" else (*bias, slopes)
+    qkv, attended, more = saved[:3], saved[3:7], saved[7]
+    of_bias = plan.core.further(more, slopes)
     grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
     if len(plan.needs) == 3:
         return grads
     if not plan.needs[3]:
         return *grads, None
     *tensors, state_before = attended
+    if plan.core.softmax != "vanilla":
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        return *grads, twin.attention_sink_backward(grad, *tensors, more)
     arguments = (*qkv, *tensors, *plan.core.arguments(mask), state_before, *of_bias)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     return *grads, twin.attention_bias_backward(grad, *arguments)
@@ -138,7 +148,9 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
         layer_number, name: accepted as in Transformer Engine, without effect.
-        softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
+        softmax_type: "vanilla", "off-by-one" or "learnable": with a sink of 0 in each head, or of the parameter
+            `softmax_offset` (`reference.ops.attention_sink`).
+        softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is faster:
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -191,6 +203,11 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
         self.generator = Generator(self.resolve_device(device), get_rng_state_tracker)
         self._default_slopes: torch.Tensor | None = None  # ALiBi's
+        self.softmax_type = softmax_type
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if softmax_type == "learnable":
+            zeros = torch.zeros(self.num_attention_heads, dtype=torch.float32, device=self.generator.state.device)
+            self.softmax_offset = torch.nn.Parameter(zeros)
 
     def forward(
         self,
@@ -310,6 +327,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             check_bias("DotProductAttention", bias, q.dtype, shape, q.device, kind, attention_mask)
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
+        check_sinks("DotProductAttention", self, bias, q.dtype)
         full: Any = mask if lengths.given else full_mask(kind, mask)
         run = self._attend
         arguments = (q, k, v, core, full, bias.values, slopes)
@@ -327,6 +345,14 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)
         q, k, _ = given
         return q.shape[batch], self.num_attention_heads, q.shape[sequence], k.shape[sequence]
+
+    def _sinks(self, device: torch.device) -> torch.Tensor | None:
+        """The sinks, fp32 `[h]`; None with the usual softmax."""
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is not None:
+            return self.softmax_offset.float()
+        return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
 
     def _slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
         """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""
@@ -351,7 +377,9 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         if core.backend == "cudnn":
             return cudnn_attention(q, k, v, core)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
-        tensors = (q, k, v) if bias is None else (q, k, v, bias)
+        core = core._replace(softmax=self.softmax_type)
+        more = self._sinks(q.device) if bias is None else bias
+        tensors = (q, k, v) if more is None else (q, k, v, more)
         return differentiable(forward, backward, Plan(wanted(*tensors), core), context, *tensors)
 
     def core_plan(self, mask_type: str, window: Window = None) -> CorePlan:

@@ -64,6 +64,23 @@ def check_bias(
             )
 
 
+def check_sinks(layer: str, core: Any, bias: Bias, dtype: torch.dtype) -> None:
+    """Refuse what a softmax_type other than "vanilla" does not go with."""
+    kind = core.softmax_type
+    if kind == "vanilla":
+        return
+    if bias.given:
+        raise NotImplementedError(
+            f"{layer}: core_attention_bias_type={bias.kind!r} with softmax_type={kind!r} is not offered; 'no_bias' is "
+            f"accepted."
+        )
+    if dtype == torch.float32 or core.attention_backend != "exact":
+        raise NotImplementedError(
+            f"{layer}: softmax_type={kind!r} in {dtype} with attention_backend={core.attention_backend!r} is not "
+            f"offered; bfloat16 and float16 are accepted with 'exact'."
+        )
+
+
 def _check_values(layer: str, x: Any, dtype: torch.dtype, shape: Shape) -> None:
     b, h, sq, skv = shape
     accepted = f"float32 or {dtype} [1 or {b}, 1 or {h}, {sq}, {skv}] is accepted"
@@ -93,7 +110,7 @@ def _check_slopes(layer: str, x: Any, shape: Shape) -> None:
 
 def alibi(slopes: torch.Tensor, mask_type: str, sq: int, skv: int) -> torch.Tensor:
     """ALiBi's bias fp32 `[1 or b, h, sq, skv]`; `mask_type` is an op's."""
-    i = torch.arange(sq, device=slopes.device)[:, None]
-    j = torch.arange(skv, device=slopes.device)[None, :]
+    i = torch.arange(sq, dtype=torch.int64, device=slopes.device)[:, None]
+    j = torch.arange(skv, dtype=torch.int64, device=slopes.device)[None, :]
     nearness = -(i + diagonal(mask_type, sq, skv) - j).abs()
     return slopes.view(-1, slopes.shape[-1], 1, 1) * nearness.float()

@@ -142,8 +142,8 @@ def lengths_mask(
     """
     sq, skv = shape[2:]
     of_queries, of_keys = (x.diff().view(-1, 1, 1, 1) for x in given[:2])
-    i = torch.arange(sq, device=of_queries.device).view(1, 1, sq, 1)
-    j = torch.arange(skv, device=of_keys.device).view(1, 1, 1, skv)
+    i = torch.arange(sq, dtype=torch.int64, device=of_queries.device).view(1, 1, sq, 1)
+    j = torch.arange(skv, dtype=torch.int64, device=of_keys.device).view(1, 1, 1, skv)
     hidden = (i >= of_queries) | (j >= of_keys)
     rule, (left, right) = MASK_TYPES[kind][0], window
     if rule == "causal":
@@ -176,9 +176,9 @@ class Maps(NamedTuple):
 def maps_of(cu_seqlens: torch.Tensor, padded: torch.Tensor | None, longest: int, tokens: int) -> Maps:
     """Of sequences with `longest` places each, among `tokens` tokens."""
     lengths, starts = cu_seqlens.diff().long(), (cu_seqlens if padded is None else padded).long()
-    place = torch.arange(longest, device=cu_seqlens.device)
+    place = torch.arange(longest, dtype=torch.int64, device=cu_seqlens.device)
     token = (starts[:-1, None] + place).clamp(max=max(tokens - 1, 0))
-    number = torch.arange(tokens, device=cu_seqlens.device)
+    number = torch.arange(tokens, dtype=torch.int64, device=cu_seqlens.device)
     batch = torch.searchsorted(starts[1:].contiguous(), number, right=True).clamp(max=lengths.numel() - 1)
     position = number - starts[batch]
     in_batch = (position >= 0) & (position < lengths[batch])

@@ -12,7 +12,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
-from reference.nn.attention_bias import NO_BIAS, Bias, check_bias
+from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
 from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
@@ -44,7 +44,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        softcap, qk_norm_*, softmax_type and parallelism's arguments: only "off" is offered.
+        softmax_type: as in `DotProductAttention`.
+        softcap, qk_norm_* and parallelism's arguments: only "off" is offered.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             attention_type=attention_type,
             get_rng_state_tracker=get_rng_state_tracker,
             device=device,
+            softmax_type=softmax_type,
             attention_backend=attention_backend,
         )
         self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
@@ -263,6 +265,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours = isinstance(core, DotProductAttention)
         if ours:
+            check_sinks(layer, core, bias, checks.activation_dtype(hidden_states))
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
         if (

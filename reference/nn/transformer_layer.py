@@ -36,7 +36,7 @@ def _checks(attention: Any) -> bool:
 _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
 _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
-_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend"]
+_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -55,8 +55,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and parallelism's arguments: only
-            "off"; without ub_tp_comm_overlap, the other ub_* have no effect.
+        softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
+        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_* and parallelism's arguments: only "off"; without
+            ub_tp_comm_overlap, the other ub_* have no effect.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from reference.ops import (  # noqa: F401
     attention,
     attention_backward,
     attention_bias,
+    attention_sink,
     cast,
     cast_transpose,
     cat_cast_transpose,

@@ -168,16 +168,17 @@ def attention_backward(
     rng_state: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v).
 
     Args:
         grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
-        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes: those of the forward.
+        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks: those of the forward.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
@@ -243,12 +244,13 @@ def attention_bias_backward(
     rng_state: torch.Tensor | None,
     bias: torch.Tensor | None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """-> dbias, contiguous, of bias's shape and dtype: the sum of ds, in the order of `reference.ops.attention_bias`.
 
     Args: those of `twin::attention_backward`; bias is needed.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
     dbias = bias_outputs(grad, q, k, v, out, m, inv, *options)
     (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
     seeing = attention.limits(mask_type, left, right, sq, skv)
