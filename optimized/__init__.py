@@ -21,26 +21,39 @@ from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
     DelayedScaling,
     Format,
+    PrecisionPlan,
+    apply_rotary_pos_emb,
+    auto_precision,
     autocast,
     checkpoint,
+    collect_stats,
     cross_entropy,
+    detect_anomaly,
     formats,
+    fp8,
     fp8_autocast,
     fp8_model_init,
     fused_linear_cross_entropy,
+    get_default_recipe,
     init_fp8_state,
+    is_bf16_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
     load_fp8_state,
     make_graphed_callables,
     not_offered,
     optimizers,
     parallel_cross_entropy,
     philox,
+    quantization,
     quantized_model_init,
     random,
     recipe,
     record,
     tensor_core,
 )
+from reference import stand_in as _stand_in
 from reference.nn import autograd as _autograd
 from reference.nn.parameters import DeviceDefault
 from reference.version import __version__ as __version__
@@ -49,9 +62,20 @@ __all__: list[str] = []
 __all__ += reference.__all__  # as type checkers read it
 
 # For `from optimized.recipe import DelayedScaling`: the modules themselves, under this name too.
-sys.modules.update({f"{__name__}.recipe": recipe, f"{__name__}.optimizers": optimizers})
+sys.modules.update({f"{__name__}.{name}": globals()[name] for name in ("recipe", "optimizers", "quantization", "fp8")})
 _autograd.register(_Player())
 not_offered.explain(__name__)
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the kernels run on this machine's GPUs; with `return_reason` also a sentence for each thing missing."""
+    problems = _device.problems()
+    return quantization.answer("is_fp8_available", (not problems, " ".join(problems)), return_reason)
+
+
+def install_as_transformer_engine() -> None:
+    """As `reference.install_as_transformer_engine`, for this package."""
+    _stand_in.install(sys.modules[__name__])
 
 
 class _OnHopper(DeviceDefault):
@@ -103,3 +127,7 @@ class MultiheadAttention(_OnHopper, reference.MultiheadAttention):
 
 class TransformerLayer(_OnHopper, reference.TransformerLayer):
     """`reference.TransformerLayer` with "cuda" as its default device."""
+
+
+class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
+    """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""

@@ -8,8 +8,11 @@ with te.autocast(recipe=te.DelayedScaling()):
 y.backward(dy)
 """
 
+import sys
+
 import reference.ops  # noqa: F401  (registers the CPU definitions)
-from reference import formats, not_offered, optimizers, philox, random, recipe, tensor_core
+from reference import formats, not_offered, optimizers, philox, quantization, random, recipe, stand_in, tensor_core
+from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
@@ -24,13 +27,38 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
+from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.transformer_layer import TransformerLayer
+from reference.precision import PrecisionPlan, auto_precision
+from reference.quantization import (
+    get_default_recipe,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
 from reference.recorded_step.recorder import record
+from reference.statistics import collect_stats
 from reference.version import __version__ as __version__
 
 check_denormals()
+fp8 = quantization
+"""`quantization` under its older name."""
+sys.modules[f"{__name__}.fp8"] = fp8
+
+
+def install_as_transformer_engine() -> None:
+    """Let `import transformer_engine.pytorch` mean this package from now on (`reference.stand_in`).
+
+    Raises:
+        RuntimeError: the real Transformer Engine is installed, or `optimized` stands in for it already.
+    """
+    stand_in.install(sys.modules[__name__])
+
+
 not_offered.explain(__name__)
 
 __all__ = [
@@ -43,21 +71,36 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "PrecisionPlan",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "TransformerLayer",
+    "apply_rotary_pos_emb",
+    "auto_precision",
     "autocast",
     "checkpoint",
+    "collect_stats",
     "cross_entropy",
+    "detect_anomaly",
     "formats",
+    "fp8",
     "fp8_autocast",
     "fp8_model_init",
     "fused_linear_cross_entropy",
+    "get_default_recipe",
     "init_fp8_state",
+    "install_as_transformer_engine",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "load_fp8_state",
     "make_graphed_callables",
     "optimizers",
     "parallel_cross_entropy",
     "philox",
+    "quantization",
     "quantized_model_init",
     "random",
     "recipe",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
@@ -30,37 +31,36 @@ MASK_TYPES = {
 
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
-    ((None,), "tp_group symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "qk_norm_type cp_group cp_global_ranks cp_stream inference_params"),
-    ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer set_grad_none"),
+    ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
+    ((None,), "qk_norm_type inference_params"),
+    ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
     ((None,), "make_graphed_callables.capture_time_hooks"),
-    ((False,), "sequence_parallel set_parallel_mode return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
+    ((False,), "return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute save_original_input"),
-    ((False,), "checkpoint _graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad capturable"),
-    ((False,), "use_decoupled_grad store_param_remainders make_graphed_callables.retain_graph_in_backward"),
+    ((False,), "_graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad"),
+    ((False,), "distribute_saved_activations make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
-    ((None, False), "pad_between_seqs LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
+    ((None, False), "pad_between_seqs"),
     ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
-    ((True,), "fast_zero_fill"),
-    ((0,), "sm_margin"),
-    ((1,), "tp_size"),
+    ((True,), "fast_zero_fill materialize_master_grads"),
+    ((0,), "sm_margin cp_rank"),
+    ((None,), "start_positions cu_seqlens"),
+    ((1,), "tp_size cp_size"),
     ((1, None), "num_splits"),
     ((-3,), "qkv_interleave_dim"),
     ((0.0,), "drop_path_rate"),
     ((0.0, None), "softcap"),
     ((1e-6,), "qk_norm_eps"),
-    (("p2p",), "cp_comm_type"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
-    ((torch.float32,), "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 
@@ -108,6 +108,11 @@ def _any(x: Any) -> bool:
     return True
 
 
+def is_group(x: Any) -> bool:
+    """Whether torch.distributed accepts it: a group, or what `new_group` returns to a process outside of one."""
+    return dist.is_available() and (isinstance(x, dist.ProcessGroup) or x is dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def _is_window(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))
 
@@ -122,6 +127,7 @@ _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite numb
 _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
 _SHARE = Rule(is_real, lambda x: 0 <= x <= 1, "a number from 0 to 1 is accepted")
+_FRACTION = Rule(is_real, lambda x: 0 < x <= 1, "a number above 0, at most 1, is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
 _NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
@@ -141,11 +147,35 @@ _FLAGS = Rule(
     _any,
     "None, True, False and a tuple of flags are accepted",
 )
+# Parallelism over one rank is none: its arguments are accepted, and have no effect, as in Transformer Engine.
+_ONE_RANK = Rule(
+    lambda x: x is None or is_group(x),
+    lambda x: x is None or dist.get_world_size(x) == 1,
+    "None and a process group of one rank are accepted (tensor and context parallelism are not offered)",
+)
+_ONE_OF_RANKS = Rule(
+    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
+    lambda x: x is None or len(x) == 1,
+    "None and a list of one rank are accepted (context parallelism is not offered)",
+)
+_STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
+    (_ONE_RANK, "tp_group cp_group"),
+    (_ONE_OF_RANKS, "cp_global_ranks"),
+    (_STREAM, "cp_stream"),
+    (_one_of("p2p", "all_gather", "a2a", "a2a+p2p"), "cp_comm_type"),
+    (_FLAG, "sequence_parallel set_parallel_mode"),
+    (_FLAG_OR_NONE, "LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     (_FLAGS, "make_graphed_callables.enabled make_graphed_callables.fp8_enabled"),
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
+    (_SIZE, "dim max_seq_len"),
+    (_ints(0), "offset"),
+    (_or_none(_SIZE), "seq_len_interpolation_factor pretrained_max_position_embeddings"),
+    (_FRACTION, "rotary_percent"),
+    (_SCALE, "rotary_base"),
+    (_FLAG, "interleaved fused"),
     (_SIZE, "in_features out_features hidden_size ffn_hidden_size num_attention_heads"),
     (_SIZE, "num_embeddings embedding_dim chunk_size"),
     (_or_none(_ints(-(2**31))), "padding_idx"),
@@ -163,9 +193,10 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_WINDOW), "window_size enc_dec_window_size"),
     (_PROBABILITY, "attention_dropout hidden_dropout"),
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
+    (_FLAG, "checkpoint"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
     (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention"),
-    (_FLAG, "enabled calibrating preserve_high_precision_init_val"),
+    (_FLAG, "return_reason enabled calibrating preserve_high_precision_init_val"),
     (_FLAG_OR_NONE, "is_first_microbatch"),
     (_FUNCTION, "init_method output_layer_init_method get_rng_state_tracker"),
     (_NAME, "name ub_name rng_tracker_name"),
@@ -173,7 +204,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_DEVICE, "device"),
     (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    (_one_of("sbhd", "bshd"), "qkv_format attn_input_format"),
+    (_one_of("sbhd", "bshd"), "qkv_format attn_input_format tensor_format"),
     (_one_of("sbhd", "bshd", "thd"), "DotProductAttention.qkv_format DotProductAttention.forward.qkv_format"),
     (_or_none(_SIZE), "max_seqlen_q max_seqlen_kv"),
     (_one_of(*ACTIVATIONS), "activation"),
@@ -197,6 +228,8 @@ def _is_like(value: Any, one: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if is_group(value):
+        return f"<a process group of {dist.get_world_size(value)} ranks>"
     return f"<a {value.dtype} tensor>" if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -213,4 +246,4 @@ def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
         if not rule.of_type(value):
             raise TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
         if not rule.fits(value):
-            raise ValueError(f"{layer}: {name}={value!r}; {rule.accepted}.")
+            raise ValueError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from reference import scaling
-from reference.arguments import check_arguments
+from reference.arguments import check_arguments, is_group
 from reference.recipe import DelayedScaling, Recipe
 from reference.threads import Context, Thread, close, here
 
@@ -29,11 +28,6 @@ class AutocastState:
 
 _OFF = AutocastState()
 _DEFAULT = DelayedScaling()  # frozen, so one serves all; checking a new one takes microseconds
-
-
-def _is_group(group: Any) -> bool:
-    """Whether torch.distributed accepts it: a group, or what `new_group` returns to a process outside of one."""
-    return dist.is_available() and (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def current() -> AutocastState:
@@ -73,7 +67,8 @@ class autocast(Context):
     Args:
         enabled: FP8 on; off inside an enabled context runs those modules in 16 bits.
         calibrating: with FP8 off, still collect amaxes.
-        recipe: one of `te.recipe`; None is `DelayedScaling()`.
+        recipe: one of `te.recipe`; None is `DelayedScaling()`. With FP8 and calibration off it is not read and may be
+            any object.
         amax_reduction_group: process group over which amaxes are maximised; None is the default group.
         _graph: only False is offered.
 
@@ -93,9 +88,11 @@ class autocast(Context):
         if not (type(enabled) is type(calibrating) is bool and _graph is False):
             # Not locals(): a compiler of PyTorch 2.11 does not trace it.
             check_arguments("autocast", {"enabled": enabled, "calibrating": calibrating, "_graph": _graph})
+        if not (enabled or calibrating or isinstance(recipe, Recipe)):
+            recipe = None  # no layer reads it: a recipe that is not offered is accepted where it is not used
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"autocast: recipe={recipe!r}; a recipe of te.recipe or None is accepted.")
-        if amax_reduction_group is not None and not _is_group(amax_reduction_group):
+        if amax_reduction_group is not None and not is_group(amax_reduction_group):
             raise TypeError(
                 f"autocast: amax_reduction_group={amax_reduction_group!r}; a process group or None is accepted."
             )
@@ -108,7 +105,10 @@ class autocast(Context):
             thread.first_module_pending = True
 
     def ended(self, thread: Thread) -> None:
-        if not thread.autocasts and self.settings.enabled and torch.is_grad_enabled():
+        if thread.autocasts or not self.settings.enabled or not torch.is_grad_enabled():
+            return
+        # Inside a backward pass it was opened in a checkpoint's recomputation, which records no amax.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             scaling.update(forward=True, thread=thread.number)
 
 

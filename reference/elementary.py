@@ -6,15 +6,16 @@
     log(x)         ln x                                 fp32 -> fp32   cross-entropy: once a row
     gelu, silu     x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) or x      bf16, fp16, fp32 -> fp32
     dgelu, dsilu   their derivatives                                           bf16, fp16, fp32 -> fp32
+    sigmoid, qgelu 1 / (1 + e^-x), x sigmoid(1.702 x); dsigmoid, dqgelu        bf16, fp16, fp32 -> fp32
 
 There are two kinds of definition (docs/elementary.md says why, and gives errors and costs):
 
 * A function of one 16-bit value has 65,536 results. They are what Hopper's special function unit gives in the
   fast form of optimized/kernels/elementary.cuh, recorded on an H200 (tables/) and looked up here.
-* A function of an fp32 value is a short chain of correctly rounded operations, including fma, and two
-  instructions whose results are known: `ex2.approx` on multiples of 2^-15 is an exact power of two times one
-  of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx` with one Newton step is
-  the correctly rounded 1/d on [1, 2].
+* A function of an fp32 value (and sigmoid and qgelu, which widen a 16-bit one) is a short chain of correctly rounded
+  operations, including fma, and two instructions whose results are known: `ex2.approx` on multiples of 2^-15 is an
+  exact power of two times one of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx` with
+  one Newton step is the correctly rounded 1/d on [1, 2].
 
 The functions of tensors take any shape on the CPU, in these dtypes. The `*_scalar` functions are for other numba
 kernels; their argument `powers` is `powers_of_two()`.
@@ -54,6 +55,7 @@ GELU1 = _F(1.5957691216057308)
 GELU_SLOPE = _F(0.21406444881780075)
 GELU1_LOG2E = _F(2.302208198144325)
 GELU3_LOG2E = _F(0.1029432395800235)
+QGELU, QGELU_LOG2E = _F(1.702), _F(2.4554669595930155)  # of the sigmoid's argument; the same times log2 e
 SQUARE_LIMIT = _F(128.0)  # of x^2 in dgelu: keeps z' finite where sigmoid's slope is 0
 # ln(2^k m), sqrt(1/2) <= m < sqrt(2): m - 1 = f, s = f / (2 + f), ln m = 2 atanh(s); fdlibm's constants (e_logf.c).
 SQRT_HALF_WORD, ONE_WORD, MANTISSA = np.int32(0x3F3504F3), np.int32(0x3F800000), np.int32(0x007FFFFF)
@@ -210,6 +212,38 @@ def dsilu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
     return _derivative(x, abs(x) * -LOG2E, ONE, powers)
 
 
+@jit
+def qgelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """x sigmoid(1.702 x) of an fp32 value."""
+    return _product(x, abs(x) * -QGELU_LOG2E, powers)
+
+
+@jit
+def dqgelu_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """Derivative of `qgelu_scalar`."""
+    return _derivative(x, abs(x) * -QGELU_LOG2E, QGELU, powers)
+
+
+@jit
+def sigmoid_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """1 / (1 + e^-x) of an fp32 value."""
+    if x != x:
+        return x
+    e = _exp2_nonpositive(abs(x) * -LOG2E, powers)
+    r = ONE / (ONE + e)
+    return e * r if x < ZERO else r
+
+
+@jit
+def dsigmoid_scalar(x: np.float32, powers: np.ndarray) -> np.float32:
+    """s (1 - s) of s = sigmoid(x)."""
+    if x != x:
+        return x
+    e = _exp2_nonpositive(abs(x) * -LOG2E, powers)
+    r = ONE / (ONE + e)
+    return r * (e * r)
+
+
 SCALARS: dict[str, Any] = {
     "exp": exp_scalar,
     "exp2_grid": exp2_grid_scalar,
@@ -222,9 +256,18 @@ SCALARS: dict[str, Any] = {
 }
 
 
+# Without fast forms of a 16-bit value, and without a recording: their operations are those of gelu's and silu's.
+SIGMOIDS: dict[str, Any] = {
+    "sigmoid": sigmoid_scalar,
+    "dsigmoid": dsigmoid_scalar,
+    "qgelu": qgelu_scalar,
+    "dqgelu": dqgelu_scalar,
+}
+
+
 @cache
 def _loop(name: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
-    scalar = SCALARS[name]
+    scalar = SCALARS.get(name) or SIGMOIDS[name]
 
     @jit
     def loop(x: np.ndarray, out: np.ndarray, powers: np.ndarray) -> None:
@@ -235,7 +278,7 @@ def _loop(name: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
 
 
 def evaluate(name: str, x: np.ndarray) -> np.ndarray:
-    """The fp32 form of function `name` (a key of `SCALARS`), over a flat contiguous fp32 array.
+    """The fp32 form of function `name` (a key of `SCALARS` or `SIGMOIDS`), over a flat contiguous fp32 array.
 
     Raises:
         RuntimeError: subnormal numbers are flushed to zero.
@@ -305,3 +348,23 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def dsilu(x: torch.Tensor) -> torch.Tensor:
     """The derivative of `silu` at x, in fp32."""
     return _activation("dsilu", x)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + e^-x), in fp32, of fp32, bf16 or fp16 x."""
+    return _fp32("sigmoid", x.float())
+
+
+def dsigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of `sigmoid` at x, in fp32."""
+    return _fp32("dsigmoid", x.float())
+
+
+def qgelu(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 + e^(-1.702 x)), in fp32, of fp32, bf16 or fp16 x."""
+    return _fp32("qgelu", x.float())
+
+
+def dqgelu(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of `qgelu` at x, in fp32."""
+    return _fp32("dqgelu", x.float())

@@ -1,4 +1,4 @@
-"""The only place that writes files: each is written whole or not at all.
+"""The only place that writes files: each is written whole or not at all, except for lines that are added to a log.
 
 `replacing` writes beside the file, waits until the disk has it, and renames it into place: a reader, or a process that
 is killed, sees the old file or the new one. Remains of killed processes are removed by a later write to that folder,
@@ -78,6 +78,25 @@ def write(path: Path, content: bytes | str) -> None:
     """Write a whole file, text as UTF-8; see `replacing`."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def append(path: Path, text: str) -> None:
+    """Add `text` to the end of a file, in one write, without waiting for the disk: for logs.
+
+    A process that is killed may leave a part of its last line.
+
+    Raises:
+        NotWritten: the disk is full, the folder is not writable, ...
+    """
+    try:
+        with open(path, "ab", buffering=0) as file:
+            content = text.encode()
+            if file.write(content) != len(content):
+                raise NotWritten(f"{path} was not written to its end: only a part of a line has fit.")
+    except NotWritten:
+        raise
+    except OSError as error:
+        raise NotWritten(f"{path} was not written: {error.strerror or error}.") from error
 
 
 def cache_folder(kind: str) -> Path:

@@ -67,7 +67,7 @@ def make_graphed_callables(
     are overwritten by the next call.
 
     Args:
-        modules: a layer, or a tuple of layers in the order in which they run.
+        modules: a layer, or a tuple or list of layers in the order in which they run; the result is a tuple, too.
         sample_args: a tuple of tensors, or one for each module; shapes, dtypes and requires_grad as in later calls.
         num_warmup_iters: runs before the capture.
         allow_unused_input: accept inputs that get no gradient.
@@ -83,6 +83,7 @@ def make_graphed_callables(
 
     Source: Transformer Engine's `pytorch/graph.py`.
     """
+    modules = tuple(modules) if isinstance(modules, list) else modules
     given = dict(locals())
     check_arguments("make_graphed_callables", given)
     for name, older in OLDER_NAMES.items():
@@ -140,7 +141,9 @@ def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple
             )
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"make_graphed_callables: modules={module!r}; a module or a tuple of them is accepted.")
+            raise TypeError(
+                f"make_graphed_callables: modules={module!r}; a module, or a tuple or list of them, is accepted."
+            )
     for args in sample_args:
         if not isinstance(args, tuple) or not all(isinstance(arg, torch.Tensor) for arg in args):
             raise TypeError(f"make_graphed_callables: sample_args={args!r}; a tuple of tensors for each is accepted.")

@@ -30,27 +30,25 @@ NAMES: dict[str, dict[str, str]] = {
         _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
         "there is no key-value cache": "InferenceParams",
-        "make the fp32 angles [s, 1, 1, channels] and pass them as rotary_pos_emb": "RotaryPositionEmbedding",
-        _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes get_default_recipe",
+        _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
         _QUANTIZED: "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage Float8Quantizer "
         "Float8CurrentScalingQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer "
         "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer "
         "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage "
         "IdentityQuantizer DType prepare_for_saving restore_from_saved restore_from_func_ctx tensor float8_tensor "
         "quantized_tensor",
-        _AVAILABLE: "is_fp8_available is_mxfp8_available is_fp8_block_scaling_available is_nvfp4_available "
-        "is_bf16_available get_cudnn_version get_device_compute_capability",
+        _AVAILABLE: "get_cudnn_version get_device_compute_capability",
         _OFFLOAD: "get_cpu_offload_context mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
         "there is no export": "onnx_export export onnx_extensions",
-        "te.optimizers.FusedAdam is the only optimizer": "newton_schulz newton_schulz_tp CusolverMpCtx",
-        _WHERE: "attention module transformer distributed quantization fp8 jit",
+        "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
+        _WHERE: "attention module transformer distributed jit",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
     "recipe": {_RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},
     "optimizers": {
-        "te.optimizers.FusedAdam is the only optimizer": "FusedSGD MultiTensorApply multi_tensor_adam "
+        "te.optimizers has FusedAdam, FusedSGD and clip_grad_norm_": "MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
         "multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd "
         "multi_tensor_unscale_l2norm"

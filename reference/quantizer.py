@@ -59,6 +59,10 @@ class Quantizer:
         """x `[rows, cols]` quantized, with its transpose if a backward will read it."""
         raise NotImplementedError
 
+    def scale(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The scale, fp32 `[1]`, by which `quantize(x)` multiplies; None for plain numbers."""
+        return None
+
     def quantize_together(self, others: "Sequence[Quantizer]", xs: list[torch.Tensor]) -> list[Quantized]:
         """Several matrices of one dtype, with transposes: the first by this quantizer, the next by `others`."""
         return [quantizer.quantize(x, True) for quantizer, x in zip((self, *others), xs, strict=True)]

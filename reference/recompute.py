@@ -1,8 +1,12 @@
 """`checkpoint`: recompute a part of the model in backward, in FP8, with the bits of its first run.
 
 The recomputation happens after autocast has ended and the scales have been updated. So a checkpoint records the
-autocast state and each module's scales, restores both, and its recomputed casts record no amax. PyTorch's own
-`torch.utils.checkpoint` does none of this: an FP8 module refuses to be recomputed by it.
+autocast state and each module's scales, restores both, and its recomputed casts record no amax.
+
+The same holds inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which Hugging Face's
+`gradient_checkpointing_enable` calls: modules recognise PyTorch's frame by its saved-tensor hooks and keep their
+records with it. With `use_reentrant=True`, or where the outer one of two nested checkpoints would recompute the inner
+one's modules, an FP8 module refuses to be recomputed.
 """
 
 import contextlib
@@ -14,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from reference.arguments import check_arguments
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
 
@@ -21,24 +26,28 @@ __all__ = ["checkpoint"]
 
 
 class _Frame:
-    """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use."""
+    """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use.
+
+    In PyTorch's own checkpoint each module records the autocast states of its runs, too.
+    """
 
     def __init__(self) -> None:
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
-        self.tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.used: dict[int, int] = {}
+        self.tensors: dict[Any, list[Any]] = defaultdict(list)
+        self.used: dict[Any, int] = defaultdict(int)
+        self.run: Any = None  # PyTorch's hook of the last recomputation
 
-    def next_tensor(self, module: torch.nn.Module) -> torch.Tensor:
-        """The tensor that `module` used at this point of the first run."""
-        position = self.used[id(module)]
-        if position >= len(self.tensors[id(module)]):
+    def next_tensor(self, module: torch.nn.Module, kind: str = "tensor") -> Any:
+        """The tensor, or what else of its `kind`, that `module` used at this point of the first run."""
+        position, found = self.used[id(module), kind], self.tensors[id(module), kind]
+        if position >= len(found):
             raise RuntimeError(
                 f"checkpoint: {type(module).__name__} runs more often when recomputed ({position + 1} times) than in "
                 f"the first run; a function that does the same each time is accepted."
             )
-        self.used[id(module)] = position + 1
-        return self.tensors[id(module)][position]
+        self.used[id(module), kind] = position + 1
+        return found[position]
 
 
 Inner = contextlib.AbstractContextManager[Any]  # the user's own, around the same run
@@ -59,8 +68,10 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
 class _Replaying:
     """The run in backward, which may stop early. If the graph is kept, a second backward enters it again."""
 
-    def __init__(self, frame: _Frame, inner: Inner) -> None:
-        self.frame, self.inner = frame, inner
+    def __init__(self, frame: _Frame, inner: Inner, tracker: Any) -> None:
+        self.frame, self.inner, self.tracker = frame, inner, tracker
+        self.first_states = None if tracker is None else tracker.get_states()
+        self.outer_states: list[Any] = []
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -68,43 +79,110 @@ class _Replaying:
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
         here().replaying.append(self.frame)
+        if self.tracker is not None:
+            self.outer_states.append(self.tracker.get_states())
+            self.tracker.set_states(self.first_states)
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
+        if self.tracker is not None:
+            self.tracker.set_states(self.outer_states.pop())
         close(here().replaying, self.frame)
         self.settings.pop().__exit__(*error)
 
 
+def _pack_code(hooks: Any) -> Any:
+    """The code of the function that a class of PyTorch's saved-tensor hooks packs with."""
+    return next(one for one in hooks.__init__.__code__.co_consts if getattr(one, "co_name", "") == "pack_hook")
+
+
+_FIRST_RUN = _pack_code(torch.utils.checkpoint._checkpoint_hook)
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_RECOMPUTATION = _pack_code(torch.utils.checkpoint._recomputation_hook)
+
+
+def _innermost() -> tuple[_Frame | None, bool]:
+    """The innermost checkpoint that this code runs in, and whether it recomputes: ours, or else PyTorch's."""
+    thread = here()
+    if thread.replaying:
+        return thread.replaying[-1], True
+    if thread.recording:
+        return thread.recording[-1], False
+    if torch.compiler.is_compiling():  # a compiler cannot trace the hooks, and checkpoints by itself
+        return None, False
+    hooks = _hooks(True)
+    if hooks is None:
+        return None, False
+    pack: Any = getattr(hooks[0], "__wrapped__", hooks[0])  # PyTorch 2.13 hides one of the two from compilers
+    code = getattr(pack, "__code__", None)
+    if code is _FIRST_RUN and torch._C._current_graph_task_id() == -1:
+        owner = pack.__closure__[code.co_freevars.index("frame")].cell_contents
+        if not hasattr(owner, "twin"):
+            owner.twin = _Frame()
+        return owner.twin, False
+    if code is _RECOMPUTATION:
+        owner = pack.__closure__[code.co_freevars.index("target_frame_ref")].cell_contents()
+        frame: _Frame | None = getattr(owner, "twin", None)
+        if frame is not None and frame.run is not pack:  # a kept graph goes backward again
+            frame.run, frame.used = pack, defaultdict(int)
+        return frame, frame is not None
+    return None, False
+
+
+def frame_replaying() -> _Frame | None:
+    """The checkpoint that is being recomputed in this thread, if one is."""
+    frame, again = _innermost()
+    return frame if again else None
+
+
 def replaying() -> bool:
     """Whether a checkpointed part is being recomputed in this thread."""
-    return len(here().replaying) > 0
+    return _innermost()[1]
 
 
 def active() -> bool:
     """Whether a checkpointed part is running in this thread, for the first time or again."""
-    return len(here().recording) + len(here().replaying) > 0
+    return _innermost()[0] is not None
 
 
 def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run record `tensor` as it is now and return it; in a recomputation return the recorded one."""
-    thread = here()
-    if thread.replaying:
-        tensor = thread.replaying[-1].next_tensor(module)
-    elif thread.recording:
-        tensor = tensor.clone()
-    for frame in thread.recording:
-        frame.tensors[id(module)].append(tensor)
+    frame, again = _innermost()
+    if frame is None:
+        return tensor
+    tensor = frame.next_tensor(module) if again else tensor.clone()
+    for one in here().recording or ([] if again else [frame]):
+        one.tensors[id(module), "tensor"].append(tensor)
     return tensor
 
 
-def refuse_foreign_recompute(module: torch.nn.Module, fp8: bool) -> None:
-    """Refuse an FP8 module's forward inside a backward pass, unless our `checkpoint` recomputes it."""
-    # A compiler traces forward only, and cannot trace the last condition.
-    if fp8 and not replaying() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+def settings(module: torch.nn.Module, compiling: bool) -> tuple[AutocastState, bool, bool]:
+    """The autocast of this run of `module`, whether a checkpoint is active, and whether it recomputes.
+
+    In a recomputation by PyTorch's checkpoint, which restores no autocast, it is that of the first run.
+    """
+    thread = here()
+    if thread.replaying or thread.recording:  # ours restores it
+        return current(), True, len(thread.replaying) > 0
+    if compiling or _hooks(True) is None:  # the rule, without the calls below
+        return current(), False, False
+    frame, again = _innermost()
+    if frame is None:
+        return current(), False, False
+    if again:
+        return frame.next_tensor(module, "settings"), True, True
+    frame.tensors[id(module), "settings"].append(current())
+    return current(), True, False
+
+
+def refuse_foreign_recompute(module: torch.nn.Module) -> None:
+    """Refuse an FP8 module's forward inside a backward pass, unless a checkpoint recomputes what it has recorded."""
+    if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
-            f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint, which brings "
-            f"back neither autocast nor the scales of the first run: use `checkpoint` of this package instead."
+            f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint with "
+            f"use_reentrant=True, nested, or by other means, which bring back neither autocast nor the scales of the "
+            f"first run; use_reentrant=False, or `checkpoint` of this package, is accepted."
         )
 
 
@@ -128,27 +206,24 @@ def checkpoint(
     Args:
         function: a module or function that does the same each time it runs.
         use_reentrant: accepted as in Transformer Engine; the recomputation is always non-reentrant, with the same bits.
-        distribute_saved_activations, get_rng_state_tracker, tp_group: tensor parallelism; not offered.
+        distribute_saved_activations: tensor parallelism; not offered.
+        get_rng_state_tracker: gives a tracker of random states (`get_states`, `set_states`); the recomputation starts
+            with the states of the first run, and leaves those that it finds.
+        tp_group: None or a process group of one rank, without effect.
         context_fn, determinism_check, debug: as in `torch.utils.checkpoint.checkpoint`.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r}; a module or function is accepted.")
-    for name, value in (
-        ("distribute_saved_activations", distribute_saved_activations),
-        ("get_rng_state_tracker", get_rng_state_tracker),
-        ("tp_group", tp_group),
-    ):
-        if value:
-            raise NotImplementedError(
-                f"checkpoint: {name}={value!r}; tensor parallelism is not offered, leave it at its default."
-            )
+    given = {"get_rng_state_tracker": get_rng_state_tracker, "tp_group": tp_group}
+    check_arguments("checkpoint", {"distribute_saved_activations": distribute_saved_activations, **given})
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
     frame = _Frame()
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
-        return _recording(frame, first), _Replaying(frame, again)
+        return _recording(frame, first), _Replaying(frame, again, tracker)
 
     return torch.utils.checkpoint.checkpoint(
         function,

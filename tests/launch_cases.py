@@ -13,6 +13,7 @@ import torch
 from dry_gpu import PROCESSORS, DryGpu
 from launch_cases_attention import attentions, rotaries, softmaxes
 from launch_cases_losses import embeddings, losses
+from launch_cases_optimizers import adafactors, adam_capturables, adam_states, clippings, sgds
 from launch_cases_products import fp8_gemms, fused_gemms, gemms, split_k, tiles
 from launch_notes import BF16, E4M3, E5M2, FP8, FP16, FP32, WIDE, Notes, empty, macros, state, twin
 
@@ -28,7 +29,7 @@ from optimized.ops import (
     norm_cast_transpose,
 )
 from optimized.replay import calls, launches, memory, watch
-from reference.ops.activation import GATED, KINDS
+from reference.ops.activation import GATED, RECORDED
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.norm import KINDS as NORMS
 
@@ -45,6 +46,16 @@ def casts(note: Notes) -> None:
     note(twin.cast, empty(0, 16), *state(), 0, E4M3)
     note(twin.cast, empty(5, 16, start=3), state()[0], None, 2, E4M3)
     note(twin.cast, empty(5, 16, start=8), *state(step=3), 2, E5M2)
+
+
+def cast_stats(note: Notes) -> None:
+    one = empty(1, dtype=FP32)
+    for dtype in WIDE:
+        note(twin.cast_stats, empty(33, 4096, dtype=dtype), None, None)
+        for q in FP8:
+            note(twin.cast_stats, empty(33, 4096, dtype=dtype), empty(33, 4096, dtype=q), one)
+    note(twin.cast_stats, empty(0, 48), None, None)
+    note(twin.cast_stats, empty(3, 48, start=1), empty(3, 48, dtype=E4M3, start=3), one)
 
 
 def cast_transposes(note: Notes) -> None:
@@ -119,7 +130,8 @@ def activations(note: Notes) -> None:
         x = empty(rows, cols * (2 if kind in GATED else 1), dtype=dtype, start=start)
         return empty(rows, cols, dtype=dtype), x
 
-    for kind, dtype in (*itertools.product(KINDS, (BF16, FP32)), ("gelu", FP16), ("swiglu", FP16)):
+    more = (("gelu", FP16), ("swiglu", FP16), ("srelu", BF16), ("glu", BF16))
+    for kind, dtype in (*itertools.product(RECORDED, (BF16, FP32)), *more):
         for cols in (48, 51):
             grad, x = pair(kind, 9, cols, dtype)
             note(twin.activation, x, kind)
@@ -307,11 +319,16 @@ def configurations(note: Notes) -> None:
 
 FILES: dict[str, Callable[[Notes], None]] = {
     "activation": activations,
+    "adafactor": adafactors,
     "adam": adams,
+    "adam_capturable": adam_capturables,
+    "adam_states": adam_states,
     "attention": attentions,
     "cast": casts,
+    "cast_stats": cast_stats,
     "cast_transpose": cast_transposes,
     "cat_cast_transpose": cat_cast_transposes,
+    "clip_grads": clippings,
     "configurations": configurations,
     "cross_entropy": losses,
     "dbias": dbiases,
@@ -329,6 +346,7 @@ FILES: dict[str, Callable[[Notes], None]] = {
     "norm_cast_transpose": norm_casts,
     "rotary": rotaries,
     "scale_update": scale_updates,
+    "sgd": sgds,
     "softmax": softmaxes,
 }
 

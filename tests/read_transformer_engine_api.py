@@ -29,6 +29,14 @@ CALLABLES = {
     "DotProductAttention": ("attention/dot_product_attention/dot_product_attention.py", "__init__", "forward"),
     "MultiheadAttention": ("attention/multi_head_attention.py", "__init__", "forward"),
     "TransformerLayer": ("transformer.py", "__init__", "forward"),
+    "RotaryPositionEmbedding": ("attention/rope.py", "__init__", "forward"),
+    "apply_rotary_pos_emb": ("attention/rope.py", ""),
+    "is_fp8_available": ("quantization.py", ""),
+    "is_mxfp8_available": ("quantization.py", ""),
+    "is_fp8_block_scaling_available": ("quantization.py", ""),
+    "is_nvfp4_available": ("quantization.py", ""),
+    "is_bf16_available": ("utils.py", ""),
+    "get_default_recipe": ("quantization.py", ""),
     "FusedAdam": ("optimizers/fused_adam.py", "__init__", "step"),
     "autocast": ("quantization.py", "__init__"),
     "fp8_autocast": ("quantization.py", ""),
@@ -55,7 +63,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
             joined[-1] += f", {part}"
         else:
             joined.append(part)
-    return [name for name in joined if name != "self"]
+    return [name for name in joined if name not in ("self", "")]
 
 
 def popped(function: ast.FunctionDef) -> list[str]:

@@ -43,6 +43,13 @@ def casts() -> None:
             twin.multi_cast_transpose(xs, [scale] * len(xs), [history] * len(xs), [0] * len(xs), *parts)
 
 
+def cast_stats() -> None:
+    for (rows, cols), dtype, out in itertools.product(((1, 16), (130, 272), (4160, 272)), WIDE, FP8):
+        x = torch.randn(rows, cols).to(dtype).cuda()
+        twin.cast_stats(x, *twin.cast(x, torch.ones(1).cuda(), None, 0, out))
+        twin.cast_stats(x, None, None)
+
+
 def scale_update() -> None:
     for algorithm in ("max", "most_recent"):
         scales = [torch.ones(n).cuda() for n in (3, 2, 3)]
@@ -57,6 +64,62 @@ def adam() -> None:
         first, second = ([torch.zeros(x.shape).cuda() for x in grads] for _ in range(2))
         rounded = [torch.zeros(x.shape).to(dtype).cuda() for x in grads] if master else []
         twin.adam(grads, params, first, second, rounded, 1e-3, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, not master)
+
+
+def adam_states() -> None:
+    moments = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+    for wide, one, count in itertools.product(WIDE, moments, (2, 40)):  # both capacities
+        sizes = (2050, 8) * (count // 2)
+        grads = [torch.randn(size).to(wide).cuda() for size in sizes]
+        for param in (wide, torch.float32, torch.float16, torch.int16):
+            params, first, second = ([torch.zeros(size).to(d).cuda() for size in sizes] for d in (param, one, one))
+            copies = torch.bfloat16 if param == torch.int16 else wide
+            rounded = [torch.zeros(size).to(copies).cuda() for size in sizes] if param != wide else []
+            scales = [
+                [torch.ones(1).cuda() for _ in sizes] if scaled else []
+                for scaled in (param == torch.float16 != wide, *[one in moments[2:]] * 2)
+            ]
+            rest = (1e-3, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, bool(rounded))
+            twin.adam_states(grads, params, first, second, rounded, *scales, *rest)
+
+
+def adam_capturable() -> None:
+    for dtype, moment, master in itertools.product(WIDE, WIDE[:2], (False, True)):
+        step, one = torch.zeros(1, dtype=torch.int32).cuda(), torch.ones(1).cuda()
+        control = twin.adam_control(step, one, one, None, 0.9, 0.999, True)
+        grads = [torch.randn(size).to(dtype).cuda() for size in (2050, 8)]
+        params = [x.float() if master else x.clone() for x in grads]
+        first, second = ([torch.zeros(x.shape).to(moment).cuda() for x in grads] for _ in range(2))
+        rounded = [torch.zeros(x.shape).to(dtype).cuda() for x in grads] if master else []
+        twin.adam_capturable(grads, params, first, second, rounded, control, 0.9, 0.999, 1e-8, 0.1, True, master)
+
+
+def adafactor() -> None:
+    for dtype, master, shape in itertools.product(WIDE, (False, True), ((130, 300), (2, 65, 40), (40000,))):
+        grad = torch.randn(shape).to(dtype).cuda()
+        param = grad.float() if master else grad.clone()
+        matrix = len(shape) > 1
+        row = torch.zeros((*shape[:-1], 1) if matrix else shape).cuda()
+        col = torch.zeros((*shape[:-2], 1, shape[-1])).cuda() if matrix else None
+        twin.adafactor(grad, param, row, col, 0.01, 0.5, 0.99, 1e-7, 1e-14, 1e-3, 1.0, master)
+
+
+def clipping() -> None:
+    for dtype, count in itertools.product(WIDE, (3, 66)):  # both capacities
+        grads = [torch.randn(size).to(dtype).cuda() for size in (40000, 2050, 8) * (count // 3)]
+        norm = twin.grad_norm(grads, "l2")
+        twin.grad_norm(grads, "max")
+        twin.clip_grads(grads, norm, 0.5)
+
+
+def sgd() -> None:
+    for dtype, master, count in itertools.product(WIDE, (False, True), (2, 40)):  # both capacities
+        grads = [torch.randn(size).to(dtype).cuda() for size in (2050, 8) * (count // 2)]
+        params = [x.float() if master else x.clone() for x in grads]
+        buffers = [torch.zeros(x.shape).to(x.dtype).cuda() for x in params]
+        for first_run in (True, False):
+            twin.sgd(grads, params, buffers, 1e-3, 0.9, 0.0, 0.1, first_run, first_run, not first_run)
+        twin.sgd(grads, params, [], 1e-3, 0.0, 0.0, 0.1, False, False, False)
 
 
 def gemms() -> None:
@@ -231,8 +294,14 @@ def around_attention() -> None:
 def main() -> None:
     parts = {
         "casts": casts,
+        "cast_stats": cast_stats,
         "scale_update": scale_update,
         "adam": adam,
+        "adam_states": adam_states,
+        "adam_capturable": adam_capturable,
+        "adafactor": adafactor,
+        "clipping": clipping,
+        "sgd": sgd,
         "gemms": gemms,
         "gemm_tiles": gemm_tiles,
         "gemm_split_k": gemm_split_k,

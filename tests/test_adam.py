@@ -170,9 +170,6 @@ def test_what_has_no_gradient_is_left_alone() -> None:
     ("change", "error", "sentence"),
     [
         ({"amsgrad": True}, NotImplementedError, "FusedAdam: amsgrad=True is not offered; False is accepted"),
-        ({"capturable": True}, NotImplementedError, "capturable=True is not offered"),
-        ({"exp_avg_dtype": BF16}, NotImplementedError, "exp_avg_dtype=torch.bfloat16 is not offered; torch.float32"),
-        ({"store_param_remainders": True}, NotImplementedError, "store_param_remainders=True is not offered"),
         ({"lr": -1.0}, ValueError, "lr=-1.0; a number >= 0"),
         ({"lr": torch.ones(1)}, TypeError, r"lr=tensor\(\[1.\]\); a number"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas=\(0.9, 1.0\); two numbers, 0 <= beta < 1"),

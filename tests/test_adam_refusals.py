@@ -38,16 +38,39 @@ import reference as te
         ({"bias_correction": "no"}, TypeError, "bias_correction='no'; True and False"),
         ({"adam_w_mode": 2}, TypeError, "adam_w_mode=2; True and False"),
         ({"master_weights": None}, TypeError, "master_weights=None; True and False"),
-        ({"use_decoupled_grad": True}, NotImplementedError, "use_decoupled_grad=True is not offered; False"),
-        ({"set_grad_none": False}, NotImplementedError, "set_grad_none=False is not offered; None"),
-        ({"master_weight_dtype": torch.float16}, NotImplementedError, "master_weight_dtype=torch.float16"),
-        ({"exp_avg_sq_dtype": torch.uint8}, NotImplementedError, "exp_avg_sq_dtype=torch.uint8"),
+        ({"use_decoupled_grad": 2}, TypeError, "use_decoupled_grad=2; True and False"),
+        ({"capturable": None}, TypeError, "capturable=None; True and False"),
+        ({"exp_avg_dtype": torch.float64}, NotImplementedError, "exp_avg_dtype=torch.float64 is not offered; float32"),
+        ({"exp_avg_sq_dtype": torch.int8}, NotImplementedError, "exp_avg_sq_dtype=torch.int8 is not offered; float32"),
+        ({"exp_avg_sq_dtype": None}, NotImplementedError, "exp_avg_sq_dtype=None is not offered; float32 and bfloat16"),
+        ({"master_weight_dtype": BF16}, NotImplementedError, "=torch.bfloat16 is not offered; float32 and float16 are"),
+        (
+            {"capturable": True, "exp_avg_dtype": BF16},
+            NotImplementedError,
+            "capturable=True with exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.float32 is not offered; both",
+        ),
+        (
+            {"capturable": True, "master_weights": True, "master_weight_dtype": torch.float16},
+            NotImplementedError,
+            "capturable=True with master_weight_dtype=torch.float16 is not offered; masters in float32",
+        ),
+        (
+            {"capturable": True, "master_weights": True, "store_param_remainders": True},
+            NotImplementedError,
+            "capturable=True with store_param_remainders=True is not offered; masters",
+        ),
+        (
+            {"store_param_remainders": True},
+            ValueError,
+            "store_param_remainders=True with master_weights=False, .*; master_weights=True and float32 are accepted",
+        ),
     ],
 )
 def test_arguments_that_are_refused(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=f"FusedAdam: .*{sentence}"):
         FusedAdam([parameter()], **change)
-    if not change.keys() & {"adam_w_mode", "master_weights"} and error is not NotImplementedError:
+    modes = {"adam_w_mode", "master_weights", "use_decoupled_grad", "capturable", "store_param_remainders"}
+    if not change.keys() & modes and error is not NotImplementedError:
         with pytest.raises(error, match=f"FusedAdam: .*{sentence}".replace(";", " in group 0;")):
             FusedAdam([{"params": [parameter()], **change}])
         optimizer = FusedAdam([parameter()])

@@ -164,7 +164,8 @@ _OFFERED = """
     cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
-    name ub_name layer_number seq_length micro_batch_size"""
+    name ub_name layer_number seq_length micro_batch_size
+    checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
 OFFERED = set(_OFFERED.split())
 NOT_HERE = {
     *(("TransformerLayer.__init__", f"ub_{name}") for name in ("overlap_ag", "overlap_rs", "overlap_rs_dgrad")),
@@ -207,7 +208,6 @@ def other_values(default: str) -> list[Any]:
         "0.0": [0.5, -1.0, "0.5", np.ones(2)],
         "1e-06": [1e-5, 0.0, "1e-6"],
         "-3": [-2, 3],
-        "'p2p'": ["a2a", None, 1],
         "'auto'": ["fa", None, 1],
     }[default]
 
@@ -233,6 +233,7 @@ def test_an_argument_that_is_not_offered_says_so(call: str, name: str, default: 
         ("DotProductAttention.forward", "num_splits", None),
         ("Linear.forward", "fp8_output", None),
         ("RMSNorm.__init__", "sequence_parallel", False),
+        ("DotProductAttention.__init__", "cp_comm_type", "a2a"),
         ("DelayedScaling", "override_linear_precision", (False, False, False)),
     ],
 )

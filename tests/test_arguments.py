@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "dtype": (["float32", torch.int8, torch.float64, float, np.float32, 16, np.dtype("int8")], [None, torch.float16]),
     "device": (["nowhere", 1.5, (0,), True, "cuda:x", "cpu:-3", b"cpu", torch.ones(1)], ["cpu", torch.device("meta")]),
     "mask type": (NOTHING, [*MASKS]),
-    "activation": (["tanh", *NOTHING], ["gelu", "swiglu"]),
+    "activation": (["tanh", "clamped_swiglu", *NOTHING], ["gelu", "swiglu", "srelu", "glu"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
     "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
     "core format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
@@ -45,6 +45,10 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "layer type": (["both", *NOTHING], ["encoder", "decoder"]),
     "backend": (["flash", *NOTHING], ["exact", "cudnn"]),
     "parallel mode": (["both", "", 1, True, ("row",)], [None, "row", "column"]),
+    "group": ([0, "tp", True, (0,), object()], [None]),
+    "ranks": ([0, "0", (), [0, 1], [0.5], [True], torch.zeros(1)], [None, [0], (3,)]),
+    "stream": ([0, "stream", True, object()], [None]),
+    "communication": (NOTHING, ["p2p", "all_gather", "a2a", "a2a+p2p"]),
     "scale": ([0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [None, 0.5, 2, np.float32(0.5)]),
     "split": (
         [
@@ -60,7 +64,7 @@ ARGUMENTS = {
     "head or none": "kv_channels",
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
-    "fuse_wgrad_accumulation",
+    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode",
     "probability": "attention_dropout hidden_dropout",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",
@@ -76,6 +80,10 @@ ARGUMENTS = {
     "layer type": "layer_type",
     "backend": "attention_backend",
     "parallel mode": "parallel_mode",
+    "group": "tp_group cp_group",
+    "ranks": "cp_global_ranks",
+    "stream": "cp_stream",
+    "communication": "cp_comm_type",
     "scale": "softmax_scale",
     "split": "parameters_split",
 }
@@ -117,6 +125,8 @@ def test_each_argument(layer: str, name: str, kind: str) -> None:
     refused, taken = KINDS[kind]
     if name == "normalized_shape":  # may be a tuple of one
         refused = [value for value in refused if not isinstance(value, (tuple, list))]
+    if name == "sequence_parallel" and layer in ("LayerNorm", "RMSNorm"):  # None is its default
+        refused = [value for value in refused if value is not None]
     if given is META:  # one of both is needed
         refused = [value for value in refused if value is not None and not isinstance(value, (tuple, list))]
     if name == "hidden_size" and "num_attention_heads" in given:

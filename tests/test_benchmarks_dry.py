@@ -22,11 +22,14 @@ import matplotlib
 import pytest
 import snapshots
 import torch
+import training_text
 from dry_bench import DryBench
 
 import optimized
 from optimized import measure
 from optimized.bench import (
+    adam,
+    attention_plot,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -38,6 +41,7 @@ from optimized.bench import (
     single_gpu_models,
     single_gpu_plot,
     timeline,
+    train,
     training,
 )
 from optimized.commands import tables
@@ -51,10 +55,12 @@ payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
 
 UNTIMED = {"adam": {"cast"}}  # which draws its FP8 weights
 PLOTS = {
+    "attention": attention_plot.plot,
     "ladder": ladder.plot,
     "gemm_shapes": gemm_shapes.plot,
     "layer_sweep": layer_sweep.plot,
     "single_gpu": single_gpu_plot.plot,
+    "train": train.plot,
 }
 
 
@@ -94,6 +100,12 @@ def run_of(module: Any) -> snapshots.Sections:
     if module.NAME in PLOTS:
         found["plot"] = drawn(partial(PLOTS[module.NAME], payload))
     return {**found, "notes": (snapshots.repeats(bench.gpu.lines), 60)}
+
+
+def run_of_adam() -> snapshots.Sections:
+    """Without PyTorch's fused SGD, which does not run on meta tensors."""
+    with mock.patch.object(torch, "_fused_sgd_", return_value=None):
+        return run_of(adam)
 
 
 def run_of_gemm_equality() -> snapshots.Sections:
@@ -189,14 +201,28 @@ def run_of_single_gpu() -> snapshots.Sections:
         return {"settings": (listed, 60), **run_of_layers(module)}
 
 
+def run_of_train() -> snapshots.Sections:
+    """`train`, with models of one small layer on a text that is made up."""
+    sizes = {
+        name: replace(settings, hidden=128, heads=2, layers=1, sequence=32, rows=2, vocabulary=256)
+        for name, settings in train.SIZES.items()
+    }
+    module = types.SimpleNamespace(**vars(train))
+    module.run = partial(train.run, sizes=sizes, steps=3, warm_up=2, text=training_text.corpus())
+    with mock.patch.multiple(train, LARGE_STEPS=2, LARGE_WARM_UP=1):
+        return run_of_layers(module)
+
+
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
+    "adam": run_of_adam,
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
     "single_gpu": run_of_single_gpu,
     "timeline": partial(run_of_layers, timeline),
+    "train": run_of_train,
 }
 
 

@@ -48,7 +48,7 @@ from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs
 from optimized.training import corpus
-from optimized.training.model import Settings
+from optimized.training.settings import Settings
 from reference import scaling
 
 FOLDER = "commands"

@@ -103,7 +103,7 @@ class TestArithmetic:
             exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
             assert fma(a, b, c) == to_fp32(exact), (a, b, c)
 
-    @pytest.mark.parametrize("name", elementary.SCALARS)
+    @pytest.mark.parametrize("name", [*elementary.SCALARS, *elementary.SIGMOIDS])
     def test_no_float64_in_the_machine_code(self, name: str) -> None:
         elementary.evaluate(name, np.ones(1, dtype=np.float32))
         (ir,) = elementary._loop(name).inspect_llvm().values()
@@ -131,10 +131,15 @@ class TestSpecialValues:
             ("dgelu", [*LEVEL, (math.inf, NAN), (NAN, NAN)]),
             ("silu", [*GROWING, (-math.inf, NAN), (NAN, NAN)]),
             ("dsilu", [*LEVEL, (math.inf, NAN), (NAN, NAN)]),
+            ("qgelu", [*GROWING, (-math.inf, NAN), (NAN, NAN)]),
+            ("dqgelu", [*LEVEL, (math.inf, NAN), (NAN, NAN)]),
+            ("sigmoid", [*LEVEL, (math.inf, 1.0), (-math.inf, 0.0), (NAN, NAN)]),
+            ("dsigmoid", [(0.0, 0.25), (-0.0, 0.25), (100.0, 0.0), (-1e30, 0.0), (math.inf, 0.0), (NAN, NAN)]),
         ],
     )
     def test_values(self, function: str, cases: list[tuple[float, float]]) -> None:
-        for dtype in (torch.float32, torch.bfloat16) if function in elementary.ACTIVATIONS else (torch.float32,):
+        sixteen = function in elementary.ACTIVATIONS or function in elementary.SIGMOIDS
+        for dtype in (torch.float32, torch.bfloat16) if sixteen else (torch.float32,):
             x = torch.tensor([case[0] for case in cases], dtype=dtype)
             # What grows like x gives x itself back: rounded to the input's type.
             expected = torch.tensor([case[1] for case in cases]).to(dtype).float()

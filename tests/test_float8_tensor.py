@@ -251,3 +251,12 @@ def test_no_memory_is_handed_out_that_is_not_there() -> None:
         torch.from_dlpack(weight)
     with pytest.raises(RuntimeError):
         weight.numpy()
+
+
+def test_an_optimizer_that_compiles_its_step_is_refused() -> None:
+    """As torchao's low-bit optimizers do: inside of torch.compile a weight has no scale to be written with."""
+    weight = weight_of(numbers())
+    inner = {name: getattr(weight, name) for name in weight.__tensor_flatten__()[0]}
+    traced = Float8Tensor.__tensor_unflatten__(inner, weight.__tensor_flatten__()[1], None, None)
+    with pytest.raises(RuntimeError, match=r"where it has no scale; an optimizer .* not torchao's AdamW8bit\.$"):
+        traced.copy_(numbers(seed=1))

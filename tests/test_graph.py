@@ -177,6 +177,12 @@ def test_on_a_cpu_modules_come_back_unchanged_with_one_notice(
     assert layer.fp8_meta == {}
 
 
+def test_a_list_is_a_tuple() -> None:
+    layers = [te.Linear(16, 16), te.Linear(16, 16)]
+    found = te.make_graphed_callables(layers, [(torch.randn(2, 16),), (torch.randn(2, 16),)])
+    assert found == tuple(layers)
+
+
 @pytest.mark.parametrize(
     ("error", "sentence", "arguments"),
     [
@@ -186,7 +192,7 @@ def test_on_a_cpu_modules_come_back_unchanged_with_one_notice(
         (NotImplementedError, r"_order=\[1, -1\] is not offered; None is accepted", {"_order": [1, -1]}),
         (ValueError, "enabled has 2 entries for 1 modules", {"enabled": (True, False)}),
         (TypeError, "sample_args=1; a tuple of tensors", {"sample_args": 1}),
-        (TypeError, "modules=3; a module or a tuple of them", {"modules": 3}),
+        (TypeError, "modules=3; a module, or a tuple or list of them", {"modules": 3}),
         (ValueError, "sample_args has 0 entries for 1 modules", {"modules": (te.Linear(16, 16),), "sample_args": ()}),
     ],
 )

@@ -80,7 +80,11 @@ def test_loads_torchs_own_checkpoint() -> None:
         (lambda: te.LayerNorm((4, 8)), ValueError, r"normalized_shape=\(4, 8\); one dimension"),
         (lambda: te.LayerNorm(), TypeError, "normalized_shape=None; an int from 1"),
         (lambda: te.RMSNorm(0), ValueError, "normalized_shape=0; an int from 1"),
-        (lambda: te.LayerNorm(8, sequence_parallel=True), NotImplementedError, "sequence_parallel=True is not offered"),
+        (
+            lambda: te.LayerNorm(8, sequence_parallel=1),
+            TypeError,
+            "sequence_parallel=1; None, True and False are accepted",
+        ),
         (lambda: te.LayerNorm(8)(torch.ones(2, 9)), ValueError, r"LayerNorm: input has shape \[2, 9\]"),
         (lambda: te.LayerNorm(8)(torch.ones(2, 8).long()), TypeError, "input has dtype torch.int64"),
     ],

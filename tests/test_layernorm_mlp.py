@@ -8,9 +8,10 @@ import torch
 import written_out
 
 import reference as te
+from reference.ops.activation import GATED, KINDS
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
-ACTIVATIONS = ("gelu", "geglu", "relu", "silu", "swiglu")
+ACTIVATIONS = KINDS
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -78,7 +79,7 @@ def exact(layer: te.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
     layer.wide = p
     h = torch.nn.functional.layer_norm(x, x.shape[-1:], p["layer_norm_weight"], p["layer_norm_bias"], layer.eps)
     h = torch.nn.functional.linear(h, p["fc1_weight"], p["fc1_bias"])
-    if layer.activation in ("geglu", "swiglu"):
+    if layer.activation in GATED:
         h, gate = h.chunk(2, dim=-1)
     else:
         gate = torch.ones(())
@@ -88,6 +89,12 @@ def exact(layer: te.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
         "relu": torch.relu,
         "silu": torch.nn.functional.silu,
         "swiglu": torch.nn.functional.silu,
+        "reglu": torch.relu,
+        "srelu": lambda t: torch.relu(t) ** 2,
+        "sreglu": lambda t: torch.relu(t) ** 2,
+        "qgelu": lambda t: t * torch.sigmoid(1.702 * t),
+        "qgeglu": lambda t: t * torch.sigmoid(1.702 * t),
+        "glu": torch.sigmoid,
     }
     return torch.nn.functional.linear(functions[layer.activation](h) * gate, p["fc2_weight"], p["fc2_bias"])
 
@@ -228,7 +235,7 @@ def test_fp8_step_written_out(activation: str, both: bool) -> None:
     [
         (lambda: te.LayerNormMLP(16, 16, activation="tanh"), ValueError, "activation='tanh'; one of"),
         (lambda: te.LayerNormMLP(16, 0), ValueError, "ffn_hidden_size=0; an int from 1"),
-        (lambda: te.LayerNormMLP(16, 16, checkpoint=True), NotImplementedError, "checkpoint=True is not offered"),
+        (lambda: te.LayerNormMLP(16, 16, checkpoint=1), TypeError, "checkpoint=1; True and False are accepted"),
         (lambda: te.LayerNormMLP(16, 16, normalization="none"), ValueError, "normalization='none'"),
     ],
 )

@@ -16,7 +16,7 @@ from optimized.commands import main, parity
 from optimized.commands.report import Report
 from optimized.commands.steps import recorded
 from optimized.compare import Tally, differing
-from optimized.recordings import cases, cases_ops, linear, outputs, reader, transformer_engine
+from optimized.recordings import cases, cases_ops, cases_optimizers, linear, outputs, reader, transformer_engine
 from optimized.recordings import tensor_core as recorded_tensor_core
 from optimized.recordings.case import Case
 from reference import files, tensor_core
@@ -146,7 +146,13 @@ def test_parity_records_what_it_replays(
     monkeypatch.setattr(transformer_engine, "CASES", {})
     results = parity.compare(None, None, console)
     assert set(results) == {case.op for case in some}
-    younger = {"normal", "cross_entropy", "embedding"}  # ops that came after the recordings
+    younger = {
+        "cast_stats",
+        "normal",
+        "cross_entropy",
+        "embedding",
+        *(case.op for case in cases_optimizers.cases()),
+    }  # than the recordings
     assert {case.op for case in every} - set(results) <= younger
     assert all(tally.equal for tally in results.values())
     ops = {name.split(" (")[0] for name in results}
@@ -198,7 +204,7 @@ def test_every_op_has_a_parity_case(monkeypatch: pytest.MonkeyPatch) -> None:
             called.add(name)
             return getattr(real, name)
 
-    for module in (cases, cases_ops):
+    for module in (cases, cases_ops, cases_optimizers):
         monkeypatch.setattr(module, "twin", Spy())
     # Of each op one case, a large one (`live`) only where there is no other.
     for case in {case.op: case for case in sorted(cases.cases(), key=lambda case: not case.live)}.values():

@@ -110,7 +110,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     times = {"forward": 2.0, "cuDNN forward": 1.0, "backward": 4.0, "cuDNN backward": 5.0}
     attention = {
         "ms": {
-            "attention": {"b=1 s=8 none dropout=0.0": {name: {"median": ms} for name, ms in times.items()}},
+            "attention": {
+                "b=4 h=32 hkv=32 s=2048 d=128 none dropout=0.0": {name: {"median": ms} for name, ms in times.items()}
+            },
             "elementwise": {"copy": {"TB/s": 4.0}, "softmax_backward": {"TB/s": 3.0}},
         },
         "provenance": {**origin, "kernels": {}},
@@ -133,7 +135,7 @@ def test_tables_are_built_from_the_results(results: Path) -> None:
     assert "| cast | 80 % (50 %; 60 %) |" in text
     assert "| kernel | LayerNorm | RMSNorm |" in text
     assert "| norm backward | 60 % (50 %; 60 %) | 90 % (90 %; 95 %) |" in text
-    assert "| b=1 s=8 | 2.00 | 50 % | 4.00 | 125 % |" in text
+    assert "| b=4 h=32 hkv=32 s=2048 d=128 | 2 | 137 | 50 % | 4 | 172 | 125 % |" in text
     assert "| softmax backward | 3.00 | 75 % |" in text
     assert "An H200, driver 1.2, CUDA 13.0, torch 2.11, CuPy 14, 2026-01-02." in text
     assert text.count("Measured before the last change of gemm.") == 1

@@ -108,8 +108,31 @@ def test_a_recipe_says_what_it_is() -> None:
 def test_recipes_are_values() -> None:
     assert te.DelayedScaling(margin=1) == te.DelayedScaling(margin=1) != te.DelayedScaling()
     assert len({te.DelayedScaling(), te.DelayedScaling()}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        te.DelayedScaling().margin = 2  # type: ignore[misc]
+    for one, name, value in ((te.DelayedScaling(), "margin", 2), (recipe.Float8CurrentScaling(), "fp8_dpa", True)):
+        sentence = (
+            rf"^{type(one).__name__}: {name}={value} is set on a recipe that exists, .*replace\(recipe, {name}=\.\.\.\)"
+        )
+        with pytest.raises(dataclasses.FrozenInstanceError, match=sentence):
+            setattr(one, name, value)
+        assert dataclasses.replace(one) == one != value
+
+
+def test_a_program_may_subclass_a_recipe() -> None:
+    """As Megatron does, whose constructor has its own arguments."""
+
+    class Own(te.DelayedScaling):
+        def __init__(self, length: int) -> None:
+            super().__init__(amax_history_len=length, override_linear_precision=(False, False, False))
+            self.note = "own"
+
+    one = Own(4)
+    assert (one.amax_history_len, one.note, one.delayed()) == (4, "own", True)
+    layer, x = te.Linear(32, 32), torch.ones(4, 32)
+    with te.autocast(recipe=one):
+        layer(x)
+    assert layer.fp8_meta["scaling_fwd"].amax_history.shape[0] == 4
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"^Own: margin=1 is set on a recipe that exists"):
+        one.margin = 1  # type: ignore[misc]
 
 
 def test_other_recipes_are_named_when_asked_for() -> None:

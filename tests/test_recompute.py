@@ -106,25 +106,6 @@ def test_autocast_inside_the_checkpointed_function_updates_once(same_bits) -> No
         same_bits(a, b)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_pytorchs_checkpoint_is_refused_for_fp8(use_reentrant: bool) -> None:
-    model = Block()
-    x = data(0).requires_grad_()
-    with te.autocast(recipe=RECIPE):
-        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
-    with pytest.raises(RuntimeError, match=r"being recomputed by torch.utils.checkpoint"):
-        y.sum().backward()
-
-
-def test_pytorchs_checkpoint_is_fine_in_16_bits(same_bits) -> None:
-    model = Block()
-    other = copy.deepcopy(model)
-    a = train(model, lambda m, x: m(x), fp8=False)
-    b = train(other, lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False), fp8=False)
-    for first, second in zip(a, b, strict=True):
-        same_bits(first, second)
-
-
 def test_memory_is_really_given_back() -> None:
     """Nothing but the input is saved by the first run."""
     model, x = Block(), data(0).requires_grad_()
@@ -143,8 +124,55 @@ def test_memory_is_really_given_back() -> None:
 
 
 def test_tensor_parallel_arguments_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True; tensor parallelism"):
+    with pytest.raises(
+        NotImplementedError, match="distribute_saved_activations=True is not offered; False is accepted"
+    ):
         te.checkpoint(torch.relu, torch.ones(1), distribute_saved_activations=True)
+    with pytest.raises(TypeError, match="checkpoint: tp_group='tp'; None and a process group of one rank are accepted"):
+        te.checkpoint(torch.relu, torch.ones(1), tp_group="tp")
+
+
+class Tracker:
+    """As Megatron's: named states of a generator, one of which is used inside `fork`."""
+
+    def __init__(self) -> None:
+        self.states = {"model-parallel-rng": torch.Generator().manual_seed(7).get_state()}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states = dict(states)
+
+    def numbers(self, *shape: int) -> torch.Tensor:
+        generator = torch.Generator()
+        generator.set_state(self.states["model-parallel-rng"])
+        found = torch.rand(*shape, generator=generator)
+        self.states["model-parallel-rng"] = generator.get_state()
+        return found
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_states_of_a_tracker_are_those_of_the_first_run(kept: bool, same_bits) -> None:
+    results = []
+    for run in (lambda f, x, **_: f(x), te.checkpoint):
+        torch.manual_seed(0)
+        model, tracker = Block(), Tracker()
+
+        def function(x: torch.Tensor, model: Block = model, tracker: Tracker = tracker) -> torch.Tensor:
+            return model(x * (tracker.numbers(*x.shape) > 0.5)) * tracker.numbers(1)
+
+        for i in range(2):
+            x = data(i).requires_grad_()
+            with te.autocast(recipe=RECIPE):
+                y = run(function, x, get_rng_state_tracker=lambda tracker=tracker: tracker)
+            tracker.numbers(3)
+            if kept:
+                y.float().sum().backward(retain_graph=True)
+            y.float().square().sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters()), *tracker.get_states().values()])
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

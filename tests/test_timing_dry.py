@@ -327,6 +327,13 @@ def test_bytes_a_number_of_optimizers(bench: DryBench) -> None:
         "FusedAdam, bf16": 2 + moments + 2 + 2,
         "FusedAdam, bf16, fp32 masters": 2 + moments + fp32 + 2,  # the weight is a rounded master: only written
         "FusedAdam, FP8 weights, fp32 masters": 2 + moments + fp32 + 4 + 1 + 1,
+        "… capturable": 2 + moments + fp32 + 2,
+        "… remainders as masters": 2 + moments + 2 * (2 + 2),  # 16 bits of a master beside those of the weight
+        "… moments in bf16": 2 + 2 * (2 + 2) + fp32 + 2,
+        # What has scales is read twice: for the largest magnitudes, then for the step.
+        "… moments in fp16": 2 * 2 + 2 * (2 * 2 + 2) + fp32 + 2,
+        "… moments in FP8": 2 * 2 + 2 * (2 * 1 + 1) + fp32 + 2,
+        "… moments in FP8, masters in fp16": 2 * 2 + 2 * (2 * 1 + 1) + (2 * 2 + 2) + 2,
     }
 
 

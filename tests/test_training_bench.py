@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from optimized import measure
 from optimized.bench import training, training_plot
 from optimized.training.corpus import Corpus
-from optimized.training.model import Settings
+from optimized.training.settings import Settings
 
 TINY = replace(Settings(), steps=4, rows=2, hidden=32, sequence=16)
 TEXT = Corpus(np.frombuffer(b"for word in text: print(word)\n" * 400, np.uint8), 1)

@@ -134,7 +134,7 @@ def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"parallel_attention_mlp": True}, NotImplementedError, "parallel_attention_mlp=True"),
         ({"drop_path_rate": 0.1}, NotImplementedError, "drop_path_rate=0.1"),
         ({"hidden_dropout": 1.5}, ValueError, "hidden_dropout=1.5; 0 <= p < 1"),
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel=True is not offered"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel=1; True and False are accepted"),
         ({"activation": "tanh"}, ValueError, "activation='tanh'"),
     ],
 )

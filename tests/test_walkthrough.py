@@ -17,10 +17,9 @@ from optimized.commands import (
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, speed, training, tutorial
 from optimized.commands.steps.style import styled
-from optimized.compare import differing
-from optimized.training import corpus
-from optimized.training import model as language_model
-from optimized.training.model import Settings
+from optimized.training import corpus, watched
+from optimized.training.settings import Settings
+from optimized.training.trainer import Trainer
 from reference import tensor_core
 
 TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)
@@ -102,12 +101,11 @@ def test_walkthrough_fails_when_a_word_differs(
 
 def test_training_is_repeatable_and_learns() -> None:
     text = corpus.read(20)
-    settings = replace(TINY, steps=25, rows=4)
-    one, other = (language_model.train(text, settings, True, None) for _ in range(2))
+    settings = replace(TINY, steps=30, warmup=5, rows=4)
+    one, other = (watched.train(text, settings, True, None) for _ in range(2))
     assert one.losses == other.losses
     assert one.losses[-1] < one.losses[0] - 1
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert differing(a, b) == 0
+    assert one.trainer.digest() == other.trainer.digest()
     assert one.scale["layer 0 fc1", "weight"][1] == one.scale["layer 0 fc1", "weight"][2]  # step 0 updated nothing
     # Step 1 uses the amaxes of step 0: the first scale is 1, the second is largest / amax.
     for key in (("layer 0 QKV", "input"), ("layer 1 fc2", "input"), ("layer 1 proj", "weight")):
@@ -119,91 +117,29 @@ def test_training_is_repeatable_and_learns() -> None:
 
 
 def test_layers_of_the_model_are_what_runs_in_fp8() -> None:
-    """Every product has its own FP8 state after a step, and the table and the head have none."""
-    model = language_model.ByteModel(TINY)
-    language_model.Side(model, TINY, True).forward(torch.zeros(5, 2, dtype=torch.int64))
+    """Every product has its own FP8 state after a step, and the tables and the head have none."""
+    trainer = Trainer(replace(TINY, precision="delayed"), corpus.read(5))
+    trainer.train()
+    model = trainer.model
     assert len(list(model.products())) == 4 * TINY.layers
-    for module in (model.embedding, model.head):
-        assert "scaling_fwd" not in module.fp8_meta
+    assert "scaling_fwd" not in model.head.fp8_meta
     for _, module, columns in model.products():
         assert module.fp8_meta["scaling_fwd"].amax_history.amax(0)[[columns[0], columns[1]]].all()
-
-
-def test_the_table_is_a_lookup() -> None:
-    """The one-hot product is the byte's row plus the position's, in bf16; its gradient adds what came from each."""
-    model = language_model.ByteModel(TINY)
-    weight = model.embedding.get_parameter("weight")
-    text = torch.tensor([[7, 7], [9, 250], [7, 0]])
-    seen = []
-    handle = model.embedding.register_forward_hook(lambda module, args, out: seen.append(out))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(text, None)
-    handle.remove()
-    table = weight.detach().bfloat16().float().t()
-    wanted = table[text] + table[256 + torch.arange(3)][:, None]
-    # The tensor core keeps 25 bits of the larger term, bf16 rounds to 8: an error of at most half a bf16 ulp and a bit.
-    assert float(((seen[0].detach().float() - wanted).abs() / wanted.abs()).max()) <= 2**-8
-    seen[0].backward(torch.ones_like(seen[0]))
-    assert weight.grad is not None
-    counts = weight.grad[0]
-    assert [int(counts[byte]) for byte in (7, 9, 250, 0, 1)] == [3, 1, 1, 1, 0]
-    assert [int(counts[256 + place]) for place in range(4)] == [2, 2, 2, 0]
 
 
 def test_training_compares_both_sides_word_for_word() -> None:
     """The comparison itself, with the CPU as its own twin: equal, until a parameter of one side is touched."""
     text = corpus.read(5)
-    run = language_model.train(text, TINY, True, torch.device("cpu"))
+    run = watched.train(text, TINY, True, torch.device("cpu"))
     assert run.tally.equal
-    assert run.losses == language_model.train(text, TINY, True, None).losses  # a second side changes nothing
-    settings = TINY
-    sides = [language_model.Side(language_model.ByteModel(settings), settings, True) for _ in range(2)]
-    given, targets = language_model.lesson(text, settings, 0)
+    assert run.losses == watched.train(text, TINY, True, None).losses  # a second side changes nothing
+    sides = [Trainer(TINY, text) for _ in range(2)]
+    for side in sides:
+        side.train()
     with torch.no_grad():
-        sides[1].model.head.get_parameter("weight")[0, 0] += 1
-    outs = [side.forward(given) for side in sides]
-    for side, out in zip(sides, outs, strict=True):
-        side.backward(out, language_model.cross_entropy(out, targets)[1])
-    language_model._compare(run, sides[0], sides[1], (outs[0], outs[1]))
-    assert run.tally.different > 0
-
-
-def test_the_rate_rises_and_falls() -> None:
-    """FusedAdam's first step has the length of the rate, whatever the gradient."""
-    settings = replace(TINY, steps=50, warmup=10)
-    rates = [settings.rate(step) / settings.learning_rate for step in range(50)]
-    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert rates[10:25] == [1.0] * 15
-    assert rates[25:] == pytest.approx([(50 - step) / 25 for step in range(25, 50)])
-    side = language_model.Side(language_model.ByteModel(settings), settings, False)
-    before = [parameter.detach().clone() for parameter in side.model.parameters()]
-    for parameter in side.model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.25)
-    side.update(0.5)
-    for parameter, old in zip(side.model.parameters(), before, strict=True):
-        assert torch.allclose(old - parameter.detach(), torch.tensor(0.5), rtol=1e-6)  # fp32 has 24 bits
-
-
-def test_cross_entropy_is_its_own_derivative() -> None:
-    logits = torch.linspace(-2, 3, 256).repeat(2, 2, 1)
-    targets = torch.tensor([[0, 100], [200, 255]])
-    loss, gradient = language_model.cross_entropy(logits, targets)
-    reference = logits.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(reference.flatten(0, 1), targets.flatten())
-    expected.backward()
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
-    assert gradient.dtype == torch.bfloat16
-    assert torch.allclose(gradient.double(), reference.grad, rtol=2**-8, atol=0)  # bf16 has 8 bits
-
-
-def test_a_lesson_is_bytes_and_the_byte_after_each() -> None:
-    text = corpus.read(5)
-    given, after = language_model.lesson(text, TINY, 3)
-    assert given.shape == after.shape == (TINY.sequence, TINY.rows)
-    assert torch.equal(given[1:], after[:-1])
-    whole = text.data.tobytes()
-    for row in range(TINY.rows):
-        assert bytes([*given[:, row].tolist(), int(after[-1, row])]) in whole
+        sides[1].model.bytes.weight[0, 0] += 1
+    watched.compare(run.tally, *sides)
+    assert run.tally.different == 1
 
 
 def test_corpus_is_the_same_twice_and_in_order() -> None:
@@ -211,13 +147,13 @@ def test_corpus_is_the_same_twice_and_in_order() -> None:
     assert paths == corpus.sources()
     assert not any("site-packages" in path.parts for path in paths)
     text = corpus.read(10)
-    windows, targets = text.batch(7, 3, 32, 8)
-    again = text.batch(7, 3, 32, 8)
-    assert torch.equal(windows, again[0])
-    assert not torch.equal(windows, text.batch(7, 4, 32, 8)[0])
+    windows = text.batch(7, 3, 32, 8)
+    assert windows.shape == (9, 32)
+    assert torch.equal(windows, text.batch(7, 3, 32, 8))
+    assert not torch.equal(windows, text.batch(7, 4, 32, 8))
     whole = text.data.tobytes()
-    for window, target in zip(windows, targets, strict=True):
-        assert bytes([*window.tolist(), int(target)]) in whole
+    for window in windows.t():
+        assert bytes(window.tolist()) in whole
 
 
 def test_smoothing_is_a_mean_of_neighbours() -> None:

@@ -9,7 +9,8 @@ import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
 from optimized.bench.copies import DTYPES, Copies, in_turn, of_copy
 from optimized.bench.table import Table
-from reference.ops.activation import KINDS, width
+from reference.ops.activation import RECORDED as KINDS
+from reference.ops.activation import width
 
 NAME = "activation"
 WHAT = "activations, against a device copy"

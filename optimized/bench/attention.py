@@ -1,4 +1,7 @@
-"""Attention against cuDNN's through PyTorch, and the ops around it against a copy (docs/results/attention.json)."""
+"""Attention against cuDNN's through PyTorch, and the ops around it against a copy (docs/results/attention.json).
+
+python -m optimized.bench.attention_plot draws docs/attention.png from it; it needs no GPU.
+"""
 
 import functools
 from collections.abc import Callable
@@ -93,11 +96,16 @@ def run(progress: Progress = silent, repeats: int = 20) -> Payload:
     return {"ms": found, "provenance": measure.provenance(KERNELS)}
 
 
-def _flops(name: str, way: str) -> float:
+def sizes(name: str) -> dict[str, int]:
+    """b, h, hkv, s and d of a case of the payload."""
+    return {key: int(value) for key, _, value in (word.partition("=") for word in name.split()[:5])}
+
+
+def flops(name: str, way: str) -> float:
     """Those of a case of the payload."""
-    sizes = {key: int(value) for key, _, value in (word.partition("=") for word in name.split()[:5])}
-    pairs = sizes["b"] * sizes["h"] * sizes["s"] ** 2 * (0.5 if " causal" in name else 1.0)
-    return pairs * sizes["d"] * 2 * (2 if way == "forward" else 5)
+    of = sizes(name)
+    pairs = of["b"] * of["h"] * of["s"] ** 2 * (0.5 if " causal" in name else 1.0)
+    return pairs * of["d"] * 2 * (2 if way == "forward" else 5)
 
 
 def tables(payload: Payload) -> list[Table]:
@@ -107,7 +115,7 @@ def tables(payload: Payload) -> list[Table]:
         cells = [name.replace(" none", "").replace(" dropout=0.0", "")]
         for way in ("forward", "backward"):
             ours, theirs = times[way]["median"], times[f"cuDNN {way}"]["median"]
-            cells += [f"{ours:.3g}", f"{_flops(name, way) / ours / 1e9:.0f}", percent(theirs / ours)]
+            cells += [f"{ours:.3g}", f"{flops(name, way) / ours / 1e9:.0f}", percent(theirs / ours)]
         rows.append(cells)
     case = "b batch, h heads (hkv of keys), s sequence, d channels"
     columns = (case, "forward ms", "TFLOP/s", "of cuDNN", "backward ms", "TFLOP/s", "of cuDNN")

@@ -19,7 +19,7 @@ from optimized.bench.gemm import FFN, HIDDEN, TOKENS, fp8_calls
 from optimized.bench.table import Table, percent, table
 from optimized.ops import gemm_fused
 from optimized.ops.gemm_tile import Tile, multiprocessors, select_tile
-from reference.ops.activation import KINDS
+from reference.ops.activation import RECORDED as KINDS
 
 NAME = "gemm_epilogue"
 WHAT = "FP8 GEMMs with epilogues, against cuBLASLt"

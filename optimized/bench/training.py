@@ -13,7 +13,8 @@ from typing import Any
 from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.table import Table, table
 from optimized.training import corpus
-from optimized.training.model import ByteModel, Settings, Side, cross_entropy, held_out_loss, lesson
+from optimized.training.settings import Settings
+from optimized.training.trainer import Trainer
 
 NAME = "training"
 WHAT = "a small GPT's losses in bf16 and in FP8"
@@ -25,19 +26,15 @@ def train(
     settings: Settings, fp8: bool, text: corpus.Corpus, tick: Callable[[], object], device: str = "cuda"
 ) -> dict[str, Any]:
     """One run: the loss of each step, and after every `EVERY` steps the loss on held-out text, in nats per byte."""
-    seen, unseen = text.split()
-    side = Side(ByteModel(settings).to(device), settings, fp8)
+    trainer = Trainer(replace(settings, precision="delayed" if fp8 else "bf16"), text, device)
     losses, validation = [], []
-    for step in range(settings.steps):
-        windows, targets = lesson(seen, settings, step)
-        logits = side.forward(windows)
-        loss, gradient = cross_entropy(logits, targets)
-        side.learn(logits, gradient, step)
-        losses.append(round(loss, 4))
-        if (step + 1) % EVERY == 0:
-            validation.append([step + 1, round(held_out_loss(side, unseen), 4)])
+    for step in range(1, settings.steps + 1):
+        losses.append(trainer.train().mean())
+        if step % EVERY == 0:
+            validation.append([step, round(trainer.evaluate(), 4)])
         tick()
-    return {"precision": "FP8" if fp8 else "bf16", "train": losses, "validation": validation}
+    train = [round(float(loss), 4) for loss in losses]
+    return {"precision": "FP8" if fp8 else "bf16", "train": train, "validation": validation}
 
 
 def run(progress: Progress = silent, steps: int = STEPS) -> Payload:

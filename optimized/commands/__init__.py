@@ -1,7 +1,7 @@
 """The command `twin`: one file per subcommand, each with `SUMMARY`, `add_arguments(parser)` and `run(args, console)`.
 
 Exit codes: 0 success; 1 something that must be equal differs; 2 the request cannot be met, and one sentence on stderr
-says why; 130 the command was interrupted (`twin compile`).
+says why; 130 the command was interrupted (`twin compile`, `twin train`).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from rich.console import Console
 from reference import files
 from reference.version import __version__
 
-SUBCOMMANDS = ("walkthrough", "parity", "replay", "bench", "compile", "info")
+SUBCOMMANDS = ("walkthrough", "train", "parity", "replay", "bench", "compile", "info")
 
 
 class CommandError(Exception):

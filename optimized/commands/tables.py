@@ -26,9 +26,11 @@ _MODULES = (
     "adam",
     "layer",
     "layer_sweep",
+    "stats",
     "timeline",
     "single_gpu",
     "training",
+    "train",
 )
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"{bench.__name__}.{name}") for name in _MODULES)
 
@@ -119,9 +121,12 @@ GROUPS = {
     "Attention": ("attention",),
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS),
-    "Training": ("single_gpu", "training"),
+    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats"),
+    "Training": ("single_gpu", "training", "train"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
+}
+PICTURES = {  # of a group, above its tables
+    "Attention": "![Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's](attention.png)"
 }
 
 
@@ -217,8 +222,9 @@ def equality() -> str:
 
 
 def everything() -> str:
-    """Every table by group, for docs/results.md."""
-    return "\n\n".join(f"## {title}\n\n{markdown(names)}" for title, names in GROUPS.items())
+    """Every table by group, with the group's picture, for docs/results.md."""
+    parts = ((f"## {title}", PICTURES.get(title), markdown(names)) for title, names in GROUPS.items())
+    return "\n\n".join(part for group in parts for part in group if part is not None)
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {

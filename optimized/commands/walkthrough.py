@@ -26,7 +26,7 @@ from optimized.commands.steps import Progress as StepProgress
 from optimized.commands.steps.style import styled
 from optimized.device import hopper
 from optimized.training import corpus
-from optimized.training.model import Settings
+from optimized.training.settings import Settings
 from reference import files
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"

@@ -3,38 +3,53 @@
 //     y   = act(x1), or act(x1) * x2 where gated
 //     dx1 = grad * act'(x1), or (grad * x2) * act'(x1) where gated, with dx2 = grad * act(x1)
 //
-// KIND: 0 gelu, 1 geglu, 2 relu, 3 silu, 4 swiglu. WIDE says whether x is a 16-bit value, for which act and act'
-// are the recorded fast forms, or an fp32 one (elementary.cuh).
+// KIND: 0 gelu, 1 geglu, 2 relu, 3 silu, 4 swiglu, 5 reglu, 6 srelu, 7 sreglu, 8 qgelu, 9 qgeglu, 10 glu. WIDE says
+// whether x is a 16-bit value, for which gelu's and silu's act and act' are the recorded fast forms, or an fp32 one
+// (elementary.cuh).
 #pragma once
 #include "wide.cuh"
 #include "elementary.cuh"
 
 namespace twin {
 
-#if KIND < 0 || KIND > 4
-#error "KIND is 0 (gelu), 1 (geglu), 2 (relu), 3 (silu) or 4 (swiglu)"
+#if KIND < 0 || KIND > 10
+#error "KIND is a number from 0 (gelu) to 10 (glu)"
 #endif
 
-constexpr bool kGated = KIND == 1 || KIND == 4;
+constexpr bool kGated = KIND == 1 || KIND == 4 || KIND == 5 || KIND == 7 || KIND >= 9;
 constexpr int kHalves = kGated ? 2 : 1;  // of a row of x and dx
+
+__device__ __forceinline__ float relu(float x) { return x <= 0.0f ? 0.0f : x; }  // NaN stays
 
 __device__ __forceinline__ float act(float x) {
 #if KIND <= 1
     return WIDE == 0 ? gelu_f32(x) : gelu(x);
-#elif KIND == 2
-    return x <= 0.0f ? 0.0f : x;  // NaN stays
-#else
+#elif KIND == 2 || KIND == 5
+    return relu(x);
+#elif KIND <= 4
     return WIDE == 0 ? silu_f32(x) : silu(x);
+#elif KIND <= 7
+    return relu(x) * relu(x);
+#elif KIND <= 9
+    return qgelu(x);
+#else
+    return sigmoid(x);
 #endif
 }
 
 __device__ __forceinline__ float derivative(float x) {
 #if KIND <= 1
     return WIDE == 0 ? dgelu_f32(x) : dgelu(x);
-#elif KIND == 2
+#elif KIND == 2 || KIND == 5
     return x > 0.0f ? 1.0f : act(x);
-#else
+#elif KIND <= 4
     return WIDE == 0 ? dsilu_f32(x) : dsilu(x);
+#elif KIND <= 7
+    return relu(x) * 2.0f;
+#elif KIND <= 9
+    return dqgelu(x);
+#else
+    return dsigmoid(x);
 #endif
 }
 

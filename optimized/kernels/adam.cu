@@ -9,7 +9,7 @@
 // grad and rounded (which may be null) are WIDE, m and v fp32, p fp32 (MASTER 1) or WIDE (MASTER 0). Bound by memory: a
 // thread takes eight neighbours, 16 bytes a load. Blocks are numbered through all tensors, those of tensor i from
 // first_block on. The table is a kernel argument by value.
-#include "wide.cuh"
+#include "multi_tensor.cuh"
 
 using namespace twin;
 
@@ -18,9 +18,6 @@ using param_t = float;
 #else
 using param_t = wide_t;
 #endif
-
-constexpr int kThreads = 256;
-constexpr int kElements = 8;
 
 struct Entry {
     const wide_t* grad;
@@ -36,67 +33,10 @@ struct Table {
     Entry tensors[CAPACITY];
 };
 
-template <class T>
-struct alignas(16) Sixteen {
-    T element[16 / sizeof(T)];
-};
-
-template <class T>
-__device__ __forceinline__ float wide_of(T x) {
-    if constexpr (sizeof(T) == 4) return x;
-    else return widen(static_cast<wide_t>(x));
-}
-
-template <class T>
-__device__ __forceinline__ T narrow_to(float x) {
-    if constexpr (sizeof(T) == 4) return x;
-    else return narrow(x);
-}
-
-// Elements from `at` on; those from `count` on read as zero. `whole`: all eight exist, at an aligned address.
-template <class T>
-__device__ __forceinline__ void load(float (&value)[kElements], const T* x, long long at, long long count, bool whole) {
-    constexpr int lanes = 16 / sizeof(T);
-    if (whole) {
-#pragma unroll
-        for (int i = 0; i < kElements; i += lanes) {
-            const Sixteen<T> part = *reinterpret_cast<const Sixteen<T>*>(x + at + i);
-#pragma unroll
-            for (int j = 0; j < lanes; j++) value[i + j] = wide_of(part.element[j]);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++) value[i] = at + i < count ? wide_of(x[at + i]) : 0.0f;
-    }
-}
-
-template <class T>
-__device__ __forceinline__ void store(T* x, const float (&value)[kElements], long long at, long long count,
-                                      bool whole) {
-    constexpr int lanes = 16 / sizeof(T);
-    if (whole) {
-#pragma unroll
-        for (int i = 0; i < kElements; i += lanes) {
-            Sixteen<T> part;
-#pragma unroll
-            for (int j = 0; j < lanes; j++) part.element[j] = narrow_to<T>(value[i + j]);
-            *reinterpret_cast<Sixteen<T>*>(x + at + i) = part;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kElements; i++)
-            if (at + i < count) x[at + i] = narrow_to<T>(value[i]);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads) adam(
     const __grid_constant__ Table table, int tensors, float lr, float beta1, float rest1, float beta2, float rest2,
     float eps, float decay, float c1, float c2, int decoupled) {
-    // The last tensor whose first block is not beyond this one.
-    int at = 0;
-    for (int step = CAPACITY / 2; step > 0; step /= 2)
-        if (at + step < tensors && table.tensors[at + step].first_block <= static_cast<int>(blockIdx.x)) at += step;
-    const Entry& t = table.tensors[at];
+    const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
     const long long first =
         (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
     if (first >= t.count) return;

@@ -3,9 +3,12 @@
 // q [b, h, sq, d], k and v [b, hkv, skv, d] of bf16 or fp16 through tensor maps (any strides); out the same; m and
 // inv fp32 [b, h, sq]. Definition, order and rounding points: reference/ops/attention.py.
 //
-// A tile is 128 queries of one head: 64 for each of two consumer warpgroups, while a producer keeps keys and values
-// coming, 128 of each at a time. Scores, weights and the accumulator stay in registers: the weights are the A operand
-// of the second GEMM just as they lie.
+// A tile is 192 queries of one head: 64 for each of three consumer warpgroups, while a producer keeps keys and values
+// coming, 128 of each at a time. A warpgroup multiplies, weighs, multiplies, one after the other; the three are at
+// different steps, which keeps the tensor cores busy. Scores, weights and the accumulator stay in registers: the weights
+// are the A operand of the second GEMM just as they lie. A tile has queries of two of the definition's blocks of 128;
+// each warpgroup takes the keys that its own block visits.
+//
 // Blocks stay, one on each multiprocessor, and take tile after tile, by tickets, from longer to shorter ones; the
 // producer is ahead of the consumers, in the next tile as well. Without tickets, there is a block for each tile.
 // Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
@@ -17,7 +20,9 @@
 
 using namespace twin;
 
-constexpr int kChunk = kTileRows * 128;
+constexpr int kConsumers = 3;            // warpgroups
+constexpr int kQueries = 64 * kConsumers;  // of a tile
+constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128;
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
@@ -27,7 +32,7 @@ struct Tile {
 };
 
 struct __align__(1024) Shared {
-    unsigned char q[Q_STAGES][D_CHUNKS * kChunk];
+    unsigned char q[Q_STAGES][D_CHUNKS * kQueryChunk];
     unsigned char k[STAGES][D_CHUNKS * kChunk];
     unsigned char v[STAGES][N_OUT / 64 * kChunk];
     Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], tile_box[2];
@@ -35,17 +40,30 @@ struct __align__(1024) Shared {
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
+// The blocks of keys that the block of queries with this one visits; none if there is no such query.
+__device__ __forceinline__ Range visited_by(const Arguments& a, int query) {
+    return query < a.sq ? visited(a, query & -kTileRows) : Range{0, 0};
+}
+
+// Those that one of a tile's queries visits: of its first query's block, or of its last one's.
+__device__ __forceinline__ Range visited_by_tile(const Arguments& a, int first) {
+    const Range one = visited_by(a, first);
+    const Range other = visited_by(a, min(first + kQueries, a.sq) - 1);
+    if (!other.any()) return one;
+    return one.any() ? Range{min(one.from, other.from), max(one.to, other.to)} : other;
+}
+
 // The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
 // first, which have most to do.
 __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
-    const int query_blocks = (a.sq + kTileRows - 1) / kTileRows, columns = (a.d + N_OUT - 1) / N_OUT;
+    const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + N_OUT - 1) / N_OUT;
     const int all_heads = a.batches * a.heads, width = query_blocks * columns;
     if (rank >= all_heads * width) return {0, 0, -1, 0, {0, 0}};
     const int before = rank / (a.together * width) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
-    const int first = (query_blocks - 1 - block / columns) * kTileRows;
-    return {first, head / a.heads, head % a.heads, block % columns * N_OUT, visited(a, first)};
+    const int first = (query_blocks - 1 - block / columns) * kQueries;
+    return {first, head / a.heads, head % a.heads, block % columns * N_OUT, visited_by_tile(a, first)};
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
@@ -59,20 +77,20 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         mbarrier_arrive(shared_address(&shared.tile_box[tiles.index].full));
         if (tile.head < 0) break;
         next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
-        const auto load = [&](Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int chunks, int x,
-                              int row, int head) {
+        const auto load = [&](Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int chunks,
+                              int bytes, int x, int row, int head) {
             const unsigned full = shared_address(&box.full);
             box.wait_empty(parity);
-            mbarrier_arrive_expect_tx(full, chunks * kChunk);
+            mbarrier_arrive_expect_tx(full, chunks * bytes);
             for (int c = 0; c < chunks; c++)
-                load_chunk(shared_address(to) + c * kChunk, map, full, x + 64 * c, row, head, tile.batch);
+                load_chunk(shared_address(to) + c * bytes, map, full, x + 64 * c, row, head, tile.batch);
         };
         const int key_head = tile.head / a.group, s = queries.index;
-        load(shared.q_box[s], queries.parity, shared.q[s], q, D_CHUNKS, 0, tile.first, tile.head);
+        load(shared.q_box[s], queries.parity, shared.q[s], q, D_CHUNKS, kQueryChunk, 0, tile.first, tile.head);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
-            load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, 0, j * kTileRows, key_head);
-            load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, tile.column, j * kTileRows, key_head);
+            load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, kChunk, 0, j * kTileRows, key_head);
+            load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, kChunk, tile.column, j * kTileRows, key_head);
         }
     }
 }
@@ -83,24 +101,37 @@ struct Rows {
 };
 
 // Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key. Here those of keys beyond
-// a query's last one, and those that the mask hides ...
-__device__ __forceinline__ void hide(float (&s)[64], const Arguments& a, const unsigned char* mask, int row, int key) {
+// a query's last one, ...
+__device__ __forceinline__ void hide_after(float (&s)[64], const Arguments& a, int row, int key) {
     const int limits[2] = {key_limit(a, row), key_limit(a, row + 8)};
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
-        const int r = i / 2 % 2, column = key + i / 4 * 8 + i % 2;
-        bool hidden = column >= limits[r];
-        if (mask != nullptr && !hidden && row + 8 * r < a.sq) hidden = masked(a, mask, row + 8 * r, column);
-        if (hidden) s[i] = TWIN_HIDDEN;
-    }
+    for (int i = 0; i < 64; i++)
+        if (key + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = TWIN_HIDDEN;
 }
 
-// ... and here those of keys before a query's first one.
+// ... here those of keys before a query's first one ...
 __device__ __forceinline__ void hide_before(float (&s)[64], const Arguments& a, int row, int key) {
     const int limits[2] = {key_from(a, row), key_from(a, row + 8)};
 #pragma unroll
     for (int i = 0; i < 64; i++)
         if (key + i / 4 * 8 + i % 2 < limits[i / 2 % 2]) s[i] = TWIN_HIDDEN;
+}
+
+// ... and here those that the mask hides.
+__device__ __forceinline__ void hide_masked(float (&s)[64], const Arguments& a, const unsigned char* mask, int row,
+                                            int key) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        unsigned hidden = 0;  // in a loop, which takes few registers
+#pragma unroll 1
+        for (int n = 0; n < 32; n++) {
+            const int query = row + n / 2 % 2 * 8, column = key + 64 * half + n / 4 * 8 + n % 2;
+            if (query < a.sq && column < a.skv) hidden |= static_cast<unsigned>(masked(a, mask, query, column)) << n;
+        }
+#pragma unroll
+        for (int n = 0; n < 32; n++)
+            if (hidden >> n & 1) s[32 * half + n] = TWIN_HIDDEN;
+    }
 }
 
 // Scores to weights, in place; returns alpha of the two rows.
@@ -145,7 +176,7 @@ __device__ __forceinline__ void drop(float (&s)[64], const Generator& generator,
 __device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
 #pragma unroll
     for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(s, along_d(q, kChunk, step), along_d(k, kChunk, step), step > 0);
+        wgmma_k16<FORMAT, 0, 0>(s, along_d(q, kQueryChunk, step), along_d(k, kChunk, step), step > 0);
 }
 
 // Issue o += p v.
@@ -203,54 +234,42 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 #if BIAS
             add_bias<false>(s, a, tile.batch, tile.head, row, key);
 #endif
-            if (mask != nullptr || (j + 1) * kTileRows > key_limit(a, warp_row)) hide(s, a, mask, row, key);
+            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
             if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
+            if (mask != nullptr) hide_masked(s, a, mask, row, key);
             weigh(s, rows, alpha, factor(a));
             if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
         };
 
+        // Blocks of keys that other warpgroups visit and this one does not.
+        const auto skip = [&](int count) {
+            for (; count > 0; count--, keys.advance(), values.advance()) {
+                shared.k_box[keys.index].wait_full(keys.parity);
+                shared.k_box[keys.index].arrive_empty();
+                shared.v_box[values.index].wait_full(values.parity);
+                shared.v_box[values.index].arrive_empty();
+            }
+        };
+        const Range blocks = visited_by(a, tile.first + 64 * warpgroup);
+        if (blocks.any()) skip(blocks.from - tile.blocks.from);
         unsigned p[8][4];
         float s[64], alpha[2];
         shared.q_box[queries.index].wait_full(queries.parity);
-        if (tile.blocks.any()) {  // the first block: nothing to rescale
+        for (int j = blocks.from; j < blocks.to; j++, keys.advance(), values.advance()) {
             shared.k_box[keys.index].wait_full(keys.parity);
             wgmma_fence();
             score(s, q, shared_address(shared.k[keys.index]));
             wgmma_commit();
             wgmma_wait<0>();
-            wgmma_hold(s);
-            shared.k_box[keys.index].arrive_empty();
-            keys.advance();
-            soften(s, alpha, tile.blocks.from);
-#pragma unroll
-            for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
-        }
-        // While a block's scores become weights, the tensor cores are busy with the values of the block before.
-        for (int j = tile.blocks.from + 1; j < tile.blocks.to; j++, keys.advance(), values.advance()) {
-            shared.k_box[keys.index].wait_full(keys.parity);
-            wgmma_fence();
-            score(s, q, shared_address(shared.k[keys.index]));
-            wgmma_commit();
-            shared.v_box[values.index].wait_full(values.parity);
-            wgmma_fence();
-            add_values(o, p, shared_address(shared.v[values.index]));
-            wgmma_commit();
-            wgmma_wait<1>();
             wgmma_hold(s);
             shared.k_box[keys.index].arrive_empty();
             soften(s, alpha, j);
-            wgmma_wait<0>();
-            wgmma_hold(o);
-            shared.v_box[values.index].arrive_empty();
             if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
                 for (int i = 0; i < N_OUT / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
             }
 #pragma unroll
             for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
-        }
-        shared.q_box[queries.index].arrive_empty();
-        if (tile.blocks.any()) {
             shared.v_box[values.index].wait_full(values.parity);
             wgmma_fence();
             add_values(o, p, shared_address(shared.v[values.index]));
@@ -258,34 +277,35 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             wgmma_wait<0>();
             wgmma_hold(o);
             shared.v_box[values.index].arrive_empty();
-            values.advance();
         }
+        shared.q_box[queries.index].arrive_empty();
         store(o, rows, a, out, m, inv, row, tile);
+        skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
               const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, int* ticket,
               unsigned short* out, float* m, float* inv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
-        for (Mailbox& box : shared.q_box) box.init(1, 4 * kWarpgroups);
-        for (Mailbox& box : shared.k_box) box.init(1, 4 * kWarpgroups);
-        for (Mailbox& box : shared.v_box) box.init(1, 4 * kWarpgroups);
-        for (Mailbox& box : shared.tile_box) box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.q_box) box.init(1, 4 * kConsumers);
+        for (Mailbox& box : shared.k_box) box.init(1, 4 * kConsumers);
+        for (Mailbox& box : shared.v_box) box.init(1, 4 * kConsumers);
+        for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers);
         fence_mbarrier_init();
     }
     __syncthreads();
     wait_for_grid_before();
 
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    if (warpgroup == kWarpgroups) {
-        setmaxnreg_dec<40>();
-        if (threadIdx.x == 128 * kWarpgroups) produce(shared, &q, &k, &v, a, ticket);
+    if (warpgroup == kConsumers) {
+        setmaxnreg_dec<32>();
+        if (threadIdx.x == 128 * kConsumers) produce(shared, &q, &k, &v, a, ticket);
     } else {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<160>();
         consume(shared, a, out, m, inv, warpgroup);
     }
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ float bias_value(const void* values, long long at) {
 }
 
 // Calls `each` with every accumulator's number, 8 at a time, as far as there are columns. The branch keeps the compiler
-// from loading more values at once than there are registers for.
+// from having more values at once than there are registers for.
 template <int kCount, class Each>
 __device__ __forceinline__ void in_columns(int columns, const Each& each) {
 #pragma unroll
@@ -53,15 +53,16 @@ __device__ __forceinline__ void add_bias_values(float (&s)[kCount], const Argume
 template <bool kKeysAreRows, int kCount>
 __device__ __forceinline__ void add_bias(float (&s)[kCount], const Arguments& a, int batch, int head, int row,
                                          int column) {
+    // So that the forward keeps no address from tile to tile, for which it has no registers.
+    if constexpr (!kKeysAreRows) asm volatile("" : "+r"(row), "+r"(column), "+r"(head));
     if (a.bias == nullptr) {
         const float slope = __ldg(a.slopes + batch * a.slope_b + head);
         const int apart = kKeysAreRows ? column + a.diagonal - row : row + a.diagonal - column;
-#pragma unroll
-        for (int n = 0; n < kCount; n++) {
+        in_columns<kCount>((kKeysAreRows ? a.sq : a.skv) - (column & -8), [&](int n) {
             const int down = n / 2 % 2 * 8, across = n / 4 * 8 + n % 2;
             const int distance = apart + (kKeysAreRows ? across - down : down - across);
             s[n] = biased(s[n], a.c, __fmul_rn(slope, static_cast<float>(-abs(distance))));
-        }
+        });
     } else if (a.bias_is_fp32) {
         add_bias_values<kKeysAreRows, true>(s, a, batch * a.bias_b + head * a.bias_h, row, column);
     } else {

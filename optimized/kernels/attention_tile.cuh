@@ -29,8 +29,8 @@
 
 namespace twin {
 
-constexpr int kTileRows = 128;   // queries, or keys, of a block: 64 for each of two consumer warpgroups
-constexpr int kWarpgroups = 2;
+constexpr int kTileRows = 128;  // queries, or keys, of a block
+constexpr int kWarpgroups = 2;  // of the backward, with 64 rows each
 #define TWIN_HIDDEN __int_as_float(static_cast<int>(0xFF800000u))  // the score of a hidden pair, -inf
 constexpr float kLowest = -1.2676506002282294e30f;  // -2^100
 
@@ -57,10 +57,8 @@ struct Arguments {
 #endif
 };
 
-constexpr bool kBiased = BIAS;  // the scores are what `add_bias` of attention_bias.cuh makes of them
-
-// What a weight's exponent has of a score.
-__device__ __forceinline__ float factor(const Arguments& a) { return kBiased ? 1.0f : a.c; }
+// What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
+__device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
 
 // A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`.
 __device__ __forceinline__ void load_chunk(unsigned destination, const CUtensorMap* map, unsigned full, int x, int row,

@@ -6,6 +6,7 @@
 //   rsqrt(x)        1 / sqrt(x), two IEEE roundings  fp32 -> fp32   once a row
 //   gelu, dgelu, silu, dsilu                         a 16-bit value -> fp32, the recorded fast forms
 //   gelu_f32, dgelu_f32, silu_f32, dsilu_f32         fp32 -> fp32
+//   sigmoid, dsigmoid, qgelu, dqgelu                 fp32 -> fp32; a 16-bit value is widened, exactly
 //
 // Two kinds of arithmetic. The forms of a 16-bit value use the special function unit freely: the reference
 // replays all 65,536 words recorded on an H200. Everything that reads fp32 uses correctly rounded operations
@@ -28,6 +29,8 @@ constexpr float kGrid15 = 384.0f;                     // 1.5 2^8: to a multiple 
 // tanh-GELU is x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) = x (kGelu1 + kGelu3 x^2).
 constexpr float kGelu1 = 1.5957691216057308f;
 constexpr float kGeluSlope = 0.21406444881780075f;     // z' = kGelu1 + kGeluSlope x^2
+constexpr float kQGelu = 1.702f;                      // qgelu is x sigmoid(kQGelu x)
+constexpr float kQGeluLog2e = 2.4554669595930155f;  // the same times log2(e)
 constexpr float kGelu1Log2e = 2.302208198144325f;  // the same times log2(e)
 constexpr float kGelu3Log2e = 0.1029432395800235f;
 
@@ -120,6 +123,31 @@ __device__ __forceinline__ float dsilu_f32(float x) {
     const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
     const float r = reciprocal_1_2(1.0f + e), h = e * r;
     return __fmaf_rn(r * h, x, x < 0.0f ? h : r);
+}
+
+__device__ __forceinline__ float qgelu(float x) {
+    const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kQGeluLog2e, -127.0f));
+    const float r = reciprocal_1_2(1.0f + e);
+    return (x * (x < 0.0f ? e : 1.0f)) * r;
+}
+
+__device__ __forceinline__ float dqgelu(float x) {
+    const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kQGeluLog2e, -127.0f));
+    const float r = reciprocal_1_2(1.0f + e), h = e * r;
+    return __fmaf_rn((r * h) * kQGelu, x, x < 0.0f ? h : r);
+}
+
+// NaN where x is: no factor x brings it back here.
+__device__ __forceinline__ float sigmoid(float x) {
+    const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
+    const float r = reciprocal_1_2(1.0f + e);
+    return x != x ? x : x < 0.0f ? e * r : r;
+}
+
+__device__ __forceinline__ float dsigmoid(float x) {
+    const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kLog2e, -127.0f));
+    const float r = reciprocal_1_2(1.0f + e), h = e * r;
+    return x != x ? x : r * h;
 }
 
 }  // namespace twin

@@ -17,6 +17,7 @@ from optimized.ops.dbias import add_blocks, new_partial
 from reference.ops.activation import (
     GATED,
     KINDS,
+    RECORDED,
     activation_backward_outputs,
     activation_outputs,
     backward_cast_outputs,
@@ -27,7 +28,9 @@ from reference.ops.cast import Scaling
 from reference.ops.cast_transpose import Four, Three
 from reference.ops.library import on_cuda
 
-KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}  # the macro of kernels/activation.cuh
+# The macro of kernels/activation.cuh.
+KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
+KIND |= {"reglu": 5, "srelu": 6, "sreglu": 7, "qgelu": 8, "qgeglu": 9, "glu": 10}
 _THREADS = 128
 _ROWS = 4  # that a block of kernels/activation.cu computes
 # A tile of kernels/activation_cast_transpose.cu has 64 rows of 256 bytes, and 64 bytes of padding after each 16 rows.
@@ -55,9 +58,13 @@ def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> launc
     return launch.function(name, name, {**macros, "BLOCKS": _BLOCKS[matrices]}, matrices * _TILE_BYTES, _CARVEOUT)
 
 
+_MORE = KINDS[len(RECORDED) :]
+# What the CPU suite compiles: of the kinds that differ from others in one function only, no fp32 and fp16 but of glu.
+_CHOICES = [*itertools.product(RECORDED, WIDE), *itertools.product(_MORE, [torch.bfloat16])]
+_CHOICES += [("glu", torch.float16), ("glu", torch.float32)]
 CONFIGURATIONS = [
-    *(_plain("forward_kernel", *choice).configuration for choice in itertools.product(KINDS, WIDE, (0, 1))),
-    *(_casting(*choice).configuration for choice in itertools.product(KINDS, WIDE, FP8, (False, True))),
+    *(_plain("forward_kernel", *choice, vector).configuration for choice in _CHOICES for vector in (0, 1)),
+    *(_casting(*x, *cast).configuration for x in _CHOICES for cast in itertools.product(FP8, (False, True))),
 ]
 
 

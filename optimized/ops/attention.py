@@ -16,7 +16,8 @@ from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-THREADS = 384
+QUERIES = 192  # of a tile: 64 for each consumer warpgroup
+_THREADS = 512
 SLACK = 1024  # bytes of shared memory after the tiles: barriers, and what the alignment of the structure adds
 L2 = 32 << 20  # bytes of tensors that stay in the H100's 50 MiB of L2
 MAX_GRID_Y = 65535
@@ -67,8 +68,8 @@ def _kernels(
     more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
     macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **more)
     chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
-    tiles = (q_stages + stages) * chunks + stages * columns // 64
-    kernel = launch.function("attention", "attention", macros, tiles * BLOCK * 128 + SLACK)
+    rows = q_stages * chunks * QUERIES + (stages * chunks + stages * columns // 64) * BLOCK
+    kernel = launch.function("attention", "attention", macros, rows * 128 + SLACK)
     return kernel, launch.function("attention", "attention_ticket", macros)
 
 
@@ -171,10 +172,10 @@ def attention(
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
-        maps = [tensor_map(x, BLOCK).argument for x in inputs]
+        maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, (QUERIES, BLOCK, BLOCK), strict=True)]
         sunk = any(x is not None for x in options[9:])
         kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, is_biased(options), sunk)
-        tiles, index = -(-sq // BLOCK) * b * h * -(-d // 128), q.device.index
+        tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
         if ticket is not None:
@@ -182,7 +183,7 @@ def attention(
         args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
         args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         early = ticket is not None
-        launch.launch(kernel, (blocks,), (THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
+        launch.launch(kernel, (blocks,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
     if threshold(dropout):

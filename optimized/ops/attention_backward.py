@@ -19,6 +19,7 @@ from reference.ops.attention_backward import outputs
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
+_THREADS = 384
 WIDE = 256  # the head dimension that takes attention_backward_wide.cu
 _STREAM_ROWS = 64  # kStreamRows of the wide kernel
 _DOT_ROWS = 8  # queries of a block of its `dots`
@@ -145,9 +146,7 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
             launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
         args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
         works = min(count * blocks, launch.processors(index))
-        launch.launch(
-            kernel, (works,), (attention.THREADS,), args, kernel.max_dynamic_smem, device=index, early=not drops
-        )
+        launch.launch(kernel, (works,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=not drops)
 
     args = [of(dq), space, dq.data_ptr()]
     kernel = _end_kernel(q.dtype, capacity, "attention_dq")
@@ -186,4 +185,4 @@ def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors,
         args: list[Any] = [*(one.argument for one in maps), launch.by_value(arguments)]
         args += [tensor.data_ptr() for tensor in (softmax, dots, *written)]
         grid = (-(-rows // BLOCK), b * count, -(-d // 128))
-        launch.launch(kernel, grid, (attention.THREADS,), args, kernel.max_dynamic_smem, device=index)
+        launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=index)

@@ -2,7 +2,7 @@
 
 Inputs come from Philox, so a case is the same on every machine and a recording has only outputs. A `live` case would
 take too long to replay: it runs where there is a GPU to compare with. Here are casts, the scale update and GEMMs;
-`cases_ops` has the other ops, `cases_layers` the layers.
+`cases_ops` and `cases_optimizers` have the other ops, `cases_layers` the layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from optimized.recordings import cases_layers, cases_ops
+from optimized.recordings import cases_layers, cases_ops, cases_optimizers
 from optimized.recordings.case import (
     FP8,
     HALVES,
@@ -28,7 +28,8 @@ from optimized.recordings.case import (
     state,
 )
 from reference import philox
-from reference.ops.activation import GATED, KINDS
+from reference.ops.activation import GATED
+from reference.ops.activation import RECORDED as KINDS
 from reference.ops.cast_transpose import cast_outputs
 
 twin = torch.ops.twin
@@ -80,6 +81,18 @@ def casts() -> Iterator[Case]:
     for wide, rows in product(WIDE, (1, 63, 64, 65, 1000)):
         yield Case("dbias", f"{short(wide)} [{rows}, 48]", partial(_dbias, (rows, 48), wide))
         yield Case("amax", f"{short(wide)} [{rows}, 48]", partial(_amax, (rows, 48), wide))
+
+    for wide, dtype in product(WIDE, FP8):
+        run = partial(_cast_stats, partial(every_word, wide), dtype)
+        title = f"{short(wide)} to {short(dtype)}, 65,536 words"
+        yield Case("cast_stats", title, run, live=True)  # not recorded yet
+
+
+def _cast_stats(make: Callable[[], torch.Tensor], dtype: torch.dtype, device: torch.device) -> Outputs:
+    x = make().to(device)
+    q, scale_inv = twin.cast(x, torch.tensor([37.5], device=device), None, 0, dtype)
+    found = named("counts sums", twin.cast_stats(x, q, scale_inv))
+    return found | named("plain_counts plain_sums", twin.cast_stats(x, None, None))
 
 
 def _dbias(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Outputs:
@@ -209,10 +222,11 @@ def fused() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Every case of the three files, op by op."""
+    """Every case of the four files, op by op."""
     yield from casts()
     yield from updates()
     yield from products()
     yield from fused()
     yield from cases_ops.cases()
+    yield from cases_optimizers.cases()
     yield from cases_layers.cases()

@@ -21,7 +21,7 @@ from optimized.recordings.case import (
 )
 from reference import philox
 from reference.ops.activation import GATED
-from reference.ops.activation import KINDS as ACTIVATIONS
+from reference.ops.activation import RECORDED as ACTIVATIONS
 from reference.ops.adam import correction
 from reference.ops.norm import KINDS as NORMS
 

@@ -16,6 +16,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 class Player(autograd.Plain):
     """What `optimized` registers in `reference.nn.autograd`, in place of `Plain`, which always runs a pair."""
 
+    def prepare(self, pair: Any, plan: Any, context: Any, tensors: Saved, backward: Any) -> None:
+        ahead.compile_plain(pair, backward, plan, context, tensors)
+
     def forward(self, pair: Any, plan: Any, context: Any, tensors: Saved, backward: Any) -> tuple[Any, Saved, Any]:
         # Hooks that move what is saved (offloading) or compare it (checkpoint) get tensors, not arenas.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -26,7 +29,7 @@ class Player(autograd.Plain):
             inputs = tuple(part for x in tensors for part in (x[:3] if isinstance(x, Quantized) else (x,)))
         # A pair without a module is a single op, which launches as fast by itself.
         if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
-            ahead.compile_plain(pair, backward, plan, context, tensors)
+            self.prepare(pair, plan, context, tensors, backward)
             return super().forward(pair, plan, context, tensors, backward)
         state, changed = context.state(backward=False)
 

@@ -1,18 +1,19 @@
-"""Real text without a download: the sources of Python's standard library, as bytes.
+"""Text to train on, as bytes: files of yours, or, without a download, the sources of Python's standard library.
 
-The files are in the order of their paths. Folders that differ between builds of one Python version (site-packages,
-tests) are left out, so that a version gives the same text on every machine. `Corpus.digest` identifies the text.
+Files are in the order of their paths. Folders that differ between builds of one Python version (site-packages, tests)
+are left out, so that a version gives the same text on every machine. `Corpus.digest` identifies the text.
 """
 
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from reference import philox
+from reference import files, philox
 
 SKIPPED = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
@@ -37,12 +38,11 @@ class Corpus:
         cut = len(self.data) - int(len(self.data) * held_out)
         return Corpus(self.data[:cut], self.files), Corpus(self.data[cut:], self.files)
 
-    def batch(self, seed: int, step: int, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows` windows at places drawn by seed and step: bytes int64 [rows, context], next byte int64 [rows]."""
+    def batch(self, seed: int, step: int, rows: int, context: int) -> torch.Tensor:
+        """`rows` windows at places drawn by seed and step, and the byte after each: uint8 [context + 1, rows]."""
         words = philox.element_words(seed, step * rows, rows)[0]
-        places = context + (words % (len(self.data) - context)).astype(np.int64)
-        windows = self.data[places[:, None] + np.arange(-context, 0)]
-        return torch.from_numpy(windows.astype(np.int64)), torch.from_numpy(self.data[places].astype(np.int64))
+        places = (words % (len(self.data) - context)).astype(np.int64)
+        return torch.from_numpy(self.data[np.arange(context + 1)[:, None] + places])
 
 
 def sources() -> list[Path]:
@@ -60,3 +60,23 @@ def read(limit: int | None = None) -> Corpus:
     """Read the sources, at most `limit` files."""
     paths = sources()[:limit]
     return Corpus(np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8), len(paths))
+
+
+def read_files(paths: Sequence[Path]) -> Corpus:
+    """Read files, and of folders every file inside whose name has no leading dot, in the order of their paths.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder; the text names it.
+        reference.files.Damaged: one cannot be read.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"the text {str(path)!r} is not there; a file, or a folder of files, is accepted.")
+        if path.is_dir():
+            inside = {one.relative_to(path): one for one in path.rglob("*") if one.is_file()}
+            shown = [one for one in inside if not any(part.startswith(".") for part in one.parts)]
+            found += [inside[one] for one in sorted(shown, key=lambda one: one.as_posix())]
+        else:
+            found.append(path)
+    return Corpus(np.frombuffer(b"".join(files.read(one) for one in found), np.uint8), len(found))

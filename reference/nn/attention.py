@@ -152,7 +152,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             `softmax_offset` (`reference.ops.attention_sink`).
         softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
-        attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is faster:
+        attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
             queries. Its bits may change with cuDNN's version, the GPU, and from run to run; its dropout draws from
             torch's generator. (Transformer Engine chooses by NVTE_FUSED_ATTN and similar variables.)

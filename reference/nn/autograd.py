@@ -25,6 +25,9 @@ Backward = Callable[..., Saved]
 class Plain:
     """Runs a pair's functions; `optimized` registers a subclass that repeats their launches without running them."""
 
+    def prepare(self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward) -> None:
+        """Called before somebody else runs a pair's functions: what `forward` does before it runs them itself."""
+
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
     ) -> tuple[Any, Saved, Any]:
@@ -93,7 +96,7 @@ def differentiable(
     """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`."""
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
-    updates = stateful and not recompute.replaying() and here().first_module_pending
+    updates = stateful and here().first_module_pending and not recompute.replaying()
     out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
     if updates:
         here().first_module_pending = False

@@ -125,7 +125,11 @@ def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
     """Whether `mlp_block` can run it."""
-    return uses_default_forward(mlp, LayerNormMLP) and mlp.return_layernorm_output == residual_is_norm
+    return (
+        uses_default_forward(mlp, LayerNormMLP)
+        and mlp.return_layernorm_output == residual_is_norm
+        and not mlp.checkpoint  # which its own forward does
+    )
 
 
 def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:

@@ -42,6 +42,21 @@ class Checkpointed(WithFP8State):
             if not keep_vars:
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Take codes and scale_inv of a weight that is kept in FP8, as Hugging Face's `from_pretrained` sets them."""
+        weight = self._parameters.get(name.removesuffix("_scale_inv"))
+        if param is None or not isinstance(weight, Float8Tensor) or isinstance(param, Float8Tensor):
+            super().register_parameter(name, param)
+        elif name.endswith("_scale_inv"):
+            weight._kept.scale_inv = param.detach()
+        elif param.dtype == FP8:
+            state, column = self.fp8_meta["scaling_fwd"], self.fp8_weights[name]
+            kept = Float8Tensor.of_codes(param.detach(), weight._scale_inv, weight.dtype, state, column)
+            self._parameters[name] = made = torch.nn.Parameter(kept, requires_grad=weight.requires_grad)
+            vars(made).update((key, value) for key, value in vars(param).items() if key not in vars(made))
+        else:
+            super().register_parameter(name, param)
+
     def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
         """Refuse broken entries of this module in a checkpoint; `assign`: they will replace the parameters."""
         for name, parameter in self._parameters.items():

@@ -77,6 +77,8 @@ def is_prepared(module: torch.nn.Module) -> bool:
 def activation_dtype(x: torch.Tensor) -> torch.dtype:
     """torch.autocast's dtype where that is on, otherwise x's."""
     side = x.device.type
+    if side == "meta":  # which has no torch.autocast
+        return x.dtype
     return torch.get_autocast_dtype(side) if torch.is_autocast_enabled(side) else x.dtype
 
 
@@ -88,7 +90,7 @@ def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module
             f"{layer}: encoder_output has a batch of {x.shape[batch]} and hidden_states of "
             f"{hidden_states.shape[batch]}; equal ones are accepted."
         )
-    if x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != hidden_states.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         raise TypeError(
             f"{layer}: encoder_output is {x.dtype} and hidden_states {hidden_states.dtype}; one dtype is accepted."
         )

@@ -13,7 +13,7 @@ import torch
 
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.notice import say_once
-from reference.quantized import Quantized
+from reference.quantized import Quantized, Transposed, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 
@@ -74,13 +74,14 @@ class ModuleContext:
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
     following: None = None
 
-    __slots__ = ("_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
+    __slots__ = ("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
 
     def __init__(
         self, module: "TransformerEngineBaseModule", precision: Precision, is_first_microbatch: bool | None = None
     ) -> None:
         self.module, self._precision = module, precision
         self.gemms, self.fp8 = precision.gemms, precision.fp8
+        self._is_first = is_first_microbatch is True
         self.is_first_microbatch = is_first_microbatch if precision.fp8 else None
         self.kind: Hashable = (precision.kind, self.is_first_microbatch)
 
@@ -93,6 +94,11 @@ class ModuleContext:
         """See the attributes of the class."""
         reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
         return reads_all and not self.module.fuse_wgrad_accumulation
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of its quantizers; None in 16 bits."""
+        return self._precision.recipe
 
     @property
     def stateful(self) -> "TransformerEngineBaseModule | None":
@@ -126,9 +132,16 @@ class ModuleContext:
             self.module._fp8_workspaces[name] = found
         return found
 
-    def main_grad(self, name: str) -> torch.Tensor | None:
-        """The tensor to which a weight's gradient is added, with `fuse_wgrad_accumulation`."""
-        return self.module.main_grad(name)
+    def weight_grad(self, gemm: int, name: str, g: Quantized, x: Transposed, dtype: torch.dtype) -> torch.Tensor | None:
+        """dw in `dtype`; with `fuse_wgrad_accumulation` dw is added to main_grad, and the result is what .grad gets."""
+        how, main_grad = self.gemms[gemm].how, self.module.main_grad(name)
+        if main_grad is None:
+            return wgrad(g, x, dtype, how, None)
+        weight = self.module._parameters[name]
+        if self._is_first or getattr(weight, "overwrite_main_grad", False):
+            main_grad.zero_()
+        wgrad(g, x, dtype, how, main_grad)
+        return grad_of_accumulated(weight)
 
     def _cached(self) -> list[Quantized]:
         """The weights that an earlier microbatch has cast, if this one uses them."""
@@ -149,6 +162,23 @@ class ModuleContext:
                 codes=copies[0], codes_t=copies[1], scales=copies[2]
             )
         return found
+
+
+def grad_of_accumulated(weight: Any) -> torch.Tensor | None:
+    """What a weight's `.grad` gets whose gradient was added to main_grad: nothing, or zeros in Megatron's convention.
+
+    A weight with an attribute `grad_added_to_main_grad` belongs to a data parallelism that waits for its hooks, which
+    run only if there is a gradient. Transformer Engine returns memory without numbers, or zeros with `zero_out_wgrad`.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a weight with an attribute grad_added_to_main_grad under torch.compile is not offered: a compiled "
+            "backward would set the attribute once, when it is traced; eager mode is accepted."
+        )
+    weight.grad_added_to_main_grad = True
+    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 class WeightRequest(NamedTuple):

@@ -56,9 +56,9 @@ class Generator(torch.nn.Module):
 
         `device` is the input's: a loader that replaces parameters one by one leaves the state on the meta device.
         """
-        thread = here()
-        if thread.replaying:
-            if thread.replaying[-1].draws:  # as the first run did, so that torch's own dropout after it repeats, too
+        thread, again = here(), recompute.frame_replaying()
+        if again is not None:
+            if again.draws:  # as the first run did, so that torch's own dropout after it repeats, too
                 philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":

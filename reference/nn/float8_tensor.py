@@ -125,8 +125,9 @@ class _Kept:
         """Scale and amax history."""
         if self.meta is None:
             raise RuntimeError(
-                "Float8Tensor: a weight is written or copied inside torch.compile, where it has no scale; an optimizer "
-                "outside of it is accepted."
+                "Float8Tensor: a weight kept in FP8 is written or copied inside torch.compile, where it has no scale; "
+                "an optimizer that does not compile its step is accepted: te.optimizers.FusedAdam or torch.optim's, "
+                "not torchao's AdamW8bit."
             )
         return self.meta
 

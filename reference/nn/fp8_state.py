@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from reference import model_init, recompute, scaling
-from reference.autocast import AutocastState, current
+from reference.autocast import AutocastState
 from reference.nn.float8_tensor import Float8Tensor
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
@@ -62,16 +62,22 @@ class WithFP8State(torch.nn.Module):
         parameters: dict[str, Any] = self._parameters
         return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
 
-    def init_fp8_metadata(self) -> AutocastState:
-        """Create or resize the FP8 state for the current autocast, if necessary, and return that autocast."""
-        state = current()
+    def init_fp8_metadata(self) -> tuple[AutocastState, bool]:
+        """Create or resize the FP8 state for the current autocast, if necessary.
+
+        Returns:
+            that autocast, and whether a checkpoint is active.
+        """
+        compiling = torch.compiler.is_compiling()
+        state, checkpointed, again = recompute.settings(self, compiling)
         if self.in_high_precision:
             state = replace(state, enabled=False, calibrating=False)
         elif self.own_recipe is not None:
             state = replace(state, recipe=self.own_recipe)
-        recompute.refuse_foreign_recompute(self, state.enabled or self.fp8)
+        if not compiling and (state.enabled or self.fp8):  # a compiler traces forward only
+            recompute.refuse_foreign_recompute(self)
         # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
-        if torch.compiler.is_compiling() or self.fp8 != state.enabled:
+        if compiling or self.fp8 != state.enabled:
             if state.enabled:
                 self._check_fp8_sizes("under FP8 autocast")
             self.fp8 = state.enabled
@@ -79,11 +85,11 @@ class WithFP8State(torch.nn.Module):
             rows = state.recipe.history_rows
             if self._history_rows != rows and rows is not None:
                 _make_state(id(self), rows)
-                self._history_rows = None if torch.compiler.is_compiling() else rows
+                self._history_rows = None if compiling else rows
             self.fp8_meta["recipe"] = state.recipe
-            if not recompute.replaying():  # autograd's thread has no autocast that would update
+            if not again:  # autograd's thread has no autocast that would update
                 scaling.join(self, state.recipe, state.group)
-        return state
+        return state, checkpointed
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move FP8 state with the module, by device only, and drop cached weights."""

@@ -112,7 +112,8 @@ class _Norm(TransformerEngineBaseModule):
     Args:
         normalized_shape: size of the last dimension.
         eps: added to the variance.
-        sequence_parallel, sm_margin: only None, False and 0 are offered.
+        sequence_parallel: accepted as in Transformer Engine, without effect, because there is one rank.
+        sm_margin: only 0 is offered.
         params_dtype, dtype: of the parameters; None is torch's default dtype.
         zero_centered_gamma: keep γ − 1 in `weight`.
         hidden_size: older name of `normalized_shape`.
@@ -156,8 +157,10 @@ class _Norm(TransformerEngineBaseModule):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """γ = 1, β = 0; from the meta device, move to the default device first."""
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
+        """γ = 1, β = 0; from the meta device, move to the default device first. With `defer_init=True` do nothing."""
+        if defer_init:
+            return
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         reset_norm(self.weight, self.bias, self.zero_centered_gamma)

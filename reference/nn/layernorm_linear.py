@@ -18,7 +18,7 @@ from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, 
 from reference.nn.linear import LinearBase
 from reference.nn.parameters import InitMethod, Split
 from reference.ops.library import twin
-from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
+from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import NormPlan
 
 __all__ = ["LayerNormLinear"]
@@ -85,7 +85,7 @@ def quantized_backward(
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
         dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[4:], residual_grad)
-    dw = wgrad(g, normed, plan.dtype, gemm.how, context.main_grad("weight")) if plan.needs[3] else None
+    dw = context.weight_grad(0, "weight", g, normed, plan.dtype) if plan.needs[3] else None
     return dx, dgamma, dbeta, dw
 
 
@@ -157,7 +157,11 @@ class LayerNormLinear(LinearBase):
         register_norm(self, self.in_features, dtype, device)
         super()._create_parameters(parts, dtype, device)
 
-    def reset_parameters(self) -> None:
+    @torch.no_grad()
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As `Linear.reset_parameters`; γ = 1 and β = 0, too."""
+        if defer_init:
+            return
         super().reset_parameters()
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from reference import recompute
 from reference.arguments import check_arguments
 from reference.nn import init
 from reference.nn.autograd import differentiable, wanted
@@ -23,7 +24,7 @@ from reference.nn.layernorm_linear import norm_output
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, forked, parameter_dtype
 from reference.ops.activation import GATED
-from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of, wgrad
+from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import ActivationPlan, NormPlan
 
 
@@ -94,12 +95,12 @@ def backward(
     normed, w1, a, w2 = (Transposed(*saved[i : i + 2]) for i in (0, 2, 4, 6))
     h = saved[8]
     g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=needs[5], dbias=needs[6])
-    dw2 = wgrad(g, a, dtype, fc2.how, context.main_grad("fc2_weight")) if needs[5] else None
+    dw2 = context.weight_grad(1, "fc2_weight", g, a, dtype) if needs[5] else None
     dx = dgamma = dbeta = dw1 = db1 = None
     if h is not None:
         activation = ActivationPlan(plan.activation, dtype, fc2.how)
         dh, db1 = fc1.grad.activation_grad(g, w2, h, activation, transpose=needs[3], dbias=needs[4])
-        dw1 = wgrad(dh, normed, dtype, fc1.how, context.main_grad("fc1_weight")) if needs[3] else None
+        dw1 = context.weight_grad(0, "fc1_weight", dh, normed, dtype) if needs[3] else None
         if any(needs[:3]):
             dnorm = dgrad(dh, w1, dtype, fc1.how)
             if len(grads) > 1:
@@ -117,13 +118,16 @@ class LayerNormMLP(TransformerEngineBaseModule):
     Args:
         hidden_size, ffn_hidden_size: sizes; in FP8 both must be multiples of 16. Any token count works.
         eps, normalization, zero_centered_gamma: as in `LayerNormLinear`.
-        activation: "gelu" (its tanh form), "geglu", "relu", "silu" or "swiglu".
+        activation: "gelu" (its tanh form), "geglu", "relu", "reglu", "silu", "swiglu", "srelu", "sreglu", "qgelu",
+            "qgeglu" or "glu" (`reference.ops.activation`).
         bias: fc1 and fc2 learn a bias.
         init_method, output_layer_init_method: called with fc1's, fc2's weight; None draws normal(0, 0.023).
         return_bias: leave fc2's bias out and return `(y, bias)`.
         return_layernorm_output: return `(y, norm(x))`.
         seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        checkpoint, activation_params, and parallelism's arguments: only "off" is offered.
+        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        checkpoint: keep only the input for backward and recompute the rest, with the same bits (`te.checkpoint`).
+        activation_params, ub_* and the rest: only "off" is offered.
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `Linear`.
     """
 
@@ -185,6 +189,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
+        self.checkpoint = checkpoint
         self._init_methods = (init_method or init.normal_, output_layer_init_method or init.normal_)
         self._get_rng = get_rng_state_tracker
         self._create_parameters(parameter_dtype("LayerNormMLP", params_dtype), self.resolve_device(device))
@@ -206,8 +211,13 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.register_parameter(f"{layer}_bias", bias)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default device first."""
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draw the weights anew, zero the biases, γ = 1; from the meta device, move to the default device first.
+
+        With `defer_init=True` do nothing.
+        """
+        if defer_init:
+            return
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
@@ -233,6 +243,15 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if not (is_first_microbatch is None or type(is_first_microbatch) is bool):
             check_arguments("LayerNormMLP.forward", locals())
         check_input(self, inp, self.hidden_size)
+        if self.checkpoint and torch.is_grad_enabled():
+            result: torch.Tensor = recompute.checkpoint(self._run, inp, is_first_microbatch)
+            return result
+        return self._run(inp, is_first_microbatch)
+
+    def _run(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """`forward` of checked arguments."""
         dtype, fc2_bias = activation_dtype(inp), self.fc2_bias
         context = self.context(dtype, is_first_microbatch)
         tensors = (

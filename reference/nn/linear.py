@@ -25,7 +25,7 @@ from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import ModuleContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
-from reference.quantized import Quantized, Transposed, dgrad, fprop, rows_of, wgrad
+from reference.quantized import Quantized, Transposed, dgrad, fprop, rows_of
 
 
 class Plan(NamedTuple):
@@ -57,7 +57,7 @@ def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quan
     """dx, dw of a quantized dL/dy."""
     gemm, x, w = context.gemms[0], Transposed(*saved[:2]), Transposed(*saved[2:])
     dx = dgrad(g, w, plan.dtype, gemm.how) if plan.needs[0] else None
-    dw = wgrad(g, x, plan.dtype, gemm.how, context.main_grad("weight")) if plan.needs[1] else None
+    dw = context.weight_grad(0, "weight", g, x, plan.dtype) if plan.needs[1] else None
     return dx, dw
 
 
@@ -96,7 +96,7 @@ class LinearBase(TransformerEngineBaseModule):
         self._init_method = init_method or init.normal_
         self._rng = (get_rng_state_tracker, rng_tracker_name)
         self._create_parameters(parts, dtype, device)
-        if device.type == "meta":
+        if self._parameter_device().type == "meta":
             self.keep_in_fp8()
         else:
             self.reset_parameters()
@@ -114,8 +114,14 @@ class LinearBase(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=dtype, device=device))
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weights anew and zero the biases; from the meta device, move to the default device first."""
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draw the weights anew and zero the biases; from the meta device, move to the default device first.
+
+        Args:
+            defer_init: True does nothing, as in Transformer Engine.
+        """
+        if defer_init:
+            return
         if self._parameter_device().type == "meta":
             self.to_empty(device=self.resolve_device(None))
         for name in self.weight_names:
@@ -154,9 +160,13 @@ class Linear(LinearBase):
         params_dtype: None is torch's default dtype.
         device: None is the package's own: "cpu" for `reference`, "cuda" for `optimized`.
         return_bias: return `(y without bias, bias)`.
-        fuse_wgrad_accumulation: add dw to `weight.main_grad` (fp32, bf16 or fp16) instead of returning it.
-        parallel_mode, sequence_parallel, tp_group, tp_size, ub_*, delay_wgrad_compute, symmetric_ar_type,
-            save_original_input: only "off" is offered.
+        fuse_wgrad_accumulation: add dw to `weight.main_grad` (fp32, bf16 or fp16) instead of returning it. With
+            `is_first_microbatch=True`, or where `weight.overwrite_main_grad` is True, main_grad is zeroed first. Where
+            `weight.grad_added_to_main_grad` exists (Megatron's convention), it becomes True and `weight.grad` gets
+            zeros, so that hooks on it run; `weight.zero_out_wgrad` changes nothing about these.
+        parallel_mode, sequence_parallel, tp_group, tp_size: tensor parallelism over one rank, which has no effect; a
+            group of more ranks is refused.
+        ub_*, delay_wgrad_compute, symmetric_ar_type, save_original_input: only "off" is offered.
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """

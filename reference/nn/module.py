@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from reference import model_init, recompute, scaling
+from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.checkpoints import Checkpointed
@@ -22,6 +23,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
+    tp_size = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
@@ -84,7 +86,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
                 self._fresh_state(weight.device)
             cast = Float8Tensor.of(values, self.fp8_meta["scaling_fwd"], self.fp8_weights[name])
             weight = torch.nn.Parameter(cast, requires_grad=weight.requires_grad)
-            self.register_parameter(name, weight)
+            self._parameters[name] = weight  # not registered anew: Accelerate's init_empty_weights would rebuild it
         if self.quantized_init.preserve:
             weight._high_precision_init_val = values.to("cpu", copy=True)  # type: ignore[attr-defined]
 
@@ -100,7 +102,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
             codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
             scale_inv = torch.empty(1, dtype=torch.float32, device=weight.device)
             kept = Float8Tensor.of_codes(codes, scale_inv, weight.dtype, self.fp8_meta["scaling_fwd"], column)
-            self.register_parameter(name, torch.nn.Parameter(kept, requires_grad=weight.requires_grad))
+            self._parameters[name] = torch.nn.Parameter(kept, requires_grad=weight.requires_grad)
 
     # --- forward -------------------------------------------------------------------------------------
 
@@ -112,18 +114,18 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
                     self.main_grad(name)
-        state = self.init_fp8_metadata()
+        state, checkpointed = self.init_fp8_metadata()
         if state.enabled:
-            return ModuleContext(self, self._fp8_precision(state.recipe), is_first_microbatch)
+            return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed), is_first_microbatch)
         if state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
-            return ModuleContext(self, self._calibrating(dtype))
-        return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms])
+            return ModuleContext(self, self._calibrating(dtype), is_first_microbatch)
+        return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms], is_first_microbatch)
 
-    def _fp8_precision(self, recipe: Recipe) -> Precision:
+    def _fp8_precision(self, recipe: Recipe, checkpointed: bool) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
         forward: Any = self.fp8_meta.get("scaling_fwd")
         backward: Any = self.fp8_meta.get("scaling_bwd")
-        recalled = recipe.history_rows is not None and recompute.active()
+        recalled = checkpointed and recipe.history_rows is not None
         if recalled:
             scale = recompute.recalled(self, forward.scale)
             forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
@@ -144,6 +146,10 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         return Precision(
             tuple(Gemm(Calibrating(dtype, forward, i), Calibrating(dtype, forward, i + 1, True), grad) for i in columns)
         )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Accept None and a process group of one rank, as the constructor's `tp_group`; refuse more ranks."""
+        check_arguments(type(self).__name__, {"tp_group": tp_group})
 
     def _check_kept_in_fp8(self) -> None:
         """Refuse a plain parameter that has replaced a weight kept in FP8."""

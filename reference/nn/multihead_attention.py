@@ -45,7 +45,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         rotary_pos_interleaved: layout of the rotary embedding.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`.
-        softcap, qk_norm_* and parallelism's arguments: only "off" is offered.
+        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        softcap, qk_norm_* and ub_*: only "off" is offered.
     """
 
     def __init__(

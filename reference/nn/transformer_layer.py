@@ -56,7 +56,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
-        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_* and parallelism's arguments: only "off"; without
+        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_* and ub_tp_comm_overlap: only "off"; without
             ub_tp_comm_overlap, the other ub_* have no effect.
     """
 

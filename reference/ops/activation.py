@@ -4,18 +4,19 @@ x `[rows, n]` is the pre-activation. The gated kinds split it into x1 = x[:, :n/
 Transformer Engine, the first half is activated and multiplied by the second. With m = n, or n/2 where gated, and grad
 `[rows, m]` the gradient of y:
 
-    kind            act     y [rows, m]      dx [rows, n]
-    gelu            gelu    act(x)           grad · act'(x)
-    relu            relu    as gelu          as gelu
-    silu            silu    as gelu          as gelu
-    geglu, swiglu   gelu,   act(x1) · x2     dx1 = (grad · x2) · act'(x1)
-                    silu                     dx2 = grad · act(x1)
+    kind                             y [rows, m]      dx [rows, n]
+    gelu, relu, silu, qgelu, srelu   act(x)           grad · act'(x)
+    geglu, reglu, swiglu, qgeglu,    act(x1) · x2     dx1 = (grad · x2) · act'(x1)
+    sreglu, glu                                       dx2 = grad · act(x1)
 
-act and act' are fp32 values: those of `reference.elementary` for gelu (its tanh form) and silu, which are recorded
-where x is bf16 or fp16; and
+act is the function before "glu"; of swiglu it is silu, of glu the sigmoid. act and act' are fp32 values: those of
+`reference.elementary` for gelu (its tanh form) and silu, which are recorded where x is bf16 or fp16, and for qgelu and
+sigmoid, which take x as fp32; and
 
-    relu(x)  = +0 where x <= 0, else x             so -0 becomes +0, and NaN stays
-    relu'(x) = 1 where x > 0, 0 where x <= 0       NaN where x is
+    relu(x)   = +0 where x <= 0, else x             so -0 becomes +0, and NaN stays
+    relu'(x)  = 1 where x > 0, 0 where x <= 0       NaN where x is
+    srelu(x)  = relu(x) · relu(x)                   one rounding to fp32
+    srelu'(x) = 2 · relu(x)
 
 grad, x and x2 are widened to fp32 exactly; each multiplication above rounds once, to fp32. Then
 
@@ -24,7 +25,8 @@ grad, x and x2 are widened to fp32 exactly; each multiplication above rounds onc
     activation_backward_cast_transpose_dbias    the same of the fp32 dx; dbias: its column sums in the order of
                                                 `twin::dbias`, one rounding to x's dtype
 
-Sources: GELU, arXiv 1606.08415; SiLU, 1702.03118; GEGLU and SwiGLU, 2002.05202.
+Sources: GELU, arXiv 1606.08415 (its section 2 has qgelu); SiLU, 1702.03118; squared ReLU, 2109.08668; the gated ones,
+2002.05202 and, for glu, 1612.08083. Names are Transformer Engine's.
 """
 
 import functools
@@ -57,6 +59,16 @@ def drelu(x: torch.Tensor) -> torch.Tensor:
     return torch.where(wide > 0, 1.0, relu(wide))
 
 
+def srelu(x: torch.Tensor) -> torch.Tensor:
+    """The square of `relu`."""
+    return relu(x).square()
+
+
+def dsrelu(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of `srelu`: twice `relu`."""
+    return relu(x) * 2.0
+
+
 _GELU = (elementary.gelu, elementary.dgelu)
 _SILU = (elementary.silu, elementary.dsilu)
 FUNCTIONS: dict[str, tuple[Function, Function]] = {
@@ -65,9 +77,17 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
     "relu": (relu, drelu),
     "silu": _SILU,
     "swiglu": _SILU,
+    "reglu": (relu, drelu),
+    "srelu": (srelu, dsrelu),
+    "sreglu": (srelu, dsrelu),
+    "qgelu": (elementary.qgelu, elementary.dqgelu),
+    "qgeglu": (elementary.qgelu, elementary.dqgelu),
+    "glu": (elementary.sigmoid, elementary.dsigmoid),
 }
 KINDS = tuple(FUNCTIONS)
-GATED = ("geglu", "swiglu")
+RECORDED = KINDS[:5]
+"""The kinds that the recordings and the measurements of an H200 hold."""
+GATED = ("geglu", "swiglu", "reglu", "sreglu", "qgeglu", "glu")
 
 
 def width(kind: str, columns: int) -> int:

@@ -40,6 +40,23 @@ def correction(beta: float, step: int) -> float:
     return 1.0 - power
 
 
+def update(
+    g: np.ndarray, p: np.ndarray, m: np.ndarray, v: np.ndarray, scalars: Sequence[float], decoupled: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The new p, m and v, all fp32; `scalars` are lr, β1, β2, eps, decay, c1, c2."""
+    rate, b1, b2, epsilon, decay, c1, c2 = (np.float32(x) for x in scalars)
+    one = np.float32(1)
+    with np.errstate(all="ignore"):
+        if not decoupled:
+            g = g + decay * p
+        m = b1 * m + (one - b1) * g
+        v = b2 * v + ((one - b2) * g) * g
+        u = (m / c1) / (np.sqrt(v / c2) + epsilon)
+        if decoupled:
+            u = u + decay * p
+        return np.asarray(p - rate * u), np.asarray(m), np.asarray(v)
+
+
 def outputs(
     grads: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
@@ -94,24 +111,13 @@ def adam(
         decoupled: AdamW's weight decay.
     """
     outputs(grads, params, exp_avgs, exp_avg_sqs, rounded)
-    rate, b1, b2, epsilon, decay, c1, c2 = (
-        np.float32(x) for x in (lr, beta1, beta2, eps, weight_decay, correction1, correction2)
-    )
-    one = np.float32(1)
+    scalars = (lr, beta1, beta2, eps, weight_decay, correction1, correction2)
     for i, grad in enumerate(grads):
         g, p = (formats.widen(x.detach()).numpy() for x in (grad, params[i]))
-        m, v = exp_avgs[i].numpy(), exp_avg_sqs[i].numpy()
-        with np.errstate(all="ignore"):
-            if not decoupled:
-                g = g + decay * p
-            m = b1 * m + (one - b1) * g
-            v = b2 * v + ((one - b2) * g) * g
-            u = (m / c1) / (np.sqrt(v / c2) + epsilon)
-            if decoupled:
-                u = u + decay * p
-            new = torch.from_numpy(np.asarray(p - rate * u))
-        exp_avgs[i].copy_(torch.from_numpy(np.asarray(m)))
-        exp_avg_sqs[i].copy_(torch.from_numpy(np.asarray(v)))
+        found = update(g, p, exp_avgs[i].numpy(), exp_avg_sqs[i].numpy(), scalars, decoupled)
+        new, m, v = (torch.from_numpy(x) for x in found)
+        exp_avgs[i].copy_(m)
+        exp_avg_sqs[i].copy_(v)
         params[i].copy_(new)
         if rounded:
             rounded[i].copy_(new)

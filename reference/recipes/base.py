@@ -1,5 +1,6 @@
 """What all recipes share: formats, Transformer Engine's queries, and the interface for quantizers and updates."""
 
+import dataclasses
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,6 +36,16 @@ class Format(Enum):
     def fp8_max(self, forward: bool) -> float:
         """The largest finite value of `dtype(forward)`."""
         return self.value.max_fwd if forward else self.value.max_bwd
+
+
+def refuse_change(self: Any, name: str, value: Any) -> None:
+    """A recipe's `__setattr__`: layers keep quantizers that were made of it."""
+    if name in {field.name for field in dataclasses.fields(self)}:
+        raise dataclasses.FrozenInstanceError(
+            f"{type(self).__name__}: {name}={value!r} is set on a recipe that exists, which layers may be using; "
+            f"dataclasses.replace(recipe, {name}=...) is accepted."
+        )
+    object.__setattr__(self, name, value)
 
 
 class Recipe:

@@ -41,7 +41,7 @@ def by_layer(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"by_layer: model={model!r}; a torch.nn.Module is accepted.")
-    layers = {name: module for name, module in model.named_modules() if getattr(module, "fp8_weights", None)}
+    layers = layers_of(model)
     decided: dict[str, Recipe | str | None] = {}
     for key, choice in choices.items():
         if choice is not None and choice != AUTOCAST and not isinstance(choice, Recipe):
@@ -49,7 +49,7 @@ def by_layer(
                 f"by_layer: the choice for {_shown(key)} is {choice!r}; a recipe, None and te.recipe.AUTOCAST are "
                 f"accepted."
             )
-        found = [name for name in _matching(model, key) if name in layers]
+        found = [name for name in matching(model, key) if name in layers]
         if not found:
             raise ValueError(
                 f"by_layer: choices has {_shown(key)}, which is or holds no layer of the model that casts to FP8; its "
@@ -62,11 +62,16 @@ def by_layer(
     return {name: _choice(layer) for name, layer in layers.items()}
 
 
+def layers_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The layers of a model that cast to FP8, by name."""
+    return {name: module for name, module in model.named_modules() if getattr(module, "fp8_weights", None)}
+
+
 def _shown(key: Any) -> str:
     return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-def _matching(model: torch.nn.Module, key: Any) -> list[str]:
+def matching(model: torch.nn.Module, key: Any) -> list[str]:
     """Names of the modules that `key` denotes, and of all modules inside."""
     modules = dict(model.named_modules())
     if isinstance(key, str):

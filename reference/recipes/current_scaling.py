@@ -20,7 +20,7 @@ import torch
 from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Gemm, Quantizer
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, Recipe, check_recipe, refuse_change
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class Float8CurrentScaling(Recipe):
         return (Gemm(codes, codes, grads),) * count
 
 
+Float8CurrentScaling.__setattr__ = refuse_change  # type: ignore[method-assign]  # the dataclass's own names no way out
+
+
 class Current(Quantizer):
     """Casts a tensor with the scale of its own amax, which becomes `fp8_max`; `dtype` is the codes'."""
 
@@ -69,11 +72,15 @@ class Current(Quantizer):
         self.dtype, self.fp8_max = dtype, fp8_max
         self.kind = ("current", dtype, fp8_max)
 
-    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.ones(1, dtype=torch.float32, device=x.device)
         amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         twin.amax(x, amax, 0)
         twin.scale_update([scale], [amax], self.fp8_max, 0, "most_recent")
+        return scale
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        scale = self.scale(x)
         if transpose:
             return Quantized(*twin.cast_transpose(x, scale, None, 0, self.dtype))
         q, scale_inv = twin.cast(x, scale, None, 0, self.dtype)

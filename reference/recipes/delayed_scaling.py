@@ -14,7 +14,7 @@ from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Quantized, Transposed, gemm_bias
 from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, Recipe, check_recipe, refuse_change
 
 MAX_MARGIN = 18
 """448 · 2^-18 rounds to E4M3's smallest number; 448 · 2^-19 rounds to 0, and so would all values."""
@@ -106,6 +106,9 @@ class DelayedScaling(Recipe):
         twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
 
 
+DelayedScaling.__setattr__ = refuse_change  # type: ignore[method-assign]  # the dataclass's own names no way out
+
+
 def _reduce(histories: list[torch.Tensor], group: Any) -> None:
     """Take the maximum of every row 0 over the process group, in one collective."""
     amaxes = torch.cat([history[0] for history in histories])
@@ -139,6 +142,10 @@ class Delayed(Quantizer):
 
     def _state(self) -> tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]:
         return self.meta.scale, self.meta.amax_history, self.column, self.dtype
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.meta.scale[self.column : self.column + 1]
+        return found.clone()  # it is updated in place after the step
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if transpose:

@@ -61,7 +61,7 @@ class Region(NamedTuple):
 
     def place(self) -> "Region":
         """Without the shape, where the elements are side by side: a digest does not depend on it."""
-        dense = torch.empty(self.shape, device="meta").stride()
+        dense = torch.empty(self.shape, dtype=torch.uint8, device="meta").stride()
         if all(n == 1 or a == b for n, a, b in zip(self.shape, self.stride, dense, strict=True)):
             return self._replace(shape=(self.words,), stride=(1,))
         return self
@@ -153,15 +153,18 @@ class Recording:
             "names": [[*where, name] for where, name in self.names.items()],
         }
         text = json.dumps(program, separators=(",", ":")).encode()
-        digests = torch.tensor(self.digests, dtype=torch.int64).reshape(-1, 2)
+        digests = torch.tensor(self.digests, dtype=torch.int64, device="cpu").reshape(-1, 2)
         code = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tensors = {"program": code, "digests": digests, **self.tensors}
         metadata = {"twin_engine": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
-        _write(path, tensors, metadata)
+        write_safetensors(path, tensors, metadata)
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file: 8 bytes with the header's length, the header (JSON), the numbers."""
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file of tensors on the CPU, whole or not at all, without a second copy of them in memory.
+
+    It has 8 bytes with the header's length, the header (JSON), and the numbers.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, x in tensors.items():

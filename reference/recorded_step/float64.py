@@ -87,7 +87,7 @@ def _norm_backward(
 def _dropped(x: T, p: float, rng_state: T | None) -> T:
     if not threshold(p) or rng_state is None:
         return x
-    return x * dropped(torch.ones(x.shape, dtype=torch.float32), p, rng_state).double()
+    return x * dropped(torch.ones(x.shape, dtype=torch.float32, device="cpu"), p, rng_state).double()
 
 
 def _added(x: T, residual: T | None, p: float, rng_state: T | None) -> Results:
@@ -102,7 +102,7 @@ def _bias_dropout_add(x: T, bias: T | None, residual: T | None, p: float, rng_st
 
 def _hidden(shape: tuple[int, ...], mask_type: str, left: int, right: int, mask: T | None) -> T:
     lower, upper = limits(mask_type, left, right, *shape[2:])
-    distance = torch.arange(shape[3])[None, :] - torch.arange(shape[2])[:, None]
+    distance = torch.arange(shape[3], device="cpu")[None, :] - torch.arange(shape[2], device="cpu")[:, None]
     hidden = (distance < max(lower, -NO_LIMIT)) | (distance > upper)
     return hidden.expand(shape) if mask is None else hidden | mask.expand(shape)
 

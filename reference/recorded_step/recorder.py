@@ -29,6 +29,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reference import graph
 from reference.nn import autograd
 from reference.nn.dropout import Generator
 from reference.nn.float8_tensor import Float8Tensor
@@ -107,7 +108,7 @@ def _is_graph(module: torch.nn.Module) -> bool:
     """Whether a module's forward replays a CUDA graph."""
     forward = module.__dict__.get("forward")
     by = getattr(type(getattr(forward, "__self__", None)), "__module__", ""), getattr(forward, "__module__", "")
-    return "reference.graph" in by or "torch.cuda.graphs" in by
+    return graph.__name__ in by or "torch.cuda.graphs" in by
 
 
 def _uncompiled() -> Any:

@@ -164,7 +164,7 @@ class Replay:
     def _view(self, region: Region) -> torch.Tensor:
         storage = self._bytes.get(region.storage)
         if storage is None:
-            storage = torch.zeros(self.recording.storages[region.storage], dtype=torch.uint8)
+            storage = torch.zeros(self.recording.storages[region.storage], dtype=torch.uint8, device="cpu")
             self._bytes[region.storage] = storage
         room = region.torch_dtype.itemsize
         typed = storage[: storage.numel() // room * room].view(region.torch_dtype)

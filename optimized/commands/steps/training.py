@@ -15,7 +15,9 @@ from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.device import hopper
 from optimized.training.corpus import Corpus
-from optimized.training.model import PRODUCTS, TENSORS, Run, Settings, train, write
+from optimized.training.model import PRODUCTS
+from optimized.training.settings import Settings
+from optimized.training.watched import TENSORS, Run, train, write
 from reference import formats
 
 PRODUCT_COLOURS = dict(zip(PRODUCTS, ("#2456a6", "#d1682b", "#1a7f4b", "#7a3f9d"), strict=True))
@@ -119,7 +121,7 @@ def _introduce(report: Report, corpus: Corpus, settings: Settings) -> None:
         f"The text is the standard library's own source code: {corpus.files:,} files, {len(corpus.data):,} bytes "
         f"(<code>{corpus.digest}</code>), already on this machine. A GPT of {settings.layers} causal "
         f"<code>te.TransformerLayer</code>s ({settings.heads} heads, {settings.hidden} → {4 * settings.hidden} → "
-        f"{settings.hidden}), a table for bytes and positions before them and a norm and a <code>Linear</code> after "
+        f"{settings.hidden}), tables for bytes and places before them and a norm and the table of bytes after "
         f"them, guesses each byte from the up to {settings.sequence} before it: {settings.steps} steps of "
         f"{tokens} guesses. It is trained twice from the same start on the same bytes: once in bf16, once with the "
         "layers in FP8 with delayed scaling (HYBRID), where the first step only finds the scales and updates nothing. "
@@ -185,8 +187,8 @@ def run(report: Report, corpus: Corpus, settings: Settings, progress: Progress) 
     if gpu is not None:
         report.text(
             "This machine has a Hopper GPU, so both trainings ran on both sides at once, CPU and GPU from the same "
-            f"start. After each of the {settings.steps} steps logits, gradients, parameters and FP8 state were "
-            f"compared: <b>{tally}</b>."
+            f"start. After each of the {settings.steps} steps the loss, gradients, weights, moments, FP8 state and "
+            f"random states were compared: <b>{tally}</b>."
         )
     else:
         report.text(
@@ -196,7 +198,7 @@ def run(report: Report, corpus: Corpus, settings: Settings, progress: Progress) 
     _recorded(report)
     length = 240 if settings.steps > 100 else 40
     tick = progress("writing a sample of text", 2 * length)
-    texts = [write(one, settings, PROMPT, length, tick) for one in runs]
+    texts = [write(one, PROMPT, length, tick) for one in runs]
     report.text("What the two models write after <code>" + escape(PROMPT.decode()) + "</code>:")
     report.columns(*((one.precision, text) for one, text in zip(runs, texts, strict=True)))
     result = "; ".join(f"{one.precision} {bits(one)[0]:.2f} → {final(one):.2f} bits/byte" for one in runs)

@@ -1,0 +1,229 @@
+"""Train a GPT on text, byte by byte, on a CPU or on a Hopper GPU: both compute the same bits.
+
+    twin train                                     the smallest model on Python's standard library, with delayed scaling
+    twin train notes/ --size micro --precision bf16
+    twin train --resume                            go on where a run was killed, to the same bits
+
+The folder of a run has checkpoint.safetensors, metrics.jsonl, loss.png and what was recorded. `--verify N` prints a
+SHA-256 of weights, moments, scales, histories and random states every N steps. Losses are in nats per byte.
+"""
+
+import argparse
+import contextlib
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import reference as te
+from optimized import device
+from optimized.commands import CommandError, positive
+from optimized.training import checkpoint, corpus
+from optimized.training.metrics import Metrics
+from optimized.training.settings import RECIPES, SIZES, Settings
+from optimized.training.trainer import Trainer
+from reference import files
+
+SUMMARY = "train a GPT in FP8 or bf16, with the same bits on a CPU and on a GPU"
+PROMPT = "def "
+CHECKPOINT, METRICS, PLOT = "checkpoint.safetensors", "metrics.jsonl", "loss.png"
+# What belongs to a run and is in its checkpoint: the option, what it sets, its type, its help.
+OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
+    ("--steps", "steps", positive, "optimizer steps"),
+    ("--rows", "rows", positive, "sequences of a microbatch"),
+    ("--sequence", "sequence", positive, "bytes of a sequence"),
+    ("--accumulate", "accumulate", positive, "microbatches of a step; FP8 weights are cast in the first"),
+    ("--rate", "learning_rate", float, "the highest learning rate"),
+    ("--warmup", "warmup", positive, "steps until it is reached; a cosine follows, down to 0"),
+    ("--weight-decay", "weight_decay", float, "of matrices"),
+    ("--clip", "clip", float, "the largest norm of the gradient; 0 is any"),
+    ("--dropout", "dropout", float, "of attention's weights and of what each half of a layer adds"),
+    ("--seed", "seed", int, "of weights, masks and places in the text"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="*", type=Path, help="files and folders (default: Python's standard library)")
+    parser.add_argument("--size", choices=SIZES, help="the model (default: nano)")
+    parser.add_argument("--precision", choices=RECIPES, help="of the layers' linear maps (default: delayed)")
+    for option, name, kind, what in OPTIONS:
+        parser.add_argument(option, dest=name, type=kind, help=f"{what} (nano: {getattr(SIZES['nano'], name)})")
+    parser.add_argument("--recompute", action="store_const", const=True, help="activation checkpointing")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
+    parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
+    for option, default, what in (
+        ("--save", 100, "write the checkpoint every N steps, and at the end"),
+        ("--evaluate", 100, "the loss on held-out text every N steps"),
+        ("--log", 10, "write metrics every N steps"),
+    ):
+        parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{what} ({default})")
+    parser.add_argument("--verify", type=positive, metavar="N", help="print a SHA-256 of all state every N steps")
+    parser.add_argument("--record", type=positive, metavar="STEP", help="record this step for `twin replay`")
+    parser.add_argument("--sample", type=positive, metavar="N", help="at the end, let the model write N bytes")
+    parser.add_argument("--prompt", help=f"what it continues (default: {PROMPT!r})")
+
+
+def _settings(args: argparse.Namespace, stored: Settings | None) -> Settings:
+    """What is asked for. Where a run goes on, its own settings, which no option may contradict."""
+    names = ["precision", "recompute", *(name for _, name, _, _ in OPTIONS)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    try:
+        if stored is None:
+            return replace(SIZES[args.size or "nano"], **{"precision": "delayed", **given})
+        wanted = replace(stored, **given)
+        if args.size is not None:
+            sizes = ("layers", "hidden", "heads", "vocabulary")
+            wanted = replace(wanted, **{name: getattr(SIZES[args.size], name) for name in sizes})
+    except ValueError as error:
+        raise CommandError(f"twin train: {error}") from error
+    differs = wanted.differences(stored)
+    if differs:
+        asked, has = (", ".join(f"{name}={getattr(one, name)}" for name in differs) for one in (wanted, stored))
+        raise CommandError(f"--resume: the run in {args.output} has {has}, and {asked} is asked for; leave it out.")
+    return stored
+
+
+def _check(args: argparse.Namespace, trainer: Trainer) -> None:
+    """Refuse options that would be without effect."""
+    if args.record is not None and not trainer.step < args.record <= trainer.settings.steps:
+        raise CommandError(
+            f"--record {args.record}: the steps to come are {trainer.step + 1} to {trainer.settings.steps}; one of "
+            f"them is accepted."
+        )
+    if args.prompt is not None and (args.sample is None or not args.prompt):
+        raise CommandError(f"--prompt {args.prompt!r}: a text of at least one byte, with --sample, is accepted.")
+
+
+def _device(name: str | None) -> torch.device:
+    gpu = device.hopper() if name != "cpu" else None
+    if name == "cuda" and gpu is None:
+        raise CommandError(f"--device cuda: {device.problems()[0]}")
+    return gpu or torch.device("cpu")
+
+
+def _trainer(args: argparse.Namespace, console: Console) -> Trainer:
+    """A new run, or the one in the folder."""
+    path = args.output / CHECKPOINT
+    if path.exists() and not args.resume:
+        raise CommandError(f"--output {args.output}: there is a run; --resume goes on with it, or name another folder.")
+    about = checkpoint.about(path) if path.exists() else None
+    settings = _settings(args, None if about is None else Settings(**about["settings"]))
+    where = _device(args.device)
+    try:
+        text = corpus.read_files(args.text) if args.text else corpus.read()
+        trainer = Trainer(settings, text, where)
+        if about is not None:
+            trainer.load(path)
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, files.Damaged):
+            raise
+        raise CommandError(f"twin train: {error}") from error
+    millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
+    say = "goes on after" if about is not None else "there is no checkpoint in the folder, so it starts at"
+    console.print(
+        f"{millions:.1f} million parameters, {settings.precision}, on {where}; {settings.tokens:,} of "
+        f"{len(text.data):,} bytes a step" + f"; {say} step {trainer.step}" * args.resume,
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return trainer
+
+
+class _Run:
+    """The loop around a trainer: what is written and shown, and when."""
+
+    def __init__(self, args: argparse.Namespace, trainer: Trainer, bar: Progress) -> None:
+        self.args, self.trainer, self.bar = args, trainer, bar
+        self.metrics = Metrics(args.output / METRICS, trainer.step)
+        self.pending: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+        self.task = bar.add_task("training", total=trainer.settings.steps, completed=trainer.step, numbers="")
+        self.since = time.perf_counter()
+        self.saved: int | None = trainer.step if (args.output / CHECKPOINT).exists() else None
+
+    def step(self) -> None:
+        """One step, and what is due after it."""
+        args, trainer = self.args, self.trainer
+        number = trainer.step + 1
+        record: Any = contextlib.nullcontext()
+        if number == args.record:
+            path = args.output / f"step-{number}.safetensors"
+            record = te.record(trainer.model, path, trainer.optimizer)
+        with record:
+            losses = trainer.train()
+        self.pending.append((number, losses, trainer.norm))
+        last = number == trainer.settings.steps
+        due = {name: last or number % getattr(args, name) == 0 for name in ("log", "evaluate", "save")}
+        verify = args.verify is not None and (last or number % args.verify == 0)
+        if verify or any(due.values()):
+            self._flush()
+            if due["evaluate"]:
+                self.metrics.add(number, held_out=trainer.evaluate())
+            if verify:
+                found = trainer.digest()
+                self.metrics.add(number, sha256=found)
+                self.bar.console.print(f"step {number} sha256 {found}", markup=False, highlight=False, soft_wrap=True)
+            if due["save"]:
+                trainer.save(args.output / CHECKPOINT)
+                self.saved = number
+            self.since = time.perf_counter()
+        self.bar.update(self.task, completed=number)
+
+    def _flush(self) -> None:
+        """Write the metrics of the steps since the last time; reading their losses waits for a GPU."""
+        settings = self.trainer.settings
+        losses = [sum(one.tolist()) / len(one) for _, one, _ in self.pending]
+        seconds = (time.perf_counter() - self.since) / len(self.pending)
+        speed = {"tokens_per_second": settings.tokens / seconds, "tflops": settings.flops / seconds / 1e12}
+        for (number, _, norm), loss in zip(self.pending, losses, strict=True):
+            more = speed if number == self.pending[-1][0] else {}
+            given = None if norm is None else float(norm)
+            self.metrics.add(number, loss=loss, rate=settings.rate(number - 1), norm=given, **more)
+            if not math.isfinite(loss):
+                raise CommandError(f"the loss of step {number} is {loss}: the run stops. {self.kept()}")
+        self.pending.clear()
+        shown = f"loss {losses[-1]:.4f}  {speed['tokens_per_second']:,.0f} tokens/s  {speed['tflops']:.3g} TFLOP/s"
+        self.bar.update(self.task, numbers=shown)
+
+    def kept(self) -> str:
+        """What is on disk."""
+        path = self.args.output / CHECKPOINT
+        return "No checkpoint was written." if self.saved is None else f"{path} is that of step {self.saved}."
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    trainer = _trainer(args, console)
+    _check(args, trainer)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        loop = _Run(args, trainer, bar)
+        try:
+            while trainer.step < trainer.settings.steps:
+                loop.step()
+        except KeyboardInterrupt:
+            console.print(f"Interrupted in step {trainer.step + 1}. {loop.kept()}", markup=False, soft_wrap=True)
+            return 130
+        except torch.OutOfMemoryError as error:
+            raise CommandError(
+                f"the GPU has no room for {trainer.settings.rows} rows of {trainer.settings.sequence} bytes: fewer "
+                f"--rows with --accumulate, or --recompute, need less. {loop.kept()}"
+            ) from error
+        except files.NotWritten as error:
+            raise CommandError(f"{error} {loop.kept()}") from error
+    loop.metrics.plot(args.output / PLOT)
+    if args.sample is not None:
+        written = trainer.sample((args.prompt or PROMPT).encode(), args.sample)
+        console.print(written.decode(errors="replace"), markup=False, highlight=False)
+    console.print(f"Run: {args.output.resolve()}", markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,138 @@
+// How an optimizer keeps numbers in fewer bits than fp32; formulas: reference/ops/adam_states.py.
+//
+//     kFp32       x
+//     kBf16       x, rounded
+//     kFp16Scaled x = fp32(code) scale, code = round_fp16(x (1 / scale))
+//     kE4m3Scaled the same with E4M3 codes, saturating
+//
+//     scale = max(min(amax, FLT_MAX) / range, 2^-100), amax of the whole tensor, NaN ignored
+#pragma once
+#include "multi_tensor.cuh"
+#include "ptx/cvt_fp8.cuh"
+
+namespace twin {
+
+constexpr int kFp32 = 0, kBf16 = 1, kFp16Scaled = 2, kE4m3Scaled = 3;
+
+__device__ constexpr bool is_scaled(int kind) { return kind >= kFp16Scaled; }
+
+template <int kKind>
+__device__ __forceinline__ float scale_of(float amax) {
+    constexpr float range = kKind == kE4m3Scaled ? 448.0f : 32752.0f;
+    return fmaxf(fminf(amax, 3.402823466e38f) / range, 7.888609052210118e-31f);
+}
+
+// Bytes of one number.
+__device__ constexpr int size_of(int kind) { return kind == kFp32 ? 4 : kind == kE4m3Scaled ? 1 : 2; }
+
+template <int kKind>
+__device__ __forceinline__ float decoded(unsigned code) {
+    if constexpr (kKind == kFp32) return __uint_as_float(code);
+    if constexpr (kKind == kBf16) return __uint_as_float(code << 16);
+    if constexpr (kKind == kFp16Scaled) return cvt_f32_f16(static_cast<unsigned short>(code));
+    return cvt_f32_f16(static_cast<unsigned short>(cvt_f16x2_e4m3x2(static_cast<unsigned short>(code))));
+}
+
+template <int kKind>
+__device__ __forceinline__ unsigned encoded(float x) {
+    if constexpr (kKind == kFp32) return __float_as_uint(x);
+    if constexpr (kKind == kBf16) return cvt_bf16_f32(x);
+    if constexpr (kKind == kFp16Scaled) return cvt_f16_f32(x);
+    return cvt_e4m3x2(x, 0.0f);
+}
+
+// Eight codes as they lie in memory: kWords words of 32 bits.
+template <int kKind>
+struct Codes {
+    static constexpr int kWords = kElements * size_of(kKind) / 4;
+    static constexpr int kPerWord = 4 / size_of(kKind);
+    static constexpr int kBits = 8 * size_of(kKind);
+    static constexpr unsigned kMask = kBits == 32 ? 0xFFFFFFFFu : (1u << kBits % 32) - 1;
+    unsigned words[kWords];
+
+    __device__ __forceinline__ unsigned code(int i) const { return words[i / kPerWord] >> i % kPerWord * kBits & kMask; }
+    __device__ __forceinline__ void put(int i, unsigned code) { words[i / kPerWord] |= code << i % kPerWord * kBits; }
+};
+
+// Codes from `at` on; those from `count` on are zero. `whole`: all eight exist, at an aligned address.
+template <int kKind>
+__device__ __forceinline__ Codes<kKind> load_codes(const void* x, long long at, long long count, bool whole) {
+    Codes<kKind> found = {};
+    const char* address = static_cast<const char*>(x) + at * size_of(kKind);
+    if (whole) {
+        if constexpr (kKind == kE4m3Scaled) {
+            const uint2 part = *reinterpret_cast<const uint2*>(address);
+            found.words[0] = part.x, found.words[1] = part.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < found.kWords; i += 4) {
+                const uint4 part = *reinterpret_cast<const uint4*>(address + 4 * i);
+                found.words[i] = part.x, found.words[i + 1] = part.y;
+                found.words[i + 2] = part.z, found.words[i + 3] = part.w;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) {
+            if (at + i >= count) continue;
+            if constexpr (size_of(kKind) == 4) found.put(i, reinterpret_cast<const unsigned*>(address)[i]);
+            if constexpr (size_of(kKind) == 2) found.put(i, reinterpret_cast<const unsigned short*>(address)[i]);
+            if constexpr (size_of(kKind) == 1) found.put(i, reinterpret_cast<const unsigned char*>(address)[i]);
+        }
+    }
+    return found;
+}
+
+template <int kKind>
+__device__ __forceinline__ void store_codes(void* x, const Codes<kKind>& codes, long long at, long long count,
+                                            bool whole) {
+    char* address = static_cast<char*>(x) + at * size_of(kKind);
+    if (whole) {
+        if constexpr (kKind == kE4m3Scaled) {
+            *reinterpret_cast<uint2*>(address) = make_uint2(codes.words[0], codes.words[1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < codes.kWords; i += 4)
+                *reinterpret_cast<uint4*>(address + 4 * i) =
+                    make_uint4(codes.words[i], codes.words[i + 1], codes.words[i + 2], codes.words[i + 3]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) {
+            if (at + i >= count) continue;
+            const unsigned code = codes.code(i);
+            if constexpr (size_of(kKind) == 4) reinterpret_cast<unsigned*>(address)[i] = code;
+            if constexpr (size_of(kKind) == 2) reinterpret_cast<unsigned short*>(address)[i] = code;
+            if constexpr (size_of(kKind) == 1) reinterpret_cast<unsigned char*>(address)[i] = code;
+        }
+    }
+}
+
+// Numbers that are kept as kKind, and back. `scale` is read where the kind has one; on the way back it is the new one.
+template <int kKind>
+__device__ __forceinline__ void load_state(float (&value)[kElements], const void* x, const float* scale, long long at,
+                                           long long count, bool whole) {
+    const Codes<kKind> codes = load_codes<kKind>(x, at, count, whole);
+    const float factor = is_scaled(kKind) ? *scale : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kElements; i++) {
+        value[i] = decoded<kKind>(codes.code(i));
+        if constexpr (is_scaled(kKind)) value[i] = value[i] * factor;
+    }
+}
+
+template <int kKind>
+__device__ __forceinline__ void store_state(void* x, const float (&value)[kElements], float scale, long long at,
+                                            long long count, bool whole) {
+    Codes<kKind> codes = {};
+    const float inverse = is_scaled(kKind) ? 1.0f / scale : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kElements; i++) {
+        float kept = value[i];
+        if constexpr (is_scaled(kKind)) kept = kept * inverse;
+        codes.put(i, encoded<kKind>(kept));
+    }
+    store_codes<kKind>(x, codes, at, count, whole);
+}
+
+}  // namespace twin

@@ -1,0 +1,107 @@
+"""A training run on disk: one safetensors file, from which the run goes on to the same bits.
+
+    metadata          twin_engine = "training run", version, about (JSON: settings, step, ...), state, sha256
+    model/...         parameters
+    optimizer/...     moments of each parameter
+    fp8/...           scales and amax histories of each layer
+    random/...        torch's CPU generator, and each layer's state of dropout
+
+The file is replaced whole (`reference.files`), so a killed process, or a full disk, leaves the one before. Places in
+the text follow from the number of the step. `state` is the `digest` of the tensors, `sha256` that of `about` and
+`state`; a file that does not have them is refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reference import files
+from reference.recorded_step.digest import with_one_nan
+from reference.recorded_step.file import write_safetensors
+
+FORMAT, VERSION = "training run", "1"
+
+
+def digest(tensors: Mapping[str, torch.Tensor], step: int, updates: int) -> str:
+    """SHA-256 of two counts and of every tensor's name, dtype, shape and words; a CPU and a GPU have the same.
+
+    A NaN of 16 or 32 bits counts as one NaN, because devices make different words (docs/numerics.md).
+    """
+    found = hashlib.sha256(f"step {step} updates {updates}".encode())
+    for name in sorted(tensors):
+        x = tensors[name].detach()
+        found.update(f"\n{name} {x.dtype} {list(x.shape)}\n".encode())
+        words = with_one_nan(x.contiguous().reshape(-1)).view(torch.uint8)
+        found.update(words.cpu().numpy().data)
+    return found.hexdigest()
+
+
+def _seal(about: str, state: str) -> str:
+    return hashlib.sha256(f"{about}\n{state}".encode()).hexdigest()
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
+    """Write the file, whole or not at all, and return its digest; `about` has step and updates.
+
+    Raises:
+        reference.files.NotWritten: what stood at `path` is unchanged.
+    """
+    here = {name: x.detach().cpu() for name, x in tensors.items()}
+    text, state = json.dumps(about), digest(here, about["step"], about["updates"])
+    metadata = {"twin_engine": FORMAT, "version": VERSION, "about": text, "state": state, "sha256": _seal(text, state)}
+    write_safetensors(path, here, metadata)
+    return state
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, once it is known for a checkpoint of this version."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            if metadata.get("twin_engine") != FORMAT:
+                raise files.Damaged(f"{path} is a safetensors file, and no training run of `twin train`.")
+            if metadata.get("version") != VERSION:
+                raise files.Damaged(
+                    f"{path} is a training run of version {metadata.get('version')!r}; version {VERSION!r} is accepted."
+                )
+            yield opened
+    except (safetensors.SafetensorError, OSError) as error:
+        raise files.Damaged(f"{path} is no whole safetensors file ({str(error).rstrip('.')}).") from error
+
+
+def _about(path: Path, opened: Any) -> dict[str, Any]:
+    metadata = opened.metadata()
+    text, state = metadata.get("about", ""), metadata.get("state", "")
+    if metadata.get("sha256") != _seal(text, state):
+        raise files.Damaged(f"{path} is damaged: what it says about itself is not what was written.")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What a file is about; errors as in `read`. Its tensors are not read."""
+    with _opened(path) as opened:
+        return _about(path, opened)
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file, on the CPU, and what it is about.
+
+    Raises:
+        reference.files.Damaged: it is no checkpoint of a training run, of another version, truncated, or changed.
+    """
+    with _opened(path) as opened:
+        found = _about(path, opened)
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        state = opened.metadata()["state"]
+    if digest(tensors, found["step"], found["updates"]) != state:
+        raise files.Damaged(f"{path} is damaged: its numbers are not those that were written.")
+    return tensors, found

@@ -1,0 +1,194 @@
+"""Training whose every bit is defined: a step on a CPU and on a GPU, and a run that was killed and goes on.
+
+    for each of `accumulate` microbatches:  loss, backward with the gradient 1/accumulate       fp32 sums
+    norm = clip_grad_norm_(...)                                                                  with `clip`
+    AdamW with the step's rate
+
+With delayed scaling the first step only finds scales: all of them are 1 in it, and its gradients underflow.
+
+All state is in tensors with names (`Trainer.tensors`) and in two counts. Between steps nothing else is alive: the casts
+that later microbatches share are made anew in each step. torch's CPU generator is the trainer's own: it is set before
+a step and kept after it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import reference as te
+from optimized.compare import fp8_state
+from optimized.training import checkpoint
+from optimized.training.corpus import Corpus
+from optimized.training.model import GPT, sample
+from optimized.training.settings import Settings
+from reference import files
+from reference.nn.dropout import Generator
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+HELD_OUT_BATCHES = 8
+
+
+class Trainer:
+    """A model, its optimizer and its text.
+
+    Attributes:
+        step: steps that were made.
+        norm: the gradient's norm in the last step, fp32 [] on the device; None without clipping.
+    """
+
+    def __init__(self, settings: Settings, text: Corpus, device: torch.device | str = "cpu") -> None:
+        self.settings, self.text = settings, text
+        self.seen, self.unseen = text.split()
+        shortest = min(len(self.seen.data), len(self.unseen.data))
+        if shortest <= settings.sequence:
+            raise ValueError(
+                f"the text has {len(text.data)} bytes, of which {len(self.unseen.data)} are held out; more than "
+                f"{settings.sequence}, the sequence, must be in both parts."
+            )
+        self.model = GPT(settings, device)
+        self.recipe = settings.recipe()
+        if isinstance(self.recipe, te.DelayedScaling):
+            te.init_fp8_state(self.model.layers, self.recipe)
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = te.optimizers.FusedAdam(groups, lr=0.0, betas=settings.betas)
+        for _, parameter in named:
+            self.optimizer.initialize_state(parameter)
+        self.step, self.updates = 0, 0
+        self.norm: torch.Tensor | None = None
+        self._share = torch.tensor(1 / settings.accumulate, dtype=torch.float32, device=self.model.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self._random = torch.get_rng_state()
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    def train(self) -> torch.Tensor:
+        """One step; the losses of its microbatches, fp32 [accumulate] on the device. Nobody waits for a GPU."""
+        with self._generator():
+            self.optimizer.zero_grad()
+            losses = [self._microbatch(i) for i in range(self.settings.accumulate)]
+            parameters = list(self.model.parameters())
+            if self.settings.clip > 0:
+                self.norm = te.optimizers.clip_grad_norm_(parameters, self.settings.clip)
+            if self.step > 0 or not isinstance(self.recipe, te.DelayedScaling):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.settings.rate(self.step)
+                self.optimizer.step()
+                self.updates += 1
+        self.step += 1
+        return torch.stack(losses)
+
+    def _microbatch(self, number: int) -> torch.Tensor:
+        count = self.settings.accumulate
+        windows = self._windows(self.seen, self.step * count + number)
+        first = None if count == 1 else number == 0
+        loss = self.model.loss(windows, self.recipe, first)
+        loss.backward(self._share)  # a division of the loss would be a product on a GPU
+        return loss.detach()
+
+    def _windows(self, text: Corpus, number: int) -> torch.Tensor:
+        return text.batch(self.settings.seed, number, self.settings.rows, self.settings.sequence)
+
+    @contextmanager
+    def _generator(self) -> Iterator[None]:
+        """torch's CPU generator is this trainer's inside."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            yield
+            self._random = torch.get_rng_state()
+
+    # --- a look at the model -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Run forwards inside that leave no trace: no dropout, and FP8 state as before."""
+        kept = {name: x.clone() for name, x in self._fp8().items()}
+        self.model.eval()
+        try:
+            with self._generator(), torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+            for name, x in self._fp8().items():
+                x.copy_(kept[name])
+
+    def evaluate(self, batches: int = HELD_OUT_BATCHES) -> float:
+        """The mean loss, in nats per byte, of batches of the held-out text that are always the same."""
+        with self._undisturbed():
+            losses = [self.model.loss(self._windows(self.unseen, i), self.recipe) for i in range(batches)]
+        return sum(map(float, losses)) / batches
+
+    def sample(self, prompt: bytes, length: int, progress: Callable[[], object] = lambda: None) -> bytes:
+        """`prompt`, continued by `length` bytes; `progress` is called after each."""
+        with self._undisturbed():
+            return sample(self.model, self.recipe, prompt, length, progress)
+
+    # --- all state ---------------------------------------------------------------------------------------
+
+    def _fp8(self) -> dict[str, torch.Tensor]:
+        named = self.model.layers.named_modules()
+        return {f"fp8/layers.{at}.{name}": x for at, one in named for name, x in fp8_state(one).items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the next step depends on, or changes, by name; the tensors themselves."""
+        found = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            found |= {f"optimizer/{name}/{part}": self.optimizer.state[parameter][part] for part in MOMENTS}
+        found |= self._fp8()
+        for name, module in self.model.named_modules():
+            if isinstance(module, Generator):
+                found[f"random/{name}"] = module.state
+        return {**found, "random/torch": self._random}
+
+    def about(self) -> dict[str, Any]:
+        """What is no tensor: the settings, the counts, and which text it is."""
+        counts = {"step": self.step, "updates": self.updates}
+        return {"settings": asdict(self.settings), **counts, "text": self.text.digest, "bytes": len(self.text.data)}
+
+    def digest(self) -> str:
+        """The SHA-256 of all state, the same on a CPU and on a GPU."""
+        return checkpoint.digest(self.tensors(), self.step, self.updates)
+
+    def save(self, path: Path) -> str:
+        """Write all state, whole or not at all; its SHA-256."""
+        return checkpoint.write(path, self.tensors(), self.about())
+
+    def load(self, path: Path) -> None:
+        """Go on where the trainer that wrote `path` was; everything is checked before anything is changed.
+
+        Raises:
+            reference.files.Damaged: it is no whole checkpoint.
+            ValueError: it is one of other settings, or of another text.
+        """
+        saved, about = checkpoint.read(path)
+        mine = self.about()
+        settings = Settings(**about["settings"])
+        differs = settings.differences(self.settings)
+        if differs:
+            both = (settings, self.settings)
+            then, now = (", ".join(f"{name}={getattr(one, name)}" for name in differs) for one in both)
+            raise ValueError(f"{path} was written with {then}; this run has {now}.")
+        if (about["text"], about["bytes"]) != (mine["text"], mine["bytes"]):
+            raise ValueError(
+                f"{path} was trained on a text of {about['bytes']:,} bytes ({about['text']}); this one has "
+                f"{mine['bytes']:,} ({mine['text']})."
+            )
+        live = self.tensors()
+        here, there = ({name: (x.dtype, x.shape) for name, x in one.items()} for one in (live, saved))
+        if here != there:
+            raise files.Damaged(f"{path} is damaged: it does not have the tensors of its settings.")
+        with torch.no_grad():
+            for name, x in live.items():
+                x.copy_(saved[name])
+        self.step, self.updates = about["step"], about["updates"]
+        for group in self.optimizer.param_groups:
+            if self.updates:
+                group["step"] = self.updates

@@ -1,0 +1,124 @@
+"""`RotaryPositionEmbedding`, the angles of `rotary_pos_emb`, and `apply_rotary_pos_emb`, which rotates by them.
+
+    inv_freq[i] = fp32( 1 / base^(2 i / dim) )          in float64, one rounding; i < dim / 2
+    position[s] = fp32(s + offset)                      with interpolation fp32( · fp32(1 / factor))
+    angle[s, i] = fp32( position[s] · inv_freq[i] )     twice side by side; interleaved: each twice in turn
+
+Transformer Engine computes inv_freq in fp32 on its GPU, whose last bits no other machine repeats. Here a CPU and a GPU
+have the same. Sources: RoPE, arXiv 2104.09864; interpolation, 2306.15595.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reference.arguments import check_arguments
+from reference.nn.checks import check_tensor
+from reference.nn.multihead_attention import rotated
+from reference.nn.parameters import DeviceDefault
+
+
+class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
+    """Angles for `rotary_pos_emb`, with Transformer Engine's arguments. `inv_freq` stays fp32 in `.to(dtype)`.
+
+    Args:
+        dim: channels that are rotated, an even number.
+        rotary_percent: below 1, the part of `dim` that is rotated.
+        seq_len_interpolation_factor: positions are divided by it, if pretrained_max_position_embeddings is given, too.
+        pretrained_max_position_embeddings: for sequences longer than the product of both, positions are scaled to this
+            length.
+        rotary_base: the base of the frequencies.
+        interleaved: for `rotary_pos_interleaved=True`.
+
+    Source: Transformer Engine's `pytorch/attention/rope.py`.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        check_arguments("RotaryPositionEmbedding", locals())
+        super().__init__()
+        self.dim = int(dim * rotary_percent) if rotary_percent < 1 else int(dim)
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(
+                f"RotaryPositionEmbedding: dim={dim!r} with rotary_percent={rotary_percent!r} rotates {self.dim} "
+                f"channels; an even number from 2 on is accepted."
+            )
+        self.rotary_base = float(rotary_base)
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.interleaved = interleaved
+        self.register_buffer("inv_freq", self._frequencies(self.resolve_device(None)))
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        values = [1.0 / self.rotary_base ** (i / self.dim) for i in range(0, self.dim, 2)]
+        return torch.tensor(values, dtype=torch.float64, device="cpu").float().to(device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Follow the module's device; the dtype stays fp32, and from the meta device the frequencies are made anew."""
+        kept = self.inv_freq
+        super()._apply(fn, recurse)
+        device = self.inv_freq.device
+        self.inv_freq = self._frequencies(device) if kept.is_meta else kept.to(device)
+        return self
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """fp32 angles `[max_seq_len, 1, 1, dim]` of the positions from `offset` on."""
+        check_arguments("RotaryPositionEmbedding.forward", {"max_seq_len": max_seq_len, "offset": offset})
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        learned, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        if learned is not None and factor is not None:
+            positions *= 1 / (max_seq_len / learned if max_seq_len > learned * factor else factor)
+        angles = positions[:, None] * self.inv_freq
+        both = torch.stack((angles, angles), dim=-1 if self.interleaved else 1)
+        return both.reshape(max_seq_len, 1, 1, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Rotate `t` by angles: the op of the layers (`twin::rotary`), differentiable with respect to `t`.
+
+    Args:
+        t: `[s, b, h, d]`, or `[b, s, h, d]` with "bshd"; fp32, bf16 or fp16.
+        freqs: fp32 `[positions, 1, 1, d2]`, at least s positions, d2 even and at most d.
+        interleaved: pair neighbouring channels.
+        fused: accepted as in Transformer Engine; the numbers are always the fused ones, with one rounding.
+        start_positions, cu_seqlens, cp_size, cp_rank: only None, 1 and 0 are offered.
+    """
+    name = "apply_rotary_pos_emb"
+    check_arguments(name, locals())
+    check_tensor(name, "t", t)
+    check_tensor(name, "freqs", freqs)
+    length = t.shape[0 if tensor_format == "sbhd" else 1] if t.dim() == 4 else -1
+    if length < 0:
+        raise ValueError(f"{name}: t has shape {list(t.shape)}; {list(tensor_format)} is accepted.")
+    fits = freqs.dtype == torch.float32 and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
+    if not fits or freqs.shape[0] < length or freqs.shape[3] % 2 or freqs.shape[3] > t.shape[3]:
+        raise ValueError(
+            f"{name}: freqs is {freqs.dtype} {list(freqs.shape)}; float32 [positions, 1, 1, channels] is accepted, "
+            f"with {length} positions or more and an even number of channels up to {t.shape[3]}."
+        )
+    if freqs.device != t.device:
+        raise RuntimeError(f"{name}: freqs is on {freqs.device} and t on {t.device}; one device is accepted.")
+    return rotated(t, freqs.detach(), interleaved, tensor_format)

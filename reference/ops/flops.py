@@ -1,0 +1,44 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the ops: the formulas of PyTorch's own equivalents.
+
+    gemm*, a [M, K], b [N, K]            2 · M · N · K
+    attention                            4 · b · h · sq · skv · d            as for scaled_dot_product_attention: hidden
+    attention_backward                   10 · b · h · sq · skv · d           pairs count, and the scores count again
+
+So a model has the count of the same model made of PyTorch's layers, in 16 bits and in FP8. In FP8 the weight gradient's
+K is the number of tokens rounded up to a multiple of 16, as the tensor cores compute it.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from reference.ops import attention, attention_backward, gemm, gemm_fp8, gemm_fused  # noqa: F401  (declares the ops)
+
+Shape = tuple[int, ...]
+_GEMMS = (
+    *("gemm", "gemm_accumulate", "gemm_fp8", "gemm_fp8_accumulate"),
+    *("gemm_fp8_activation", "gemm_fp8_activation_backward", "gemm_fp8_bias_dropout_add"),
+)
+
+
+def gemm_flops(a: Shape, b: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """a·bᵀ."""
+    return 2 * a[0] * a[1] * b[0]
+
+
+def attention_flops(q: Shape, k: Shape, v: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """Two products for each head of q."""
+    k, v = ((x[0], q[1], *x[2:]) for x in (k, v))
+    return int(sdpa_flop_count(q, k, v))
+
+
+def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **more: Any) -> int:
+    """Five products for each head of q, one of which recomputes the scores."""
+    k, v = ((x[0], q[1], *x[2:]) for x in (k, v))
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+register_flop_formula([getattr(torch.ops.twin, name) for name in _GEMMS])(gemm_flops)
+register_flop_formula(torch.ops.twin.attention)(attention_flops)
+register_flop_formula(torch.ops.twin.attention_backward)(attention_backward_flops)

@@ -1,0 +1,161 @@
+"""What all optimizers refuse of their arguments, parameters, gradients and state; `who` names the optimizer in errors.
+
+Nothing here changes anything. A DTensor (FSDP2's `fully_shard`, `distribute_tensor`) is replaced by its local shard.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from reference import formats
+from reference.arguments import is_real
+from reference.dtensor import is_dtensor, placed, shard
+from reference.nn.float8_tensor import Float8Tensor
+from reference.ops.library import no_implementation
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+FLT_MAX = float(np.finfo(np.float32).max)
+Where = tuple[int, int]  # the numbers of a group, and of a parameter in it
+
+
+def check_device(who: str, op: str, what: str, device: torch.device) -> None:
+    """Refuse a device without an implementation of `twin::<op>`; a `what` is on it."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{who}: a {what} is on {device}; {what}s on cpu and cuda are accepted.")
+    if device.type == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"twin::{op}", "CUDA"):
+        raise RuntimeError(no_implementation(op, {device}))
+
+
+def span(x: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a dense tensor's memory, and one past the last."""
+    if not x.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def check_memory(who: str, spans: Iterable[tuple[int, int, Any]], named: Callable[[Any], str]) -> None:
+    """Refuse tensors whose bytes (first, one past the last, which) overlap: one launch changes all at once."""
+    end, last = 0, None
+    for start, stop, where in sorted(spans):
+        if start < end:
+            raise ValueError(f"{who}: {named(last)} and {named(where)} share memory; separate memory is accepted.")
+        if stop > start:
+            end, last = stop, where
+
+
+def named(where: Where | str) -> str:
+    """A parameter, by the numbers of its group and of itself in the group."""
+    return where if isinstance(where, str) else f"parameter {where[1]} of group {where[0]}"
+
+
+def unwrapped(who: str, where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local shards of a parameter and its gradient, whose kinds are checked."""
+    if placed(p) != placed(grad):
+        raise TypeError(
+            f"{who}: {named(where)} is {kind(p)} and its gradient {kind(grad)}; the same mesh and placements are "
+            f"accepted."
+        )
+    local, local_grad = shard(p), shard(grad)
+    for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
+        plain = type(x) in PLAIN or type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        if not plain and not (isinstance(x, Float8Tensor) and x is local):
+            raise TypeError(
+                f"{who}: {name} is a {type(x).__name__}; plain tensors, DTensors of them, and as parameters "
+                f"weights that are kept in FP8 are accepted."
+            )
+    return local, local_grad
+
+
+def kind(x: Any) -> str:
+    """Mesh and placements of a DTensor, as text."""
+    return f"a DTensor {list(x.placements)} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"
+
+
+def check_parameter(
+    who: str, where: Where, p: torch.Tensor, grad: torch.Tensor, fp8: bool, instead: str, any_dtype: bool = False
+) -> None:
+    """Refuse a parameter or a gradient (local shards) that the ops do not accept.
+
+    `fp8`: whether a weight that is kept in FP8 is accepted; otherwise the error says what is, `instead`. `any_dtype`:
+    whether the gradient of a parameter in 16 bits may have another dtype.
+    """
+    dtype, shape, device = p.dtype, p.shape, p.device
+    plain = dtype in formats.WIDE_DTYPES and not isinstance(p, Float8Tensor)
+    fits = grad.dtype is dtype and grad.shape == shape and grad.device == device and grad.layout is torch.strided
+    if plain and fits and p.is_contiguous():
+        return
+    if isinstance(p, Float8Tensor) and not fp8:
+        raise ValueError(f"{who}: {named(where)} is kept in FP8; {instead} accepted.")
+    if dtype not in formats.WIDE_DTYPES:
+        raise TypeError(f"{who}: {named(where)} is {dtype}; float32, bfloat16 and float16 are accepted.")
+    if p.layout is not torch.strided or not p.is_contiguous():
+        raise ValueError(f"{who}: {named(where)} is not contiguous; contiguous parameters are accepted.")
+    if grad.layout is not torch.strided:
+        raise TypeError(f"{who}: {named(where)}, its gradient is sparse; dense gradients are accepted.")
+    wide = any_dtype or dtype is torch.float32 or isinstance(p, Float8Tensor)
+    if grad.dtype is not dtype and not (wide and grad.dtype in formats.WIDE_DTYPES):
+        accepted = "float32, bfloat16 and float16 are" if wide else f"{dtype} is"
+        raise TypeError(f"{who}: {named(where)}, its gradient is {grad.dtype}; {accepted} accepted.")
+    if grad.shape != shape or grad.device != device:
+        raise ValueError(
+            f"{who}: {named(where)}, its gradient is {list(grad.shape)} on {grad.device}; {list(shape)} on "
+            f"{device} is accepted."
+        )
+
+
+def check_part(
+    who: str, where: Where | str, name: str, x: Any, dtype: torch.dtype, shape: torch.Size, device: torch.device
+) -> torch.Tensor:
+    """The local shard of a part of the state, checked."""
+    x = x if type(x) is torch.Tensor else shard(x)
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        raise TypeError(f"{who}: {named(where)}, its {name} is {described(x)}; a dense tensor is accepted.")
+    if x.dtype is not dtype or x.shape != shape or x.device != device or not x.is_contiguous():
+        raise ValueError(
+            f"{who}: {named(where)}, its {name} is {x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}; "
+            f"contiguous {dtype} {list(shape)} on {device} is accepted."
+        )
+    return x
+
+
+def described(x: Any) -> str:
+    """What was given in the place of a dense tensor."""
+    return f"{x.layout}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+def flag(who: str, name: str, value: Any, where: str = "") -> bool:
+    """A switch, checked; Transformer Engine passes some as 0 and 1."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(f"{who}: {name}={value!r}{where}; True and False are accepted.")
+    return bool(value)
+
+
+def real(who: str, name: str, value: Any, where: str = "") -> float:
+    """A number >= 0, checked."""
+    if not is_real(value):
+        raise TypeError(f"{who}: {name}={value!r}{where}; a number >= 0 is accepted.")
+    if not 0 <= value <= FLT_MAX:
+        raise ValueError(f"{who}: {name}={value!r}{where}; a number >= 0 that fp32 holds is accepted.")
+    return float(value)
+
+
+def checked_grad_none(who: str, set_grad_none: Any) -> bool | None:
+    """The deprecated argument of Transformer Engine's constructors; a warning if it is given."""
+    if set_grad_none is None:
+        return None
+    warnings.warn(
+        f"{who}: set_grad_none is deprecated; set_to_none of zero_grad is accepted.", DeprecationWarning, stacklevel=3
+    )
+    return flag(who, "set_grad_none", set_grad_none)
+
+
+def to_none(who: str, set_to_none: bool | None, set_grad_none: bool | None) -> bool:
+    """Whether `zero_grad` drops the gradients: None is what the constructor was given, or True."""
+    if set_to_none is not None and set_grad_none not in (None, set_to_none):
+        raise ValueError(f"{who}: set_to_none={set_to_none!r} with set_grad_none={set_grad_none!r}; the same is.")
+    chosen = set_grad_none if set_to_none is None else set_to_none
+    return chosen is None or bool(chosen)

@@ -1,0 +1,210 @@
+"""What Transformer Engine's `pytorch/quantization.py` (once `fp8.py`) tells about FP8: what runs here, what is open.
+
+    te.is_fp8_available(return_reason=True)            (True, "")
+    te.quantization.FP8GlobalStateManager.is_fp8_enabled()
+
+Twin Engine has no global FP8 state: autocast's settings belong to a thread (`reference.threads`), scales to a
+module. So `FP8GlobalStateManager` answers questions, and every other part of it raises an error that names it.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+
+from reference import model_init, not_offered, recipe
+from reference.arguments import check_arguments
+from reference.autocast import autocast, current, fp8_autocast
+from reference.model_init import fp8_model_init, quantized_model_init
+from reference.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from reference.threads import here
+
+__all__ = [
+    "DelayedScaling",
+    "FP8GlobalStateManager",
+    "Float8CurrentScaling",
+    "Format",
+    "Recipe",
+    "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "check_recipe_support",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "get_fp8_max",
+    "get_fp8_torch_dtype",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+]
+
+Answer = bool | tuple[bool, str]
+Support = tuple[bool, str]
+
+
+def check_fp8_support() -> Support:
+    """(True, ""): every CPU runs FP8. `optimized.is_fp8_available` says whether a GPU does."""
+    return True, ""
+
+
+def _without_recipe(name: str) -> Support:
+    return False, str(not_offered.sentence(recipe.__name__, name))
+
+
+def check_mxfp8_support() -> Support:
+    """(False, why the recipe MXFP8BlockScaling is not offered)."""
+    return _without_recipe("MXFP8BlockScaling")
+
+
+def check_nvfp4_support() -> Support:
+    """(False, why the recipe NVFP4BlockScaling is not offered)."""
+    return _without_recipe("NVFP4BlockScaling")
+
+
+def check_fp8_block_scaling_support() -> Support:
+    """(False, why the recipe Float8BlockScaling is not offered)."""
+    return _without_recipe("Float8BlockScaling")
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Refuse what is no recipe of `te.recipe`."""
+    _check_recipe("check_recipe_support", recipe)
+
+
+def answer(name: str, support: Support, return_reason: Any) -> Answer:
+    """`support`, or its first part, as the caller wishes; `name` is the caller's."""
+    check_arguments(name, {"return_reason": return_reason})
+    return support if return_reason else support[0]
+
+
+def is_fp8_available(return_reason: bool = False) -> Answer:
+    """Whether FP8 runs here: True; with `return_reason` (True, "")."""
+    return answer("is_fp8_available", check_fp8_support(), return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> Answer:
+    """Whether bf16 runs here: True; with `return_reason` (True, "")."""
+    return answer("is_bf16_available", check_fp8_support(), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Answer:
+    """False; with `return_reason` also why."""
+    return answer("is_mxfp8_available", check_mxfp8_support(), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Answer:
+    """False; with `return_reason` also why."""
+    return answer("is_nvfp4_available", check_nvfp4_support(), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
+    """False; with `return_reason` also why."""
+    return answer("is_fp8_block_scaling_available", check_fp8_block_scaling_support(), return_reason)
+
+
+def get_default_recipe() -> Recipe:
+    """`DelayedScaling()`, the recipe of an `autocast` without one."""
+    return DelayedScaling()
+
+
+get_default_fp8_recipe = get_default_recipe
+"""`get_default_recipe` under its older name."""
+
+
+def _check_recipe(name: str, recipe: Any) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{name}: recipe={recipe!r}; a recipe of te.recipe is accepted.")
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """16: what the sizes of an FP8 product must be multiples of."""
+    _check_recipe("get_align_size_for_quantization", recipe)
+    return 16
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """The float8 dtype of the forward's tensors, or of gradients."""
+    _check_recipe("get_fp8_torch_dtype", fp8_recipe)
+    return fp8_recipe.fp8_format.dtype(fprop_tensor)
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    """The largest finite number of `get_fp8_torch_dtype`."""
+    _check_recipe("get_fp8_max", fp8_recipe)
+    return fp8_recipe.fp8_format.fp8_max(fprop_tensor)
+
+
+class _Explained(type):
+    """Transformer Engine's other methods are named in the error."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(
+            f"FP8GlobalStateManager.{name} is not offered by Twin Engine: scales belong to a layer (layer.fp8_meta) "
+            f"and autocast's settings to a thread; FP8GlobalStateManager answers "
+            f"{', '.join(key for key in vars(cls) if not key.startswith('_'))}.",
+            name=name,
+            obj=cls,
+        )
+
+
+class FP8GlobalStateManager(metaclass=_Explained):
+    """What is open in this thread: Transformer Engine's queries of its global state."""
+
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Whether the innermost autocast has FP8 on."""
+        return current().enabled
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        """Whether the innermost autocast calibrates."""
+        return current().calibrating
+
+    @staticmethod
+    def get_fp8_recipe() -> Recipe:
+        """The innermost autocast's recipe; outside of one the default."""
+        return current().recipe
+
+    @staticmethod
+    def get_fp8_group() -> Any:
+        """The innermost autocast's process group; None is the default one."""
+        return current().group
+
+    @staticmethod
+    def with_fp8_parameters() -> bool:
+        """Whether a layer made here keeps its weights in FP8 (`quantized_model_init`)."""
+        return model_init.current() is not None
+
+    @staticmethod
+    def with_high_precision_init_val() -> bool:
+        """Whether such a layer also keeps the initial values."""
+        settings = model_init.current()
+        return settings is not None and settings.preserve
+
+    @staticmethod
+    def fp8_graph_capturing() -> bool:
+        """Whether a CUDA graph is being captured."""
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    @staticmethod
+    def reset() -> None:
+        """Do nothing: there is no global state. Inside an autocast it raises."""
+        if here().autocasts:
+            raise RuntimeError(
+                "FP8GlobalStateManager.reset: an autocast is open in this thread; a call outside of it is accepted."
+            )
+
+
+not_offered.explain(__name__)

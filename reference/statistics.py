@@ -1,0 +1,395 @@
+"""`collect_stats`: what the quantizers of a model's layers do to its tensors in training.
+
+    with te.collect_stats(model, every=100) as stats:
+        train(model)
+    print(stats.table())
+
+For each layer and each role (input, weight, grad_output), of each `every`-th forward and its backward: the amax, the
+scale, how many elements saturate, underflow, are NaN or infinite, and the SQNR (`reference.ops.cast_stats` defines
+them). They compare the codes that the GEMMs read with the tensor that they would read in 16 bits: the result of a norm
+or an activation in the activation dtype; a weight in its own dtype.
+
+A measured step runs op by op and has the bits of any other step. Between two measured steps nothing is different: the
+player of `reference.nn.autograd` is the usual one, so tapes are replayed. Values stay on the device until they are
+read.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from reference import formats, recompute
+from reference.arguments import is_int
+from reference.nn.autograd import Backward, Context, Forward
+from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.nn.hook import Hook
+from reference.nn.observed import Observed
+from reference.ops.library import twin
+from reference.quantized import PER_TENSOR, Quantized
+from reference.quantizer import Quantizer
+from reference.recipe import Recipe
+
+__all__ = ["Sample", "Statistics", "collect_stats"]
+
+GEMMS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+"""Role → the GEMMs that read it."""
+_FIELDS = {"input": "input", "weight": "weight", "grad_output": "grad"}  # of `reference.quantizer.Gemm`
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one quantizer did to one role of one linear map, in one step or in several.
+
+    Attributes:
+        layer: the layer's name in the model; "" is the model itself.
+        part: "fc1" or "fc2" of an MLP; "" of a layer with one linear map.
+        role: "input", "weight" or "grad_output".
+        recipe: the recipe of the quantizer; None for 16 bits.
+        ran: whether the layer ran in it; otherwise it was measured beside, and nothing of it was used.
+        dtype: of the codes; of the numbers in 16 bits.
+        step: the forward of the model, from 0, in which it was measured; the last one of several.
+        elements: how many there are; zeros and elements that are not finite count.
+        amax: the largest magnitude that is not NaN.
+        scale: what elements were multiplied by before they were rounded to FP8; the last one of several.
+        saturated, underflowed, nan, inf: how many elements.
+        signal, noise: sums of squares of the elements and of what quantization added.
+    """
+
+    layer: str
+    part: str
+    role: str
+    recipe: Recipe | None
+    ran: bool
+    dtype: torch.dtype
+    step: int
+    elements: int
+    amax: float
+    scale: float | None
+    saturated: int
+    underflowed: int
+    nan: int
+    inf: int
+    signal: float
+    noise: float
+
+    @property
+    def gemms(self) -> tuple[str, str]:
+        """The GEMMs that read it."""
+        return GEMMS[self.role]
+
+    @property
+    def saturated_share(self) -> float:
+        """Of all elements."""
+        return self.saturated / max(1, self.elements)
+
+    @property
+    def underflowed_share(self) -> float:
+        """Of all elements."""
+        return self.underflowed / max(1, self.elements)
+
+    @property
+    def sqnr(self) -> float | None:
+        """10·log10(signal / noise) in dB; infinite where nothing was lost, None in 16 bits."""
+        if self.recipe is None:
+            return None
+        if self.noise == 0:
+            return math.inf
+        ratio = self.signal / self.noise
+        return 10 * math.log10(ratio) if ratio > 0 else ratio - math.inf  # NaN stays NaN
+
+    @property
+    def format(self) -> str:
+        """ "E4M3", "E5M2", or the dtype."""
+        return str(self.dtype).removeprefix("torch.") if self.recipe is None else formats.format_of(self.dtype).name
+
+    def merged(self, later: "Sample") -> "Sample":
+        """This and a later sample of the same quantizer as one."""
+        summed = ("elements", "saturated", "underflowed", "nan", "inf", "signal", "noise")
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(later, name) for name in summed}
+        return replace(later, amax=max(self.amax, later.amax), **sums)
+
+
+class _Key(NamedTuple):
+    """What a sample is of."""
+
+    layer: str
+    part: str
+    role: str
+    recipe: Recipe | None
+    ran: bool
+
+
+class _Measured(NamedTuple):
+    """A sample whose values are still on the device."""
+
+    key: _Key
+    dtype: torch.dtype
+    step: int
+    elements: int
+    scale: torch.Tensor | None
+    counts: torch.Tensor
+    sums: torch.Tensor
+
+
+class _Observer(Hook):
+    """Runs pairs with quantizers whose results are measured."""
+
+    def __init__(self, model: torch.nn.Module, beside: Sequence[Recipe]) -> None:
+        super().__init__(model)
+        self.beside = beside
+        self.step = 0
+        self.found: list[_Measured] = []
+
+    def forward(
+        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
+    ) -> tuple[Any, Saved, Any]:
+        if recompute.replaying() or not self.layers(context):
+            return super().forward(function, plan, context, tensors, backward)
+        self.prepare(function, plan, context, tensors, backward)
+        return *function(plan, self._observed(context), *tensors), None
+
+    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
+        if note is not None or not self.layers(context):  # with a note its forward was replayed
+            return super().backward(function, plan, context, saved, grads, note)
+        return function(plan, self._observed(context), saved, *grads)
+
+    def _observed(self, context: Context) -> Context:
+        """A copy of a context whose quantizers are measured."""
+        if isinstance(context, BlockContext):
+            return context._replace(modules=tuple([self._of_module(one) for one in context.modules]))
+        return self._of_module(context)
+
+    def _of_module(self, context: ModuleContext) -> ModuleContext:
+        module = context.module
+        if module not in self.names:
+            return context
+        others = {recipe: recipe.gemms(module.num_gemms, None, None) for recipe in self._beside(module, context)}
+        gemms = []
+        for i, (gemm, weight) in enumerate(zip(context.gemms, module.fp8_weights, strict=True)):
+            part = weight.removesuffix("weight").removesuffix("_")
+            observed: dict[str, Any] = {}
+            for role, field in _FIELDS.items():
+                beside = {recipe: getattr(found[i], field) for recipe, found in others.items()}
+                key = _Key(self.names[module], part, role, context.recipe, True)
+                observed[field] = Observed(getattr(gemm, field), self._recorder(key, beside))
+            gemms.append(gemm._replace(**observed))
+        found = copy.copy(context)
+        found.gemms = tuple(gemms)
+        return found
+
+    def _beside(self, module: Any, context: ModuleContext) -> list[Recipe]:
+        """The recipes that are measured besides the layer's own; none where its sizes do not fit FP8."""
+        if any(getattr(module, name) % 16 for name in module.fp8_sizes):
+            return []
+        return [recipe for recipe in self.beside if recipe != context.recipe]
+
+    def _recorder(self, key: _Key, beside: dict[Recipe, Quantizer]) -> Any:
+        def record(quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
+            x = x.detach().contiguous()
+            self._note(key, quantizer, x, quantized)
+            for recipe, other in beside.items():
+                self._note(key._replace(recipe=recipe, ran=False), other, x, other.quantize(x, False))
+
+        return record
+
+    def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
+        fp8 = quantized.layout == PER_TENSOR
+        counts, sums = twin.cast_stats(x, *((quantized.codes, quantized.scales) if fp8 else (None, None)))
+        scale = quantizer.scale(x) if fp8 else None
+        self.found.append(_Measured(key, quantized.codes.dtype, self.step, x.numel(), scale, counts, sums))
+
+
+class Statistics:
+    """The statistics of a model; see `collect_stats`."""
+
+    def __init__(self, model: torch.nn.Module, every: int, recipes: Sequence[Recipe]) -> None:
+        self.model, self.every, self.recipes = model, every, tuple(recipes)
+        self.forwards = 0
+        self._observer: _Observer | None = None
+        self._measured: list[_Measured] = []
+        self._samples: list[Sample] = []
+        self._handle: Any = None
+
+    def __enter__(self) -> "Statistics":
+        if self._handle is not None:
+            raise RuntimeError("collect_stats: it is open already; one `with` at a time is accepted.")
+        self._observer = _Observer(self.model, self.recipes)
+        self._handle = self.model.register_forward_pre_hook(self._forward_begins)
+        self._before = self.forwards
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        assert self._observer is not None
+        self._handle.remove()
+        self._handle = None
+        if self._observer.installed:
+            self._observer.remove()
+        if kind is None and self.forwards == self._before:
+            raise RuntimeError(
+                f"collect_stats: {type(self.model).__name__} was not called inside; give the module that the training "
+                f"loop calls."
+            )
+        self._measured, self._observer.found = [*self._measured, *self._observer.found], []
+        if kind is None and not self._measured and not self._samples:
+            raise RuntimeError(
+                f"collect_stats: {type(self.model).__name__} was called, and none of its layers could be measured; "
+                f"layers of this package are, outside of torch.compile and of CUDA graphs."
+            )
+
+    def _forward_begins(self, *_: Any) -> None:
+        """Called before each forward of the model: measure it, or stop measuring."""
+        if recompute.replaying():  # `te.checkpoint(model, x)` runs its forward again in backward
+            return
+        observer = self._observer
+        assert observer is not None
+        observer.step, self.forwards = self.forwards, self.forwards + 1
+        wanted = observer.step % self.every == 0
+        if wanted and not observer.installed:
+            observer.install()
+        elif observer.installed and not wanted:
+            observer.remove()
+
+    def samples(self) -> list[Sample]:
+        """Every sample, in the order in which they were measured. Reading waits for the device."""
+        new = [*self._measured, *(self._observer.found if self._observer is not None else [])]
+        if self._observer is not None:
+            self._observer.found = []
+        self._measured = []
+        self._samples += _read(new)
+        return list(self._samples)
+
+    def summary(self, first: int = 0) -> list[Sample]:
+        """One sample for each layer, part, role and recipe: counts and sums are added, the amax is the largest.
+
+        `first`: leave out the forwards before. 1 leaves out the one in which delayed scaling has no scale but 1.
+        """
+        found: dict[_Key, Sample] = {}
+        for one in self.samples():
+            if one.step < first:
+                continue
+            key = _Key(one.layer, one.part, one.role, one.recipe, one.ran)
+            found[key] = found[key].merged(one) if key in found else one
+        order = {name: i for i, (name, _) in enumerate(self.model.named_modules())}
+        roles = list(GEMMS)
+        return sorted(found.values(), key=lambda one: (order[one.layer], one.part, roles.index(one.role), not one.ran))
+
+    def table(self, first: int = 0) -> str:
+        """The summary as text. In parentheses: recipes that were measured beside the layer's own."""
+        head = ("layer", "role", "GEMMs", "recipe", "format", "amax", "scale", "saturated", "underflowed", "SQNR dB")
+        rows = [(*head, "NaN", "inf"), *map(_row, self.summary(first))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        left = 5
+        lines = (
+            "  ".join(
+                cell.ljust(width) if i < left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> str:
+        """All samples as a JSON object: `{"samples": [...]}`. A number that is not finite is a string."""
+        return json.dumps({"samples": [_plain(one) for one in self.samples()]}, indent=1)
+
+
+def _read(measured: Sequence[_Measured]) -> list[Sample]:
+    """Samples of what is on devices, with three copies from each."""
+    values: dict[int, tuple[list[int], list[float], float | None]] = {}
+    for device in dict.fromkeys(one.counts.device for one in measured):
+        here = [i for i, one in enumerate(measured) if one.counts.device == device]
+        counts = torch.stack([measured[i].counts for i in here]).tolist()
+        sums = torch.stack([measured[i].sums for i in here]).tolist()
+        scaled = [i for i in here if measured[i].scale is not None]
+        scales = torch.cat([measured[i].scale for i in scaled]).tolist() if scaled else []  # type: ignore[misc]
+        of = dict(zip(scaled, scales, strict=True))
+        values |= {i: (counts[k], sums[k], of.get(i)) for k, i in enumerate(here)}
+    found = []
+    for i, one in enumerate(measured):
+        (saturated, underflowed, nan, inf), (signal, noise, amax), scale = values[i]
+        of_all = (one.dtype, one.step, one.elements, amax, scale)
+        found.append(Sample(*one.key, *of_all, saturated, underflowed, nan, inf, signal, noise))
+    return found
+
+
+def shown(layer: str, part: str = "") -> str:
+    """A layer's name in texts."""
+    return ".".join(filter(None, (layer, part))) or "(the model)"
+
+
+def recipe_name(recipe: Recipe | None) -> str:
+    """A recipe in texts; its format where that is not HYBRID."""
+    if recipe is None:
+        return "16 bits"
+    name = type(recipe).__name__
+    return name if recipe.fp8_format.name == "HYBRID" else f"{name} {recipe.fp8_format.name}"
+
+
+def _row(one: Sample) -> tuple[str, ...]:
+    name, fp8 = recipe_name(one.recipe), one.recipe is not None
+    return (
+        shown(one.layer, one.part),
+        one.role,
+        ", ".join(one.gemms),
+        name if one.ran else f"({name})",
+        one.format,
+        f"{one.amax:.4g}",
+        "" if one.scale is None else f"{one.scale:.4g}",
+        f"{one.saturated_share:.2%}" if fp8 else "",
+        f"{one.underflowed_share:.2%}" if fp8 else "",
+        f"{one.sqnr:.1f}" if one.sqnr is not None else "",
+        str(one.nan),
+        str(one.inf),
+    )
+
+
+def _plain(one: Sample) -> dict[str, Any]:
+    """A sample as JSON has it."""
+    found = dict(vars(one))
+    found |= {"recipe": None if one.recipe is None else repr(one.recipe), "dtype": str(one.dtype)}
+    found |= {"gemms": list(one.gemms), "saturated_share": one.saturated_share}
+    found |= {"underflowed_share": one.underflowed_share, "sqnr": one.sqnr}
+    return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in found.items()}
+
+
+def collect_stats(model: torch.nn.Module, every: int = 100, recipes: Iterable[Recipe] = ()) -> Statistics:
+    """Measure what the quantizers of a model do to its tensors, inside a `with`.
+
+    Measured are the model's layers that cast to FP8 (in 16 bits: what FP8 would cast), on a CPU or a GPU, during the
+    first and then every `every`-th forward of the model, up to its next forward: so in a training loop with the
+    backward. A recomputation by `te.checkpoint` is not measured again; a weight that is kept in FP8, or was cast by an
+    earlier microbatch, has no number to compare with and is not measured. Nothing is measured inside of torch.compile
+    and of CUDA graphs. In a distributed run each process measures its own.
+
+    Args:
+        model: the module that the training loop calls.
+        every: an int of at least 1.
+        recipes: measured besides: what each of them would make of the same tensors. Recipes without state, such as
+            `Float8CurrentScaling()`.
+
+    Returns:
+        `Statistics`: `samples()`, `summary()`, `table()`, `to_json()`, inside of the `with` and after it.
+
+    Raises:
+        TypeError, ValueError: an argument is not accepted.
+        RuntimeError: at the end, where the model was not called, or nothing of it could be measured.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"collect_stats: model={model!r}; a torch.nn.Module is accepted.")
+    if not is_int(every) or every < 1:
+        raise ValueError(f"collect_stats: every={every!r}; an int of at least 1 is accepted.")
+    recipes = list(recipes)
+    for recipe in recipes:
+        if not isinstance(recipe, Recipe) or recipe.history_rows is not None:
+            raise ValueError(
+                f"collect_stats: recipes has {recipe!r}; recipes without state between steps are accepted, such as "
+                f"Float8CurrentScaling()."
+            )
+    if not any(getattr(module, "fp8_weights", None) for module in model.modules()):
+        raise ValueError(f"collect_stats: model is a {type(model).__name__} without a layer that casts to FP8.")
+    return Statistics(model, int(every), recipes)

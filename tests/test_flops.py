@@ -1,0 +1,87 @@
+"""`FlopCounterMode` counts a model like the same model of PyTorch's own layers."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference as te
+
+BF16 = torch.bfloat16
+HIDDEN, FFN, HEADS, TOKENS, BATCH = 32, 64, 4, 16, 2
+
+
+def sequential(*sizes: int, between: torch.nn.Module | None = None) -> torch.nn.Module:
+    layers = [torch.nn.Linear(n, m, dtype=BF16) for n, m in itertools.pairwise(sizes)]
+    return torch.nn.Sequential(*(part for layer in layers for part in (layer, between or torch.nn.Identity())))
+
+
+class PlainAttention(torch.nn.Module):
+    """What a TransformerLayer does, of PyTorch's parts."""
+
+    def __init__(self, groups: int = HEADS) -> None:
+        super().__init__()
+        self.groups, self.channels = groups, HIDDEN // HEADS
+        self.qkv = torch.nn.Linear(HIDDEN, HIDDEN + 2 * groups * self.channels, dtype=BF16)
+        self.proj = torch.nn.Linear(HIDDEN, HIDDEN, dtype=BF16)
+        self.mlp = sequential(HIDDEN, FFN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        s, b, _ = x.shape
+        mixed = self.qkv(x).view(s, b, -1, self.channels).permute(1, 2, 0, 3)
+        q, k, v = mixed.split([HEADS, self.groups, self.groups], dim=1)
+        k, v = (t.repeat_interleave(HEADS // self.groups, dim=1) for t in (k, v))
+        with sdpa_kernel(SDPBackend.MATH):  # the others are counted alike, on a GPU only
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.mlp(self.proj(out.permute(2, 0, 1, 3).reshape(s, b, HIDDEN)))
+
+
+Pair = tuple[Callable[[], torch.nn.Module], Callable[[], torch.nn.Module]]
+MODELS: dict[str, Pair] = {
+    "Linear": (lambda: te.Linear(HIDDEN, 48, params_dtype=BF16), lambda: sequential(HIDDEN, 48)),
+    "LayerNormLinear": (lambda: te.LayerNormLinear(HIDDEN, 48, params_dtype=BF16), lambda: sequential(HIDDEN, 48)),
+    "LayerNormMLP": (
+        lambda: te.LayerNormMLP(HIDDEN, FFN, params_dtype=BF16),
+        lambda: sequential(HIDDEN, FFN, HIDDEN, between=torch.nn.GELU()),
+    ),
+    "TransformerLayer": (lambda: te.TransformerLayer(HIDDEN, FFN, HEADS, params_dtype=BF16), PlainAttention),
+    "grouped": (
+        lambda: te.TransformerLayer(HIDDEN, FFN, HEADS, num_gqa_groups=2, params_dtype=BF16),
+        lambda: PlainAttention(2),
+    ),
+}
+
+
+def counted(model: torch.nn.Module, fp8: bool, device: str = "cpu") -> tuple[int, int]:
+    """Of forward, and of both directions."""
+    x = torch.ones(TOKENS, BATCH, HIDDEN, dtype=BF16, device=device, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        with te.autocast(enabled=fp8):
+            y = model(x)
+        forward = counter.get_total_flops()
+        y.sum().backward()
+    return forward, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_counts_as_plain_pytorchs(name: str, fp8: bool) -> None:
+    ours, plain = MODELS[name]
+    forward, both = counted(plain(), False)
+    if name not in ("Linear", "LayerNormLinear", "LayerNormMLP"):
+        both += 2 * BATCH * TOKENS * TOKENS * HIDDEN  # PyTorch's formula of a fused backward: the scores once more
+    assert forward > 0
+    model = ours()
+    for _ in range(2):
+        assert counted(model, fp8) == (forward, both)
+    assert counted(model.to("meta"), fp8, "meta") == (forward, both)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gradients_that_are_added_to_main_grad_count_too(fp8: bool) -> None:
+    layer = te.Linear(HIDDEN, 48, params_dtype=BF16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(48, HIDDEN)
+    assert counted(layer, fp8) == counted(sequential(HIDDEN, 48), False)

@@ -1,0 +1,166 @@
+"""`RotaryPositionEmbedding` and `apply_rotary_pos_emb`: Transformer Engine's formulas, the layers' bits."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import optimized
+import reference as te
+
+BF16 = torch.bfloat16
+F32 = np.float32
+
+
+def angles(
+    dim: int, length: int, offset: int = 0, base: float = 1e4, factor: float = 0.0, interleaved: bool = False
+) -> np.ndarray:
+    """The formulas, in NumPy."""
+    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
+    frequencies = (1 / np.power(np.float64(base), exponents)).astype(F32)
+    positions = np.arange(length, dtype=F32) + F32(offset)
+    if factor:
+        positions = positions * F32(1 / factor)
+    found = positions[:, None] * frequencies
+    both = np.repeat(found, 2, axis=1) if interleaved else np.concatenate([found, found], axis=1)
+    return both.reshape(length, 1, 1, dim)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "length", "offset"), [(2, 1, 0), (16, 7, 3), (64, 33, 0), (128, 5, 4096), (66, 3, 1)])
+def test_angles(dim: int, length: int, offset: int, interleaved: bool, same_bits: Any) -> None:
+    for base in (10000.0, 500000, 1.5):
+        embedding = te.RotaryPositionEmbedding(dim, rotary_base=base, interleaved=interleaved)
+        found = embedding(length, offset)
+        assert found.dtype == torch.float32
+        same_bits(found, torch.from_numpy(angles(dim, length, offset, base, interleaved=interleaved)))
+    plain = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # Transformer Engine's, in fp32
+    assert torch.allclose(te.RotaryPositionEmbedding(dim).inv_freq, plain, rtol=3e-6, atol=0), "a few ulps apart"
+
+
+def test_a_part_of_the_channels() -> None:
+    half = te.RotaryPositionEmbedding(64, rotary_percent=0.5)
+    assert torch.equal(half(5), te.RotaryPositionEmbedding(32)(5))
+
+
+@pytest.mark.parametrize(("length", "factor"), [(8, 2.0), (16, 2.0), (24, 24 / 8)])
+def test_interpolation(length: int, factor: float, same_bits: Any) -> None:
+    """Positions are divided by the factor; past 2 · 8 positions, by what brings them back to 8."""
+    embedding = te.RotaryPositionEmbedding(16, 1.0, 2, 8)
+    same_bits(embedding(length), torch.from_numpy(angles(16, length, factor=factor)))
+    without = te.RotaryPositionEmbedding(16, 1.0, 2)
+    same_bits(without(length), torch.from_numpy(angles(16, length)))
+
+
+def test_frequencies_stay_fp32_and_come_back_from_meta(same_bits: Any) -> None:
+    embedding = te.RotaryPositionEmbedding(16)
+    expected = embedding(4)
+    same_bits(copy.deepcopy(embedding).to(BF16)(4), expected)
+    same_bits(copy.deepcopy(embedding).half()(4), expected)
+    with torch.device("meta"):
+        hollow = te.RotaryPositionEmbedding(16)
+    assert hollow.inv_freq.is_meta
+    same_bits(hollow.to_empty(device="cpu")(4), expected)
+    own = copy.deepcopy(embedding)
+    own.inv_freq.mul_(2)
+    other = te.RotaryPositionEmbedding(16)
+    other.load_state_dict(own.state_dict())
+    same_bits(other.to(BF16).inv_freq, embedding.inv_freq * 2)
+    assert list(embedding.state_dict()) == ["inv_freq"]
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_apply_is_what_attention_does(layout: str, interleaved: bool, same_bits: Any) -> None:
+    """Rotating q and k before `DotProductAttention` has the bits of `rotary_pos_emb`, forward and backward."""
+    torch.manual_seed(0)
+    heads, channels = 4, 16
+    layer = te.MultiheadAttention(
+        64, heads, attention_dropout=0.0, params_dtype=BF16, qkv_format=layout, rotary_pos_interleaved=interleaved,
+        fuse_qkv_params=True, qkv_weight_interleaved=False,
+    )  # fmt: skip
+    freqs = te.RotaryPositionEmbedding(channels, interleaved=interleaved)(9)
+    shape = (7, 3, 64) if layout == "sbhd" else (3, 7, 64)
+    x = torch.randn(shape).to(BF16)
+    results = []
+    for by_hand in (False, True):
+        leaf = x.clone().requires_grad_()
+        if by_hand:
+            mixed = layer.qkv(leaf).view(*shape[:2], 3, heads, channels)
+            q, k, v = mixed.unbind(2)
+            q, k = (te.apply_rotary_pos_emb(t, freqs, layout, interleaved=interleaved) for t in (q, k))
+            out = layer.proj(layer.core_attention(q, k, v))
+        else:
+            out = layer(leaf, rotary_pos_emb=freqs)
+        out.float().square().sum().backward()
+        results.append((out.detach(), leaf.grad))
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b)
+
+
+def test_fused_changes_no_bit(same_bits: Any) -> None:
+    t, freqs = torch.randn(5, 2, 3, 16).half(), te.RotaryPositionEmbedding(8)(5)
+    same_bits(te.apply_rotary_pos_emb(t, freqs, fused=True), te.apply_rotary_pos_emb(t, freqs, fused=False))
+    assert torch.equal(te.apply_rotary_pos_emb(t, freqs)[..., 8:], t[..., 8:])
+
+
+T, FREQS = torch.zeros(4, 2, 3, 16), torch.zeros(4, 1, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"dim": 0}, ValueError, r"dim=0; an int from 1"),
+        ({"dim": 3}, ValueError, r"dim=3 with rotary_percent=1.0 rotates 3 channels; an even number from 2 on"),
+        ({"dim": 16, "rotary_percent": 0.1}, ValueError, r"dim=16 with rotary_percent=0.1 rotates 1 channels; an even"),
+        ({"dim": 16, "rotary_percent": 1.5}, ValueError, r"rotary_percent=1.5; a number above 0, at most 1"),
+        ({"dim": 16, "rotary_base": "1e4"}, TypeError, r"rotary_base='1e4'; a number between"),
+        ({"dim": 16, "interleaved": 1}, TypeError, r"interleaved=1; True and False"),
+        (
+            {"dim": 16, "seq_len_interpolation_factor": 0.5},
+            TypeError,
+            r"seq_len_interpolation_factor=0.5; None or",
+        ),
+        ({"dim": 16, "pretrained_max_position_embeddings": 0}, ValueError, r"embeddings=0; None or an int from 1"),
+    ],
+)
+def test_bad_settings_are_refused(given: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    for side in (te, optimized):
+        with pytest.raises(error, match=rf"^RotaryPositionEmbedding: .*{sentence}.* accepted\.$"):
+            side.RotaryPositionEmbedding(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"t": None}, TypeError, "t=None; a tensor is accepted"),
+        ({"t": T.int()}, TypeError, "t has dtype torch.int32; float32, bfloat16 and float16 are accepted"),
+        ({"t": T[0]}, ValueError, r"t has shape \[2, 3, 16\]; \['s', 'b', 'h', 'd'\] is accepted"),
+        (
+            {"freqs": FREQS.half()},
+            ValueError,
+            r"freqs is torch.float16 \[4, 1, 1, 16\]; float32 \[positions",
+        ),
+        ({"freqs": FREQS[:3]}, ValueError, r"freqs is torch.float32 \[3, 1, 1, 16\]; .* with 4 positions or more"),
+        ({"freqs": FREQS[..., :3]}, ValueError, r"an even number of channels up to 16"),
+        ({"freqs": torch.zeros(4, 1, 1, 18)}, ValueError, r"an even number of channels up to 16"),
+        ({"freqs": torch.zeros(4, 16)}, ValueError, r"freqs is torch.float32 \[4, 16\]"),
+        ({"freqs": FREQS.to("meta")}, RuntimeError, "freqs is on meta and t on cpu; one device is accepted"),
+        ({"tensor_format": "thd"}, ValueError, "tensor_format='thd'; one of .* is accepted"),
+        (
+            {"start_positions": torch.zeros(2)},
+            NotImplementedError,
+            "start_positions=.* is not offered; None is",
+        ),
+        ({"cu_seqlens": torch.zeros(2)}, NotImplementedError, "cu_seqlens=.* is not offered; None is"),
+        ({"cp_size": 2}, NotImplementedError, "cp_size=2 is not offered; 1 is accepted"),
+        ({"cp_rank": 1}, NotImplementedError, "cp_rank=1 is not offered; 0 is accepted"),
+        ({"fused": None}, TypeError, "fused=None; True and False are accepted"),
+    ],
+)
+def test_bad_arguments_are_refused(given: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=rf"^apply_rotary_pos_emb: .*{sentence}") as found:
+        te.apply_rotary_pos_emb(**{"t": T, "freqs": FREQS, **given})
+    assert str(found.value).endswith(".")

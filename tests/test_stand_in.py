@@ -1,0 +1,262 @@
+"""`install_as_transformer_engine`: unmodified programs of Transformer Engine's users run, each in its own process."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import optimized
+import reference
+from reference import stand_in
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALL = "import reference; reference.install_as_transformer_engine()\n"
+LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning"}
+
+
+def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def printed(program: str) -> Any:
+    """What a program prints last, as JSON."""
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_transformer_engines_modules_resolve() -> None:
+    program = """
+    import importlib, importlib.metadata, importlib.util, json, sys
+    before = set(dir(reference)), set(sys.modules)
+    import transformer_engine, transformer_engine as root
+    import transformer_engine.pytorch as te
+    import transformer_engine.common.recipe as recipe
+    import transformer_engine.pytorch.module.base
+    from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch import Linear, fp8_autocast
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, check_mxfp8_support
+    from transformer_engine.pytorch.module import LayerNormLinear
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.optimizers import FusedAdam
+    from transformer_engine.pytorch.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.attention import DotProductAttention
+    from transformer_engine.pytorch.distributed import checkpoint
+    assert root.pytorch is te and root.common.recipe is recipe is reference.recipe
+    assert te.Linear is Linear is reference.Linear and te.fp8 is reference.fp8
+    assert issubclass(Linear, TransformerEngineBaseModule) and FusedAdam is reference.optimizers.FusedAdam
+    assert recipe.DelayedScaling is DelayedScaling is te.recipe.DelayedScaling
+    assert all(getattr(te, name) is getattr(reference, name) for name in reference.__all__)
+    assert importlib.util.find_spec("transformer_engine") and importlib.util.find_spec("transformer_engine.jax") is None
+    reference.install_as_transformer_engine()  # changes nothing
+    assert sys.modules["transformer_engine"] is root and before[0] == set(dir(reference))
+    assert all(name.startswith("transformer_engine") for name in set(sys.modules) - before[1])
+    versions = [importlib.metadata.version(name) for name in ("transformer_engine", "transformer-engine")]
+    print(json.dumps([root.__version__, *versions, check_mxfp8_support()[0]]))
+    """
+    assert printed(INSTALL + textwrap.dedent(program)) == [*[stand_in.VERSION] * 3, False]
+
+
+def test_the_version_is_that_of_the_api_which_tests_compare_with() -> None:
+    api = json.loads((ROOT / "tests/transformer_engine_api.json").read_text("utf-8"))
+    assert api["version"] == stand_in.VERSION
+
+
+REFUSED = {
+    "from transformer_engine.pytorch import GroupedLinear": "te.GroupedLinear is not offered by Twin Engine: there are",
+    "import transformer_engine.pytorch.export": "te.export is not offered by Twin Engine: there is no export",
+    "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
+    "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",
+    "root.pytorch.ops.Bias": "ops.Bias is not offered by Twin Engine: layers are whole",
+    "root.pytorch.module.base.get_workspace": "transformer_engine.pytorch.module.base.get_workspace is not offered by",
+    "root.pytorch.module._private": "module 'transformer_engine.pytorch.module' has no attribute '_private'",
+    "optimized.install_as_transformer_engine()": "transformer_engine means the other side of Twin Engine in this",
+    "importlib.metadata.distribution('transformer-engine').locate_file('x')": "x: transformer_engine is Twin Engine",
+}
+
+
+def test_what_is_not_offered_says_so() -> None:
+    program = """
+    import importlib.metadata, json
+    import optimized, transformer_engine as root
+    found = []
+    for statement in statements:
+        try:
+            exec(statement)
+            found.append("nothing")
+        except Exception as error:
+            found.append(str(error))
+    print(json.dumps(found))
+    """
+    found = printed(INSTALL + f"statements = {list(REFUSED)}\n" + textwrap.dedent(program))
+    for text, sentence in zip(found, REFUSED.values(), strict=True):
+        assert sentence in text
+
+
+@pytest.mark.parametrize("how", ["module", "metadata", "imported"])
+def test_the_real_one_is_left_alone(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "metadata":
+        folder = tmp_path / "transformer_engine-2.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Name: transformer_engine\nVersion: 2.0\n")
+    elif how == "module":
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").write_text("")
+    else:
+        monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders = list(sys.meta_path)
+    sentence = "^install_as_transformer_engine: the real transformer_engine is installed here; an environment without"
+    for side in (reference, optimized):
+        with pytest.raises(RuntimeError, match=sentence):
+            side.install_as_transformer_engine()
+    assert sys.meta_path == finders
+    assert "transformer_engine.pytorch" not in sys.modules
+
+
+def test_the_optimized_side_can_stand_in() -> None:
+    program = """
+    import optimized, json
+    optimized.install_as_transformer_engine()
+    import transformer_engine.pytorch as te
+    print(json.dumps([te.Linear is optimized.Linear, te.module.Linear is optimized.Linear]))
+    """
+    assert printed(program) == [True, True]
+
+
+# As in Evo 2's model: layers that subclass te.Linear, with attributes set before its constructor.
+EVO = """
+import json, torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+def set_format_recipe():
+    return DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+
+class TELinear(te.Linear):
+    def __init__(self, in_features, out_features, init_method, bias=True, skip_bias_add=False, use_fp8=False, **kwargs):
+        params_dtype = torch.bfloat16
+        self.te_return_bias = skip_bias_add and bias
+        self.use_fp8_input_projections = use_fp8
+        if use_fp8:
+            self.fp8_recipe = set_format_recipe()
+        super().__init__(in_features=in_features, out_features=out_features, sequence_parallel=False,
+                         fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, init_method=init_method,
+                         params_dtype=params_dtype, parallel_mode=None, bias=bias, return_bias=self.te_return_bias,
+                         **kwargs)
+
+    def forward(self, x):
+        if self.use_fp8_input_projections:
+            with te.fp8_autocast(enabled=True, fp8_recipe=self.fp8_recipe):
+                out = super().forward(x)
+        else:
+            out = super().forward(x)
+        return out if self.te_return_bias else (out, None)
+
+x = torch.arange(16 * 32).reshape(16, 32).remainder(13).to(torch.bfloat16)
+same = []
+for use_fp8 in (True, False):
+    layer = TELinear(32, 48, torch.nn.init.xavier_uniform_, use_fp8=use_fp8)
+    plain = te.Linear(32, 48, params_dtype=torch.bfloat16)
+    plain.load_state_dict(layer.state_dict())
+    y, none = layer(x)
+    y.float().sum().backward()
+    with te.autocast(enabled=use_fp8, recipe=set_format_recipe()):
+        z = plain(x)
+    z.float().sum().backward()
+    same += [none is None, torch.equal(y, z), torch.equal(layer.weight.grad, plain.weight.grad), layer.fp8 == use_fp8]
+print(json.dumps(same))
+"""
+TRAINED = """
+import json, torch
+import transformer_engine.pytorch as te
+torch.manual_seed(0)
+def model():
+    parts = torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.ReLU(), torch.nn.Linear(64, 16)
+    return torch.nn.Sequential(*parts)
+x, y = torch.randn(16, 32), torch.randn(16, 16)
+def show(net, losses):
+    kinds = [type(part).__name__ for part in net]
+    in_fp8 = [part.fp8 and part.fp8_meta["recipe"].amax_history_len for part in net if isinstance(part, te.Linear)]
+    print(json.dumps([kinds, in_fp8, losses[-1] < losses[0]]))
+losses = []
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+from accelerate.utils import TERecipeKwargs
+handler = TERecipeKwargs(fp8_format="HYBRID", amax_history_len=4, amax_compute_algo="max")
+accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
+net = model()
+net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+for _ in range(8):
+    loss = torch.nn.functional.mse_loss(net(x), y)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+show(net, losses)
+"""
+FABRIC = """
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import TransformerEnginePrecision
+recipe = {"fp8_format": "HYBRID", "amax_history_len": 4}
+plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=recipe, replace_layers=True)
+fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+with fabric.init_module():
+    net = model()
+wrapped, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+for _ in range(8):
+    loss = torch.nn.functional.mse_loss(wrapped(x), y)
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+show(net, losses)
+"""
+LIGHTNING = """
+import lightning, tempfile
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        losses.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+from transformer_engine.common.recipe import DelayedScaling
+plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=DelayedScaling(amax_history_len=4))
+trainer = lightning.Trainer(accelerator="cpu", max_epochs=8, logger=False, enable_progress_bar=False, plugins=plugin,
+                            enable_checkpointing=False, enable_model_summary=False,
+                            default_root_dir=tempfile.mkdtemp())
+module = Module()
+trainer.fit(module, data)
+show(module.net, losses)
+"""
+PROGRAMS = {"accelerate": ACCELERATE, "fabric": FABRIC, "lightning": LIGHTNING}
+
+
+def test_a_model_whose_layers_subclass_linear() -> None:
+    assert printed(INSTALL + EVO) == [True] * 8
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_libraries_train_in_fp8(name: str) -> None:
+    if importlib.util.find_spec(LIBRARIES[name]) is None:
+        pytest.skip(f"{LIBRARIES[name]} is not installed")
+    kinds, in_fp8, fell = printed(INSTALL + TRAINED + PROGRAMS[name])
+    assert kinds == ["Linear", "LayerNorm", "ReLU", "Linear"]
+    assert in_fp8 == [4, 4]
+    assert fell

@@ -1,0 +1,424 @@
+"""`collect_stats`: its counts are NumPy's, what it measures is what the GEMMs read, and no bit of training changes."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import reference as te
+from reference import formats, statistics
+from reference.nn import autograd
+
+BF16 = torch.bfloat16
+DELAYED, CURRENT = te.DelayedScaling(amax_history_len=4), te.recipe.Float8CurrentScaling()
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "Linear": lambda: te.Linear(32, 48, params_dtype=BF16),
+    "Linear, fp32 parameters": lambda: te.Linear(32, 48, params_dtype=torch.float32),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 48, params_dtype=BF16),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, params_dtype=BF16, activation="swiglu"),
+    "TransformerLayer": lambda: te.TransformerLayer(32, 64, 2, params_dtype=BF16),
+    "grouped queries, no bias": lambda: te.TransformerLayer(32, 64, 4, num_gqa_groups=2, bias=False, params_dtype=BF16),
+    "two layers": lambda: torch.nn.Sequential(*(te.TransformerLayer(32, 64, 2, params_dtype=BF16) for _ in range(2))),
+}
+
+
+@pytest.fixture(autouse=True)
+def same_player() -> Iterator[None]:
+    """Whatever a test does, the usual player is back."""
+    before = autograd.player
+    yield
+    assert autograd.player is before
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).to(BF16)
+
+
+def step(model: Any, i: int = 0, recipe: Any = DELAYED, forward: Any = None) -> list[torch.Tensor]:
+    """One step without an optimizer: outputs, gradients, FP8 state."""
+    x = numbers(i, 16, 2, 32).requires_grad_()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(i)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = (forward or model)(x)
+    y.backward(numbers(i + 100, *y.shape) * 2.0**-16)
+    state = [meta for m in model.modules() for key, meta in getattr(m, "fp8_meta", {}).items() if key != "recipe"]
+    grads = [p.grad for p in model.parameters()]
+    return [y.detach(), x.grad, *grads, *(t.clone() for meta in state for t in (meta.scale, meta.amax_history))]
+
+
+def made(name: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return LAYERS[name]()
+
+
+# --- the numbers -------------------------------------------------------------------------------------
+
+
+def test_every_number_is_numpys() -> None:
+    """Of a linear layer, whose three tensors are at hand."""
+    layer: Any = made("Linear")
+    layer(torch.zeros(1, 32, dtype=BF16))
+    with te.autocast(recipe=DELAYED):
+        layer(numbers(1, 5, 32))
+    layer.fp8_meta["scaling_fwd"].scale.copy_(torch.tensor([300.0, 2.0**13, 1.0]))
+    layer.fp8_meta["scaling_bwd"].scale[0] = 2.0**-16
+    x, g = numbers(2, 64, 32), numbers(3, 64, 48)
+    x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
+    with te.collect_stats(layer, every=1) as stats:
+        with te.autocast(recipe=DELAYED):
+            y = layer(x.requires_grad_())
+        y.backward(g)
+    samples = {one.role: one for one in stats.samples()}
+    assert list(samples) == ["input", "weight", "grad_output"]
+    e4m3, e5m2 = formats.E4M3, formats.E5M2
+    for role, t, fmt, scale in (
+        ("input", x, e4m3, 300.0),
+        ("weight", layer.weight, e4m3, 2.0**13),
+        ("grad_output", g, e5m2, 2.0**-16),
+    ):
+        one, v = samples[role], t.detach().float().numpy().astype(np.float64)
+        stands_for = formats.decode(formats.cast(t, fmt, scale)).numpy() * np.float64(np.float32(1) / np.float32(scale))
+        finite = np.isfinite(v)
+        noise = np.square(v - stands_for)[finite].sum()
+        assert (one.layer, one.part, one.recipe, one.ran, one.step) == ("", "", DELAYED, True, 0)
+        assert (one.dtype, one.format, one.scale, one.elements) == (fmt.dtype, fmt.name, scale, v.size)
+        assert one.amax == (math.inf if role == "input" else np.abs(v).max())
+        assert one.nan == np.isnan(v).sum()
+        assert one.inf == np.isinf(v).sum()
+        limit = {"E4M3": 464, "E5M2": 61440}[fmt.name]
+        assert one.saturated == (finite & (np.abs(v) > limit / scale)).sum()
+        assert one.underflowed == (finite & (v != 0) & (stands_for == 0)).sum()
+        assert one.signal == pytest.approx(np.square(v[finite]).sum(), rel=1e-12)  # another order of float64 additions
+        assert one.noise == pytest.approx(noise, rel=1e-12)
+        assert one.sqnr == pytest.approx(10 * math.log10(np.square(v[finite]).sum() / noise), rel=1e-12)
+    assert samples["input"].saturated > 0 < samples["weight"].saturated
+    assert samples["grad_output"].underflowed > 0
+    assert samples["input"].gemms == ("fprop", "wgrad")
+    assert samples["weight"].gemms == ("fprop", "dgrad")
+    assert samples["grad_output"].gemms == ("dgrad", "wgrad")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_measured_is_what_was_cast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under current scaling, x cast with the noted scale is the codes; a fused kernel casts the same x, not rounded."""
+    seen: list[tuple[torch.Tensor, Any, Any]] = []
+
+    def note(self: Any, key: Any, quantizer: Any, x: torch.Tensor, quantized: Any) -> None:
+        seen.append((x.clone(), quantized, quantizer.scale(x)))
+
+    monkeypatch.setattr(statistics._Observer, "_note", note)
+    model = made(name)
+    for recipe in (CURRENT, DELAYED, DELAYED):
+        seen.clear()
+        stats = te.collect_stats(model, every=1)
+        with mock.patch.object(stats, "_samples", [None]), stats:
+            step(model, 1, recipe)
+        assert len(seen) >= 3
+        for x, quantized, scale in seen:
+            cast = formats.cast(x, formats.format_of(quantized.codes.dtype), scale)
+            if recipe is CURRENT:
+                assert_same_bits(quantized.codes, cast)
+            else:  # x is rounded to bf16 where a fused kernel casts fp32: at most the next code
+                distance = (quantized.codes.view(torch.uint8).int() - cast.view(torch.uint8).int()).abs() % 127
+                assert int(distance.max()) <= 1
+                assert float((distance > 0).float().mean()) < 0.05
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_parts_and_roles(name: str) -> None:
+    model = made(name)
+    with te.collect_stats(model, every=1, recipes=[CURRENT]) as stats:
+        step(model)
+        step(model, 1)
+    expected = set()
+    for path, module in model.named_modules():
+        for weight in getattr(module, "fp8_weights", {}):
+            part = weight[: -len("_weight")] if "_" in weight else ""
+            expected |= {(path, part, role, ran) for role in statistics.GEMMS for ran in (True, False)}
+    assert {(one.layer, one.part, one.role, one.ran) for one in stats.summary()} == expected
+    assert len(stats.summary()) == len(expected)
+    assert len(stats.samples()) == 2 * len(expected)
+    assert all((one.recipe == DELAYED) == one.ran for one in stats.samples())
+
+
+def test_a_summary_adds_counts_and_leaves_out_what_comes_before_first() -> None:
+    model = made("Linear")
+    with te.collect_stats(model, every=1) as stats:
+        for i in range(3):
+            step(model, i)
+    samples = [one for one in stats.samples() if one.role == "grad_output"]
+    assert [one.step for one in samples] == [0, 1, 2]
+    for first in (0, 1):
+        (one,) = (one for one in stats.summary(first) if one.role == "grad_output")
+        kept = samples[first:]
+        for name in ("elements", "saturated", "underflowed", "nan", "inf"):
+            assert getattr(one, name) == sum(getattr(sample, name) for sample in kept)
+        assert one.amax == max(sample.amax for sample in kept)
+        assert (one.step, one.scale) == (2, samples[-1].scale)
+        assert one.noise == pytest.approx(sum(sample.noise for sample in kept), rel=1e-15)
+    assert samples[0].underflowed > samples[1].underflowed, "delayed scaling begins with scale 1"
+
+
+def test_layers_in_16_bits() -> None:
+    """Their numbers are counted; what a recipe would make of them is measured beside, and nothing of it is used."""
+    model = made("LayerNormMLP")
+    expected = step(copy.deepcopy(model), 0, None)
+    with te.collect_stats(model, every=1, recipes=[CURRENT]) as stats:
+        found = step(model, 0, None)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b)
+    ran = [one for one in stats.summary() if one.ran]
+    beside = [one for one in stats.summary() if not one.ran]
+    assert len(ran) == len(beside) == 6
+    assert {(one.recipe, one.sqnr, one.scale, one.saturated, one.format) for one in ran} == {
+        (None, None, None, 0, "bfloat16")
+    }
+    assert all(one.recipe == CURRENT and one.sqnr > 20 for one in beside)
+    assert [one.amax for one in ran] == [one.amax for one in beside]
+
+
+def test_a_layer_whose_sizes_do_not_fit_fp8_is_measured_in_16_bits_alone() -> None:
+    model = te.Linear(32, 20, params_dtype=BF16)
+    with te.collect_stats(model, every=1, recipes=[CURRENT]) as stats:
+        model(numbers(1, 4, 32))
+    assert {(one.role, one.recipe) for one in stats.samples()} == {("input", None), ("weight", None)}
+
+
+def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
+    model = made("Linear")
+    with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling()]) as stats:
+        step(model, 0, CURRENT)
+    assert [one.ran for one in stats.samples()] == [True] * 3
+
+
+def test_sqnr_without_noise_or_signal() -> None:
+    one = statistics.Sample("", "", "input", DELAYED, True, torch.float8_e4m3fn, 0, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0, 0.0)
+    assert (one.sqnr, one.saturated_share, one.underflowed_share) == (math.inf, 0.0, 0.0)
+    assert statistics.replace(one, noise=1.0).sqnr == -math.inf
+    assert statistics.replace(one, signal=1.0, noise=math.inf).sqnr == -math.inf
+    assert math.isnan(statistics.replace(one, signal=1.0, noise=math.nan).sqnr or 0.0)
+
+
+# --- what is measured, and when ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, None], ids=["delayed", "current", "16 bits"])
+def test_no_bit_of_training_changes(name: str, recipe: Any) -> None:
+    model = made(name)
+    other = copy.deepcopy(model)
+    with te.collect_stats(model, every=2, recipes=[CURRENT]):
+        found = [step(model, i, recipe) for i in range(4)]
+    for i in range(4):
+        for a, b in zip(found[i], step(other, i, recipe), strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), (9, [0])])
+def test_each_nth_forward_is_measured(every: int, expected: list[int]) -> None:
+    model = made("Linear")
+    with te.collect_stats(model, every=every) as stats:
+        for i in range(5):
+            step(model, i)
+            installed = autograd.player
+            assert (type(installed) is statistics._Observer) == (i % every == 0)
+    assert sorted({one.step for one in stats.samples()}) == expected
+    assert {
+        role: [one.step for one in stats.samples() if one.role == role] for role in statistics.GEMMS
+    } == dict.fromkeys(statistics.GEMMS, expected)
+
+
+def test_opened_again_it_goes_on() -> None:
+    model = made("Linear")
+    stats = te.collect_stats(model, every=2)
+    for i in range(4):
+        with stats:
+            step(model, i)
+    assert [one.step for one in stats.samples() if one.role == "input"] == [0, 2]
+    assert stats.forwards == 4
+
+
+def test_values_can_be_read_inside() -> None:
+    model = made("Linear")
+    with te.collect_stats(model, every=1) as stats:
+        step(model)
+        assert len(stats.samples()) == 3
+        step(model, 1)
+        assert len(stats.samples()) == 6
+    assert len(stats.samples()) == 6
+
+
+def test_a_checkpoints_recomputation_is_not_measured_again() -> None:
+    plain, recomputed = made("two layers"), made("two layers")
+    with te.collect_stats(plain, every=1) as stats:
+        step(plain)
+    for whole in (False, True):
+        model = copy.deepcopy(recomputed)
+        part = model if whole else model[0]
+        forward = (
+            (lambda x, m=model: te.checkpoint(m, x)) if whole else (lambda x, m=model: m[1](te.checkpoint(m[0], x)))
+        )
+        target = model if whole else part
+        with te.collect_stats(target, every=1) as again:
+            step(model, forward=forward)
+        prefix = "" if whole else "0."
+        expected = [one for one in stats.summary() if one.layer.startswith(prefix)]
+        found = [statistics.replace(one, layer=prefix + one.layer) for one in again.summary()]
+        assert found == expected
+        assert again.forwards == 1
+
+
+def test_only_the_models_layers_are_measured() -> None:
+    model, other = made("two layers"), made("Linear")
+    with te.collect_stats(model[1], every=1) as stats:
+        step(model)
+        step(other)
+    assert {one.layer.split(".")[0] for one in stats.samples()} == {"self_attention", "layernorm_mlp"}
+    assert len(stats.samples()) == 12
+
+
+def test_two_models_at_once() -> None:
+    """Closed in either order."""
+    for order in ((0, 1), (1, 0)):
+        models = [made("Linear"), made("LayerNormLinear")]
+        stats = [te.collect_stats(model, every=1) for model in models]
+        for one in stats:
+            one.__enter__()
+        for model in models:
+            step(model)
+        assert all(len(one.samples()) == 3 for one in stats)
+        stats[order[0]].__exit__(None, None, None)
+        step(models[order[1]], 1)
+        stats[order[1]].__exit__(None, None, None)
+        assert len(stats[order[1]].samples()) == 6
+        assert len(stats[order[0]].samples()) == 3
+
+
+def test_a_backward_after_the_end_is_not_measured_and_is_the_same() -> None:
+    model = made("TransformerLayer")
+    expected = step(copy.deepcopy(model))
+    x = numbers(0, 16, 2, 32).requires_grad_()
+    torch.manual_seed(0)
+    with te.collect_stats(model, every=1) as stats, te.autocast(recipe=DELAYED):
+        y = model(x)
+    y.backward(numbers(100, *y.shape) * 2.0**-16)
+    assert_same_bits(x.grad, expected[1])
+    assert {one.role for one in stats.samples()} == {"input", "weight"}
+
+
+def test_weights_without_numbers_to_compare_with_are_not_measured() -> None:
+    """Those kept in FP8, and those that an earlier microbatch has cast."""
+    with te.quantized_model_init():
+        kept = te.Linear(32, 48, params_dtype=BF16)
+    with te.collect_stats(kept, every=1) as stats:
+        step(kept)
+    assert [one.role for one in stats.samples()] == ["input", "grad_output"]
+    cached: Any = made("Linear")
+    with te.collect_stats(cached, every=1) as stats:
+        for first in (True, False, False):
+            step(cached, forward=lambda x, first=first: cached(x, is_first_microbatch=first))
+    assert [one.step for one in stats.samples() if one.role == "weight"] == [0]
+    assert [one.step for one in stats.samples() if one.role == "input"] == [0, 1, 2]
+
+
+def test_an_error_inside_goes_on_and_leaves_nothing_behind() -> None:
+    model = made("Linear")
+    stats = te.collect_stats(model, every=1)
+
+    def fails() -> None:
+        with stats:
+            step(model)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert len(stats.samples()) == 3
+    assert not model._forward_pre_hooks
+    with pytest.raises(ZeroDivisionError), te.collect_stats(model, every=1):
+        raise ZeroDivisionError
+
+
+# --- texts -------------------------------------------------------------------------------------------
+
+
+def test_the_table_and_the_json() -> None:
+    model = made("LayerNormMLP")
+    with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling(fp8_format=te.Format.E4M3)]) as stats:
+        x = numbers(0, 16, 2, 32)
+        x[0] = math.inf
+        with te.autocast(recipe=DELAYED):
+            model(x).sum().backward()
+    head, *rows = stats.table().splitlines()
+    assert head.split() == [
+        "layer",
+        "role",
+        "GEMMs",
+        "recipe",
+        "format",
+        "amax",
+        "scale",
+        "saturated",
+        "underflowed",
+        "SQNR",
+        "dB",
+        "NaN",
+        "inf",
+    ]
+    assert [row.split()[:2] for row in rows[::2]] == [[p, role] for p in ("fc1", "fc2") for role in statistics.GEMMS]
+    assert "fprop, wgrad" in rows[0]
+    assert "(Float8CurrentScaling E4M3)" in rows[1]
+    entries = json.loads(stats.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["samples"]
+    assert len(entries) == len(stats.samples()) == 12
+    first, one = entries[0], stats.samples()[0]
+    assert first["nan"] == one.nan == 64  # the norm of an infinity
+    assert (first["layer"], first["part"], first["role"], first["gemms"]) == ("", "fc1", "input", ["fprop", "wgrad"])
+    assert (first["sqnr"], first["scale"], first["recipe"]) == (one.sqnr, 1.0, repr(DELAYED))
+
+
+# --- refusals ----------------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    model = made("Linear")
+    with pytest.raises(TypeError, match=r"^collect_stats: model='gpt'; a torch.nn.Module is accepted\.$"):
+        te.collect_stats("gpt")  # type: ignore[arg-type]
+    for every in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match=rf"^collect_stats: every={every}; an int of at least 1 is accepted\.$"):
+            te.collect_stats(model, every=every)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^collect_stats: recipes has .*recipes without state between steps are accepted"
+    ):
+        te.collect_stats(model, recipes=[DELAYED])
+    with pytest.raises(ValueError, match=r"^collect_stats: model is a Linear without a layer that casts to FP8"):
+        te.collect_stats(torch.nn.Linear(2, 2))
+    stats = te.collect_stats(model)
+    with pytest.raises(RuntimeError, match=r"^collect_stats: it is open already"), stats, stats:
+        pass
+    with (
+        pytest.raises(
+            RuntimeError, match=r"^collect_stats: Sequential was not called inside; give the module that the"
+        ),
+        te.collect_stats(torch.nn.Sequential(model)),
+    ):
+        step(model)
+
+
+def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
+    """As one that is compiled: its layers' pairs pass by no player."""
+    model = made("Linear")
+    with (
+        pytest.raises(
+            RuntimeError, match=r"^collect_stats: Linear was called, and none of its layers could be measured"
+        ),
+        mock.patch.object(torch.compiler, "is_compiling", return_value=True),
+        te.collect_stats(model, every=1),
+    ):
+        model(numbers(0, 4, 32))

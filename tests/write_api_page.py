@@ -1,0 +1,99 @@
+"""Writes docs/transformer_engine_api.md: every public name and argument of Transformer Engine, offered or refused.
+
+    PYTHONPATH=. python tests/write_api_page.py
+
+It reads transformer_engine_api.json (what Transformer Engine has), `reference.not_offered` (which names are absent, and
+why) and `reference.arguments` (what each argument accepts). test_api_page.py compares the page with them.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import reference as te
+from reference import not_offered
+from reference.arguments import OFF, RULES
+
+ROOT = Path(__file__).resolve().parents[1]
+API = json.loads((ROOT / "tests/transformer_engine_api.json").read_text("utf-8"))
+PAGE = ROOT / "docs/transformer_engine_api.md"
+PACKAGES = {"te": te, "recipe": te.recipe, "optimizers": te.optimizers, "ops": te.ops}
+RECIPES = {  # check their own
+    "DelayedScaling.scaling_factor_compute_algo": "only `None`",
+    "DelayedScaling.fp8_dpa": "only `False`",
+    "DelayedScaling.fp8_mha": "only `False`",
+    "DelayedScaling.backward_override": "only `None`",
+    "DelayedScaling.fp8_format": "`Format.HYBRID` and `Format.E4M3`",
+    "DelayedScaling.amax_compute_algo": "'max' and 'most_recent'",
+}
+TITLES = {"te": "`te`", "recipe": "`te.recipe`", "optimizers": "`te.optimizers`", "ops": "`te.ops`"}
+INTRO = f"""# Transformer Engine's API
+
+Here is every public name and argument of Transformer Engine {API["version"]}'s PyTorch API, and what Twin Engine does
+with it. Names, their order and their defaults are the same. What is not offered raises an error that names it and says
+what is accepted; nothing is ignored in silence. `te` is `reference` or `optimized`.
+
+`te.install_as_transformer_engine()` lets unmodified programs run: after it `import transformer_engine.pytorch` gives
+Twin Engine ([reference/stand_in.py](../reference/stand_in.py)).
+
+A script writes this page (`tests/write_api_page.py`), and a test keeps it true.
+"""
+
+
+def code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def names() -> Iterator[str]:
+    """What each package offers, and why it does not offer the rest."""
+    yield "## Names"
+    for package, module in PACKAGES.items():
+        every = API["names"][package] + (API["submodules"] if package == "te" else [])
+        offered = [name for name in sorted(set(every)) if hasattr(module, name)]
+        yield f"\n### {TITLES[package]}\n"
+        yield f"Offered: {code(offered) if offered else 'nothing'}.\n"
+        yield "| not offered | why |\n| --- | --- |"
+        for reason, absent in not_offered.NAMES[package].items():
+            yield f"| {code(sorted(absent.split()))} | {reason} |"
+
+
+def accepted(callable_name: str, argument: str) -> str:
+    """What an argument accepts, in words."""
+    owner, _, method = callable_name.partition(".")
+    layer = owner if method in ("", "__init__") else callable_name
+    values = OFF.get(f"{layer}.{argument}", OFF.get(argument))
+    if f"{owner}.{argument}" in RECIPES:
+        return RECIPES[f"{owner}.{argument}"]
+    if values is not None:
+        return "only " + " and ".join(f"`{value}`" for value in values)
+    rule = RULES.get(f"{layer}.{argument}", RULES.get(argument))
+    return "offered" if rule is None else re.sub(r" (is|are) accepted", "", rule.accepted)
+
+
+def arguments() -> Iterator[str]:
+    """A table for each callable; arguments without a row are offered."""
+    yield "\n## Arguments\n"
+    yield "Tensors are checked by the call itself. `only` marks what is not offered: other values raise."
+    for name, parameters in API["callables"].items():
+        yield f"\n### `{name.removesuffix('.__init__')}`\n"
+        rows: dict[str, list[str]] = {}
+        for text in parameters:
+            argument = text.partition("=")[0]
+            if argument != "*":
+                rows.setdefault(accepted(name, argument), []).append(argument.lstrip("*"))
+        if not rows:
+            yield "It has no arguments."
+            continue
+        yield "| arguments | accepted |\n| --- | --- |"
+        for what, which in sorted(rows.items(), key=lambda row: row[0].startswith("only ")):
+            yield f"| {code(which)} | {what} |"
+
+
+def page() -> str:
+    """The page's text."""
+    return "\n".join([INTRO, *names(), *arguments()]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
