@@ -145,13 +145,14 @@ def check_grid(op: str, q: torch.Tensor) -> None:
 
 
 def readable(options: Options) -> Options:
-    """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies."""
-    if len(options) < 9 or options[7] is options[8] is None:
-        return options
-    bias, slopes = options[7:9]
+    """All options, with a bias and slopes that the kernels can read: rows of neighbours, or copies.
+
+    torch leaves out the last ones that are None.
+    """
+    bias, slopes, sinks = (*options[7:], None, None, None)[:3]
     if bias is not None and bias.stride(3) != 1 and bias.numel():
         bias = bias.contiguous()
-    return *options[:7], bias, None if slopes is None else slopes.contiguous(), *options[9:]  # type: ignore[return-value]
+    return *options[:7], bias, None if slopes is None else slopes.contiguous(), sinks
 
 
 def is_biased(options: Options) -> bool:
@@ -173,8 +174,8 @@ def attention(
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, (QUERIES, BLOCK, BLOCK), strict=True)]
-        sunk = any(x is not None for x in options[9:])
-        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, is_biased(options), sunk)
+        more = (is_biased(options), options[9] is not None)
+        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
         tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None

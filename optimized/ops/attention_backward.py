@@ -91,7 +91,7 @@ def attention_backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
-    options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l holds what sinks take
+    options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
     # One stride serves both dk and dv.
     dv_written = dv if dv.stride() == dk.stride() else torch.empty_like(dk)
     run = _wide if attention.capacity(q.shape[3]) == WIDE else _narrow
