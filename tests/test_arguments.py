@@ -39,8 +39,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "mask type": (NOTHING, [*MASKS]),
     "activation": (["tanh", "clamped_swiglu", *NOTHING], ["gelu", "swiglu", "srelu", "glu"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
-    "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
-    "core format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
+    "format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),
     "layer type": (["both", *NOTHING], ["encoder", "decoder"]),
     "backend": (["flash", *NOTHING], ["exact", "cudnn"]),
@@ -117,7 +116,6 @@ CASES = [
 def test_each_argument(layer: str, name: str, kind: str) -> None:
     make, given = LAYERS[layer]
     kind = "head" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
-    kind = "core format" if (layer, name) == ("DotProductAttention", "qkv_format") else kind
     if (layer, name) in (("LayerNorm", "hidden_size"), ("RMSNorm", "hidden_size")):
         given = META  # it is the older name of normalized_shape
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):

@@ -223,7 +223,7 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
             ValueError,
             "num_gqa_groups=3 with num_attention_heads=4",
         ),
-        (lambda: te.MultiheadAttention(64, 4, qkv_format="thd"), ValueError, "qkv_format='thd'; one of"),
+        (lambda: te.MultiheadAttention(64, 4, qkv_format="hdt"), ValueError, "qkv_format='hdt'; one of"),
         (lambda: te.DotProductAttention(4, 16, attn_mask_type="diagonal"), ValueError, "attn_mask_type='diagonal'"),
         (
             lambda: te.DotProductAttention(4, 16, window_size=(-1, 8)),

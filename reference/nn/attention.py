@@ -309,8 +309,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             core = core._replace(mask_type=kind, window=window)
         maps = None
         if tokens is not None:
-            maps = maps_of(lengths.q, lengths.q_padded, lengths.max_q, tokens[0])
-            of_keys = maps_of(lengths.kv, lengths.kv_padded, lengths.max_kv, tokens[1])
+            maps, of_keys = maps_of(lengths, tokens)
             given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)

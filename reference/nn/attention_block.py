@@ -25,7 +25,8 @@ from reference.nn.checks import Window
 from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.dropout import Generator
 from reference.nn.layernorm import norm_plan
-from reference.nn.multihead_attention import Heads, angles_of
+from reference.nn.multihead_attention import Heads
+from reference.nn.rotated import angles_of
 from reference.ops.library import twin
 from reference.quantized import Quantized, fprop_residual, rows_of
 

@@ -94,19 +94,28 @@ def check_lengths(
 def packed(layer: str, qkv: tuple[Any, Any, Any], given: Lengths) -> tuple[Lengths, tuple[int, int]]:
     """The lengths of a call in "thd", with the longest ones, and the numbers of tokens.
 
-    Refuses what is not `[t, h, d]`. Finding the longest lengths waits for the device.
+    Refuses what is not `[t, h, d]`.
     """
     for name, x in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True):
         if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() != 3:
             shown = f"is {list(x.shape)}" if isinstance(x, torch.Tensor) and not x.is_nested else type(x).__name__
             raise ValueError(f"{layer}: {name} {shown}; a tensor [t, h, d] is accepted with qkv_format='thd'.")
-    for name, x in zip(NAMES, given[:2], strict=False):
+    return with_longest(layer, given), (qkv[0].shape[0], qkv[1].shape[0])
+
+
+def with_longest(layer: str, given: Lengths, sides: int = 2) -> Lengths:
+    """The lengths of a call in "thd", with the longest ones: of queries, and of keys if there are two `sides`.
+
+    Refuses a call without them. Finding the longest lengths waits for the device.
+    """
+    longest: list[Any] = list(given[4:])
+    for n in range(sides):
+        x = given[n]
         if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.shape[0] < 2:
-            given_as = list(x.shape) if isinstance(x, torch.Tensor) else x
-            raise ValueError(f"{layer}: {name}={given_as}; qkv_format='thd' needs an int32 tensor [batch + 1].")
-    pairs = zip(given[:2], given[4:], strict=True)
-    longest = [int(cu.diff().max()) if most is None else int(most) for cu, most in pairs]
-    return given._replace(max_q=longest[0], max_kv=longest[1]), (qkv[0].shape[0], qkv[1].shape[0])
+            shown = list(x.shape) if isinstance(x, torch.Tensor) else x
+            raise ValueError(f"{layer}: {NAMES[n]}={shown}; qkv_format='thd' needs an int32 tensor [batch + 1].")
+        longest[n] = int(x.diff().max()) if longest[n] is None else int(longest[n])
+    return given._replace(max_q=longest[0], max_kv=longest[1])
 
 
 def _check_one(layer: str, name: str, x: Any, batch: int, device: torch.device) -> None:
@@ -173,8 +182,15 @@ class Maps(NamedTuple):
     in_batch: torch.Tensor
 
 
-def maps_of(cu_seqlens: torch.Tensor, padded: torch.Tensor | None, longest: int, tokens: int) -> Maps:
-    """Of sequences with `longest` places each, among `tokens` tokens."""
+def maps_of(given: Lengths, tokens: tuple[int, int]) -> tuple[Maps, Maps]:
+    """Of queries and of keys, among so many tokens; `with_longest` has completed the lengths."""
+    sides = zip(given[:2], given[2:4], given[4:], tokens, strict=True)
+    q, kv = (_maps_of_one(*side) for side in sides)
+    return q, kv
+
+
+def _maps_of_one(cu_seqlens: torch.Tensor, padded: torch.Tensor | None, longest: int, tokens: int) -> Maps:
+    """Of sequences with `longest` places each."""
     lengths, starts = cu_seqlens.diff().long(), (cu_seqlens if padded is None else padded).long()
     place = torch.arange(longest, dtype=torch.int64, device=cu_seqlens.device)
     token = (starts[:-1, None] + place).clamp(max=max(tokens - 1, 0))

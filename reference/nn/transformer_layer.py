@@ -18,7 +18,7 @@ from reference.autocast import current
 from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
 from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths
+from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
@@ -131,6 +131,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
+        self.attn_input_format = attn_input_format
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
         self.window_size, self.enc_dec_window_size = window_size, enc_dec_window_size
@@ -209,8 +210,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         """Apply the layer. A call that is refused changes nothing.
 
         Args:
-            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16. fp32 is cast to
-                torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
+            hidden_states: `[s, b, hidden]` ("sbhd"), `[b, s, hidden]` ("bshd") or `[t, hidden]` ("thd"), bf16 or fp16.
+                fp32 is cast to torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
             attention_mask, self_attn_mask_type, window_size: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: of a decoder's
                 cross-attention, without effect in an encoder.
@@ -219,8 +220,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             rotary_pos_emb: as in `MultiheadAttention.forward`.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
                 cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
-            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as there, with padding mask types;
-                self-attention takes those of q alone. With them, too, the layer runs module by module.
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
+                there, with padding mask types; self-attention takes those of q alone. With them, too, the layer runs
+                module by module.
             bottom_right_diagonal, inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order;
                 only "off" is offered.
 
@@ -248,6 +250,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
         )
+        if self.attn_input_format == "thd":
+            lengths = with_longest("TransformerLayer", lengths, 2 if self.layer_type == "decoder" else 1)
         more = (bias, lengths)
         self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, *more)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
@@ -328,7 +332,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
-        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer")
+        packed = self.attn_input_format == "thd"
+        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer", packed)
         if lengths.given and lengths.q is None:
             raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
         if (cross[0] is not None) != decodes:
