@@ -32,8 +32,7 @@ MASK_TYPES = {
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "qk_norm_type inference_params core_attention_bias alibi_slopes"),
-    ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
+    ((None,), "qk_norm_type inference_params"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
@@ -58,8 +57,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((0.0,), "drop_path_rate"),
     ((0.0, None), "softcap"),
     ((1e-6,), "qk_norm_eps"),
-    (("vanilla",), "softmax_type"),
-    (("no_bias",), "core_attention_bias_type"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
     ((2.0,), "Embedding.norm_type"),
@@ -207,11 +204,15 @@ _NAMES: list[tuple[Rule, str]] = [
     (_DEVICE, "device"),
     (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    (_one_of("sbhd", "bshd"), "qkv_format attn_input_format tensor_format"),
+    (_one_of("sbhd", "bshd", "thd"), "qkv_format attn_input_format"),
+    (_one_of("sbhd", "bshd"), "tensor_format"),
+    (_or_none(_SIZE), "max_seqlen_q max_seqlen_kv"),
     (_one_of(*ACTIVATIONS), "activation"),
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),
     (_one_of("encoder", "decoder"), "layer_type"),
+    (_one_of("vanilla", "off-by-one", "learnable"), "softmax_type"),
+    (_one_of("no_bias", "post_scale_bias", "alibi"), "core_attention_bias_type"),
     (_one_of("exact", "cudnn"), "attention_backend"),
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}

@@ -16,6 +16,7 @@ from reference.ops.dropout import keep_scale, threshold
 
 LAYOUTS = ("bhsd", "bshd", "sbhd", "interleaved")
 MASKS = ("none", "padding", "all queries", "arbitrary", "everything")
+BIASES = ("none", "bhss", "1hss", "b1ss", "11ss", "h slopes", "bh slopes")  # which dimensions a bias has
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Case:
     layout: str = "bhsd"
     scale: float | None = None
     seed: int = 0
+    bias: str = "none"
+    bias_is_fp32: bool = False
+    sinks: bool = False
 
     @property
     def h(self) -> int:
@@ -73,10 +77,24 @@ def _mask(generator: np.random.Generator, case: Case) -> torch.Tensor | None:
     return torch.from_numpy(generator.random(shape) < density)
 
 
+def _bias(case: Case) -> dict[str, torch.Tensor | None]:
+    """bias and slopes of a case, drawn apart, so that the other inputs of a case do not change."""
+    generator, sizes = np.random.default_rng(case.seed + 1), {"b": case.b, "h": case.h, "1": 1}
+    if case.bias.endswith("slopes"):
+        shape = [sizes[letter] for letter in case.bias.split()[0]]
+        return {"bias": None, "slopes": torch.from_numpy(generator.random(shape).astype(np.float32))}
+    if case.bias == "none":
+        return {"bias": None, "slopes": None}
+    shape = (sizes[case.bias[0]], sizes[case.bias[1]], case.sq, case.skv)
+    return {"bias": _numbers(generator, shape, torch.float32 if case.bias_is_fp32 else case.dtype), "slopes": None}
+
+
 def inputs(case: Case) -> dict[str, torch.Tensor | None]:
-    """q, k, v, grad, mask and rng_state of a case, on the CPU."""
+    """q, k, v, grad, mask, rng_state, bias and slopes of a case, on the CPU."""
     generator = np.random.default_rng(case.seed)
-    return {
+    sinks = torch.from_numpy(np.random.default_rng(case.seed + 2).normal(size=case.h).astype(np.float32))
+    return _bias(case) | {
+        "sinks": 2 * sinks if case.sinks else None,
         "q": _view(generator, case.b, case.h, case.sq, case),
         "k": _view(generator, case.b, case.hkv, case.skv, case),
         "v": _view(generator, case.b, case.hkv, case.skv, case),
@@ -99,9 +117,15 @@ def run(case: Case, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
     q, k, v, grad, mask, state = (given[name] for name in ("q", "k", "v", "grad", "mask", "rng_state"))
     before = None if state is None else state.clone()
     rest = (case.softmax_scale, case.mask_type, *case.window, mask, case.dropout)
-    out, m, inv = twin.attention(q, k, v, *rest, state)
-    dq, dk, dv = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before)
+    bias = () if given.get("bias") is given.get("slopes") is None else (given["bias"], given["slopes"])
+    bias = bias if given.get("sinks") is None else (None, None, given["sinks"])
+    out, m, inv = twin.attention(q, k, v, *rest, state, *bias)
+    dq, dk, dv = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before, *bias)
     found = {"out": out, "m": m, "inv": inv, "dq": dq, "dk": dk, "dv": dv}
+    if given.get("sinks") is not None:
+        found["dsinks"] = twin.attention_sink_backward(grad, out, m, inv, given["sinks"])
+    if given.get("bias") is not None:
+        found["dbias"] = twin.attention_bias_backward(grad, q, k, v, out, m, inv, *rest, before, *bias)
     return found if state is None else {**found, "rng_state": state}
 
 
@@ -127,6 +151,15 @@ def kept_pairs(case: Case, state: torch.Tensor | None) -> torch.Tensor:
     return torch.stack(heads).view(case.b, case.h, case.sq, case.skv).double()
 
 
+def _bias_values(case: Case, given: dict) -> torch.Tensor:
+    """float64, broadcastable to [b, h, sq, skv]."""
+    if given["slopes"] is None:
+        return torch.zeros(1, 1, 1, 1).double() if given["bias"] is None else given["bias"].detach().double()
+    shift = 0 if case.mask_type == "causal" else case.skv - case.sq
+    apart = (torch.arange(case.sq)[:, None] + shift - torch.arange(case.skv)).abs()
+    return -given["slopes"].double().view(-1, case.h, 1, 1) * apart
+
+
 def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results of float64 autograd, and how far the op may be from each.
 
@@ -134,6 +167,7 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     one may count as 0 (2^n does below n = -126, and 1/2 <= l), e = 2^-22 a generous unit of one
     tensor-core step (which truncates at 2^-25 of its largest term, 17 terms) and n the number of steps:
       scores   |dS| <= n e Σ|q||k|; a weight is off by a factor 1 + w, w = 1.1e-5 (grid) + 2 max(scale |dS|) + sum
+               (with a bias max(.. + 2^-23 (|scale S| + 2 |b|)): t and b log2 e are rounded)
       out      u |out| + Σ weight |v| (u + 2 w + n e) + f Σ|v|              (P is rounded; l >= 1/2)
       ds       weight (Σ|grad| B_out + n e Σ|grad||v|) + (u + 2 w + f / weight)(weight |dP - D|) + t
       dq, dk   scale Σ (B_ds + n e |ds|) |k or q| + u |dq or dk|
@@ -147,12 +181,23 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     q, k, v = (given[name].double().requires_grad_() for name in ("q", "k", "v"))
     grad, scale = given["grad"].double(), case.softmax_scale
     keys, values = (x.repeat_interleave(case.group, 1) for x in (k, v))
-    scores = (q @ keys.transpose(2, 3)) * scale
-    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+    bias = _bias_values(case, given).requires_grad_()
+    plain = (q @ keys.transpose(2, 3)) * scale
+    scores = plain + bias
+    scores = scores.masked_fill(hidden, -math.inf)
+    if given["sinks"] is not None:
+        sinks = given["sinks"].double().requires_grad_()
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., : case.skv]
     weights = torch.where(hidden, 0.0, weights)  # rows hidden altogether are NaN
     out = (weights * keep * kept) @ values
     out.backward(grad)
     truth = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    if given["bias"] is not None:
+        truth["dbias"] = bias.grad
+    if given["sinks"] is not None:
+        truth["dsinks"] = sinks.grad
 
     unit, tiny = (2.0**-8, 2.0**-133) if case.dtype == torch.bfloat16 else (2.0**-11, 2.0**-24)
     step, least = 2.0**-22, max(tiny, 2.0**-125)
@@ -160,6 +205,8 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     qa, ka, va, ga = (x.detach().abs() for x in (q, keys, values, grad))
     a = weights.detach()
     score_error = scale * along_d * step * (qa @ ka.transpose(2, 3))
+    if case.bias != "none":
+        score_error = score_error + 2.0**-23 * (plain.detach().abs() + 2 * bias.detach().abs())
     factor = 1.1e-5 + 2 * score_error.amax(-1, keepdim=True) + (case.skv + 8) * 2.0**-23
     loose = unit + 2 * factor
     bound = {"out": unit * truth["out"].abs()}
@@ -172,6 +219,18 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     ds_bound = a * error + loose * ds.abs() + least * (dp - dots).abs() + tiny
     ds_bound = torch.where(hidden, 0.0, ds_bound)
     bound["dq"] = scale * (ds_bound + along_keys * step * ds.abs()) @ ka + unit * truth["dq"].abs()
+    if given["sinks"] is not None:
+        # a is off by w, D as above; b sq terms of fp32 are added.
+        share = 1 - torch.where(hidden.all(-1), 1.0, a.sum(-1))
+        of_dots = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1)
+        terms = share * (dots.abs() * (factor + case.b * case.sq * 2.0**-23)).squeeze(-1)
+        bound["dsinks"] = (terms + share * of_dots).sum((0, 2))
+    if given["bias"] is not None:
+        # ds without its rounding, so without u and t in its bound; added b h times, and rounded to the bias's type.
+        shared = [n for n in range(2) if given["bias"].shape[n] == 1]
+        each = ds_bound - tiny * (~hidden) + (case.b * case.h + 1) * 2.0**-23 * ds.abs()
+        each = each.sum(shared, keepdim=True) if shared else each
+        bound["dbias"] = each + (0.0 if given["bias"].dtype == torch.float32 else unit) * truth["dbias"].abs()
     groups = (case.b, case.hkv, case.group)
     dk = (scale * (ds_bound + along_queries * step * ds.abs()).transpose(2, 3) @ qa).unflatten(1, groups[1:]).sum(2)
     dv = (kept * ((a * (loose + along_queries * step) + least).transpose(2, 3) @ ga)).unflatten(1, groups[1:]).sum(2)
@@ -206,5 +265,7 @@ CASES = st.builds(
     dropout=st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)),
     layout=st.sampled_from(LAYOUTS),
     scale=st.sampled_from((None, None, 1.0, 1e-3, 3.0)),
+    bias=st.sampled_from(("none", *BIASES)),
+    bias_is_fp32=st.booleans(),
     seed=st.integers(0, 2**31),
 )

@@ -20,7 +20,7 @@ from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
 from optimized.bench import cublaslt, layer, layer_models, single_gpu, single_gpu_models, timeline
-from reference.nn import attention as attention_layers
+from reference.nn import attention_of_torch as attention_layers
 
 MS_PER_NOTE = 0.25
 

@@ -51,6 +51,7 @@ def attentions(note: Notes) -> None:
         start: int = 0,
         contiguous: bool = False,
         window: tuple[int, int] = (-1, -1),
+        bias: tuple[torch.Tensor | None, ...] = (),
     ) -> None:
         b, h, heads, sq, skv, d = sizes
 
@@ -61,8 +62,11 @@ def attentions(note: Notes) -> None:
 
         q, k, v = of(h, sq), of(heads, skv), of(heads, skv)
         rest = (0.125, mask_type, *window, mask, dropout, empty(2, dtype=torch.int64) if dropout else None)
-        out, m, inv = note(twin.attention, q, k, v, *rest)
-        note(twin.attention_backward, of(h, sq), q, k, v, out, m, inv, *rest)
+        out, m, inv = note(twin.attention, q, k, v, *rest, *bias)
+        grad = of(h, sq)
+        note(twin.attention_backward, grad, q, k, v, out, m, inv, *rest, *bias)
+        if bias[:1] != (None,) and bias:
+            note(twin.attention_bias_backward, grad, q, k, v, out, m, inv, *rest, *bias)
 
     for d, dropout in itertools.product((64, 128, 256), (0.0, 0.1)):
         both((2, 4, 2, 130, 150, d), dropout=dropout)
@@ -81,6 +85,18 @@ def attentions(note: Notes) -> None:
     for sizes in ((2, 2, 2, 0, 70, 32), (2, 2, 2, 40, 0, 32), (0, 2, 2, 40, 70, 32), (1, 1, 1, 1, 1, 8)):
         both(sizes, dropout=0.1)
     both((1, 48, 24, 400, 300, 128))  # more tiles than a GPU has multiprocessors
+    for d, dropout in ((64, 0.0), (128, 0.1), (256, 0.0)):
+        both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(empty(1, 4, 130, 150), None))
+    both((2, 4, 2, 130, 150, 64), FP16, "causal", bias=(empty(2, 1, 130, 150, dtype=FP32), None))
+    both((2, 2, 1, 40, 70, 32), bias=(empty(1, 40, 70, 2).permute(0, 3, 1, 2), None))  # read as a copy
+    both((2, 2, 1, 0, 70, 32), bias=(empty(2, 2, 0, 70), None))
+    for d, dropout in ((64, 0.1), (128, 0.0), (256, 0.1)):
+        both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(None, None, empty(4, dtype=FP32)))
+    for sizes in ((2, 4, 130, 64), (1, 2, 40, 200), (0, 2, 40, 64)):
+        row = empty(*sizes[:3], dtype=FP32)
+        note(twin.attention_sink_backward, empty(*sizes), empty(*sizes), row, row, empty(sizes[1], dtype=FP32))
+    for d, slopes in ((32, empty(2, dtype=FP32)), (64, empty(2, 2, dtype=FP32)), (200, empty(1, 2, dtype=FP32)[0])):
+        both((2, 2, 1, 40, 70, d), mask_type="causal_bottom_right", bias=(None, slopes))
     # k and v of other strides, and repeated heads.
     q, k, v = empty(2, 2, 40, 32), empty(2, 1, 70, 32), empty(70, 2, 1, 32).permute(1, 2, 0, 3)
     rest = (0.125, "none", -1, -1, None, 0.0, None)

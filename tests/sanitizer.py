@@ -223,6 +223,20 @@ def attentions() -> None:
             rest = (0.1, kind, *window, hidden, p)
             out, m, inv = twin.attention(q, k, v, *rest, state.clone())
             twin.attention_backward(grad, q, k, v, out, m, inv, *rest, state)
+        for bias, slopes in (
+            (torch.randn(1, 2, sq, skv).to(dtype).cuda(), None),
+            (torch.randn(1, 1, sq, skv).cuda(), None),
+            (None, torch.rand(2).cuda()),
+        ):
+            rest = (0.1, "causal", -1, -1, None, 0.1)
+            before = torch.tensor([1, 2]).cuda()
+            saved = twin.attention(q, k, v, *rest, before.clone(), bias, slopes)
+            twin.attention_backward(grad, q, k, v, *saved, *rest, before, bias, slopes)
+            if bias is not None:
+                twin.attention_bias_backward(grad, q, k, v, *saved, *rest, before, bias, slopes)
+        sinks, rest = torch.randn(2).cuda(), (0.1, "causal", -1, -1, None, 0.0, None)
+        saved = twin.attention(q, k, v, *rest, None, None, sinks)
+        twin.attention_sink_backward(grad, *saved, sinks)
     # More tiles than multiprocessors, so that blocks take tickets; and turns of five key blocks.
     q, k, v, grad = (torch.randn(1, 40, 520, 64).bfloat16().cuda() for _ in range(4))
     for left in (-1, 150):

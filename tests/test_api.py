@@ -160,6 +160,8 @@ _OFFERED = """
     qkv_format attn_input_format attn_mask_type self_attn_mask_type enc_dec_attn_mask_type attention_dropout
     hidden_dropout softmax_scale window_size enc_dec_window_size attention_backend
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
+    softmax_type core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv
+    cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     name ub_name layer_number seq_length micro_batch_size
@@ -207,8 +209,6 @@ def other_values(default: str) -> list[Any]:
         "1e-06": [1e-5, 0.0, "1e-6"],
         "-3": [-2, 3],
         "'auto'": ["fa", None, 1],
-        "'vanilla'": ["learnable", "off-by-one", None],
-        "'no_bias'": ["alibi", "post_scale_bias", None],
     }[default]
 
 
@@ -244,9 +244,11 @@ def test_other_ways_to_say_off_are_taken(call: str, name: str, value: Any) -> No
 def test_every_argument_has_a_rule() -> None:
     """Of the constructors and forwards; what is a tensor is looked at by the forward itself."""
     from reference.arguments import OFF, RULES
+    from reference.nn.attention_lengths import NAMES
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
     elsewhere |= {"rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
+    elsewhere |= {"core_attention_bias", "alibi_slopes", *NAMES[:4]}
     for call in CALLS:
         owner, _, method = call.partition(".")
         layer = owner if method == "__init__" else call

@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "mask type": (NOTHING, [*MASKS]),
     "activation": (["tanh", "clamped_swiglu", *NOTHING], ["gelu", "swiglu", "srelu", "glu"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
-    "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
+    "format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),
     "layer type": (["both", *NOTHING], ["encoder", "decoder"]),
     "backend": (["flash", *NOTHING], ["exact", "cudnn"]),

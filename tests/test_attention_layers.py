@@ -223,7 +223,7 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
             ValueError,
             "num_gqa_groups=3 with num_attention_heads=4",
         ),
-        (lambda: te.DotProductAttention(4, 16, qkv_format="thd"), ValueError, "qkv_format='thd'; one of"),
+        (lambda: te.MultiheadAttention(64, 4, qkv_format="hdt"), ValueError, "qkv_format='hdt'; one of"),
         (lambda: te.DotProductAttention(4, 16, attn_mask_type="diagonal"), ValueError, "attn_mask_type='diagonal'"),
         (
             lambda: te.DotProductAttention(4, 16, window_size=(-1, 8)),
@@ -231,9 +231,9 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
             r"window_size=\(-1, 8\) with attn_mask_type='causal'; \(-1, 0\), or a pair that starts with 0 or more",
         ),
         (
-            lambda: te.DotProductAttention(4, 16, softmax_type="learnable"),
-            NotImplementedError,
-            "softmax_type='learnable'",
+            lambda: te.DotProductAttention(4, 16, softmax_type="sparse"),
+            ValueError,
+            "softmax_type='sparse'; one of",
         ),
         (lambda: te.MultiheadAttention(64, 5), ValueError, "hidden_size=64 with num_attention_heads=5"),
         (lambda: te.MultiheadAttention(64, 4, attention_type="other"), ValueError, "attention_type='other'"),

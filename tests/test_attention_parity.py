@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import CASES, LAYOUTS, MASKS, Case, inputs, run, to_cuda
+from attention_cases import BIASES, CASES, LAYOUTS, MASKS, Case, inputs, run, to_cuda
 from conftest import assert_same_bits
 from hypothesis import HealthCheck, given, settings
 
@@ -97,6 +97,56 @@ def test_infinity_and_nan(dtype: torch.dtype, mask_type: str) -> None:
 @pytest.mark.parametrize(("b", "sq", "skv"), [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
 def test_nothing(b: int, sq: int, skv: int) -> None:
     compare(Case(b=b, sq=sq, skv=skv))
+
+
+@pytest.mark.parametrize(("dtype", "d", "dropout"), FORCED)
+@pytest.mark.parametrize("bias", BIASES[1:])
+def test_every_configuration_with_a_bias(dtype: torch.dtype, d: int, dropout: float, bias: str) -> None:
+    sizes = {"b": 2, "hkv": 2, "group": 2, "sq": 197, "skv": 261, "d": d, "dtype": dtype, "dropout": dropout}
+    compare(Case(**sizes, bias=bias, bias_is_fp32=d == 128, mask_type="causal_bottom_right"))
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(1, 1), (1, 129), (128, 128), (129, 1), (64, 65), (512, 17), (257, 640)])
+@pytest.mark.parametrize(("mask_type", "mask"), [("causal", "none"), ("none", "arbitrary")])
+@pytest.mark.parametrize(("bias", "d"), [("11ss", 24), ("1hss", 136), ("h slopes", 72)])
+def test_ragged_with_a_bias(sq: int, skv: int, mask_type: str, mask: str, bias: str, d: int) -> None:
+    compare(Case(2, 2, 1, sq, skv, d, torch.float16, mask_type, mask, (100, -1), 0.25, bias=bias))
+
+
+def test_a_bias_of_any_strides() -> None:
+    def transposed(cpu: dict[str, torch.Tensor | None]) -> None:
+        cpu["bias"] = cpu["bias"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    compare(Case(2, 2, 2, 150, 140, 64, bias="bhss"), transposed)
+    compare(
+        Case(2, 2, 2, 150, 140, 64, bias="bhss"),
+        lambda cpu: cpu.update(bias=cpu["bias"][:1, :1, :1].expand(2, 4, 150, -1)),
+    )
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_infinity_and_nan_in_a_bias(value: str) -> None:
+    def change(cpu: dict[str, torch.Tensor | None]) -> None:
+        cpu["bias"][0, 0, 3, 7:140] = float(value)
+        cpu["bias"][0, 1, 5] = float(value)
+
+    for d in (64, 128, 256):
+        compare(Case(2, 2, 1, 150, 160, d, bias="1hss"), change)
+
+
+@pytest.mark.parametrize(("dtype", "d", "dropout"), FORCED)
+def test_every_configuration_with_sinks(dtype: torch.dtype, d: int, dropout: float) -> None:
+    compare(Case(2, 2, 2, 197, 261, d, dtype, "causal_bottom_right", dropout=dropout, sinks=True))
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(1, 1), (1, 129), (129, 1), (512, 17), (600, 640)])
+@pytest.mark.parametrize("value", [None, "1e30", "-1e30", "100", "inf", "-inf", "nan"])
+def test_sinks(sq: int, skv: int, value: str | None) -> None:
+    def change(cpu: dict[str, torch.Tensor | None]) -> None:
+        if value is not None:
+            cpu["sinks"][1] = float(value)
+
+    compare(Case(2, 2, 1, sq, skv, 72, mask_type="causal", mask="arbitrary", window=(200, 0), sinks=True), change)
 
 
 def test_a_graph_draws_a_new_mask_at_each_replay() -> None:

@@ -87,7 +87,15 @@ SHARED = [
     *each("checkpoint_core_attention", [1, "yes", torch.ones(2)]),
     *each("window_size", [(-1, 3), (-2, 0), (4,), (4, 0, 0), (4.0, 0), (True, 0), [-1, -1], -1, torch.ones(2)]),
     *each("alibi_slopes", [torch.ones(2)]),
-    *each("core_attention_bias_type", ["alibi", None]),
+    *each("core_attention_bias", [torch.zeros(1, 1, 6, 6)]),
+    *each("cu_seqlens_q", [torch.tensor([0, 6, 9], dtype=torch.int32), "no"]),
+    *each("max_seqlen_kv", [0, 6, "no"]),
+    *(
+        {"core_attention_bias_type": "alibi", "alibi_slopes": wrong}
+        for wrong in (torch.ones(3), "no", torch.ones(2, 3))
+    ),
+    {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 3, 3)},
+    *each("core_attention_bias_type", ["pre_scale_bias", "post_scale_bias", None, 3]),
     *each("softcap", [1.0, "no"]),
     *each("inference_params", [{}]),
 ]

@@ -152,7 +152,7 @@ def test_transformer_engines_arguments_keep_their_places(same_bits) -> None:
         ValueError, match=r"TransformerLayer: window_size=\(-1, 4\) with self_attn_mask_type='causal'; "
     ):
         layer(x, None, "causal", (-1, 4))
-    with pytest.raises(NotImplementedError, match="alibi_slopes="):
+    with pytest.raises(ValueError, match="alibi_slopes with core_attention_bias_type='no_bias'"):
         layer(x, alibi_slopes=torch.ones(4))
 
 

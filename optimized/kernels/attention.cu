@@ -14,8 +14,8 @@
 // Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1).
-#include "attention_tile.cuh"
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1).
+#include "attention_bias.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;
@@ -193,6 +193,9 @@ __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& r
         float sum = rows.sum[r];
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 1);
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+#if SINK
+        sum = sum + exp2_grid(__fmul_rn(__ldg(a.sinks + tile.head), kLog2e) - rows.m[r]);
+#endif
         const float inverse = sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
         last[r] = __fmul_rn(inverse, a.kept);
         const int query = row + 8 * r;
@@ -228,10 +231,13 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
             const int key = j * kTileRows + 2 * (threadIdx.x % 4);
+#if BIAS
+            add_bias<false>(s, a, tile.batch, tile.head, row, key);
+#endif
             if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
             if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
             if (mask != nullptr) hide_masked(s, a, mask, row, key);
-            weigh(s, rows, alpha, a.c);
+            weigh(s, rows, alpha, factor(a));
             if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
         };
 

@@ -1,6 +1,7 @@
 // From a tile's scores to its weights and gradients, in registers: keys are rows and queries are columns.
 #pragma once
 
+#include "attention_bias.cuh"
 #include "attention_scratch.cuh"
 
 namespace twin {
@@ -43,13 +44,16 @@ __device__ __forceinline__ bool is_set(const unsigned (&bits)[kWords], int n) { 
 // The scores s become the weights, in place: +0 where a pair is hidden.
 __device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Pairs& at, bool some_hidden,
                                       const float* base, const float* inv) {
+#if BIAS
+    add_bias<true>(s, a, at.head / a.heads, at.head % a.heads, at.key, at.query);
+#endif
 #pragma unroll
     for (int t = 0; t < kScores / 4; t++) {
         const float2 bases = *reinterpret_cast<const float2*>(base + 8 * t);
         const float2 inverses = *reinterpret_cast<const float2*>(inv + 8 * t);
 #pragma unroll
         for (int n = 4 * t; n < 4 * t + 4; n++)
-            s[n] = __fmul_rn(weight(s[n], a.c, n % 2 ? bases.y : bases.x), n % 2 ? inverses.y : inverses.x);
+            s[n] = __fmul_rn(weight(s[n], factor(a), n % 2 ? bases.y : bases.x), n % 2 ? inverses.y : inverses.x);
     }
     if (some_hidden) {
 #pragma unroll

@@ -5,7 +5,17 @@
 // MN-major one (it runs over rows). What lies outside a tensor arrives as zeros.
 //
 // Arithmetic: reference/ops/attention.py and attention_backward.py.
+//
+// Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
+// whether heads have a sink.
 #pragma once
+
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef SINK
+#define SINK 0
+#endif
 
 #include "elementary.cuh"
 #include "mailbox.cuh"
@@ -35,7 +45,20 @@ struct Arguments {
     int lower, upper;    // query i sees key j if i + lower <= j <= i + upper; -2^30 and 2^30 are no limits
     unsigned threshold;  // of dropout
     float c, kept, scale;
+#if BIAS
+    const void* bias;                  // null for ALiBi
+    const float* slopes;               // of ALiBi
+    long long bias_b, bias_h, bias_i;  // strides of the bias, in elements; a row's elements are neighbours
+    long long slope_b;
+    int bias_is_fp32, diagonal;        // ALiBi's bias is 0 where key = query + diagonal
+#endif
+#if SINK
+    const float* sinks;  // [heads]
+#endif
 };
+
+// What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
+__device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
 
 // A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`.
 __device__ __forceinline__ void load_chunk(unsigned destination, const CUtensorMap* map, unsigned full, int x, int row,

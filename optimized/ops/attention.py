@@ -11,6 +11,7 @@ from optimized import launch
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.attention import BLOCK, LOWEST, Options, factor, limits, outputs
+from reference.ops.attention_bias import diagonal
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
@@ -29,6 +30,13 @@ ARGUMENTS = np.dtype(
     + [(name, "f4") for name in ("c", "kept", "scale")],
     align=True,
 )
+# What follows where BIAS is 1; an array of this type has all fields.
+BIASED = np.dtype(
+    [(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()]
+    + [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
+    + [("bias_is_fp32", "i4"), ("diagonal", "i4")],
+    align=True,
+)
 
 
 CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
@@ -45,16 +53,32 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
     return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
 
 
+SUNK = np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + [("sinks", "u8")], align=True)  # SINK = 1
+
+
+def bias_macro(biased: bool) -> dict[str, int]:
+    """The macro of kernels that add a bias."""
+    return {"BIAS": 1} if biased else {}
+
+
 @functools.cache
-def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, launch.Kernel]:
-    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2)
+def _kernels(
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool = False
+) -> tuple[launch.Kernel, launch.Kernel]:
+    more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
+    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **more)
     chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
     rows = q_stages * chunks * QUERIES + (stages * chunks + stages * columns // 64) * BLOCK
     kernel = launch.function("attention", "attention", macros, rows * 128 + SLACK)
     return kernel, launch.function("attention", "attention_ticket", macros)
 
 
-CONFIGURATIONS = [_kernels(*case)[0].configuration for case in itertools.product(FORMATS, CAPACITIES, (False, True))]
+EITHER = (False, True)
+CONFIGURATIONS = [
+    _kernels(*case, *more)[0].configuration
+    for more in ((False, False), (True, False), (False, True))
+    for case in itertools.product(FORMATS, CAPACITIES, EITHER)
+]
 
 
 def loadable(x: torch.Tensor) -> torch.Tensor:
@@ -84,10 +108,21 @@ def arguments(
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    a = np.zeros((), ARGUMENTS)
+    a = np.zeros((), SUNK if sinks is not None else ARGUMENTS if bias is slopes is None else BIASED)
+    if sinks is not None:
+        a["sinks"] = sinks.data_ptr()
+    if bias is not None:
+        a["bias"], a["bias_is_fp32"] = bias.data_ptr(), bias.dtype == torch.float32
+        a["bias_strides"] = bias.expand(b, h, sq, skv).stride()[:3]
+    if slopes is not None:
+        a["slopes"], a["slope_b"] = slopes.data_ptr(), slopes.shape[-1] if slopes.dim() == 2 else 0
+        a["diagonal"] = diagonal(mask_type, sq, skv)
     if threshold(dropout):
         assert rng_state is not None
         a["rng_state"] = rng_state.data_ptr()
@@ -109,20 +144,38 @@ def check_grid(op: str, q: torch.Tensor) -> None:
         raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {q.shape[0] * q.shape[1]}.")
 
 
+def readable(options: Options) -> Options:
+    """All options, with a bias and slopes that the kernels can read: rows of neighbours, or copies.
+
+    torch leaves out the last ones that are None.
+    """
+    bias, slopes, sinks = (*options[7:], None, None, None)[:3]
+    if bias is not None and bias.stride(3) != 1 and bias.numel():
+        bias = bias.contiguous()
+    return *options[:7], bias, None if slopes is None else slopes.contiguous(), sinks
+
+
+def is_biased(options: Options) -> bool:
+    """Whether the options have a bias, or slopes."""
+    return any(x is not None for x in options[7:9])
+
+
 @on_cuda
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     out, m, inv = outputs(q, k, v, *options)
-    dropout, rng_state = options[5:]
+    options = readable(options)
+    dropout, rng_state = options[5:7]
     check_grid("twin::attention", q)
     b, h, sq, d = q.shape
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, (QUERIES, BLOCK, BLOCK), strict=True)]
-        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0)
+        more = (is_biased(options), options[9] is not None)
+        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
         tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None

@@ -7,6 +7,7 @@ Semantics: `reference.ops.attention_backward`.
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +38,9 @@ def queries_of(d: int) -> int:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
+def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> launch.Kernel:
     queries = queries_of(d)
-    macros = attention.defines(dtype, d, dropout, QUERIES=queries)
+    macros = attention.defines(dtype, d, dropout, QUERIES=queries, **attention.bias_macro(biased))
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     keys, streamed = 2 * chunks * BLOCK * 128, stages * 2 * (chunks * queries * 128 + 6 * queries)
     ds, dq = 2 * queries * BLOCK * 2, (2 if d == 128 else 1) * queries * d * 4
@@ -54,18 +55,20 @@ def _end_kernel(dtype: torch.dtype, d: int, name: str) -> launch.Kernel:
 
 
 @functools.cache
-def _wide_kernel(dtype: torch.dtype, dropout: bool, dq: bool, name: str = "attention_backward") -> launch.Kernel:
-    macros = attention.defines(dtype, WIDE, dropout, DQ=int(dq))
+def _wide_kernel(
+    dtype: torch.dtype, dropout: bool, biased: bool, dq: bool, name: str = "attention_backward"
+) -> launch.Kernel:
+    macros = attention.defines(dtype, WIDE, dropout, DQ=int(dq), **attention.bias_macro(biased))
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     shared = 2 * chunks * BLOCK * 128 + stages * 2 * chunks * _STREAM_ROWS * 128 + 8 + 16 * stages
     return launch.function("attention_backward_wide", name, macros, shared if name == "attention_backward" else 0)
 
 
-_EITHER = (False, True)
+_EITHER = attention.EITHER
 CONFIGURATIONS = [
-    *(_kernel(*case).configuration for case in itertools.product(attention.FORMATS, (64, 128), _EITHER)),
+    *(_kernel(*case).configuration for case in itertools.product(attention.FORMATS, (64, 128), _EITHER, _EITHER)),
     *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, (64, 128))),
-    *(_wide_kernel(*case).configuration for case in itertools.product(attention.FORMATS, _EITHER, _EITHER)),
+    *(_wide_kernel(*case).configuration for case in itertools.product(attention.FORMATS, _EITHER, _EITHER, _EITHER)),
 ]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -88,6 +91,7 @@ def attention_backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
+    options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
     # One stride serves both dk and dv.
     dv_written = dv if dv.stride() == dk.stride() else torch.empty_like(dk)
     run = _wide if attention.capacity(q.shape[3]) == WIDE else _narrow
@@ -120,7 +124,7 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
     for name, tensor in zip(POINTERS, (*stats, sums, turns, turns[-1:], keep), strict=True):
         scratch[name] = tensor.data_ptr()
 
-    def of(written: torch.Tensor) -> launch.ByValue:
+    def of(written: torch.Tensor, options: Any = options[:7]) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
         a["together"] = together
         return launch.by_value(a)
@@ -131,7 +135,8 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
     launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=index)
 
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
-    kernel, draw = _kernel(q.dtype, capacity, drops), _end_kernel(q.dtype, capacity, "attention_keep")
+    kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options))
+    draw = _end_kernel(q.dtype, capacity, "attention_keep")
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
         scratch["first_head"], scratch["works"] = first * group, (first + count) * blocks
@@ -139,7 +144,7 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
         if drops:
             args = [of(out), space, np.uint32(first * blocks)]
             launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
-        args = [*(one.argument for one in maps), of(dk), space, dk.data_ptr(), dv.data_ptr()]
+        args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
         works = min(count * blocks, launch.processors(index))
         launch.launch(kernel, (works,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=not drops)
 
@@ -148,30 +153,36 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
     launch.launch(kernel, (tiles, b * h), (256,), args, device=index, early=True)
 
 
-def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
-    grad, q, k, v, out = inputs
-    dq, dk, dv = results
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    index, padded = q.device.index, -(-sq // BLOCK) * BLOCK
+def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> Tensors:
+    """What kernels/attention_rows.cuh reads of a query: (384 - m, 1 / l) `[b h, padded, 2]` and D `[b h, padded]`."""
+    grad, q, k, _, out = inputs
+    b, h, sq, _ = q.shape
+    padded = -(-sq // BLOCK) * BLOCK
     softmax = torch.empty((b * h, padded, 2), dtype=torch.float32, device=q.device)
     dots = torch.empty((b * h, padded), dtype=torch.float32, device=q.device)
+    args: list[Any] = [launch.by_value(attention.arguments(q, k, out, *options[:7])), grad.data_ptr(), out.data_ptr()]
+    args += [*grad.stride()[:3], m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr()]
+    kernel = _wide_kernel(q.dtype, False, False, True, "dots")
+    launch.launch(kernel, (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=q.device.index)
+    return softmax, dots
 
-    def of(written: torch.Tensor) -> launch.ByValue:
-        return launch.by_value(attention.arguments(q, k, written, *options))
 
-    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3]]
-    args += [m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr()]
-    kernel = _wide_kernel(q.dtype, False, True, "dots")
-    launch.launch(kernel, (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=index)
+def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
+    grad, q, k, v, _ = inputs
+    dq, dk, dv = results
+    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
+    index = q.device.index
+    softmax, dots = row_statistics(inputs, m, inv, options)
 
     for is_dq, fixed, streamed, written, rows, count in (
         (False, (k, v), (q, grad), (dv, dk), skv, heads),
         (True, (q, grad), (k, v), (dq, dq), sq, h),
     ):
-        kernel = _wide_kernel(q.dtype, threshold(options[5]) > 0, is_dq)
+        kernel = _wide_kernel(q.dtype, threshold(options[5]) > 0, attention.is_biased(options), is_dq)
         maps = [attention.tensor_map(x, BLOCK) for x in fixed]
         maps += [attention.tensor_map(x, _STREAM_ROWS) for x in streamed]
-        args = [*(one.argument for one in maps), of(written[1])]
+        arguments = attention.arguments(q, k, written[1], *options)
+        args: list[Any] = [*(one.argument for one in maps), launch.by_value(arguments)]
         args += [tensor.data_ptr() for tensor in (softmax, dots, *written)]
         grid = (-(-rows // BLOCK), b * count, -(-d // 128))
         launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=index)

@@ -9,11 +9,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
+from reference.nn.attention_bias import Bias, check_bias, check_sinks
+from reference.nn.attention_lengths import (
+    Lengths,
+    check_lengths,
+    lengths_mask,
+    maps_of,
+    packed,
+    to_sequences,
+    to_tokens,
+)
+from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import (
     Window,
@@ -29,7 +38,7 @@ from reference.nn.context import BlockContext, Saved
 from reference.nn.dropout import Generator
 from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
-from reference.ops.attention import NO_LIMIT, limits
+from reference.ops.attention_bias import default_slopes
 from reference.ops.library import twin
 from reference.quantized import as_dtype
 from reference.recompute import checkpoint
@@ -39,13 +48,21 @@ MASK_NAMES = ("attention_mask", "attn_mask_type", "window_size")
 
 
 class CorePlan(NamedTuple):
-    """How to attend: the scale, Transformer Engine's mask type, the window, dropout's probability, the backend."""
+    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's kind."""
 
     scale: float
     mask_type: str
     window: tuple[int, int]
     p: float
     backend: str
+    bias: str = "no_bias"
+    softmax: str = "vanilla"
+
+    def further(self, more: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks."""
+        if self.softmax != "vanilla":
+            return None, None, more
+        return () if self.bias == "no_bias" else (more, slopes)
 
     def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
         """Arguments of `twin::attention` after q, k and v."""
@@ -53,42 +70,66 @@ class CorePlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (q, k, v), and how to attend."""
+    """Which gradients are wanted (q, k, v and a bias, if any), and how to attend."""
 
     needs: tuple[bool, ...]
     core: CorePlan
 
 
 def attend(
-    core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: Any
 ) -> tuple[torch.Tensor, Saved]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads."""
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
+
+    `bias`: nothing, or a bias and slopes.
+    """
     state_before = before(state)
-    out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state)
+    out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state, *bias)
     return out, (out, m, inv, state_before)
 
 
 def attend_backward(
-    core: CorePlan, mask: torch.Tensor | None, qkv: Saved, saved: Saved, grad: torch.Tensor
+    core: CorePlan, mask: torch.Tensor | None, qkv: Saved, saved: Saved, grad: torch.Tensor, *bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv."""
     *tensors, state_before = saved
     if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
         grad = grad.contiguous()
-    return twin.attention_backward(grad, *qkv, *tensors, *core.arguments(mask), state_before)
+    return twin.attention_backward(grad, *qkv, *tensors, *core.arguments(mask), state_before, *bias)
 
 
 def forward(
-    plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    plan: Plan,
+    context: BlockContext,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    more: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
-    """out of q, k and v; shapes as in `attend`."""
-    out, saved = attend(plan.core, context.reads[0], context.random[0], q, k, v)
-    return out, (q, k, v, *saved)
+    """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
+    mask, slopes = context.reads
+    of_bias = plan.core.further(more, slopes)
+    out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
+    return out, (q, k, v, *saved, more)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """dq, dk, dv."""
-    return attend_backward(plan.core, context.reads[0], saved[:3], saved[3:], grad)
+    """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
+    mask, slopes = context.reads
+    qkv, attended, more = saved[:3], saved[3:7], saved[7]
+    of_bias = plan.core.further(more, slopes)
+    grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
+    if len(plan.needs) == 3:
+        return grads
+    if not plan.needs[3]:
+        return *grads, None
+    *tensors, state_before = attended
+    if plan.core.softmax != "vanilla":
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        return *grads, twin.attention_sink_backward(grad, *tensors, more)
+    arguments = (*qkv, *tensors, *plan.core.arguments(mask), state_before, *of_bias)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    return *grads, twin.attention_bias_backward(grad, *arguments)
 
 
 class DotProductAttention(DeviceDefault, torch.nn.Module):
@@ -99,7 +140,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         kv_channels: size of a head; a multiple of 8, at most 256.
         num_gqa_groups: heads of keys and values, a divisor of num_attention_heads; None is num_attention_heads.
         attention_dropout: probability of dropping a weight in training.
-        qkv_format: "sbhd" or "bshd".
+        qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type: default of `forward`'s, one of `MASK_TYPES`.
         window_size: default of `forward`'s. (left, right) lets query i see only the keys from i + shift - left to
             i + shift + right, where shift is 0 under a causal mask type, otherwise, and for "..._bottom_right", the
@@ -107,7 +148,9 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
         layer_number, name: accepted as in Transformer Engine, without effect.
-        softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
+        softmax_type: "vanilla", "off-by-one" or "learnable": with a sink of 0 in each head, or of the parameter
+            `softmax_offset` (`reference.ops.attention_sink`).
+        softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -159,6 +202,12 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         if attention_backend == "cudnn":
             say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
         self.generator = Generator(self.resolve_device(device), get_rng_state_tracker)
+        self._default_slopes: torch.Tensor | None = None  # ALiBi's
+        self.softmax_type = softmax_type
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if softmax_type == "learnable":
+            zeros = torch.zeros(self.num_attention_heads, dtype=torch.float32, device=self.generator.state.device)
+            self.softmax_offset = torch.nn.Parameter(zeros)
 
     def forward(
         self,
@@ -200,18 +249,24 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         """Attend.
 
         Args:
-            query_layer: `[s, b, h, d]` ("sbhd") or `[b, s, h, d]` ("bshd"), bf16 or fp16. fp32 is cast to
+            query_layer: `[s, b, h, d]` ("sbhd"), `[b, s, h, d]` ("bshd") or `[t, h, d]` ("thd": sequences one after the
+                other; see `reference.nn.attention_lengths`), bf16 or fp16. fp32 is cast to
                 torch.autocast's dtype; without torch.autocast attention is PyTorch's own.
             key_layer, value_layer: the same with the keys' length and heads.
             attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair, queries' and keys') with a
                 padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types ignore it.
             qkv_format, attn_mask_type, window_size: None is the constructor's.
             checkpoint_core_attention: recompute in backward.
-            cu_seqlens_*, max_seqlen_*, core_attention_bias_type, core_attention_bias and the rest: Transformer
-                Engine's, in its order; only "off" is offered.
+            core_attention_bias_type: "no_bias", "post_scale_bias" (scaled scores plus core_attention_bias) or "alibi".
+            core_attention_bias: `[1 or b, 1 or h, sq, skv]`, fp32 or the queries' dtype; it may want a gradient.
+            alibi_slopes: fp32 `[h]` or `[b, h]`; None are Transformer Engine's own.
+            cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, instead of a mask, for
+                padding mask types. cu_seqlens_q_padded, cu_seqlens_kv_padded: "thd", where they start, if apart.
+            max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
+            pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
-            `[s, b, h·d]` or `[b, s, h·d]`.
+            `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`.
         """
         if not (
             cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
@@ -225,41 +280,106 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
             and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
             and type(checkpoint_core_attention) is bool
-            and qkv_format in (None, "sbhd", "bshd")
+            and qkv_format in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
             check_arguments("DotProductAttention.forward", locals())
         layout = self.qkv_format if qkv_format is None else qkv_format
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_mask_type("DotProductAttention", "attn_mask_type", kind)
         core = self.core_plan(kind, window_size)
-        check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
+        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        )
         given: Any = (query_layer, key_layer, value_layer)
+        tokens = None
+        if layout == "thd":
+            lengths, tokens = packed("DotProductAttention", given, lengths)
+            check_qkv(self, given[0][None], given[1][None], given[2][None], False)
+        else:
+            check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
+        mask = attention_mask
+        if lengths.given:
+            shape = self._shape(given, layout, lengths)
+            more = (attention_mask, core_attention_bias_type)
+            check_lengths("DotProductAttention", lengths, kind, shape, tokens, given[0].device, more)
+            kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
+            core = core._replace(mask_type=kind, window=window)
+        maps = None
+        if tokens is not None:
+            maps, of_keys = maps_of(lengths, tokens)
+            given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)
-        if MASK_TYPES[kind][1]:
+        if MASK_TYPES[kind][1] and not lengths.given:
             shape = (*q.shape[:3], k.shape[2])
             check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, core.window, shape, q.device)
         if self.attention_backend == "cudnn":
-            check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind, core.window)
+            check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind, core.window, bias.kind)
         elif q.is_cuda and q.dtype != torch.float32:
             check_grid("DotProductAttention", q.shape[0], q.shape[1], q.device)
-        mask = full_mask(kind, attention_mask)
+        slopes = None
+        if bias.given:
+            shape = (*q.shape[:3], k.shape[2])
+            check_bias("DotProductAttention", bias, q.dtype, shape, q.device, kind, attention_mask)
+            core = core._replace(bias=bias.kind)
+            slopes = self._slopes(bias, q.device)
+        check_sinks("DotProductAttention", self, bias, q.dtype)
+        full: Any = mask if lengths.given else full_mask(kind, mask)
         run = self._attend
-        out = checkpoint(run, q, k, v, core, mask) if checkpoint_core_attention else run(q, k, v, core, mask)
+        arguments = (q, k, v, core, full, bias.values, slopes)
+        out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
+        if maps is not None:
+            out = to_tokens(out, maps)
+            return out.reshape(out.shape[0], self.num_attention_heads * self.kv_channels)
         return out.reshape(*out.shape[:2], self.num_attention_heads * self.kv_channels)
 
+    def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
+        """[b, h, sq, skv] of queries and keys in a layout."""
+        if layout == "thd":
+            return lengths.q.shape[0] - 1, self.num_attention_heads, lengths.max_q, lengths.max_kv
+        batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)
+        q, k, _ = given
+        return q.shape[batch], self.num_attention_heads, q.shape[sequence], k.shape[sequence]
+
+    def _sinks(self, device: torch.device) -> torch.Tensor | None:
+        """The sinks, fp32 `[h]`; None with the usual softmax."""
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is not None:
+            return self.softmax_offset.float()
+        return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+
+    def _slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
+        """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""
+        if bias.kind != "alibi" or bias.slopes is not None:
+            return bias.slopes
+        if self._default_slopes is None or self._default_slopes.device != device:
+            self._default_slopes = default_slopes(self.num_attention_heads).to(device)
+        return self._default_slopes
+
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan, mask: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        core: CorePlan,
+        mask: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         if q.dtype == torch.float32:
-            return torch_attention(q, k, v, core, mask)
+            return torch_attention(q, k, v, core, mask, bias, slopes)
         if core.backend == "cudnn":
             return cudnn_attention(q, k, v, core)
-        context = BlockContext(random=(self.random_state(q, core),), reads=(mask,))
-        return differentiable(forward, backward, Plan(wanted(q, k, v), core), context, q, k, v)
+        context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
+        core = core._replace(softmax=self.softmax_type)
+        more = self._sinks(q.device) if bias is None else bias
+        tensors = (q, k, v) if more is None else (q, k, v, more)
+        return differentiable(forward, backward, Plan(wanted(*tensors), core), context, *tensors)
 
     def core_plan(self, mask_type: str, window: Window = None) -> CorePlan:
         """How to attend now; a window of None is the constructor's."""
@@ -273,65 +393,6 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             return None
         self.generator.draw(inp.device)
         return self.generator.take()
-
-
-def _say_fp32() -> None:
-    say_once("fp32 attention", "attention in fp32 is PyTorch's own and outside the bit contract")
-
-
-_say_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler runs it while tracing
-
-
-def torch_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """PyTorch's attention, for fp32: differentiable, outside the bit contract; dropout from torch's generator."""
-    _say_fp32()
-    sq, skv = q.shape[2], k.shape[2]
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    lower, upper = limits(MASK_TYPES[core.mask_type][0], *core.window, sq, skv)
-    if mask is None and lower == -NO_LIMIT and upper in (0, NO_LIMIT):
-        return scaled_dot_product_attention(q, k, v, dropout_p=core.p, is_causal=upper == 0, scale=core.scale)
-    if (lower, upper) != (-NO_LIMIT, NO_LIMIT):
-        every = torch.ones(sq, skv, dtype=torch.bool, device=q.device)
-        unseen = every.triu(upper + 1) | every.tril(lower - 1)
-        mask = unseen if mask is None else mask | unseen
-    assert mask is not None
-    mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels broadcast a mask over every dimension but the last
-    blind = mask.all(-1, keepdim=True)  # such a row would be NaN: it sees everything and is cleared afterwards
-    out = scaled_dot_product_attention(q, k, v, attn_mask=blind | ~mask, dropout_p=core.p, scale=core.scale)
-    return out.masked_fill(blind, 0.0)
-
-
-def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
-    """cuDNN's attention, differentiable, outside the bit contract."""
-    shared: dict[str, Any] = {"dropout_p": core.p, "is_causal": core.mask_type == "causal", "scale": core.scale}
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def cudnn_attend(
-    core: CorePlan, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, Saved]:
-    """What SDPA calls on its cuDNN backend, without autograd; for as many heads of keys as of queries."""
-    out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, trains, core.p, core.mask_type == "causal", False, scale=core.scale
-    )
-    drawn = (seed, offset) if core.p > 0 else (None, None)
-    return out, (out, sums, *drawn, *lengths)
-
-
-def cudnn_attend_backward(core: CorePlan, qkv: Saved, saved: Saved, grad: torch.Tensor) -> Saved:
-    """dq, dk, dv."""
-    q, k, _ = qkv
-    assert q is not None
-    assert k is not None
-    lengths, causal = (q.shape[2], k.shape[2]), core.mask_type == "causal"
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *qkv, *saved[:4], None, *saved[4:], *lengths, core.p, causal, scale=core.scale
-    )
 
 
 def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:

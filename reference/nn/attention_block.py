@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.compiled import before
-from reference.nn import attention, layernorm_linear, linear
+from reference.nn import attention, attention_of_torch, layernorm_linear, linear
 from reference.nn.attention import CorePlan, Mask, full_mask
 from reference.nn.autograd import wanted
 from reference.nn.checks import Window
 from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.dropout import Generator
 from reference.nn.layernorm import norm_plan
-from reference.nn.multihead_attention import Heads, angles_of
+from reference.nn.multihead_attention import Heads
+from reference.nn.rotated import angles_of
 from reference.ops.library import twin
 from reference.quantized import Quantized, fprop_residual, rows_of
 
@@ -94,7 +95,7 @@ def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> 
 
 def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, Saved]:
     if plan.core.backend == "cudnn":
-        return attention.cudnn_attend(plan.core, plan.proj.needs[0], *qkv)
+        return attention_of_torch.cudnn_attend(plan.core, plan.proj.needs[0], *qkv)
     return attention.attend(plan.core, mask, state, *qkv)
 
 
@@ -170,7 +171,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     channels = plan.heads.channels
     by_head = plan.heads_first(context_grad.view(*plan.shape[:-1], context_grad.shape[-1] // channels, channels))
     if plan.core.backend == "cudnn":
-        found: Any = attention.cudnn_attend_backward(plan.core, qkv, tuple(saved_core), by_head)
+        found: Any = attention_of_torch.cudnn_attend_backward(plan.core, qkv, tuple(saved_core), by_head)
     else:
         found = attention.attend_backward(plan.core, mask, qkv, tuple(saved_core), by_head)
     dq, dk, dv = found

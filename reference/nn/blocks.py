@@ -143,6 +143,7 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
         module.return_layernorm_output == first.return_layernorm_output == residual_is_norm
         and uses_default_forward(first, LayerNormLinear)
         and uses_default_forward(core, DotProductAttention)
+        and core.softmax_type == "vanilla"
         and all(uses_default_forward(one, Linear) for one in linears)
         and (
             core.attention_backend == "exact"

@@ -34,18 +34,19 @@ def check_tensor(layer: str, name: str, x: Any) -> None:
         raise TypeError(f"{layer}: {name} has dtype {x.dtype}; float32, bfloat16 and float16 are accepted.")
 
 
-def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: str = "") -> None:
+def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: str = "", packed: bool = False) -> None:
     """Refuse all but `[..., features]` on the device of `module`'s parameters.
 
     With `layer`, the layer of which `module` is a part and which errors name, only `[s, b, features]` and
-    `[b, s, features]` are accepted.
+    `[b, s, features]` are accepted; `packed`, `[t, features]`.
     """
+    dimensions = 2 if packed else 3
     if (
         type(x) in _PLAIN
         and x.dtype in WIDE_DTYPES
         and x.layout is torch.strided
         and not x.is_nested
-        and (x.dim() == 3 if layer else x.dim() > 0)
+        and (x.dim() == dimensions if layer else x.dim() > 0)
         and x.shape[-1] == features
         and x.device == device_of(module)
     ):
@@ -53,8 +54,9 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
     speaker, accepted = type(module).__name__, f"[..., {features}]"
     if layer:
         speaker, accepted = layer, f"[sequence, batch, {features}], or batch first with 'bshd',"
+        accepted = f"[tokens, {features}], with 'thd'," if packed else accepted
     check_tensor(speaker, name, x)
-    if not (x.dim() == 3 if layer else x.dim() > 0) or x.shape[-1] != features:
+    if not (x.dim() == dimensions if layer else x.dim() > 0) or x.shape[-1] != features:
         raise ValueError(f"{speaker}: {name} has shape {list(x.shape)}; {accepted} is accepted.")
     device = device_of(module)
     if x.device != device and not (layer and (device is None or is_prepared(module))):
@@ -82,10 +84,10 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(side) if torch.is_autocast_enabled(side) else x.dtype
 
 
-def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module: Any, batch: int) -> None:
-    """Refuse an encoder output that cross-attention cannot read."""
-    check_input(module, x, hidden_states.shape[-1], "encoder_output", layer)
-    if x.shape[batch] != hidden_states.shape[batch]:
+def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module: Any, batch: int | None) -> None:
+    """Refuse an encoder output that cross-attention cannot read; without a dimension of `batch` it is packed."""
+    check_input(module, x, hidden_states.shape[-1], "encoder_output", layer, batch is None)
+    if batch is not None and x.shape[batch] != hidden_states.shape[batch]:
         raise ValueError(
             f"{layer}: encoder_output has a batch of {x.shape[batch]} and hidden_states of "
             f"{hidden_states.shape[batch]}; equal ones are accepted."
@@ -191,7 +193,12 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
 
 
 def check_cudnn(
-    dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], kind: str, window: tuple[int, int]
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: tuple[int, int],
+    kind: str,
+    window: tuple[int, int],
+    bias: Any = "no_bias",
 ) -> None:
     """Refuse what attention_backend="cudnn" does not offer."""
     name = "DotProductAttention: attention_backend='cudnn'"
@@ -201,6 +208,10 @@ def check_cudnn(
         raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
     if window[0] >= 0:
         raise ValueError(f"{name} with a window of {window}; None is accepted, or attention_backend='exact'.")
+    if bias != "no_bias":
+        raise ValueError(
+            f"{name} with core_attention_bias_type={bias!r}; 'no_bias' is accepted, or attention_backend='exact'."
+        )
     if kind == "causal" and lengths[0] != lengths[1]:
         raise ValueError(
             f"{name} with {lengths[0]} queries and {lengths[1]} keys under a causal mask; as many keys are accepted."

@@ -12,15 +12,17 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
+from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
+from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths, maps_of, with_longest
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.context import BlockContext, Saved
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
+from reference.nn.rotated import rotated
 from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.cat_cast_transpose import side_by_side
-from reference.ops.library import twin
 
 
 class MultiheadAttention(DeviceDefault, torch.nn.Module):
@@ -42,8 +44,9 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+        softmax_type: as in `DotProductAttention`.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
-        softcap, qk_norm_*, softmax_type and ub_*: only "off" is offered.
+        softcap, qk_norm_* and ub_*: only "off" is offered.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         names = ("layernorm_qkv", "qkv") if attention_type == "self" else ("layernorm_query", "query_layer")
         self._first_name = names[0 if input_layernorm else 1]
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
-        self.qkv_format, self._batch = qkv_format, 1 if qkv_format == "sbhd" else 0
+        self.qkv_format, self._batch = qkv_format, 1 if qkv_format == "sbhd" else 0  # "thd" has no batch
         device = self.resolve_device(device)
         common: dict[str, Any] = {
             "bias": bias,
@@ -153,6 +156,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             attention_type=attention_type,
             get_rng_state_tracker=get_rng_state_tracker,
             device=device,
+            softmax_type=softmax_type,
             attention_backend=attention_backend,
         )
         self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
@@ -187,13 +191,17 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         """Attend within `hidden_states`, or from it to `encoder_output`.
 
         Args:
-            hidden_states: `[s, b, hidden]` or `[b, s, hidden]`, bf16, fp16 or fp32 (whose attention is PyTorch's own).
+            hidden_states: `[s, b, hidden]`, `[b, s, hidden]` or `[t, hidden]`, bf16, fp16 or fp32 (whose attention is
+                PyTorch's own).
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention: as in `DotProductAttention.forward`.
             encoder_output: for cross-attention; same batch and dtype as hidden_states.
             is_first_microbatch: as in `Linear.forward`.
-            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys.
-            inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order; only "off" is
-                offered.
+            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys. In "thd" the
+                positions of each sequence start at 0.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
+                there, with a padding mask type.
+            inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
@@ -211,7 +219,14 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             check_arguments("MultiheadAttention.forward", locals())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        )
+        if self.qkv_format == "thd":
+            lengths = with_longest("MultiheadAttention", lengths)
+        arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        self.check("MultiheadAttention", *arguments, bias=bias, cu_seqlens=lengths)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
@@ -225,10 +240,13 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             layout = (self.rotary_pos_interleaved, self.qkv_format)
-            q, k = (rotated(t, freqs, *layout) for t, freqs in zip((q, k), both, strict=True))
+            maps = (None, None) if self.qkv_format != "thd" else maps_of(lengths, (q.shape[0], k.shape[0]))
+            q, k = (rotated(t, freqs, *layout, one) for t, freqs, one in zip((q, k), both, maps, strict=True))
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
+        shared |= bias.arguments() if bias.given else {}
+        shared |= lengths.arguments() if lengths.given else {}
         out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
@@ -243,19 +261,26 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         window: Any,
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
+        bias: Bias = NO_BIAS,
+        cu_seqlens: Lengths = NO_LENGTHS,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
-        checks.check_input(self._modules[self._first_name], hidden_states, self.hidden_size, "hidden_states", layer)
+        packed = self.qkv_format == "thd"
+        first = self._modules[self._first_name]
+        checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, packed)
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours = isinstance(core, DotProductAttention)
         if ours:
+            check_sinks(layer, core, bias, checks.activation_dtype(hidden_states))
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
         if (
             encoder_output is angles is None
+            and not bias.given
+            and not cu_seqlens.given
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
             and (
                 not hidden_states.is_cuda
@@ -266,19 +291,27 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         batch, sequence = self._batch, 1 - self._batch
         shape = source = hidden_states.shape
         if encoder_output is not None:
-            checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, batch)
+            of_batch = None if packed else batch
+            checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, of_batch)
             source = encoder_output.shape
-        lengths, device = (shape[sequence], source[sequence]), hidden_states.device
+        tokens, device = (shape[0], source[0]) if packed else None, hidden_states.device
+        lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
+        count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
-            full = (shape[batch], self.num_attention_heads, *lengths)
-            checks.check_mask(layer, names, kind, mask, window, full, device)
+            full = (count, self.num_attention_heads, *lengths)
+            if cu_seqlens.given:
+                check_lengths(layer, cu_seqlens, kind, full, tokens, device, (mask, bias.kind))
+            else:
+                checks.check_mask(layer, names, kind, mask, window, full, device)
             dtype = checks.activation_dtype(hidden_states)
+            if bias.given:
+                check_bias(layer, bias, dtype, full, device, kind, mask)
             if core.attention_backend == "cudnn":
-                checks.check_cudnn(dtype, device, lengths, kind, window)
+                checks.check_cudnn(dtype, device, lengths, kind, window, bias.kind)
             elif dtype != torch.float32 and device.type == "cuda":
-                checks.check_grid(layer, shape[batch], self.num_attention_heads, device)
+                checks.check_grid(layer, count, self.num_attention_heads, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""
@@ -347,33 +380,3 @@ def split_backward(plan: SplitPlan, context: BlockContext, saved: Saved, *grads:
     grads = tuple(_rows_whole(grad) for grad in grads)
     rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
     return (side_by_side(rows, heads.rows).view(*lead, sum(heads.parts) * heads.groups * heads.channels),)
-
-
-class RotaryPlan(NamedTuple):
-    """Whether the gradient is wanted, and whether neighbours are paired."""
-
-    needs: tuple[bool, ...]
-    interleaved: bool
-
-
-def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    """x `[s, b, h, d]` rotated by the context's angles `[s, d]`."""
-    return twin.rotary(x, context.reads[0], plan.interleaved, False), ()
-
-
-def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """The gradient, rotated back."""
-    return (twin.rotary(_rows_whole(grad), context.reads[0], plan.interleaved, True),)
-
-
-def angles_of(freqs: torch.Tensor) -> torch.Tensor:
-    """Angles `[s, 1, 1, d]` as `[s, d]`, the op's form."""
-    return freqs.reshape(freqs.shape[0], -1).contiguous()
-
-
-def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:
-    """x `[s, b, h, d]` or `[b, s, h, d]` rotated by the angles `freqs [s, 1, 1, d]`."""
-    x = (x if qkv_format == "sbhd" else x.transpose(0, 1)).contiguous()
-    context = BlockContext(reads=(angles_of(freqs),))
-    out = differentiable(rotary_forward, rotary_backward, RotaryPlan(wanted(x), interleaved), context, x)
-    return out if qkv_format == "sbhd" else out.transpose(0, 1)

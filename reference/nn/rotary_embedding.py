@@ -15,8 +15,8 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.nn.checks import check_tensor
-from reference.nn.multihead_attention import rotated
 from reference.nn.parameters import DeviceDefault
+from reference.nn.rotated import rotated
 
 
 class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):

@@ -17,6 +17,8 @@ from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
@@ -34,7 +36,7 @@ def _checks(attention: Any) -> bool:
 _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
 _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
-_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend"]
+_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -53,9 +55,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+        softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
-        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and ub_tp_comm_overlap: only "off";
-            without ub_tp_comm_overlap, the other ub_* have no effect.
+        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_* and ub_tp_comm_overlap: only "off"; without
+            ub_tp_comm_overlap, the other ub_* have no effect.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
+        self.attn_input_format = attn_input_format
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
         self.window_size, self.enc_dec_window_size = window_size, enc_dec_window_size
@@ -206,16 +210,21 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         """Apply the layer. A call that is refused changes nothing.
 
         Args:
-            hidden_states: `[s, b, hidden]` ("sbhd") or `[b, s, hidden]` ("bshd"), bf16 or fp16. fp32 is cast to
-                torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
+            hidden_states: `[s, b, hidden]` ("sbhd"), `[b, s, hidden]` ("bshd") or `[t, hidden]` ("thd"), bf16 or fp16.
+                fp32 is cast to torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
             attention_mask, self_attn_mask_type, window_size: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: of a decoder's
                 cross-attention, without effect in an encoder.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
             rotary_pos_emb: as in `MultiheadAttention.forward`.
-            bottom_right_diagonal, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its
-                order; only "off" is offered.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
+                cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
+                there, with padding mask types; self-attention takes those of q alone. With them, too, the layer runs
+                module by module.
+            bottom_right_diagonal, inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order;
+                only "off" is offered.
 
         Returns:
             a tensor like hidden_states.
@@ -237,7 +246,14 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         window = self.window_size if window_size is None else window_size
         cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
-        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross)
+        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        lengths = Lengths(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        )
+        if self.attn_input_format == "thd":
+            lengths = with_longest("TransformerLayer", lengths, 2 if self.layer_type == "decoder" else 1)
+        more = (bias, lengths)
+        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, *more)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -248,14 +264,18 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         follows = mlp if fused and self.layer_type == "encoder" else None
         if (
             follows is not None
+            and not bias.given
+            and not lengths.given
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
             return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention, window)
-        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, window, follows)
+        hidden = self._attend(
+            attention, hidden_states, *first, checkpoint_core_attention, window, bias, lengths.for_self(), follows
+        )
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
-            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window)
+            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window, *more)
         if fused:
             out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
@@ -278,10 +298,12 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         angles: Any,
         recomputes: bool,
         window: checks.Window,
+        bias: Bias,
+        lengths: Lengths,
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        if self._fuses(attention, x, blocks.is_attention_block, recomputes):
+        if not (bias.given or lengths.given) and self._fuses(attention, x, blocks.is_attention_block, recomputes):
             more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
             return blocks.run_attention(attention, x, *more, mlp=mlp)
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
@@ -289,25 +311,51 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             shared["rotary_pos_emb"] = angles
         if window is not None:
             shared["window_size"] = window
+        if bias.given:
+            shared |= bias.arguments()
+        if lengths.given:
+            shared |= lengths.arguments()
         results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
         return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
     def _check(
-        self, hidden_states: Any, mask: Any, mask_type: Any, window: Any, angles: Any, cross: tuple[Any, Any, Any, Any]
+        self,
+        hidden_states: Any,
+        mask: Any,
+        mask_type: Any,
+        window: Any,
+        angles: Any,
+        cross: tuple[Any, Any, Any, Any],
+        bias: Bias,
+        lengths: Lengths,
     ) -> None:
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
-        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer")
+        packed = self.attn_input_format == "thd"
+        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer", packed)
+        if lengths.given and lengths.q is None:
+            raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
         if (cross[0] is not None) != decodes:
             wanted = "an encoder_output" if decodes else "no encoder_output"
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         if _checks(attention):
             names = ("attention_mask", "self_attn_mask_type", "window_size")
-            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names)
+            attention.check(
+                "TransformerLayer",
+                hidden_states,
+                None,
+                mask,
+                mask_type,
+                window,
+                angles,
+                names,
+                bias,
+                lengths.for_self(),
+            )
         if decodes and _checks(modules["inter_attention"]):
             names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names)
+            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, bias, lengths)
         if current().enabled and not checks.has_run_in_fp8(mlp):
             attentions = [part for part in modules.values() if _checks(part)]
             checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

@@ -10,6 +10,8 @@ from reference.ops import (  # noqa: F401
     amax,
     attention,
     attention_backward,
+    attention_bias,
+    attention_sink,
     cast,
     cast_stats,
     cast_transpose,

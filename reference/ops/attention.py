@@ -28,6 +28,9 @@ A query block visits the key blocks that hold a key which, by these limits, one 
 neighbours. It does not visit the others. A block that is hidden altogether would change no bit, as long as v is finite:
 its p are +0 and its alpha is 1. Where a query block visits nothing, l is 0.
 
+With sinks, 1 / l has one more term (`reference.ops.attention_sink`). With a bias, which is added to the scores, S and c
+become what `reference.ops.attention_bias` says.
+
 Scores up to 2^24 in magnitude (in units of 1 / c) cannot overflow. An infinite score, or a NaN, makes its row NaN.
 
 Dropout. `keep` is u >= threshold, as in `reference.ops.dropout`, where u is 16 bits of Philox. One counter serves the
@@ -46,6 +49,8 @@ from reference import elementary, philox, tensor_core
 from reference.elementary import GRID15, ZERO, fma
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
+from reference.ops.attention_bias import add_bias, bias_tile, check_bias
+from reference.ops.attention_sinks import check_sinks, sink_weights
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define
 
@@ -53,8 +58,11 @@ BLOCK = 128
 MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
 
-Options = tuple[float, str, int, int, torch.Tensor | None, float, torch.Tensor | None]
-"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state."""
+Tensor = torch.Tensor | None
+Options = tuple[float, str, int, int, Tensor, float, Tensor, Tensor, Tensor, Tensor]
+"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks.
+
+The last three may be left out."""
 
 Limits = tuple[int, int]
 """Query i sees key j if i + lower <= j <= i + upper: (lower, upper)."""
@@ -141,6 +149,9 @@ def check_attention(
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Refuse what attention does not accept, on either device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -170,6 +181,8 @@ def check_attention(
     check_scale(op, scale)
     check_mask(op, (b, h, q.shape[2], k.shape[2]), q.device, mask_type, mask)
     check_window(op, left, right)
+    check_bias(op, q, k.shape[2], bias, slopes)
+    check_sinks(op, q, sinks, biased=not bias is slopes is None)
     check_dropout(op, "q", q, dropout, rng_state)
 
 
@@ -255,7 +268,9 @@ def _query_block(
     c: float,
     seen: list[slice],
     hidden: list[np.ndarray],
+    biases: list[np.ndarray | None],
     keep: torch.Tensor | None,
+    sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [rows, d] against the blocks `seen` of k and v: (O, m, 1 / l), before the last rounding."""
     rows, d = q.shape
@@ -263,14 +278,18 @@ def _query_block(
     m = np.full(rows, LOWEST)
     l = np.zeros((rows, 4), np.float32)  # noqa: E741
     alpha = np.empty(rows, np.float32)
-    for keys, block in zip(seen, hidden, strict=True):
+    for keys, block, bias in zip(seen, hidden, biases, strict=True):
         s = tensor_core.gemm(q, k[keys]).numpy()
         p = np.empty_like(s)
-        softmax_block(s, block, np.float32(c), m, l, alpha, p, elementary.powers_of_two())
+        if bias is not None:
+            add_bias(s, np.float32(c), bias)
+        softmax_block(s, block, np.float32(c if bias is None else 1), m, l, alpha, p, elementary.powers_of_two())
         weights = rounded_weights(torch.from_numpy(p), q.dtype, None if keep is None else keep[:, keys])
         total = tensor_core.gemm(weights, v[keys].t(), c=total * torch.from_numpy(alpha)[:, None])
     lanes = torch.from_numpy(l)
     sums = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
+    if sink is not None:
+        sums = sums + sink_weights(sink, torch.from_numpy(m))
     return total, torch.from_numpy(m), inverse(sums)
 
 
@@ -294,6 +313,9 @@ def attention(
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
 
@@ -306,21 +328,28 @@ def attention(
         mask: bool, broadcastable to `[b, h, sq, skv]`, True where a pair is hidden in addition.
         dropout: probability of dropping a weight, rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where dropout > 0, and advanced.
+        bias: `[1 or b, 1 or h, sq, skv]` fp32 or q's dtype, added to the scaled scores; or
+        slopes: fp32 `[h]` or `[b, h]`, ALiBi's. See `reference.ops.attention_bias`.
+        sinks: fp32 `[h]`, see `reference.ops.attention_sink`; not with a bias or slopes.
     """
-    out, m, inv = outputs(q, k, v, scale, mask_type, left, right, mask, dropout, rng_state)
+    out, m, inv = outputs(q, k, v, scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
     b, h, sq, _ = q.shape
     skv, group = k.shape[2], h // k.shape[1]
     seeing = limits(mask_type, left, right, sq, skv)
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, head in np.ndindex(b, h):
         keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+        sink = None if sinks is None else sinks[head]
         for rows in blocks(sq):
             seen = visited(rows.start, sq, skv, seeing)
             pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
             hidden = [hidden_pairs(*pairs, keys.start) for keys in seen]
+            biased = ((b, h, sq, skv), mask_type, bias, slopes, (batch, head), rows)
+            biases = [bias_tile(*biased, keys) for keys in seen]
             tensors = (q[batch, head, rows], k[batch, head // group], v[batch, head // group])
             kept = None if keep is None else keep[rows]
-            total, m[batch, head, rows], inverses = _query_block(*tensors, factor(scale), seen, hidden, kept)
+            found = _query_block(*tensors, factor(scale), seen, hidden, biases, kept, sink)
+            total, m[batch, head, rows], inverses = found
             inv[batch, head, rows] = inverses
             out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
     if threshold(dropout):

@@ -32,6 +32,7 @@ from reference.elementary import power_on_grid as power
 from reference.numba_jit import jit
 from reference.ops import attention
 from reference.ops.attention import Options
+from reference.ops.attention_bias import add_bias, bias_tile
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
@@ -116,8 +117,10 @@ class _Head:
         self.dots = np.empty(grad.shape[0], np.float32)
         row_dots(np.ascontiguousarray(grad), np.ascontiguousarray(out), self.dots)
 
-    def tile(self, rows: slice, keys: slice, hidden: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(P, dS), 16-bit `[rows, keys]`."""
+    def gradients(
+        self, rows: slice, keys: slice, hidden: np.ndarray, bias: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(a, ds), fp32 `[rows, keys]`, and which pairs dropout keeps."""
         q, grad, m, inv = (self.tensors[name][rows] for name in ("q", "grad", "m", "inv"))
         s = tensor_core.gemm(q, self.tensors["k"][keys])
         dp = tensor_core.gemm(grad, self.tensors["v"][keys])
@@ -125,8 +128,26 @@ class _Head:
         keep = every if self.keep is None else self.keep[rows, keys].contiguous()
         pairs = (s.numpy(), dp.numpy(), hidden, keep.numpy())
         per_row = (m.numpy(), inv.numpy(), self.dots[rows])
-        softmax_backward_tile(*pairs, self.c, self.kept, *per_row, elementary.powers_of_two())
-        return attention.rounded_weights(s, q.dtype, keep), dp.to(q.dtype)
+        if bias is not None:
+            add_bias(pairs[0], self.c, bias)
+        c = self.c if bias is None else np.float32(1)
+        softmax_backward_tile(*pairs, c, self.kept, *per_row, elementary.powers_of_two())
+        return s, dp, keep
+
+    def tile(
+        self, rows: slice, keys: slice, hidden: np.ndarray, bias: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(P, dS), 16-bit `[rows, keys]`."""
+        a, ds, keep = self.gradients(rows, keys, hidden, bias)
+        dtype = self.tensors["q"].dtype
+        return attention.rounded_weights(a, dtype, keep), ds.to(dtype)
+
+
+def _of_head(place: tuple[int, int, int], *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    """grad, q, k, v, out, m, inv of one (batch, head, head of keys)."""
+    batch, head, key_head = place
+    named = zip(("grad", "q", "k", "v", "out", "m", "inv"), tensors, strict=True)
+    return {name: x[batch, key_head if name in ("k", "v") else head] for name, x in named}
 
 
 @define(outputs)
@@ -145,16 +166,19 @@ def attention_backward(
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v).
 
     Args:
         grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
-        q, k, v, scale, mask_type, left, right, mask, dropout: those of the forward.
+        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks: those of the forward.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
@@ -165,17 +189,16 @@ def attention_backward(
         sum_k, sum_v = (torch.zeros(skv, d, dtype=torch.float32, device="cpu") for _ in range(2))
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
             keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-            of_queries = {"q": q, "grad": grad, "out": out, "m": m, "inv": inv}
-            tensors = {name: x[batch, head] for name, x in of_queries.items()}
-            tensors |= {"k": k[batch, key_head], "v": v[batch, key_head]}
+            tensors = _of_head((batch, head, key_head), grad, q, k, v, out, m, inv)
             one = _Head(tensors, attention.factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
             for rows in attention.blocks(sq):
                 seen = attention.visited(rows.start, sq, skv, seeing)
                 pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
+                biased = ((b, h, sq, skv), mask_type, bias, slopes, (batch, head), rows)
                 for keys in reversed(seen):
                     hidden = attention.hidden_pairs(*pairs, keys.start)
-                    p, ds = one.tile(rows, keys, hidden)
+                    p, ds = one.tile(rows, keys, hidden, bias_tile(*biased, keys))
                     of_keys = tensor_core.gemm(ds, tensors["k"][keys].t())
                     sum_q[rows] = of_keys if keys is seen[-1] else sum_q[rows] + of_keys
                     sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])
@@ -184,3 +207,63 @@ def attention_backward(
         dk[batch, key_head] = (sum_k * softmax_scale).to(k.dtype)
         dv[batch, key_head] = (sum_v * kept).to(v.dtype)
     return dq, dk, dv
+
+
+def bias_outputs(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    *options: *Options,
+) -> torch.Tensor:
+    outputs(grad, q, k, v, out, m, inv, *options)
+    bias = options[7]
+    if bias is None:
+        raise ValueError("twin::attention_bias_backward: bias is None; a tensor is accepted.")
+    return torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+
+
+@define(bias_outputs)
+def attention_bias_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    left: int,
+    right: int,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """-> dbias, contiguous, of bias's shape and dtype: the sum of ds, in the order of `reference.ops.attention_bias`.
+
+    Args: those of `twin::attention_backward`; bias is needed.
+    """
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
+    dbias = bias_outputs(grad, q, k, v, out, m, inv, *options)
+    (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
+    seeing = attention.limits(mask_type, left, right, sq, skv)
+    total = torch.zeros(*dbias.shape, dtype=torch.float32, device="cpu")
+    every = total.expand(b, h, sq, skv)  # each pair of batch and head sees the matrix that it shares
+    for batch, head in np.ndindex(b, h):
+        keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+        place = (batch, head, head // (h // heads))
+        one = _Head(_of_head(place, grad, q, k, v, out, m, inv), attention.factor(scale), dropout, keep)
+        for rows in attention.blocks(sq):
+            pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
+            for keys in attention.visited(rows.start, sq, skv, seeing):
+                tile = bias_tile((b, h, sq, skv), mask_type, bias, slopes, (batch, head), rows, keys)
+                _, ds, _ = one.gradients(rows, keys, attention.hidden_pairs(*pairs, keys.start), tile)
+                every[batch, head, rows, keys] += ds
+    return dbias.copy_(total)

@@ -19,6 +19,7 @@ Four rules, each of which prevents a bug that was found by trial:
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -73,15 +74,20 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def schema(function: Callable[..., Any], mutates: Sequence[str] = ()) -> str:
-    """The schema of an op with the signature of `function`, which changes the arguments named in `mutates`."""
+    """The schema of an op with the signature of `function`, which changes the arguments named in `mutates`.
+
+    Arguments may have the default None, and no other.
+    """
     parameters = get_type_hints(function)
+    defaults = inspect.signature(function).parameters
     returned = parameters.pop("return")
     if unknown := set(mutates) - set(parameters):
         raise ValueError(f"{function.__name__}: mutates names {sorted(unknown)}; {list(parameters)} are accepted.")
     arguments, aliases = [], iter("abcdefgh")
     for name, kind in parameters.items():
         written = _TYPES[kind].replace("Tensor", f"Tensor({next(aliases)}!)") if name in mutates else _TYPES[kind]
-        arguments.append(f"{written} {name}")
+        default = defaults[name].default
+        arguments.append(f"{written} {name}" + ("=None" if default is None else ""))
     tensors = get_args(returned) or (() if returned is type(None) else (returned,))
     results = ", ".join(_TYPES[kind] for kind in tensors)
     return f"({', '.join(arguments)}) -> {results if len(tensors) == 1 else f'({results})'}"

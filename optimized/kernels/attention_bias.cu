@@ -1,0 +1,114 @@
+// The gradient of a bias on attention's scores.   dbias[i, j] = round(Σ ds[i, j]), over the heads that share an element
+//
+// ds is that of reference/ops/attention_backward.py, fp32; definition and order: reference/ops/attention_bias.py.
+//
+// A block: 128 queries, 64 for each of two warpgroups, and 64 keys of one of the bias's matrices. For each head that has
+// this matrix, in order, it computes S = q kᵀ, dP = grad vᵀ and ds, and adds ds to what it keeps in registers.
+// grid: (blocks of 64 keys, blocks of 128 queries, matrices of the bias [bias_batches, bias_heads]).
+//
+// Defines: as attention_backward_wide.cu, with DQ = 1 and BIAS = 1.
+#include "attention_rows.cuh"
+
+using namespace twin;
+
+constexpr int kQueryChunk = kTileRows * 128, kKeyChunk = kStreamRows * 128;  // bytes
+
+struct __align__(1024) Shared {
+    unsigned char q[D_CHUNKS * kQueryChunk], grad[D_CHUNKS * kQueryChunk];
+    unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
+    unsigned long long full;
+};
+static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
+
+// Issue rows · columnsᵀ, both tiles of d values.
+__device__ __forceinline__ void multiply(float (&acc)[32], unsigned rows, unsigned columns) {
+#pragma unroll
+    for (int step = 0; step < 4 * D_CHUNKS; step++)
+        wgmma_k16<FORMAT, 0, 0>(acc, along_d(rows, kQueryChunk, step), along_d(columns, kKeyChunk, step), step > 0);
+    wgmma_commit();
+}
+
+// sum += ds, of the weights s and dp; +0 where a pair is hidden.
+__device__ __forceinline__ void add_gradients(float (&sum)[32], const float (&s)[32], const float (&dp)[32],
+                                              const Arguments& a, const Pairs& at, const float (&dots)[2]) {
+#pragma unroll
+    for (int n = 0; n < 32; n++) {
+        const float passed = at.keep >> n & 1 ? dp[n] : 0.0f;
+        const float ds = __fmul_rn(s[n], __fmaf_rn(passed, a.kept, -dots[n / 2 % 2]));
+        sum[n] = sum[n] + (at.hidden >> n & 1 ? 0.0f : ds);
+    }
+}
+
+__device__ __forceinline__ void store(const float (&sum)[32], const Arguments& a, const Pairs& at, void* dbias) {
+    const long long matrix = static_cast<long long>(blockIdx.z) * a.sq * a.skv;
+#pragma unroll
+    for (int n = 0; n < 32; n++) {
+        const int query = at.thread_row() + n / 2 % 2 * 8, key = at.thread_column() + n / 4 * 8 + n % 2;
+        if (query >= a.sq || key >= a.skv) continue;
+        const long long place = matrix + static_cast<long long>(query) * a.skv + key;
+        if (a.bias_is_fp32)
+            static_cast<float*>(dbias)[place] = sum[n];
+        else
+            static_cast<unsigned short*>(dbias)[place] = static_cast<unsigned short>(pack_pair<FORMAT>(sum[n], 0.0f));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_bias(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap grad,
+                   const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,
+                   const __grid_constant__ Arguments a, const float2* softmax, const float* dots, void* dbias,
+                   int bias_batches, int bias_heads) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const unsigned full = shared_address(&shared.full);
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    const int first = blockIdx.y * kTileRows, key = blockIdx.x * kStreamRows;
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0), own_rows = warpgroup * (64 * 128);
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
+    // The heads that share the matrix: a step of `heads` from batch to batch, all of a batch or one.
+    const int matrix_batch = blockIdx.z / bias_heads, matrix_head = blockIdx.z % bias_heads;
+    const int batches = bias_batches == 1 ? a.batches : 1, heads = bias_heads == 1 ? a.heads : 1;
+    const Range keys = visited(a, first);
+    const int block = key / kTileRows;
+    const int count = block >= keys.from && block < keys.to ? batches * heads : 0;
+
+    Pairs at{0, first + static_cast<int>(threadIdx.x) / 32 * 16, key, 0, 0};
+    float sum[32];
+#pragma unroll
+    for (int n = 0; n < 32; n++) sum[n] = 0.0f;
+    unsigned parity = 0;
+    for (int n = 0; n < count; n++, parity ^= 1) {
+        const int batch = matrix_batch + n / heads, head = matrix_head + n % heads;
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect_tx(full, D_CHUNKS * 2 * (kQueryChunk + kKeyChunk));
+            for (int c = 0; c < D_CHUNKS; c++) {
+                load_chunk(shared_address(shared.q) + c * kQueryChunk, &q, full, 64 * c, first, head, batch);
+                load_chunk(shared_address(shared.grad) + c * kQueryChunk, &grad, full, 64 * c, first, head, batch);
+                load_chunk(shared_address(shared.k) + c * kKeyChunk, &k, full, 64 * c, key, head / a.group, batch);
+                load_chunk(shared_address(shared.v) + c * kKeyChunk, &v, full, 64 * c, key, head / a.group, batch);
+            }
+        }
+        at.head = batch * a.heads + head;
+        prepare(at, a);
+        const long long row = static_cast<long long>(at.head) * padded + at.thread_row();
+        const float2 own[2] = {softmax[row], softmax[row + 8]};
+        const float own_dots[2] = {dots[row], dots[row + 8]};
+        mbarrier_wait(full, parity);
+        float s[32], dp[32];
+        wgmma_fence();
+        multiply(s, shared_address(shared.q) + own_rows, shared_address(shared.k));
+        multiply(dp, shared_address(shared.grad) + own_rows, shared_address(shared.v));
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        wgmma_hold(dp);
+        weigh(s, a, at, own, nullptr);
+        add_gradients(sum, s, dp, a, at, own_dots);
+        __syncthreads();  // the tiles have been read
+    }
+    store(sum, a, at, dbias);
+}

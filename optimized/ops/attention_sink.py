@@ -1,0 +1,31 @@
+"""`twin::attention_sink_backward` on the GPU: kernels/attention_sink.cu. Semantics: `reference.ops.attention_sink`."""
+
+import numpy as np
+import torch
+
+from optimized import launch
+from optimized.ops import attention, attention_backward
+from reference.ops.attention_sink import LANES, outputs
+from reference.ops.library import on_cuda
+
+_kernel = launch.function("attention_sink", "attention_sink", {})
+CONFIGURATIONS = [_kernel.configuration]
+
+
+@on_cuda
+def attention_sink_backward(
+    grad: torch.Tensor, out: torch.Tensor, m: torch.Tensor, inv: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """-> dsinks fp32 `[h]`; arguments as in `reference.ops.attention_sink`."""
+    dsinks = outputs(grad, out, m, inv, sinks)
+    if not grad.numel():
+        return dsinks.zero_()
+    attention.check_grid("twin::attention_sink_backward", grad)
+    grad, out = attention.loadable(grad), attention.loadable(out)
+    b, h, sq, _ = grad.shape
+    options = (1.0, "none", -1, -1, None, 0.0, None, None, None, None)
+    _, dots = attention_backward.row_statistics((grad, out, out, out, out), m, inv, options)
+    args = [x.data_ptr() for x in (m, inv, dots, sinks, dsinks)]
+    sizes = [np.int32(n) for n in (b, h, sq, dots.shape[1])]
+    launch.launch(_kernel, (h,), (LANES,), [*args, *sizes], device=grad.device.index)
+    return dsinks

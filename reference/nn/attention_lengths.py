@@ -1,0 +1,242 @@
+"""Sequences of different lengths, as attention's layers take them: `cu_seqlens_*`, `max_seqlen_*`, qkv_format "thd".
+
+Sequence n of a batch has cu_seqlens[n + 1] - cu_seqlens[n] tokens. In "sbhd" and "bshd" they come first, and padding
+follows. In "thd" the sequences lie one after the other; sequence n starts at cu_seqlens_padded[n], and tokens between
+its end and the next one's start belong to none: their outputs and gradients are +0.
+
+The lengths become a mask, so that a sequence has the bits that it has alone, without dropout. "thd" is first gathered
+into `[b, max_seqlen, h, d]`, with zeros behind each sequence, and the output is gathered back. Lengths stay on their
+device: nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.arguments import MASK_TYPES
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import Shape
+from reference.nn.context import BlockContext, Saved
+
+
+class Lengths(NamedTuple):
+    """A forward's six arguments."""
+
+    q: Any = None
+    kv: Any = None
+    q_padded: Any = None
+    kv_padded: Any = None
+    max_q: Any = None
+    max_kv: Any = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any of them is."""
+        return any(x is not None for x in self)
+
+    @property
+    def first(self) -> str:
+        """The name of the first that is given."""
+        return next(name for name, x in zip(NAMES, self, strict=True) if x is not None)
+
+    def arguments(self) -> dict[str, Any]:
+        """By a forward's names."""
+        return dict(zip(NAMES, self, strict=True))
+
+    def for_self(self) -> "Lengths":
+        """Of self-attention, whose keys are as long as its queries."""
+        return self._replace(kv=self.q, kv_padded=self.q_padded, max_kv=self.max_q)
+
+
+NAMES = (
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+)
+NO_LENGTHS = Lengths()
+
+
+def check_lengths(
+    layer: str, given: Lengths, kind: str, shape: Shape, tokens: tuple[int, int] | None, device: torch.device, more: Any
+) -> None:
+    """Refuse lengths that attention of `shape` [b, h, sq, skv] under mask type `kind` does not take.
+
+    `tokens`: of queries and of keys in "thd", else None. `more`: the mask and the bias's kind. On a GPU numbers are
+    checked there: an assertion ends the program.
+    """
+    mask, bias = more
+    batch, _, *longest = shape
+    if not MASK_TYPES[kind][1] or kind == "arbitrary":
+        raise ValueError(f"{layer}: {given.first} with the mask type {kind!r}; a padding type is accepted.")
+    if mask is not None:
+        raise ValueError(f"{layer}: {given.first} and a mask are both given; one of them is accepted.")
+    if bias == "alibi" and kind in ("padding", "padding_causal_bottom_right"):
+        raise NotImplementedError(
+            f"{layer}: core_attention_bias_type='alibi' with cu_seqlens_q and {kind!r} is not offered, because the "
+            f"diagonal would end where each sequence does; 'post_scale_bias' is accepted."
+        )
+    for n, name in enumerate(NAMES[:4]):
+        if given[n] is not None or n < 2:
+            _check_one(layer, name, given[n], batch, device)
+    for n, side in enumerate(["q", "kv"]):
+        padded, most = given[2 + n], given[4 + n]
+        if tokens is None and padded is not None:
+            raise ValueError(f"{layer}: {NAMES[2 + n]} goes with qkv_format='thd'; None is accepted.")
+        if tokens is None and most is not None and most != longest[n]:
+            raise ValueError(f"{layer}: max_seqlen_{side}={most}; None or {longest[n]}, the sequence's, is accepted.")
+        limit = longest[n] * batch if tokens is None else tokens[n]
+        _check_numbers(layer, given[n], given[n] if padded is None else padded, longest[n], limit, side)
+
+
+def packed(layer: str, qkv: tuple[Any, Any, Any], given: Lengths) -> tuple[Lengths, tuple[int, int]]:
+    """The lengths of a call in "thd", with the longest ones, and the numbers of tokens.
+
+    Refuses what is not `[t, h, d]`.
+    """
+    for name, x in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True):
+        if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() != 3:
+            shown = f"is {list(x.shape)}" if isinstance(x, torch.Tensor) and not x.is_nested else type(x).__name__
+            raise ValueError(f"{layer}: {name} {shown}; a tensor [t, h, d] is accepted with qkv_format='thd'.")
+    return with_longest(layer, given), (qkv[0].shape[0], qkv[1].shape[0])
+
+
+def with_longest(layer: str, given: Lengths, sides: int = 2) -> Lengths:
+    """The lengths of a call in "thd", with the longest ones: of queries, and of keys if there are two `sides`.
+
+    Refuses a call without them. Finding the longest lengths waits for the device.
+    """
+    longest: list[Any] = list(given[4:])
+    for n in range(sides):
+        x = given[n]
+        if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.shape[0] < 2:
+            shown = list(x.shape) if isinstance(x, torch.Tensor) else x
+            raise ValueError(f"{layer}: {NAMES[n]}={shown}; qkv_format='thd' needs an int32 tensor [batch + 1].")
+        longest[n] = int(x.diff().max()) if longest[n] is None else int(longest[n])
+    return given._replace(max_q=longest[0], max_kv=longest[1])
+
+
+def _check_one(layer: str, name: str, x: Any, batch: int, device: torch.device) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{layer}: {name}={x!r}; an int32 tensor [{batch + 1}] is accepted.")
+    if x.dtype != torch.int32 or x.layout is not torch.strided or x.shape != (batch + 1,):
+        raise ValueError(f"{layer}: {name} is {x.dtype} {list(x.shape)}; torch.int32 [{batch + 1}] is accepted.")
+    if x.device != device:
+        raise RuntimeError(f"{layer}: {name} is on {x.device}, the activations on {device}; one device is accepted.")
+
+
+def _check_numbers(layer: str, x: torch.Tensor, padded: torch.Tensor, longest: int, limit: int, side: str) -> None:
+    lengths, places = x.diff(), padded.diff()
+    fits = (lengths >= 0).all() & (lengths <= longest).all() & (lengths <= places).all()
+    fits &= (x[0] == 0) & (padded[0] >= 0) & (padded[-1] <= limit)
+    sentence = (
+        f"{layer}: cu_seqlens_{side} must start with 0 and not fall, with lengths of at most {longest} and of what "
+        f"cu_seqlens_{side}_padded leaves, and at most {limit} tokens in all."
+    )
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not bool(fits):
+            raise ValueError(sentence)
+    elif x.device.type != "meta":
+        torch._assert_async(fits, sentence)
+
+
+def lengths_mask(
+    kind: str, window: tuple[int, int], given: Lengths, shape: Shape
+) -> tuple[str, tuple[int, int], torch.Tensor]:
+    """The mask type and the window that are left, and a mask `[b, 1, sq, skv]` that hides all else.
+
+    Without top-left alignment a sequence's diagonal ends at its own last query and key.
+    """
+    sq, skv = shape[2:]
+    of_queries, of_keys = (x.diff().view(-1, 1, 1, 1) for x in given[:2])
+    i = torch.arange(sq, dtype=torch.int64, device=of_queries.device).view(1, 1, sq, 1)
+    j = torch.arange(skv, dtype=torch.int64, device=of_keys.device).view(1, 1, 1, skv)
+    hidden = (i >= of_queries) | (j >= of_keys)
+    rule, (left, right) = MASK_TYPES[kind][0], window
+    if rule == "causal":
+        return kind, window, hidden
+    diagonal = i + of_keys - of_queries
+    if rule != "none":
+        hidden = hidden | (j > diagonal)
+    elif right >= 0:
+        hidden = hidden | (j > diagonal + right)
+    if left >= 0:
+        hidden = hidden | (j < diagonal - left)
+    return "padding", (-1, -1), hidden
+
+
+class Maps(NamedTuple):
+    """Where tokens lie: `[t, ..]` and `[b, s, ..]`.
+
+    Attributes:
+        token, in_sequence: of a place `[b, s]` its token, and whether it has one.
+        batch, position, in_batch: of a token `[t]` its place, and whether it has one.
+    """
+
+    token: torch.Tensor
+    in_sequence: torch.Tensor
+    batch: torch.Tensor
+    position: torch.Tensor
+    in_batch: torch.Tensor
+
+
+def maps_of(given: Lengths, tokens: tuple[int, int]) -> tuple[Maps, Maps]:
+    """Of queries and of keys, among so many tokens; `with_longest` has completed the lengths."""
+    sides = zip(given[:2], given[2:4], given[4:], tokens, strict=True)
+    q, kv = (_maps_of_one(*side) for side in sides)
+    return q, kv
+
+
+def _maps_of_one(cu_seqlens: torch.Tensor, padded: torch.Tensor | None, longest: int, tokens: int) -> Maps:
+    """Of sequences with `longest` places each."""
+    lengths, starts = cu_seqlens.diff().long(), (cu_seqlens if padded is None else padded).long()
+    place = torch.arange(longest, dtype=torch.int64, device=cu_seqlens.device)
+    token = (starts[:-1, None] + place).clamp(max=max(tokens - 1, 0))
+    number = torch.arange(tokens, dtype=torch.int64, device=cu_seqlens.device)
+    batch = torch.searchsorted(starts[1:].contiguous(), number, right=True).clamp(max=lengths.numel() - 1)
+    position = number - starts[batch]
+    in_batch = (position >= 0) & (position < lengths[batch])
+    position = position.clamp(min=0, max=max(longest - 1, 0))
+    return Maps(token, place < lengths[:, None], batch, position, in_batch)
+
+
+def _to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
+    if not x.numel():
+        return x.new_zeros(*maps.token.shape, *x.shape[1:])
+    return torch.where(maps.in_sequence[..., None, None], x[maps.token], x.new_zeros(()))
+
+
+def _to_tokens(x: torch.Tensor, maps: Maps) -> torch.Tensor:
+    if not x.numel():
+        return x.new_zeros(*maps.batch.shape, *x.shape[2:])
+    return torch.where(maps.in_batch[..., None, None], x[maps.batch, maps.position], x.new_zeros(()))
+
+
+class Plan(NamedTuple):
+    """Whether the gradient is wanted, and which way."""
+
+    needs: tuple[bool, ...]
+    to_sequences: bool
+
+
+def forward(plan: Plan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """x `[t, h, d]` as `[b, s, h, d]`, or the other way round."""
+    maps: Any = Maps(*context.reads)  # type: ignore[arg-type]
+    return (_to_sequences if plan.to_sequences else _to_tokens)(x, maps), ()
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """The gradient goes the other way: each number has one place at most."""
+    return (forward(plan._replace(to_sequences=not plan.to_sequences), context, grad)[0],)
+
+
+def to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
+    """x `[t, h, d]` as `[b, s, h, d]`, zeros behind each sequence; differentiable."""
+    return differentiable(forward, backward, Plan(wanted(x), True), BlockContext(reads=maps), x)
+
+
+def to_tokens(x: torch.Tensor, maps: Maps) -> torch.Tensor:
+    """x `[b, s, h, d]` as `[t, h, d]`, zeros where a token is in no sequence; differentiable."""
+    return differentiable(forward, backward, Plan(wanted(x), False), BlockContext(reads=maps), x)

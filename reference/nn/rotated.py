@@ -1,0 +1,49 @@
+"""q or k rotated by angles, differentiable: `twin::rotary` in the layouts of attention."""
+
+from typing import NamedTuple
+
+import torch
+
+from reference.nn.attention_lengths import Maps
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.context import BlockContext, Saved
+from reference.ops.library import twin
+
+
+class RotaryPlan(NamedTuple):
+    """Whether the gradient is wanted, and whether neighbours are paired."""
+
+    needs: tuple[bool, ...]
+    interleaved: bool
+
+
+def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """x `[s, b, h, d]` rotated by the context's angles `[s, d]`."""
+    return twin.rotary(x, context.reads[0], plan.interleaved, False), ()
+
+
+def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """The gradient, rotated back."""
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # PyTorch's own attention gives any strides
+    return (twin.rotary(grad, context.reads[0], plan.interleaved, True),)
+
+
+def angles_of(freqs: torch.Tensor) -> torch.Tensor:
+    """Angles `[s, 1, 1, d]` as `[s, d]`, the op's form."""
+    return freqs.reshape(freqs.shape[0], -1).contiguous()
+
+
+def rotated(
+    x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str, maps: Maps | None = None
+) -> torch.Tensor:
+    """x `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` rotated by the angles `freqs [s, 1, 1, d]`.
+
+    `maps`: of "thd"; a token's position is that in its sequence.
+    """
+    angles = angles_of(freqs)
+    if maps is not None:
+        x, angles = x[:, None], angles[maps.position]
+    x = (x.transpose(0, 1) if qkv_format == "bshd" else x).contiguous()
+    plan, context = RotaryPlan(wanted(x), interleaved), BlockContext(reads=(angles,))
+    out = differentiable(rotary_forward, rotary_backward, plan, context, x)
+    return out[:, 0] if maps is not None else out.transpose(0, 1) if qkv_format == "bshd" else out
