@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
 from reference.nn.autograd import differentiable, wanted
+from reference.nn.checkpoints import WithoutState
 from reference.nn.checks import (
     Window,
     activation_dtype,
@@ -91,7 +92,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     return attend_backward(plan.core, context.reads[0], saved[:3], saved[3:], grad)
 
 
-class DotProductAttention(DeviceDefault, torch.nn.Module):
+class DotProductAttention(DeviceDefault, WithoutState):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:
