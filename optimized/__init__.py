@@ -52,6 +52,7 @@ from reference import (  # noqa: F401
     recipe,
     record,
     tensor_core,
+    transformer_engine_state_dict,
 )
 from reference import stand_in as _stand_in
 from reference.nn import autograd as _autograd

@@ -15,7 +15,7 @@ from reference import formats, not_offered, optimizers, philox, quantization, ra
 from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
 from reference.denormals import check_denormals
-from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
+from reference.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
 from reference.graph import make_graphed_callables
 from reference.model_init import fp8_model_init, quantized_model_init
 from reference.nn.attention import DotProductAttention
@@ -106,4 +106,5 @@ __all__ = [
     "recipe",
     "record",
     "tensor_core",
+    "transformer_engine_state_dict",
 ]

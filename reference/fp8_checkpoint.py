@@ -6,19 +6,23 @@ weights (`reference.nn.checkpoint_format`). Two cases need a call:
     te.load_fp8_state(model, "folder")      the weights were loaded in another way, or a loader ignored the state
     te.init_fp8_state(model, recipe)        before torch.distributed.checkpoint loads a history of another length than
                                             DelayedScaling's 1024: it fills tensors of the shapes that it finds
+
+Transformer Engine's checkpoints load as ours do, and `te.transformer_engine_state_dict(model)` is one
+(docs/checkpoints.md).
 """
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from reference.nn import checkpoint_format
+from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.module import TransformerEngineBaseModule
 from reference.recipe import DelayedScaling
 
-__all__ = ["init_fp8_state", "load_fp8_state"]
+__all__ = ["init_fp8_state", "load_fp8_state", "transformer_engine_state_dict"]
 
 
 def _layers(model: Any, caller: str) -> dict[str, TransformerEngineBaseModule]:
@@ -52,8 +56,8 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
     Args:
         model: a layer, or a module with layers inside.
         source: a state dict; a file of `torch.save` or safetensors; or a folder of torch.distributed.checkpoint or of
-            Hugging Face's `save_pretrained`. Keys as in `model.state_dict()`; either form of
-            `reference.nn.checkpoint_format`.
+            Hugging Face's `save_pretrained`. Keys as in `model.state_dict()`; any form of
+            `reference.nn.checkpoint_format`, Transformer Engine's among them.
 
     Raises:
         ValueError: the source has no state for some layer, or broken state.
@@ -61,15 +65,32 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
     layers = _layers(model, "load_fp8_state")
     wanted = [name for prefix in layers for name in checkpoint_format.names(prefix)]
     found = source if isinstance(source, Mapping) else _read(Path(source), wanted.__contains__)
-    missing = []
+    states, missing = {}, []
     for prefix, layer in layers.items():
         checkpoint_format.check_present(found, prefix, layer.state_columns())
-        if not any(name in found for name in checkpoint_format.names(prefix)):
+        own = {name: found[name] for name in checkpoint_format.names(prefix) if name in found}
+        states[prefix] = checkpoint_format.take(own, prefix, layer.state_columns(), layer._parameter_device())
+        if states[prefix] is None:
             missing.append(prefix.rstrip(".") or "the module")
     if missing:
         raise ValueError(f"load_fp8_state: source has no FP8 state for {', '.join(missing)}; every layer needs it.")
     for prefix, layer in layers.items():
-        layer.load_state({name: found[name] for name in checkpoint_format.names(prefix) if name in found}, prefix)
+        layer.load_state(states[prefix])
+
+
+def transformer_engine_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """`model.state_dict()` in the form in which Transformer Engine (2.0 to 2.20) loads it, with `strict=True`, too.
+
+    Each layer's FP8 state is a pickle in a uint8 tensor, which Transformer Engine executes: from 2.18 on only where
+    NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set. Weights that are kept in FP8 are written as numbers of their dtype.
+
+    Args:
+        model: a layer, or a module with layers inside.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"transformer_engine_state_dict: model={model!r}; a torch.nn.Module is accepted.")
+    with transformer_engine_state.writing():
+        return model.state_dict()
 
 
 def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -96,7 +117,8 @@ def _entries(file: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, t
             for name in filter(wanted, opened.keys()):
                 yield name, opened.get_tensor(name)
         return
-    whole = torch.load(file, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals([io.BytesIO]):  # Transformer Engine 1's state
+        whole = torch.load(file, map_location="cpu", weights_only=True)
     if isinstance(whole, Mapping):
         yield from ((name, value) for name, value in whole.items() if wanted(name))
 

@@ -237,7 +237,7 @@ BROKEN = [
     (broken(put("_extra_state", (2, 0), float("nan"))), r"_extra_state\[1:\] holds negative numbers or NaN"),
     (broken(lambda s: s.update(_extra_state=torch.ones(5, 4))), r"_extra_state is torch.float32 \[5, 4\]; float32 \[1"),
     (broken(lambda s: s.update(_extra_state=torch.ones(1, 5))), r"\[1, 5\]; float32 \[1 \+ amax_history_len, 5\]"),
-    (broken(lambda s: s.update(_extra_state=torch.ones(99, dtype=torch.uint8))), "has pickled is not read"),
+    (broken(lambda s: s.update(_extra_state=torch.ones(99, dtype=torch.uint8))), "_extra_state is no whole pickle"),
     (broken(lambda s: s.update(_extra_state=torch.ones(5, 5, device="meta"))), "_extra_state is on the meta device"),
     (broken(lambda s: s.update(weight=torch.ones(16, 32, device="meta"))), "weight is on the meta device"),
     (broken(lambda s: s.update(weight=torch.ones(16, 32).to_sparse())), "weight is sparse or nested"),

@@ -24,6 +24,7 @@ from reference.nn.attention_lengths import (
 )
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.autograd import differentiable, wanted
+from reference.nn.checkpoints import WithoutState
 from reference.nn.checks import (
     Window,
     activation_dtype,
@@ -132,7 +133,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     return *grads, twin.attention_bias_backward(grad, *arguments)
 
 
-class DotProductAttention(DeviceDefault, torch.nn.Module):
+class DotProductAttention(DeviceDefault, WithoutState):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:

@@ -4,7 +4,8 @@
 first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. The key exists from a
 layer's construction on, because some loaders only fill what a model already has (torch.distributed.checkpoint, Hugging
 Face's `from_pretrained`); before the first run in FP8 it holds scales of 1 and no amax. Checkpoints with the four older
-tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history` load, too.
+tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history` load, too,
+and so do Transformer Engine's (`reference.nn.transformer_engine_state`).
 
 A load checks every layer's entries before it changes the first layer.
 """
@@ -12,21 +13,22 @@ A load checks every layer's entries before it changes the first layer.
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reference.formats import WIDE_DTYPES
+from reference.nn import transformer_engine_state
 from reference.nn.float8_tensor import FP8, dequantized
 from reference.scaling import KEYS, FP8TensorMeta
 
 if TYPE_CHECKING:
-    from reference.nn.checkpoints import Checkpointed
+    from reference.nn.checkpoints import Checkpointed, WithoutState
 
 STATE = "_extra_state"
 PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
-State = dict[str, FP8TensorMeta]  # by key
+State = dict[str, Any]  # FP8TensorMeta by key, and "recipe" where the checkpoint has one
 
 
 def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
@@ -45,22 +47,42 @@ def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.devic
     }
 
 
-def is_fresh(state: Mapping[str, FP8TensorMeta]) -> bool:
+def is_fresh(state: Mapping[str, Any]) -> bool:
     """Whether the state is that of a layer that never ran in FP8."""
-    return all(bool((meta.scale == 1).all()) and not bool(meta.amax_history.any()) for meta in state.values())
+    metas = [state[key] for key in KEYS]
+    return all(bool((meta.scale == 1).all()) and not bool(meta.amax_history.any()) for meta in metas)
+
+
+def read_pickled(name: str, value: Any, columns: Mapping[str, int], device: torch.device) -> State | None:
+    """The state in an `_extra_state` of Transformer Engine's, in new memory; None for no state."""
+    found = transformer_engine_state.read(name, value)
+    if found is None:
+        return None
+    tensors, recipe = found
+    theirs = transformer_engine_state.PARTS
+    check_parts({f"{name}[{theirs[part]}]": tensor for part, tensor in tensors.items()}, columns)
+    state = _joined(tensors.values(), torch.device("cpu") if device.type == "meta" else device)
+    return state if recipe is None else {**state, "recipe": recipe}
+
+
+def _joined(parts: Iterable[torch.Tensor], device: torch.device) -> State:
+    """State of its four tensors, in the order of `PARTS`, in new memory."""
+    parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
+    return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
 
 
 def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:
     """Remove a layer's state, checked before, from `state_dict` and return it; None where there is none."""
     packed = state_dict.pop(prefix + STATE, None)
     parts = [state_dict.pop(name, None) for name in _part_names(prefix)]
-    if packed is not None and packed.numel():
-        return unpack(packed, columns, device)
-    if parts[0] is None:
-        return None
-    device = parts[0].device if device.type == "meta" else device
-    parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
-    return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
+    state = None
+    if transformer_engine_state.is_pickled(packed):
+        state = read_pickled(prefix + STATE, packed, columns, device)
+    elif packed.numel():
+        state = unpack(packed, columns, device)
+    if state is None and parts[0] is not None:
+        state = _joined(parts, parts[0].device if device.type == "meta" else device)
+    return state
 
 
 def names(prefix: str) -> list[str]:
@@ -78,7 +100,7 @@ def _part_names(prefix: str) -> list[str]:
 def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[str, int]) -> None:
     """Refuse a layer's broken state, in either form; no state or an empty tensor is accepted."""
     packed, names = state_dict.get(prefix + STATE), _part_names(prefix)
-    if packed is not None and not (isinstance(packed, torch.Tensor) and not packed.numel()):
+    if not (isinstance(packed, torch.Tensor) and not packed.numel()):
         check_state(prefix + STATE, packed, columns)
     present = {name: state_dict[name] for name in names if name in state_dict}
     if present and len(present) < len(names):
@@ -91,14 +113,31 @@ def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[s
         check_parts(present, columns)
 
 
+def check_no_state(name: str, value: Any) -> None:
+    """Refuse FP8 state of a norm or of attention, which have none here; state that was never used is accepted."""
+    if isinstance(value, torch.Tensor) and not value.numel():
+        return
+    found = transformer_engine_state.read(name, value) if transformer_engine_state.is_pickled(value) else ({}, None)
+    for part, tensor in ({} if found is None else found[0] or {"": torch.ones(1)}).items():
+        if not bool((tensor == part.endswith(".scale")).all()):
+            raise ValueError(
+                f"checkpoint: {name} holds FP8 state, and this module has none (attention in FP8 is not offered); a "
+                f"checkpoint without this entry is accepted."
+            )
+
+
 def check_state(name: str, packed: Any, columns: Mapping[str, int]) -> None:
-    """Refuse a broken `_extra_state`."""
+    """Refuse a broken `_extra_state`; None is accepted, as in Transformer Engine."""
     total = sum(columns.values())
-    _check_numbers(name, packed)
+    if isinstance(packed, torch.Tensor) or not transformer_engine_state.is_pickled(packed):
+        _check_numbers(name, packed)
+    if transformer_engine_state.is_pickled(packed):
+        read_pickled(name, packed, columns, torch.device("cpu"))
+        return
     if packed.dtype != torch.float32 or packed.dim() != 2 or packed.shape[0] < 2 or packed.shape[1] != total:
         raise ValueError(
             f"checkpoint: {name} is {packed.dtype} {list(packed.shape)}; float32 [1 + amax_history_len, {total}] is "
-            f"accepted (FP8 state that Transformer Engine has pickled is not read)."
+            f"accepted, and what Transformer Engine has pickled (uint8, or an io.BytesIO)."
         )
     _check_scale(f"{name}[0]", packed[0])
     _check_history(f"{name}[1:]", packed[1:])
@@ -201,7 +240,7 @@ def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
     return None
 
 
-def check_all(layer: "Checkpointed", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+def check_all(layer: "Checkpointed | WithoutState", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
     """Check what is about to be loaded; when the first layer is reached, check every layer of the model."""
     found = _under_way()
     if found is None:

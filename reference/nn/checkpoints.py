@@ -1,11 +1,11 @@
 """How a layer's FP8 state, and its weights that are kept in FP8, enter checkpoints and are loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from reference.nn import checkpoint_format
+from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.fp8_state import WithFP8State
 from reference.notice import say_once
@@ -25,21 +25,31 @@ class Checkpointed(WithFP8State):
         return checkpoint_format.pack(state)
 
     def set_extra_state(self, state: Any) -> None:
-        checkpoint_format.check_state(f"{type(self).__name__}.{checkpoint_format.STATE}", state, self.state_columns())
-        self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._parameter_device()))
-        self._bind_weights()
+        """Take the FP8 state of `get_extra_state`, or of Transformer Engine's; scales start at 1 where it has none."""
+        prefix, device = f"{type(self).__name__}.", self._parameter_device()
+        given = {prefix + checkpoint_format.STATE: state}
+        checkpoint_format.check_present(given, prefix, self.state_columns())
+        self.load_state(checkpoint_format.take(given, prefix, self.state_columns(), device))
 
-    def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Load the FP8 state, checked before, that `state_dict` has under `prefix`."""
-        state = checkpoint_format.take(state_dict, prefix, self.state_columns(), self._parameter_device())
-        if state is not None:
+    def load_state(self, state: checkpoint_format.State | None) -> None:
+        """Take FP8 state that was checked before; where there is none, scales start at 1."""
+        if state is None:
+            self._fresh_state(self._parameter_device())
+        else:
             self._take_state(state)
-            self._bind_weights()
+        self._bind_weights()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        theirs = transformer_engine_state.is_writing()
+        if theirs:
+            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.write(
+                self.fp8_meta, self.num_gemms
+            )
         for name, weight in self._fp8_parameters().items():
-            if not keep_vars:
+            if theirs:
+                destination[prefix + name] = weight.dequantize()
+            elif not keep_vars:
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -65,6 +75,8 @@ class Checkpointed(WithFP8State):
                 checkpoint_format.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
         if self.fp8_weights:
             checkpoint_format.check_present(state_dict, prefix, self.state_columns())
+        else:
+            check_no_state(state_dict, prefix, _STATES[:1])
 
     def _load_from_state_dict(
         self,
@@ -98,6 +110,8 @@ class Checkpointed(WithFP8State):
                 self._fresh_state(device)
             self._bind_weights()
             self._join_weights(state_dict, prefix, assign)
+        else:
+            state_dict.pop(prefix + checkpoint_format.STATE, None)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -122,3 +136,33 @@ class Checkpointed(WithFP8State):
                 value = value.dequantize() if isinstance(value, Float8Tensor) else value.detach()
                 value = Float8Tensor.of(value, state, column)
             state_dict[prefix + name] = value
+
+
+# Transformer Engine's keys of attention in FP8: its own, and that of releases 1.6 and 1.7.
+_STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
+
+
+def check_no_state(state_dict: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> None:
+    """Refuse FP8 state under `keys`, in a checkpoint for a module that has none."""
+    for name in (prefix + key for key in keys):
+        if name in state_dict:
+            checkpoint_format.check_no_state(name, state_dict[name])
+
+
+class WithoutState(torch.nn.Module):
+    """Attention: it has no FP8 state, and Transformer Engine's has an `_extra_state`, which is accepted if unused."""
+
+    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+        """Refuse state of attention in FP8."""
+        check_no_state(state_dict, prefix, _STATES)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if transformer_engine_state.is_writing():
+            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.nothing()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
+        checkpoint_format.check_all(self, state_dict, prefix, local_metadata.get("assign_to_params_buffers", False))
+        keys = {prefix + key for key in _STATES}
+        state_dict = {key: value for key, value in state_dict.items() if key not in keys}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

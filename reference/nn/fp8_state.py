@@ -116,10 +116,10 @@ class WithFP8State(torch.nn.Module):
         self._history_rows = None
         self._bind_weights()
 
-    def _take_state(self, state: dict[str, FP8TensorMeta]) -> None:
+    def _take_state(self, state: dict[str, Any]) -> None:
         """Replace the FP8 state, in place where the shapes are the same: CUDA graphs read that memory."""
         for key, new in state.items():
-            if key in self.fp8_meta:
+            if key in scaling.KEYS and key in self.fp8_meta:
                 self.fp8_meta[key].take(new)
             else:
                 self.fp8_meta[key] = new
