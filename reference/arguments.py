@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
+from reference.ops.activation import Clamp
 from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.norm import MAX_HIDDEN
 
@@ -31,7 +32,7 @@ MASK_TYPES = {
 
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
-    ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
+    ((None,), "symmetric_ar_type bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     ((None,), "qk_norm_type inference_params core_attention_bias alibi_slopes"),
     ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
@@ -120,6 +121,12 @@ def _is_window(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))
 
 
+def _is_clamp(name: Any, value: Any) -> bool:
+    """Whether it is a parameter of clamped_swiglu."""
+    lowest = -1e30 if name == "glu_linear_offset" else 1e-30
+    return name in Clamp._fields and is_real(value) and lowest < value < 1e30
+
+
 _SIZE = _ints(1)
 _HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
 _HEAD = Rule(
@@ -160,6 +167,12 @@ _ONE_OF_RANKS = Rule(
     lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
     lambda x: x is None or len(x) == 1,
     "None and a list of one rank are accepted (context parallelism is not offered)",
+)
+_CLAMP = Rule(
+    lambda x: x is None or isinstance(x, dict),
+    lambda x: x is None or all(_is_clamp(name, value) for name, value in x.items()),
+    "None, or a dict of 'limit' and 'alpha', numbers between 1e-30 and 1e30, and 'glu_linear_offset', a number between "
+    "-1e30 and 1e30, is accepted",
 )
 _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
@@ -209,6 +222,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     (_one_of("sbhd", "bshd"), "qkv_format attn_input_format tensor_format"),
     (_one_of(*ACTIVATIONS), "activation"),
+    (_CLAMP, "activation_params"),
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),
     (_one_of("encoder", "decoder"), "layer_type"),

@@ -37,7 +37,12 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "dtype": (["float32", torch.int8, torch.float64, float, np.float32, 16, np.dtype("int8")], [None, torch.float16]),
     "device": (["nowhere", 1.5, (0,), True, "cuda:x", "cpu:-3", b"cpu", torch.ones(1)], ["cpu", torch.device("meta")]),
     "mask type": (NOTHING, [*MASKS]),
-    "activation": (["tanh", "clamped_swiglu", *NOTHING], ["gelu", "swiglu", "srelu", "glu"]),
+    "activation": (["tanh", "clamped_swiglu(7.0, 1.702, 1.0)", *NOTHING], ["gelu", "srelu", "glu", "clamped_swiglu"]),
+    "activation params": (
+        [7.0, "limit", True, (7.0,), {"limits": 7.0}, {"limit": 0}, {"limit": None}, {"limit": True}, {"alpha": -1.0},
+         {"alpha": INF}, {"glu_linear_offset": NAN}, {"glu_linear_offset": "1"}, {1: 1.0}, {"limit": torch.ones(1)}],
+        [None, {}, {"limit": 7}, {"alpha": 1, "glu_linear_offset": -np.float32(0.5)}],
+    ),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
     "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),
@@ -73,6 +78,7 @@ ARGUMENTS = {
     "device": "device",
     "mask type": "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type",
     "activation": "activation",
+    "activation params": "activation_params",
     "normalization": "normalization",
     "format": "qkv_format attn_input_format",
     "attention type": "attention_type",
@@ -118,6 +124,8 @@ def test_each_argument(layer: str, name: str, kind: str) -> None:
     kind = "head" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
     if (layer, name) in (("LayerNorm", "hidden_size"), ("RMSNorm", "hidden_size")):
         given = META  # it is the older name of normalized_shape
+    if name == "activation_params":
+        given = {**given, "activation": "clamped_swiglu"}
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):
         given = {**given, "qkv_weight_interleaved": False}
     refused, taken = KINDS[kind]

@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
             *(32, 48, 2),
             fuse_qkv_params=True,
             params_dtype=dtype,
-            activation=("gelu", "swiglu", "relu")[kind % 3],
+            activation=("gelu", "swiglu", "relu", "clamped_swiglu")[kind % 4],
             hidden_dropout=0.1 * (kind % 2),
             attention_dropout=0.1 * (kind // 2 % 2),
         )

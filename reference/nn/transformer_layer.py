@@ -19,7 +19,7 @@ from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
-from reference.nn.layernorm_mlp import LayerNormMLP
+from reference.nn.layernorm_mlp import LayerNormMLP, check_activation_params
 from reference.nn.multihead_attention import MultiheadAttention, check_channels
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.quantized import as_dtype
@@ -51,7 +51,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
-        activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
+        activation, activation_params, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in
+            `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and ub_tp_comm_overlap: only "off";
@@ -123,6 +124,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         check_arguments("TransformerLayer", given)
         check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)
         check_groups("TransformerLayer", num_gqa_groups, int(num_attention_heads))
+        check_activation_params("TransformerLayer", activation, activation_params)
         super().__init__()
         device = self.resolve_device(device)
         self.hidden_size = int(hidden_size)
@@ -157,7 +159,12 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 **attention,
             )
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            **common,
         )
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
