@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
          {"alpha": INF}, {"glu_linear_offset": NAN}, {"glu_linear_offset": "1"}, {1: 1.0}, {"limit": torch.ones(1)}],
         [None, {}, {"limit": 7}, {"alpha": 1, "glu_linear_offset": -np.float32(0.5)}],
     ),
+    "qk norm": (["BatchNorm", "", 3, True, ("RMSNorm",)], [None, "L2Normalization", "RMSNorm", "LayerNorm"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
     "format": (["thd", *NOTHING], ["sbhd", "bshd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),
@@ -54,6 +55,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "stream": ([0, "stream", True, object()], [None]),
     "communication": (NOTHING, ["p2p", "all_gather", "a2a", "a2a+p2p"]),
     "scale": ([0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [None, 0.5, 2, np.float32(0.5)]),
+    "scale of its own": ([None, 0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [1e-6, np.float32(1)]),
     "split": (
         [
             "qkv", 3, (), {}, ("q", "q"), ("q", "q_"), {"q": 32.0}, {"q": "32"}, {"q": -16, "k": 48}, {1: 32}, (1, 2),
@@ -68,7 +70,7 @@ ARGUMENTS = {
     "head or none": "kv_channels",
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
-    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode",
+    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode qk_norm_before_rope",
     "probability": "attention_dropout hidden_dropout",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",
@@ -80,6 +82,7 @@ ARGUMENTS = {
     "activation": "activation",
     "activation params": "activation_params",
     "normalization": "normalization",
+    "qk norm": "qk_norm_type",
     "format": "qkv_format attn_input_format",
     "attention type": "attention_type",
     "layer type": "layer_type",
@@ -90,6 +93,7 @@ ARGUMENTS = {
     "stream": "cp_stream",
     "communication": "cp_comm_type",
     "scale": "softmax_scale",
+    "scale of its own": "qk_norm_eps",
     "split": "parameters_split",
 }
 KIND_OF = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}

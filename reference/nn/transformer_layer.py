@@ -34,7 +34,8 @@ def _checks(attention: Any) -> bool:
 _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
 _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
-_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend"]
+_ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "qk_norm_type"]
+_ATTENTION += ["qk_norm_eps", "qk_norm_before_rope"]
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -50,12 +51,13 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         attention_backend: as in `DotProductAttention`.
         self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
-        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
+        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format, qk_norm_*: as in
+            `MultiheadAttention`.
         activation, activation_params, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in
             `LayerNormMLP`.
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
-        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and ub_tp_comm_overlap: only "off";
+        parallel_attention_mlp, drop_path_rate, softcap, softmax_type and ub_tp_comm_overlap: only "off";
             without ub_tp_comm_overlap, the other ub_* have no effect.
     """
 
