@@ -58,6 +58,17 @@ def test_norms_of_heads(kind: str, before: bool, same_bits) -> None:
         train_both(layer, (40, 2, 128), torch.bfloat16, recipe, same_bits, steps=3, rotary_pos_emb=freqs)
 
 
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_parallel_halves_and_stochastic_depth(parallel: bool, layout: str, same_bits) -> None:
+    for rate, recipe in ((0.0, recipe_of("hybrid")), (0.3, recipe_of("hybrid")), (0.3, None)):
+        layer = te.TransformerLayer(
+            64, 128, 4, params_dtype=torch.bfloat16, parallel_attention_mlp=parallel, drop_path_rate=rate,
+            attn_input_format=layout,
+        )  # fmt: skip
+        train_both(layer, (30, 6, 64), torch.bfloat16, recipe, same_bits, steps=3)
+
+
 def test_clamped_swiglu(same_bits) -> None:
     params = {"limit": 1.5, "alpha": 0.5, "glu_linear_offset": -0.25}
     layer = te.LayerNormMLP(
