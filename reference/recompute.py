@@ -28,17 +28,19 @@ __all__ = ["checkpoint"]
 class _Frame:
     """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use.
 
-    In PyTorch's own checkpoint each module records the autocast states of its runs, too.
+    In PyTorch's own checkpoint each module records the autocast states of its runs, too. `tracker` is the tracker of
+    random states whose states a recomputation starts with, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: Any = None) -> None:
+        self.tracker = tracker
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
         self.used: dict[Any, int] = defaultdict(int)
         self.run: Any = None  # PyTorch's hook of the last recomputation
 
-    def next_tensor(self, module: torch.nn.Module, kind: str = "tensor") -> Any:
+    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
         """The tensor, or what else of its `kind`, that `module` used at this point of the first run."""
         position, found = self.used[id(module), kind], self.tensors[id(module), kind]
         if position >= len(found):
@@ -68,8 +70,9 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
 class _Replaying:
     """The run in backward, which may stop early. If the graph is kept, a second backward enters it again."""
 
-    def __init__(self, frame: _Frame, inner: Inner, tracker: Any) -> None:
-        self.frame, self.inner, self.tracker = frame, inner, tracker
+    def __init__(self, frame: _Frame, inner: Inner) -> None:
+        self.frame, self.inner, self.tracker = frame, inner, frame.tracker
+        tracker = frame.tracker
         self.first_states = None if tracker is None else tracker.get_states()
         self.outer_states: list[Any] = []
         self.settings: list[contextlib.AbstractContextManager[None]] = []
@@ -146,7 +149,7 @@ def active() -> bool:
     return _innermost()[0] is not None
 
 
-def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run record `tensor` as it is now and return it; in a recomputation return the recorded one."""
     frame, again = _innermost()
     if frame is None:
@@ -219,11 +222,11 @@ def checkpoint(
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
-    frame = _Frame()
+    frame = _Frame(tracker)
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
-        return _recording(frame, first), _Replaying(frame, again, tracker)
+        return _recording(frame, first), _Replaying(frame, again)
 
     return torch.utils.checkpoint.checkpoint(
         function,

@@ -43,7 +43,7 @@ NAMES = {
     "attention.multi_head_attention": "MultiheadAttention",
     "attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb",
     "transformer": "TransformerLayer",
-    "distributed": "checkpoint",
+    "distributed": "checkpoint CudaRNGStatesTracker",
     "graph": "make_graphed_callables",
     "utils": "is_bf16_available",
 }

@@ -16,6 +16,7 @@ from reference.nn.context import BlockContext, Saved
 from reference.nn.parameters import forked
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
+from reference.rng_tracker import CudaRNGStatesTracker
 from reference.threads import here
 
 
@@ -59,14 +60,23 @@ class Generator(torch.nn.Module):
         """
         thread, again = here(), recompute.frame_replaying()
         if again is not None:
-            if again.draws:  # as the first run did, so that torch's own dropout after it repeats, too
-                philox.draw_seed()
+            tracker = None if self._get_rng is None else self._get_rng()
+            # As the first run did, so that torch's own dropout after it repeats, too; but no tracker is left advanced.
+            restored = tracker is None or tracker is again.tracker or isinstance(tracker, CudaRNGStatesTracker)
+            if again.draws and restored:
+                with forked(self._get_rng):
+                    philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":
             self._put(philox.new_state(device))
         elif thread.undrawn is not None:
             thread.undrawn.append(self)
         elif torch.compiler.is_compiling():
+            if self._get_rng is not None:
+                raise NotImplementedError(
+                    "get_rng_state_tracker with dropout under torch.compile is not offered: a compiled graph cannot "
+                    "fork random states; eager mode is accepted."
+                )
             torch.ops.twin.draw_seed(order(self.state.device), self.state)
         elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
             with forked(self._get_rng):
