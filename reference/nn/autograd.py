@@ -98,7 +98,7 @@ def differentiable(
     """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`."""
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
-    updates = stateful and here().first_module_pending and not recompute.replaying()
+    updates = stateful and here().first_module_pending and recompute.updates_scales()
     out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
     if updates:
         here().first_module_pending = False
