@@ -19,6 +19,7 @@ import reference
 from optimized import device as _device
 from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
+    CudaRNGStatesTracker,
     DelayedScaling,
     Format,
     PrecisionPlan,

@@ -41,6 +41,7 @@ from reference.quantization import (
 from reference.recipe import DelayedScaling, Format
 from reference.recompute import checkpoint
 from reference.recorded_step.recorder import record
+from reference.rng_tracker import CudaRNGStatesTracker
 from reference.statistics import collect_stats
 from reference.version import __version__ as __version__
 
@@ -62,6 +63,7 @@ def install_as_transformer_engine() -> None:
 not_offered.explain(__name__)
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DelayedScaling",
     "DotProductAttention",
     "Embedding",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
+from reference.ops.activation import Clamp
 from reference.ops.attention import MAX_HEAD_DIM
 from reference.ops.norm import MAX_HIDDEN
 
@@ -31,15 +32,14 @@ MASK_TYPES = {
 
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
-    ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "qk_norm_type inference_params"),
+    ((None,), "symmetric_ar_type bottom_right_diagonal enc_dec_bottom_right_diagonal inference_params"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
     ((None,), "make_graphed_callables.capture_time_hooks"),
     ((False,), "return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute save_original_input"),
-    ((False,), "_graph parallel_attention_mlp qk_norm_before_rope return_max_logit amsgrad"),
+    ((False,), "_graph return_max_logit amsgrad"),
     ((False,), "distribute_saved_activations make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((None, False), "pad_between_seqs"),
@@ -54,9 +54,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((1,), "tp_size cp_size"),
     ((1, None), "num_splits"),
     ((-3,), "qkv_interleave_dim"),
-    ((0.0,), "drop_path_rate"),
     ((0.0, None), "softcap"),
-    ((1e-6,), "qk_norm_eps"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
     ((2.0,), "Embedding.norm_type"),
@@ -117,6 +115,12 @@ def _is_window(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))
 
 
+def _is_clamp(name: Any, value: Any) -> bool:
+    """Whether it is a parameter of clamped_swiglu."""
+    lowest = -1e30 if name == "glu_linear_offset" else 1e-30
+    return name in Clamp._fields and is_real(value) and lowest < value < 1e30
+
+
 _SIZE = _ints(1)
 _HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
 _HEAD = Rule(
@@ -158,6 +162,12 @@ _ONE_OF_RANKS = Rule(
     lambda x: x is None or len(x) == 1,
     "None and a list of one rank are accepted (context parallelism is not offered)",
 )
+_CLAMP = Rule(
+    lambda x: x is None or isinstance(x, dict),
+    lambda x: x is None or all(_is_clamp(name, value) for name, value in x.items()),
+    "None, or a dict of 'limit' and 'alpha', numbers between 1e-30 and 1e30, and 'glu_linear_offset', a number between "
+    "-1e30 and 1e30, is accepted",
+)
 _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
@@ -190,12 +200,15 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_HEAD), "kv_channels"),
     (_or_none(_SCALE), "softmax_scale"),
     (_EPSILON, "eps layernorm_epsilon"),
+    (_SCALE, "qk_norm_eps"),
+    (_or_none(_one_of("L2Normalization", "RMSNorm", "LayerNorm")), "qk_norm_type"),
     (_or_none(_WINDOW), "window_size enc_dec_window_size"),
-    (_PROBABILITY, "attention_dropout hidden_dropout"),
+    (_PROBABILITY, "attention_dropout hidden_dropout drop_path_rate"),
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
     (_FLAG, "checkpoint"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
-    (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention"),
+    (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention qk_norm_before_rope"),
+    (_FLAG, "parallel_attention_mlp"),
     (_FLAG, "return_reason enabled calibrating preserve_high_precision_init_val"),
     (_FLAG_OR_NONE, "is_first_microbatch"),
     (_FUNCTION, "init_method output_layer_init_method get_rng_state_tracker"),
@@ -208,6 +221,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_one_of("sbhd", "bshd"), "tensor_format"),
     (_or_none(_SIZE), "max_seqlen_q max_seqlen_kv"),
     (_one_of(*ACTIVATIONS), "activation"),
+    (_CLAMP, "activation_params"),
     (_one_of("LayerNorm", "RMSNorm"), "normalization"),
     (_one_of("self", "cross"), "attention_type"),
     (_one_of("encoder", "decoder"), "layer_type"),

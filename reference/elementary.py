@@ -7,20 +7,22 @@
     gelu, silu     x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) or x      bf16, fp16, fp32 -> fp32
     dgelu, dsilu   their derivatives                                           bf16, fp16, fp32 -> fp32
     sigmoid, qgelu 1 / (1 + e^-x), x sigmoid(1.702 x); dsigmoid, dqgelu        bf16, fp16, fp32 -> fp32
+    swish          x sigmoid(alpha x), alpha > 0; dswish                       bf16, fp16, fp32 -> fp32
 
 There are two kinds of definition (docs/elementary.md says why, and gives errors and costs):
 
 * A function of one 16-bit value has 65,536 results. They are what Hopper's special function unit gives in the
   fast form of optimized/kernels/elementary.cuh, recorded on an H200 (tables/) and looked up here.
-* A function of an fp32 value (and sigmoid and qgelu, which widen a 16-bit one) is a short chain of correctly rounded
-  operations, including fma, and two instructions whose results are known: `ex2.approx` on multiples of 2^-15 is an
-  exact power of two times one of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx` with
-  one Newton step is the correctly rounded 1/d on [1, 2].
+* A function of an fp32 value (and sigmoid, qgelu and swish, which widen a 16-bit one) is a short chain of correctly
+  rounded operations, including fma, and two instructions whose results are known: `ex2.approx` on multiples of 2^-15
+  is an exact power of two times one of 2 · 32,768 recorded words (negative arguments have their own), and `rcp.approx`
+  with one Newton step is the correctly rounded 1/d on [1, 2].
 
 The functions of tensors take any shape on the CPU, in these dtypes. The `*_scalar` functions are for other numba
 kernels; their argument `powers` is `powers_of_two()`.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -277,6 +279,28 @@ def _loop(name: str) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
     return loop
 
 
+@jit
+def _swish_loop(
+    x: np.ndarray, out: np.ndarray, alpha: np.float32, in_powers: np.float32, slope: bool, powers: np.ndarray
+) -> None:
+    for i in range(x.size):
+        y = abs(x[i]) * -in_powers
+        out[i] = _derivative(x[i], y, alpha, powers) if slope else _product(x[i], y, powers)
+
+
+def alpha_log2e(alpha: float) -> np.float32:
+    """alpha · log2 e, multiplied in float64 and rounded once."""
+    return np.float32(alpha * math.log2(math.e))
+
+
+def _swish(x: torch.Tensor, alpha: float, derivative: bool) -> torch.Tensor:
+    check_denormals()
+    flat = x.detach().float().contiguous().view(-1).numpy()
+    out = np.empty_like(flat)
+    _swish_loop(flat, out, np.float32(alpha), alpha_log2e(alpha), derivative, powers_of_two())
+    return torch.from_numpy(out).view(x.shape)
+
+
 def evaluate(name: str, x: np.ndarray) -> np.ndarray:
     """The fp32 form of function `name` (a key of `SCALARS` or `SIGMOIDS`), over a flat contiguous fp32 array.
 
@@ -368,3 +392,13 @@ def qgelu(x: torch.Tensor) -> torch.Tensor:
 def dqgelu(x: torch.Tensor) -> torch.Tensor:
     """The derivative of `qgelu` at x, in fp32."""
     return _fp32("dqgelu", x.float())
+
+
+def swish(x: torch.Tensor, alpha: float) -> torch.Tensor:
+    """x / (1 + e^(-alpha x)), alpha from 1e-30 to 1e30, in fp32, of fp32, bf16 or fp16 x; `qgelu` has alpha 1.702."""
+    return _swish(x, alpha, derivative=False)
+
+
+def dswish(x: torch.Tensor, alpha: float) -> torch.Tensor:
+    """The derivative of `swish` at x, in fp32."""
+    return _swish(x, alpha, derivative=True)

@@ -25,8 +25,7 @@ NAMES: dict[str, dict[str, str]] = {
         _EXPERTS: "GroupedLinear Fp8Padding Fp8Unpadding moe_permute moe_permute_and_pad_with_probs "
         "moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs moe_unpermute "
         "permutation router ep",
-        _PARALLEL: "initialize_ub destroy_ub UserBufferQuantizationMode CudaRNGStatesTracker CPLoadBalancingStrategy "
-        "distributed_weight",
+        _PARALLEL: "initialize_ub destroy_ub UserBufferQuantizationMode CPLoadBalancingStrategy distributed_weight",
         _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
         "there is no key-value cache": "InferenceParams",

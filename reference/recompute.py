@@ -10,7 +10,8 @@ one's modules, an FP8 module refuses to be recomputed.
 """
 
 import contextlib
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,23 +23,31 @@ from reference.arguments import check_arguments
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
 
-__all__ = ["checkpoint"]
+__all__ = ["activation_recompute_forward", "checkpoint"]
 
 
 class _Frame:
     """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use.
 
-    In PyTorch's own checkpoint each module records the autocast states of its runs, too.
+    In PyTorch's own checkpoint each module records the autocast states of its runs, too. `tracker` is the tracker of
+    random states whose states a recomputation starts with, or None.
     """
 
-    def __init__(self) -> None:
+    updates = False  # whether a recomputed layer may update the gradients' scales; that of the first run does
+
+    def __init__(self, tracker: Any = None) -> None:
+        self.tracker = tracker
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
         self.used: dict[Any, int] = defaultdict(int)
         self.run: Any = None  # PyTorch's hook of the last recomputation
 
-    def next_tensor(self, module: torch.nn.Module, kind: str = "tensor") -> Any:
+    def record(self, module: object, value: Any, kind: str = "tensor") -> None:
+        """Keep what `module` uses at this point of the first run."""
+        self.tensors[id(module), kind].append(value)
+
+    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
         """The tensor, or what else of its `kind`, that `module` used at this point of the first run."""
         position, found = self.used[id(module), kind], self.tensors[id(module), kind]
         if position >= len(found):
@@ -48,6 +57,76 @@ class _Frame:
             )
         self.used[id(module), kind] = position + 1
         return found[position]
+
+
+class _Queues(_Frame):
+    """What checkpoints that somebody else has written record: of each module that trains, the oldest first."""
+
+    updates = True  # there is no other: the first run has no graph
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = weakref.WeakKeyDictionary()
+
+    def record(self, module: object, value: Any, kind: str = "tensor") -> None:
+        if not getattr(module, "training", True):
+            return
+        queues = self.kept.setdefault(module, defaultdict(deque))
+        queues[kind].append(value)
+        if hasattr(module, "fp8_meta"):  # whether it was the autocast's first FP8 module, whose backward updates scales
+            queues["first"].append(here().first_module_pending)
+            here().first_module_pending = False
+
+    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
+        queues = self.kept.get(module, {})
+        if not queues.get(kind):
+            raise RuntimeError(
+                f"activation_recompute_forward: {type(module).__name__} runs with recompute_phase=True more often than "
+                f"it ran, in training, with recompute_phase=False; as often is accepted."
+            )
+        if queues.get("first"):
+            here().first_module_pending |= queues["first"].popleft()
+        return queues[kind].popleft()
+
+
+_QUEUES = _Queues()
+
+
+class activation_recompute_forward(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
+    """Around the runs of a checkpoint that somebody else has written, such as Megatron's.
+
+    The first run, without a graph, and its recomputation in backward each stand in one. Layers in FP8 then use the
+    scales of the first run, and record no amax twice; those with dropout repeat their masks. Runs of one layer are
+    recomputed in the order in which they ran first. `checkpoint` needs none of this.
+
+    Args:
+        activation_recompute: False does nothing.
+        recompute_phase: whether this is the recomputation.
+    """
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        for name, value in (("activation_recompute", activation_recompute), ("recompute_phase", recompute_phase)):
+            if not isinstance(value, bool):
+                raise TypeError(f"activation_recompute_forward: {name}={value!r}; True and False are accepted.")
+        self.active, self.again = activation_recompute, recompute_phase
+        self.outer: list[bool] = []
+
+    def __enter__(self) -> None:
+        if not self.active:
+            return
+        thread = here()
+        (thread.replaying if self.again else thread.recording).append(_QUEUES)
+        self.outer.append(thread.first_module_pending)
+        if self.again:
+            thread.first_module_pending = False
+
+    def __exit__(self, *error: Any) -> None:
+        if not self.active:
+            return
+        thread, pending = here(), self.outer.pop()
+        close(thread.replaying if self.again else thread.recording, _QUEUES)
+        if self.again:
+            thread.first_module_pending = pending
 
 
 Inner = contextlib.AbstractContextManager[Any]  # the user's own, around the same run
@@ -68,8 +147,9 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
 class _Replaying:
     """The run in backward, which may stop early. If the graph is kept, a second backward enters it again."""
 
-    def __init__(self, frame: _Frame, inner: Inner, tracker: Any) -> None:
-        self.frame, self.inner, self.tracker = frame, inner, tracker
+    def __init__(self, frame: _Frame, inner: Inner) -> None:
+        self.frame, self.inner, self.tracker = frame, inner, frame.tracker
+        tracker = frame.tracker
         self.first_states = None if tracker is None else tracker.get_states()
         self.outer_states: list[Any] = []
         self.settings: list[contextlib.AbstractContextManager[None]] = []
@@ -136,6 +216,12 @@ def frame_replaying() -> _Frame | None:
     return frame if again else None
 
 
+def updates_scales() -> bool:
+    """Whether a layer that runs now may be the one whose backward updates the gradients' scales."""
+    frame = frame_replaying()
+    return frame is None or frame.updates
+
+
 def replaying() -> bool:
     """Whether a checkpointed part is being recomputed in this thread."""
     return _innermost()[1]
@@ -146,14 +232,14 @@ def active() -> bool:
     return _innermost()[0] is not None
 
 
-def recalled(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
     """In a first run record `tensor` as it is now and return it; in a recomputation return the recorded one."""
     frame, again = _innermost()
     if frame is None:
         return tensor
     tensor = frame.next_tensor(module) if again else tensor.clone()
     for one in here().recording or ([] if again else [frame]):
-        one.tensors[id(module), "tensor"].append(tensor)
+        one.record(module, tensor)
     return tensor
 
 
@@ -172,7 +258,7 @@ def settings(module: torch.nn.Module, compiling: bool) -> tuple[AutocastState, b
         return current(), False, False
     if again:
         return frame.next_tensor(module, "settings"), True, True
-    frame.tensors[id(module), "settings"].append(current())
+    frame.record(module, current(), "settings")
     return current(), True, False
 
 
@@ -219,11 +305,11 @@ def checkpoint(
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
-    frame = _Frame()
+    frame = _Frame(tracker)
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
-        return _recording(frame, first), _Replaying(frame, again, tracker)
+        return _recording(frame, first), _Replaying(frame, again)
 
     return torch.utils.checkpoint.checkpoint(
         function,

@@ -7,8 +7,10 @@
     from transformer_engine.common.recipe import DelayedScaling, Format
 
 So Accelerate's `mixed_precision="fp8"`, Lightning's `TransformerEnginePrecision` and a model's own subclasses of
-`te.Linear` run as they are, on a CPU too. Package metadata name "transformer-engine", in the release whose API this is,
-as these libraries ask for. A name that Twin Engine does not offer raises the same sentence as `te.<name>`.
+`te.Linear` run as they are, on a CPU too. Megatron-Core's extension is imported and trains a model; placeholders stand
+for what it names and Twin Engine has not, and refuse to be made or called. Package metadata name "transformer-engine",
+in the release whose API this is, as these libraries ask for. A name that Twin Engine does not offer raises the same
+sentence as `te.<name>`.
 """
 
 import importlib.abc
@@ -23,10 +25,12 @@ from typing import Any, NoReturn
 from reference import not_offered
 from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.module import TransformerEngineBaseModule
+from reference.recompute import activation_recompute_forward
 
 VERSION = "2.20.2"
 """The release of Transformer Engine whose names and arguments Twin Engine has (tests/transformer_engine_api.json)."""
 ROOT = "transformer_engine"
+_PACKAGE = "twin_engine"  # a name of `reference` and `optimized` in a clone and in a wheel
 
 _LAYERS = "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm"
 _ATTENTIONS = "DotProductAttention MultiheadAttention"
@@ -43,16 +47,26 @@ NAMES = {
     "attention.multi_head_attention": "MultiheadAttention",
     "attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb",
     "transformer": "TransformerLayer",
-    "distributed": "checkpoint",
+    "distributed": "checkpoint CudaRNGStatesTracker",
+    "cross_entropy": "parallel_cross_entropy",
     "graph": "make_graphed_callables",
     "utils": "is_bf16_available",
 }
-KINDS = {
-    "module.base": TransformerEngineBaseModule,
-    "tensor": Float8Tensor,
-    "tensor.float8_tensor": Float8Tensor,
-    "float8_tensor": Float8Tensor,
+# What is no attribute of the package. In Transformer Engine QuantizedTensor is a base; here is one of its classes.
+KINDS: dict[str, dict[str, Any]] = {
+    "module.base": {"TransformerEngineBaseModule": TransformerEngineBaseModule},
+    "tensor": {"Float8Tensor": Float8Tensor, "QuantizedTensor": Float8Tensor},
+    "tensor.float8_tensor": {"Float8Tensor": Float8Tensor},
+    "float8_tensor": {"Float8Tensor": Float8Tensor},
+    "distributed": {"activation_recompute_forward": activation_recompute_forward},
 }
+# Names that Megatron-Core needs while it is imported, as base classes and annotations, whether or not it will use them.
+PLACEHOLDERS = {
+    "": "GroupedLinear",
+    "ops": "Sequential FusibleOperation",
+    "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function",
+}
+_ROUTER = "te.router is not offered by Twin Engine: there are no layers for a mixture of experts."
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -70,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         owner, _, last = name.rpartition(".")
-        text = not_offered.sentence("reference", last) if f"{owner}.".startswith(f"{ROOT}.pytorch.") else None
+        text = not_offered.sentence(_PACKAGE, last) if f"{owner}.".startswith(f"{ROOT}.pytorch.") else None
         if text is not None:
             raise ImportError(text, name=name)
 
@@ -83,8 +97,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def _module(name: str, offered: Mapping[str, Any]) -> ModuleType:
-    """A module of that name, which says what it does not offer."""
+def _placeholder(name: str, sentence: str) -> type:
+    """A class that can be a base and an annotation, but says why there are no objects of it."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(sentence)
+
+    return type(name, (), {"__init__": refuse, "__doc__": sentence})
+
+
+def _module(name: str, offered: Mapping[str, Any], package: str = _PACKAGE) -> ModuleType:
+    """A module of that name, which says what it does not offer; `package` is where it would be."""
     made = ModuleType(name, f"Twin Engine in the place of {name}.")
     made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     made.__path__ = []
@@ -95,7 +118,7 @@ def _module(name: str, offered: Mapping[str, Any]) -> ModuleType:
             text = (
                 f"{name}.{attribute} is not offered by Twin Engine, which stands in for Transformer Engine {VERSION}."
             )
-        raise AttributeError(not_offered.sentence("reference", attribute) or text, name=attribute, obj=made)
+        raise AttributeError(not_offered.sentence(package, attribute) or text, name=attribute, obj=made)
 
     made.__dict__.update(offered, __getattr__=missing)
     return made
@@ -108,18 +131,27 @@ def _modules(package: ModuleType) -> dict[str, ModuleType]:
         f"{start}.{name}": _module(f"{start}.{name}", {key: getattr(package, key) for key in keys.split()})
         for name, keys in NAMES.items()
     }
-    for name, kind in KINDS.items():
-        found[f"{start}.{name}"] = _module(f"{start}.{name}", {kind.__name__: kind})
-    for name in ("quantization", "fp8", "optimizers", "ops"):
+    for name, kinds in KINDS.items():
+        vars(found.setdefault(f"{start}.{name}", _module(f"{start}.{name}", {}))).update(kinds)
+    for name in ("quantization", "fp8", "optimizers"):
         found[f"{start}.{name}"] = getattr(package, name)
+    ops = {name: value for name, value in vars(package.ops).items() if not name.startswith("_")}
+    found[f"{start}.ops"] = _module(f"{start}.ops", ops, f"{_PACKAGE}.ops")
     found[start] = _module(start, {name: getattr(package, name) for name in package.__all__})
+    for name, absent in PLACEHOLDERS.items():
+        path = f"{start}.{name}" if name else start
+        module = found.setdefault(path, _module(path, {}))
+        for one in absent.split():
+            if one not in vars(module):  # by the package
+                owner = f"{_PACKAGE}.{name}".rstrip(".")
+                setattr(module, one, _placeholder(one, not_offered.sentence(owner, one) or _ROUTER))
     found[f"{ROOT}.common"] = _module(f"{ROOT}.common", {})
     found[f"{ROOT}.common.recipe"] = package.recipe
     found[ROOT] = _module(ROOT, {"__version__": VERSION})
     for name, module in found.items():
         owner, _, last = name.rpartition(".")
         if owner:
-            setattr(found[owner], last, module)
+            vars(found[owner]).setdefault(last, module)  # te.cross_entropy is a function here
     return found
 
 

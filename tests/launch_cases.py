@@ -29,7 +29,7 @@ from optimized.ops import (
     norm_cast_transpose,
 )
 from optimized.replay import calls, launches, memory, watch
-from reference.ops.activation import GATED, RECORDED
+from reference.ops.activation import CLAMPED, GATED, RECORDED
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.norm import KINDS as NORMS
 
@@ -130,7 +130,7 @@ def activations(note: Notes) -> None:
         x = empty(rows, cols * (2 if kind in GATED else 1), dtype=dtype, start=start)
         return empty(rows, cols, dtype=dtype), x
 
-    more = (("gelu", FP16), ("swiglu", FP16), ("srelu", BF16), ("glu", BF16))
+    more = (("gelu", FP16), ("swiglu", FP16), ("srelu", BF16), ("glu", BF16), (CLAMPED, BF16))
     for kind, dtype in (*itertools.product(RECORDED, (BF16, FP32)), *more):
         for cols in (48, 51):
             grad, x = pair(kind, 9, cols, dtype)

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from reference import elementary, formats
 from reference.ops import activation
+from reference.recorded_step import float64
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS, GATED = activation.KINDS, activation.GATED
+TIGHT = activation.Clamp(1.5, 0.5, -0.25).kind  # "clamped_swiglu" that limits half of the numbers
+KINDS, GATED = (*activation.KINDS, TIGHT), (*activation.GATED, TIGHT)
 SIXTEEN = (torch.bfloat16, torch.float16)
 NAN, INF = float("nan"), float("inf")
 BANDWIDTH_OPS = (
@@ -27,6 +29,13 @@ BANDWIDTH_OPS = (
     "activation_backward_cast_transpose_dbias",
 )
 twin = torch.ops.twin
+
+
+def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
+    x1, x2 = x.chunk(2, -1)
+    x1, x2 = x1.clamp(max=limit), x2.clamp(-limit, limit) + offset
+    return x1 * torch.sigmoid(alpha * x1) * x2
+
 
 TRUTH = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -40,6 +49,8 @@ TRUTH = {
     "sreglu": lambda x: F.relu(x.chunk(2, -1)[0]) ** 2 * x.chunk(2, -1)[1],
     "qgeglu": lambda x: TRUTH["qgelu"](x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "glu": lambda x: torch.sigmoid(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: clamped(x, 7.0, 1.702, 1.0),
+    TIGHT: lambda x: clamped(x, 1.5, 0.5, -0.25),
 }
 EXACT = ("relu", "srelu")  # before the last rounding, of 16-bit words
 # docs/elementary.md: gelu and silu have a relative error of at most 14 · 2^-23 (absolute below 2^-14), their
@@ -71,21 +82,34 @@ def gradients(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     return dx
 
 
+def parts(x: torch.Tensor, kind: str) -> list[torch.Tensor]:
+    """act and act' of x1, what act is multiplied by, and what the gradient is for dx2: whole fp32 tensors."""
+    x1, x2 = (half.contiguous() for half in x.chunk(2, 1))
+    clamp = activation.clamp_of(kind)
+    if clamp is None:
+        act, slope = (f(x1) for f in activation.FUNCTIONS[kind])
+        return [act, slope, x2.float(), act]
+    limit, alpha, offset = clamp
+    x1, x2 = x1.float(), x2.float()
+    act = elementary.swish(torch.minimum(x1, torch.tensor(limit)), alpha)
+    slope = elementary.dswish(x1, alpha).masked_fill(x1 > limit, 0.0)
+    inside = torch.maximum(torch.minimum(x2, torch.tensor(limit)), torch.tensor(-limit))
+    return [act, slope, inside + torch.tensor(offset), act.masked_fill(x2.abs() > limit, 0.0)]
+
+
 def fp32_forward(x: torch.Tensor, kind: str) -> torch.Tensor:
     """y before its rounding, whole tensors at a time."""
-    act = activation.FUNCTIONS[kind][0]
     if kind not in GATED:
-        return act(x)
-    x1, x2 = (half.contiguous() for half in x.chunk(2, 1))
-    return act(x1) * x2.float()
+        return activation.FUNCTIONS[kind][0](x)
+    act, _, gate, _ = parts(x, kind)
+    return act * gate
 
 
 def fp32_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
-    act, derivative = activation.FUNCTIONS[kind]
     if kind not in GATED:
-        return grad.float() * derivative(x)
-    x1, x2 = (half.contiguous() for half in x.chunk(2, 1))
-    return torch.cat([(grad.float() * x2.float()) * derivative(x1), grad.float() * act(x1)], 1)
+        return grad.float() * activation.FUNCTIONS[kind][1](x)
+    _, slope, gate, through = parts(x, kind)
+    return torch.cat([(grad.float() * gate) * slope, grad.float() * through], 1)
 
 
 class TestAgainstFloat64:
@@ -118,7 +142,7 @@ class TestAgainstFloat64:
 
     def compare(self, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
         dtype, truth = x.dtype, TRUTH[kind](x.double())
-        gate = x.chunk(2, 1)[1].double() if kind in GATED else torch.ones(1, dtype=torch.float64)
+        gate = parts(x, kind)[2].double() if kind in GATED else torch.ones(1, dtype=torch.float64)
         # The activation's error times the gate; each multiplication adds 2^-24 of its result; then the last rounding.
         error = RELATIVE * ((truth / gate).abs().clamp(min=FLOOR) * gate.abs()).nan_to_num(0)
         bound = half_ulp(truth, dtype) * 1.001 + error + 2.0**-23 * truth.abs()
@@ -139,6 +163,12 @@ class TestAgainstFloat64:
         torch.testing.assert_close(twin.activation(x, "swiglu"), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_recorded_step_compares_with(kind: str) -> None:
+    x = numbers(5, 32, torch.float32, 0, 4.0)
+    torch.testing.assert_close(float64.evaluated("activation", [x, kind])[0], TRUTH[kind](x.double()))
+
+
 class TestDefinition:
     @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
     @pytest.mark.parametrize("kind", KINDS)
@@ -152,14 +182,14 @@ class TestDefinition:
     @pytest.mark.parametrize("kind", GATED)
     def test_the_order_of_the_products(self, kind: str) -> None:
         x, grad = numbers(30, 32, torch.float32, 0), numbers(30, 16, torch.float32, 1)
-        act, derivative = (f(x[:, :16].contiguous()).numpy() for f in activation.FUNCTIONS[kind])
+        _, derivative, gates, through = (part.numpy() for part in parts(x, kind))
         found = twin.activation_backward(grad, x, kind)
         other = 0
         for r, c in np.ndindex(30, 16):
-            g, gate = grad[r, c].numpy(), x[r, 16 + c].numpy()
+            g, gate = grad[r, c].numpy(), gates[r, c]
             first = np.float32(np.float32(g * gate) * derivative[r, c])
             assert found[r, c].numpy() == first
-            assert found[r, 16 + c].numpy() == np.float32(g * act[r, c])
+            assert found[r, 16 + c].numpy() == np.float32(g * through[r, c])
             other += first != np.float32(g * np.float32(gate * derivative[r, c]))
         assert other > 50 or kind == "reglu", "numbers that tell the orders apart; a slope of 0 or 1 does not"
 
@@ -286,7 +316,7 @@ class TestRefusals:
     def test_forward(self, op: str) -> None:
         more = (torch.ones(3), None, 1, E4M3) if op.endswith("transpose") else ()
         for x, kind, sentence in (
-            (torch.zeros(4, 32), "tanh", f"kind must be one of {', '.join(map(repr, KINDS))}; got 'tanh'."),
+            (torch.zeros(4, 32), "tanh", f"kind must be one of {', '.join(map(repr, activation.KINDS))}; got 'tanh'."),
             (torch.zeros(4), "gelu", "x must be 2-D, [rows, cols]; got shape (4,)."),
             (torch.zeros(4, 32, dtype=torch.float64), "relu", "x must be torch.float32, torch.bfloat16 or"),
             (torch.zeros(4, 64)[:, ::2], "silu", "x must be contiguous (row-major); got strides (64, 2)"),

@@ -13,11 +13,14 @@ from test_cast_parity import numbers, poison
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from reference import formats
-from reference.ops.activation import GATED, KINDS, width
+from reference.ops import activation
+from reference.ops.activation import Clamp, width
 
 pytestmark = pytest.mark.gpu
 
 twin = torch.ops.twin
+TIGHT = Clamp(1.5, 0.5, -0.25).kind
+KINDS, GATED = (*activation.KINDS, TIGHT), (*activation.GATED, TIGHT)
 WIDE = formats.WIDE_DTYPES
 SIXTEEN = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

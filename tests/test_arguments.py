@@ -37,7 +37,13 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "dtype": (["float32", torch.int8, torch.float64, float, np.float32, 16, np.dtype("int8")], [None, torch.float16]),
     "device": (["nowhere", 1.5, (0,), True, "cuda:x", "cpu:-3", b"cpu", torch.ones(1)], ["cpu", torch.device("meta")]),
     "mask type": (NOTHING, [*MASKS]),
-    "activation": (["tanh", "clamped_swiglu", *NOTHING], ["gelu", "swiglu", "srelu", "glu"]),
+    "activation": (["tanh", "clamped_swiglu(7.0, 1.702, 1.0)", *NOTHING], ["gelu", "srelu", "glu", "clamped_swiglu"]),
+    "activation params": (
+        [7.0, "limit", True, (7.0,), {"limits": 7.0}, {"limit": 0}, {"limit": None}, {"limit": True}, {"alpha": -1.0},
+         {"alpha": INF}, {"glu_linear_offset": NAN}, {"glu_linear_offset": "1"}, {1: 1.0}, {"limit": torch.ones(1)}],
+        [None, {}, {"limit": 7}, {"alpha": 1, "glu_linear_offset": -np.float32(0.5)}],
+    ),
+    "qk norm": (["BatchNorm", "", 3, True, ("RMSNorm",)], [None, "L2Normalization", "RMSNorm", "LayerNorm"]),
     "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
     "format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
     "attention type": (["both", *NOTHING], ["self", "cross"]),
@@ -49,6 +55,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     "stream": ([0, "stream", True, object()], [None]),
     "communication": (NOTHING, ["p2p", "all_gather", "a2a", "a2a+p2p"]),
     "scale": ([0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [None, 0.5, 2, np.float32(0.5)]),
+    "scale of its own": ([None, 0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [1e-6, np.float32(1)]),
     "split": (
         [
             "qkv", 3, (), {}, ("q", "q"), ("q", "q_"), {"q": 32.0}, {"q": "32"}, {"q": -16, "k": 48}, {1: 32}, (1, 2),
@@ -63,8 +70,9 @@ ARGUMENTS = {
     "head or none": "kv_channels",
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
-    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode",
-    "probability": "attention_dropout hidden_dropout",
+    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode qk_norm_before_rope "
+    "parallel_attention_mlp",
+    "probability": "attention_dropout hidden_dropout drop_path_rate",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",
     "rng": "get_rng_state_tracker",
@@ -73,7 +81,9 @@ ARGUMENTS = {
     "device": "device",
     "mask type": "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type",
     "activation": "activation",
+    "activation params": "activation_params",
     "normalization": "normalization",
+    "qk norm": "qk_norm_type",
     "format": "qkv_format attn_input_format",
     "attention type": "attention_type",
     "layer type": "layer_type",
@@ -84,6 +94,7 @@ ARGUMENTS = {
     "stream": "cp_stream",
     "communication": "cp_comm_type",
     "scale": "softmax_scale",
+    "scale of its own": "qk_norm_eps",
     "split": "parameters_split",
 }
 KIND_OF = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}
@@ -118,6 +129,8 @@ def test_each_argument(layer: str, name: str, kind: str) -> None:
     kind = "head" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
     if (layer, name) in (("LayerNorm", "hidden_size"), ("RMSNorm", "hidden_size")):
         given = META  # it is the older name of normalized_shape
+    if name == "activation_params":
+        given = {**given, "activation": "clamped_swiglu"}
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):
         given = {**given, "qkv_weight_interleaved": False}
     refused, taken = KINDS[kind]

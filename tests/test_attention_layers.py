@@ -237,7 +237,7 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
         ),
         (lambda: te.MultiheadAttention(64, 5), ValueError, "hidden_size=64 with num_attention_heads=5"),
         (lambda: te.MultiheadAttention(64, 4, attention_type="other"), ValueError, "attention_type='other'"),
-        (lambda: te.MultiheadAttention(64, 4, qk_norm_type="RMSNorm"), NotImplementedError, "qk_norm_type='RMSNorm'"),
+        (lambda: te.MultiheadAttention(64, 4, qk_norm_type="Norm"), ValueError, "qk_norm_type='Norm'; None or one"),
         (lambda: te.MultiheadAttention(64, 4, tp_size=2), NotImplementedError, "tp_size=2 is not offered"),
         (
             lambda: te.MultiheadAttention(64, 4)(torch.ones(2, 1, 64), encoder_output=torch.ones(2, 1, 64)),

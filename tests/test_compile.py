@@ -145,6 +145,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointed attention": {},
     "rotary, padding": {"self_attn_mask_type": "padding"},
     "sliding window": {"window_size": (1, 0)},
+    "parallel, stochastic depth": {"parallel_attention_mlp": True, "drop_path_rate": 0.3},
+    "norms of heads, clamped": {"qk_norm_type": "L2Normalization", "activation": "clamped_swiglu"},
     "output layernorm": {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
 }
 

@@ -36,9 +36,12 @@ class Model(torch.nn.Module):
             *(32, 48, 2),
             fuse_qkv_params=True,
             params_dtype=dtype,
-            activation=("gelu", "swiglu", "relu")[kind % 3],
+            activation=("gelu", "swiglu", "relu", "clamped_swiglu")[kind % 4],
             hidden_dropout=0.1 * (kind % 2),
             attention_dropout=0.1 * (kind // 2 % 2),
+            drop_path_rate=0.2 * (kind // 2 % 2),
+            parallel_attention_mlp=kind % 5 == 4,
+            qk_norm_type=(None, "RMSNorm", "L2Normalization")[kind % 3],
         )
         self.last = te.Linear(32, 16, bias=kind % 2 == 0, params_dtype=dtype)
 

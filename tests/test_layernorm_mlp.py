@@ -8,10 +8,16 @@ import torch
 import written_out
 
 import reference as te
-from reference.ops.activation import GATED, KINDS
+from reference.ops.activation import CLAMPED, KINDS, Clamp, clamp_of, is_gated
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
-ACTIVATIONS = KINDS
+ACTIVATIONS = (*KINDS, Clamp(1.5, 0.5, -0.25).kind)
+
+
+def named(kind: str) -> dict[str, Any]:
+    """A kind as a layer's arguments."""
+    clamp = clamp_of(kind) if kind != CLAMPED else None
+    return {"activation": kind} if clamp is None else {"activation": CLAMPED, "activation_params": clamp._asdict()}
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -49,7 +55,7 @@ def test_in_16_bits_it_is_the_four_modules(
     dtype: torch.dtype, activation: str, normalization: str, both: bool, same_bits
 ) -> None:
     """Both round at the same places, so every bit is equal; with a gradient of norm(x) too."""
-    fused = mlp(dtype, activation=activation, normalization=normalization, return_layernorm_output=both)
+    fused = mlp(dtype, **named(activation), normalization=normalization, return_layernorm_output=both)
     norm = getattr(te, normalization)(48, params_dtype=dtype)
     fc1 = te.Linear(48, fused.fc1_weight.shape[0], params_dtype=dtype)
     fc2 = te.Linear(80, 48, params_dtype=dtype)
@@ -79,10 +85,10 @@ def exact(layer: te.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
     layer.wide = p
     h = torch.nn.functional.layer_norm(x, x.shape[-1:], p["layer_norm_weight"], p["layer_norm_bias"], layer.eps)
     h = torch.nn.functional.linear(h, p["fc1_weight"], p["fc1_bias"])
-    if layer.activation in GATED:
-        h, gate = h.chunk(2, dim=-1)
-    else:
-        gate = torch.ones(())
+    h, gate = h.chunk(2, dim=-1) if is_gated(layer.activation) else (h, torch.ones(()))
+    limit, alpha, offset = clamp_of(layer.activation_kind) or Clamp()
+    if layer.activation == CLAMPED:
+        h, gate = h.clamp(max=limit), gate.clamp(-limit, limit) + offset
     functions = {
         "gelu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
         "geglu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
@@ -95,6 +101,7 @@ def exact(layer: te.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
         "qgelu": lambda t: t * torch.sigmoid(1.702 * t),
         "qgeglu": lambda t: t * torch.sigmoid(1.702 * t),
         "glu": torch.sigmoid,
+        "clamped_swiglu": lambda t: t * torch.sigmoid(alpha * t),
     }
     return torch.nn.functional.linear(functions[layer.activation](h) * gate, p["fc2_weight"], p["fc2_bias"])
 
@@ -104,7 +111,7 @@ def exact(layer: te.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
 def test_against_float64(activation: str, fp8: bool) -> None:
     """16 bits: five roundings of bf16 (2^-9 each) in a row, and relu's slope may jump at a pre-activation that a
     rounding moved across 0. FP8: E4M3 rounds by 2^-4, E5M2 by 2^-3; a few of them in a row."""
-    layer = mlp(torch.bfloat16, activation=activation)
+    layer = mlp(torch.bfloat16, **named(activation))
     x = numbers(9, 64, 48).bfloat16().requires_grad_()
     g = numbers(10, 64, 48).bfloat16()
     for _ in range(2 if fp8 else 1):  # the second step uses the first one's scales
@@ -137,7 +144,7 @@ def test_state_has_two_gemms() -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_calibration_notes_what_fp8_would_cast(activation: str) -> None:
-    layer = mlp(torch.bfloat16, activation=activation)
+    layer = mlp(torch.bfloat16, **named(activation))
     x = numbers(13, 16, 48).bfloat16()
     with te.autocast(enabled=False, calibrating=True, recipe=RECIPE), torch.no_grad():
         layer(x)
@@ -234,6 +241,16 @@ def test_fp8_step_written_out(activation: str, both: bool) -> None:
     ("make", "error", "sentence"),
     [
         (lambda: te.LayerNormMLP(16, 16, activation="tanh"), ValueError, "activation='tanh'; one of"),
+        (
+            lambda: te.LayerNormMLP(16, 16, activation_params={"limit": 7.0}),
+            ValueError,
+            r"LayerNormMLP: activation_params={'limit': 7.0} with activation='gelu'; None is accepted",
+        ),
+        (
+            lambda: te.LayerNormMLP(16, 16, activation="clamped_swiglu", activation_params={"limits": 7.0}),
+            ValueError,
+            r"activation_params={'limits': 7.0}; None, or a dict of 'limit'",
+        ),
         (lambda: te.LayerNormMLP(16, 0), ValueError, "ffn_hidden_size=0; an int from 1"),
         (lambda: te.LayerNormMLP(16, 16, checkpoint=1), TypeError, "checkpoint=1; True and False are accepted"),
         (lambda: te.LayerNormMLP(16, 16, normalization="none"), ValueError, "normalization='none'"),

@@ -46,6 +46,38 @@ def test_a_sliding_window(mask_type: str, same_bits) -> None:
     train_both(layer, (400, 2, 64), torch.bfloat16, recipe_of("hybrid"), same_bits, steps=2)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("kind", ["L2Normalization", "RMSNorm", "LayerNorm"])
+def test_norms_of_heads(kind: str, before: bool, same_bits) -> None:
+    freqs = (numbers(98, (40, 20), torch.float32).abs() * 5).repeat(1, 2).view(40, 1, 1, 40)
+    for channels, recipe in ((40, None), (64, recipe_of("hybrid"))):
+        layer = te.TransformerLayer(
+            128, 128, 4, 2, kv_channels=channels, params_dtype=torch.bfloat16, qk_norm_type=kind,
+            qk_norm_before_rope=before,
+        )  # fmt: skip
+        train_both(layer, (40, 2, 128), torch.bfloat16, recipe, same_bits, steps=3, rotary_pos_emb=freqs)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_parallel_halves_and_stochastic_depth(parallel: bool, layout: str, same_bits) -> None:
+    for rate, recipe in ((0.0, recipe_of("hybrid")), (0.3, recipe_of("hybrid")), (0.3, None)):
+        layer = te.TransformerLayer(
+            64, 128, 4, params_dtype=torch.bfloat16, parallel_attention_mlp=parallel, drop_path_rate=rate,
+            attn_input_format=layout,
+        )  # fmt: skip
+        train_both(layer, (30, 6, 64), torch.bfloat16, recipe, same_bits, steps=3)
+
+
+def test_clamped_swiglu(same_bits) -> None:
+    params = {"limit": 1.5, "alpha": 0.5, "glu_linear_offset": -0.25}
+    layer = te.LayerNormMLP(
+        64, 144, activation="clamped_swiglu", activation_params=params, params_dtype=torch.bfloat16
+    )  # fmt: skip
+    for recipe in (None, recipe_of("hybrid")):
+        train_both(copy.deepcopy(layer), (300, 64), torch.bfloat16, recipe, same_bits, steps=3)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     tokens=st.sampled_from([1, 7, 16, 63, 129, 140]),

@@ -27,9 +27,9 @@ def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def printed(program: str) -> Any:
+def printed(program: str, *paths: Path) -> Any:
     """What a program prints last, as JSON."""
-    done = run(program)
+    done = run(program, *paths)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -72,7 +72,10 @@ def test_the_version_is_that_of_the_api_which_tests_compare_with() -> None:
 
 
 REFUSED = {
-    "from transformer_engine.pytorch import GroupedLinear": "te.GroupedLinear is not offered by Twin Engine: there are",
+    "from transformer_engine.pytorch import Fp8Padding": "te.Fp8Padding is not offered by Twin Engine: there are no",
+    "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
+    "root.pytorch.router.fused_moe_aux_loss()": "te.router is not offered by Twin Engine: there are no lay",
+    "root.pytorch.ops.Reshape": "ops.Reshape is not offered by Twin Engine: layers are whole",
     "import transformer_engine.pytorch.export": "te.export is not offered by Twin Engine: there is no export",
     "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
     "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",
@@ -100,6 +103,82 @@ def test_what_is_not_offered_says_so() -> None:
     found = printed(INSTALL + f"statements = {list(REFUSED)}\n" + textwrap.dedent(program))
     for text, sentence in zip(found, REFUSED.values(), strict=True):
         assert sentence in text
+
+
+# What megatron/core/extensions/transformer_engine.py and its neighbours do with Transformer Engine while they are
+# imported, in releases 0.16.1 and the one after it.
+MEGATRON = """
+import inspect, json
+import transformer_engine as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+from transformer_engine.pytorch.distributed import activation_recompute_forward, checkpoint
+from transformer_engine.pytorch.float8_tensor import Float8Tensor
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+from transformer_engine.pytorch.router import (
+    fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
+)
+from transformer_engine.pytorch.tensor import QuantizedTensor
+p = te.pytorch
+bases = (p.Linear, p.LayerNormLinear, p.DotProductAttention, p.GroupedLinear, p.RMSNorm)
+for base in (*bases, te.common.recipe.DelayedScaling, p.distributed.CudaRNGStatesTracker):
+    type("Of" + base.__name__, (base,), {})
+def annotated(self) -> te.pytorch.ops.Sequential: ...
+def op(self, one: te.pytorch.ops.FusibleOperation) -> None: ...
+wanted = {"delay_wgrad_compute", "symmetric_ar_type", "rng_tracker_name", "ub_overlap_rs_dgrad"}
+assert wanted <= set(inspect.signature(p.Linear).parameters)
+assert issubclass(Float8Tensor, QuantizedTensor)
+print(json.dumps("imported"))
+"""
+
+
+def test_what_megatron_core_imports_is_there() -> None:
+    assert printed(INSTALL + MEGATRON) == "imported"
+
+
+MEGATRON_CORE = importlib.util.find_spec("megatron")
+
+
+@pytest.mark.skipif(MEGATRON_CORE is None, reason="could not import megatron.core")
+def test_megatron_cores_extension_runs_a_model() -> None:
+    program = """
+    import json, os, torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True, params_dtype=torch.bfloat16,
+        bf16=True, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", add_bias_linear=False,
+        bias_dropout_fusion=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="learned_absolute")
+    model.bfloat16()
+    ids, positions, losses = torch.arange(32).view(2, 16), torch.arange(16).expand(2, 16), []
+    for step in range(4):
+        with reference.fp8_autocast(enabled=step > 1):
+            loss = model(ids, positions, None, labels=ids).float().mean()
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    kinds = {type(part).__mro__[1].__module__.partition(".")[0] for part in model.modules()}
+    print(json.dumps([extension.HAVE_TE, losses[-1] < losses[0], "reference" in kinds]))
+    """
+    folder = Path(next(iter(MEGATRON_CORE.submodule_search_locations))).parent
+    assert printed(INSTALL + textwrap.dedent(program), folder) == [True, True, True]
 
 
 @pytest.mark.parametrize("how", ["module", "metadata", "imported"])

@@ -100,6 +100,9 @@ def by_hand(layer: te.TransformerLayer, x: torch.Tensor, other: torch.Tensor | N
         residual = norm[0] if post and normed else residual
         return residual + (y if bias is None else y + bias)
 
+    if layer.parallel_attention_mlp:
+        both = x.view_as(x)  # so that the halves' gradients are added before the residual's
+        return x + (layer.self_attention(both) + layer.layernorm_mlp(both))
     h = add(layer.self_attention(x), x, not layer.output_layernorm)
     if other is not None:
         h = add(layer.inter_attention(h, encoder_output=other), h, True)
@@ -109,7 +112,9 @@ def by_hand(layer: te.TransformerLayer, x: torch.Tensor, other: torch.Tensor | N
 
 BY_HAND: dict[str, dict[str, Any]] = {
     "plain": {},
-    **{name: settings for name, settings in VARIANTS.items() if name != "dropout"},
+    **{name: settings for name, settings in VARIANTS.items() if "hidden_dropout" not in settings},
+    "parallel": {"parallel_attention_mlp": True},
+    "parallel, no bias": {"parallel_attention_mlp": True, "bias": False, "normalization": "RMSNorm"},
     "post-norm residual, output norm": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
     "post-norm decoder": {"apply_residual_connection_post_layernorm": True, "layer_type": "decoder"},
     "decoder, output norm": {"layer_type": "decoder", "output_layernorm": True, "normalization": "RMSNorm"},

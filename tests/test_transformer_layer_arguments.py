@@ -131,8 +131,22 @@ def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "error", "sentence"),
     [
         ({"layer_type": "both"}, ValueError, "layer_type='both'; one of"),
-        ({"parallel_attention_mlp": True}, NotImplementedError, "parallel_attention_mlp=True"),
-        ({"drop_path_rate": 0.1}, NotImplementedError, "drop_path_rate=0.1"),
+        (
+            {"parallel_attention_mlp": True, "layer_type": "decoder"},
+            ValueError,
+            "TransformerLayer: parallel_attention_mlp=True with layer_type='decoder'; 'encoder' is accepted.",
+        ),
+        (
+            {"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True},
+            ValueError,
+            "parallel_attention_mlp=True with apply_residual_connection_post_layernorm=True; False is accepted.",
+        ),
+        (
+            {"parallel_attention_mlp": True, "output_layernorm": True},
+            ValueError,
+            "parallel_attention_mlp=True with output_layernorm=True; False is accepted.",
+        ),
+        ({"drop_path_rate": 1.0}, ValueError, "drop_path_rate=1.0; 0 <= p < 1"),
         ({"hidden_dropout": 1.5}, ValueError, "hidden_dropout=1.5; 0 <= p < 1"),
         ({"sequence_parallel": 1}, TypeError, "sequence_parallel=1; True and False are accepted"),
         ({"activation": "tanh"}, ValueError, "activation='tanh'"),

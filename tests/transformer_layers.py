@@ -33,4 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "output norm": {"output_layernorm": True, "zero_centered_gamma": True},
     "decoder": {"layer_type": "decoder"},
     "dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.2},
+    "parallel halves": {"parallel_attention_mlp": True, "hidden_dropout": 0.2},
+    "stochastic depth": {"drop_path_rate": 0.3, "hidden_dropout": 0.2, "attn_input_format": "bshd"},
 }  # fmt: skip

@@ -14,14 +14,17 @@ from optimized.ops.amax import WIDE, aligned, pointer
 from optimized.ops.cast import FP8, scaling_pointers
 from optimized.ops.cast_transpose import tile_grid
 from optimized.ops.dbias import add_blocks, new_partial
+from reference.elementary import alpha_log2e
 from reference.ops.activation import (
-    GATED,
+    CLAMPED,
     KINDS,
     RECORDED,
     activation_backward_outputs,
     activation_outputs,
     backward_cast_outputs,
+    clamp_of,
     forward_cast_outputs,
+    is_gated,
     width,
 )
 from reference.ops.cast import Scaling
@@ -30,7 +33,7 @@ from reference.ops.library import on_cuda
 
 # The macro of kernels/activation.cuh.
 KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
-KIND |= {"reglu": 5, "srelu": 6, "sreglu": 7, "qgelu": 8, "qgeglu": 9, "glu": 10}
+KIND |= {"reglu": 5, "srelu": 6, "sreglu": 7, "qgelu": 8, "qgeglu": 9, "glu": 10, CLAMPED: 11}
 _THREADS = 128
 _ROWS = 4  # that a block of kernels/activation.cu computes
 # A tile of kernels/activation_cast_transpose.cu has 64 rows of 256 bytes, and 64 bytes of padding after each 16 rows.
@@ -46,16 +49,32 @@ _BLOCKS = {
 }  # that a multiprocessor should hold, by the matrices that are read (docs/log/activation.md)
 
 
+def macros(kind: str) -> dict[str, int | str]:
+    """The macros of kernels/activation.cuh by which a kind is compiled, with its parameters if it has any."""
+    clamp = clamp_of(kind)
+    if clamp is None:
+        return {"KIND": KIND[kind]}
+    limit, alpha, offset = clamp
+    words: dict[str, float | np.float32] = {
+        "LIMIT": limit,
+        "ALPHA": alpha,
+        "ALPHA_LOG2E": alpha_log2e(alpha),
+        "OFFSET": offset,
+    }
+    literals = {name: f"{float(np.float32(value)).hex()}f" for name, value in words.items()}
+    return {"KIND": KIND[CLAMPED], **literals}
+
+
 @cache
 def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
-    return launch.function("activation", name, {"KIND": KIND[kind], "WIDE": WIDE[x], "VECTOR": vector})
+    return launch.function("activation", name, {**macros(kind), "WIDE": WIDE[x], "VECTOR": vector})
 
 
 @cache
 def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> launch.Kernel:
-    name, matrices = "activation_cast_transpose", (2 if kind in GATED else 1) + backward
-    macros = {"KIND": KIND[kind], "WIDE": WIDE[x], "FP8": FP8[q], "BACKWARD": int(backward)}
-    return launch.function(name, name, {**macros, "BLOCKS": _BLOCKS[matrices]}, matrices * _TILE_BYTES, _CARVEOUT)
+    name, matrices = "activation_cast_transpose", (2 if is_gated(kind) else 1) + backward
+    defines = {**macros(kind), "WIDE": WIDE[x], "FP8": FP8[q], "BACKWARD": int(backward)}
+    return launch.function(name, name, {**defines, "BLOCKS": _BLOCKS[matrices]}, matrices * _TILE_BYTES, _CARVEOUT)
 
 
 _MORE = KINDS[len(RECORDED) :]

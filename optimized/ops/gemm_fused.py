@@ -21,7 +21,7 @@ from optimized.ops.gemm_config import GemmConfig
 from optimized.ops.gemm_operands import bias_arguments, check_devices, loadable, operand_maps, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from optimized.tensor_map import tensor_map_2d
-from reference.ops.activation import GATED, RECORDED
+from reference.ops.activation import RECORDED, is_gated
 from reference.ops.cast_transpose import Four
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.gemm_fused import activation_backward_outputs, activation_outputs, bias_dropout_add_outputs
@@ -49,7 +49,7 @@ def fused_tile(epilogue: str, tile: Tile) -> Tile:
 
 def halves(epilogue: str, kind: str | None) -> int:
     """How many halves a tile's columns have: a gated activation takes two."""
-    return 2 if epilogue == ACTIVATION and kind in GATED else 1
+    return 2 if epilogue == ACTIVATION and kind is not None and is_gated(kind) else 1
 
 
 def select_steps(epilogue: str, tile: Tile, k: int, kind: str | None = None) -> int:
@@ -88,7 +88,7 @@ def config(
     if epilogue == DROPOUT:
         macros["DROP"] = int(drop)
     if kind is not None and q is not None:
-        macros |= {"KIND": activations.KIND[kind], "FP8": FP8[q]}
+        macros |= {**activations.macros(kind), "FP8": FP8[q]}
     return GemmConfig("gemm_fp8_fused", tile, tuple(macros.items()), epilogue_bytes(epilogue, tile))
 
 

@@ -9,12 +9,14 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from reference import compiled, recompute
 from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.ops.dropout import state_or_none
+from reference.ops.library import twin
 from reference.threads import here
 
 Context = ModuleContext | BlockContext
@@ -96,8 +98,36 @@ def differentiable(
     """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`."""
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
-    updates = stateful and here().first_module_pending and not recompute.replaying()
+    updates = stateful and here().first_module_pending and recompute.updates_scales()
     out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
     if updates:
         here().first_module_pending = False
     return out
+
+
+class RoundedPlan(NamedTuple):
+    """Whether the gradient is wanted."""
+
+    needs: tuple[bool, ...]
+
+
+def rounded_forward(plan: RoundedPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    return twin.bias_dropout_add(x, None, None, 0.0, state_or_none(None, x)), ()
+
+
+def rounded_backward(plan: RoundedPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    return (twin.dropout_backward(grad.contiguous(), 0.0, None),)
+
+
+def rounded_gradient(x: torch.Tensor) -> torch.Tensor:
+    """x; gradients that reach the result are added, and rounded to its dtype, before anything else is done with them.
+
+    In eager mode that goes without saying. A compiler would fuse the sum with what follows, without the rounding; an op
+    keeps it from that.
+    """
+    if not torch.compiler.is_compiling():
+        return x.view_as(x)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return differentiable(rounded_forward, rounded_backward, RoundedPlan(wanted(rows)), BlockContext(), rows).view(
+        x.shape
+    )

@@ -133,8 +133,8 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
 
 
 def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether `attention_block` can run it: attention with a norm of its own."""
-    if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm:
+    """Whether `attention_block` can run it: attention with a norm of its own, and none of its heads."""
+    if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm or module.q_norm is not None:
         return False
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]

@@ -1,6 +1,7 @@
-"""Random state of layers with dropout, and bias + dropout + residual under autograd.
+"""Random state of layers with dropout, bias + dropout + residual under autograd, and stochastic depth.
 
 y = T( residual + T( dropout( T( x + bias ) ) ) )       T: one rounding to x's dtype; order in `reference.ops.dropout`
+y = T( residual + T( m · T( dropout( T( x + bias ) ) ) ) )             with `DropPath`: m is 0 or fp32(1 / (1 − p))
 """
 
 from collections.abc import Callable
@@ -10,11 +11,12 @@ import torch
 
 from reference import philox, recompute
 from reference.compiled import before, order
-from reference.nn.autograd import differentiable, wanted
+from reference.nn.autograd import differentiable, rounded_gradient, wanted
 from reference.nn.context import BlockContext, Saved
 from reference.nn.parameters import forked
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
+from reference.rng_tracker import CudaRNGStatesTracker
 from reference.threads import here
 
 
@@ -58,14 +60,23 @@ class Generator(torch.nn.Module):
         """
         thread, again = here(), recompute.frame_replaying()
         if again is not None:
-            if again.draws:  # as the first run did, so that torch's own dropout after it repeats, too
-                philox.draw_seed()
+            tracker = None if self._get_rng is None else self._get_rng()
+            # As the first run did, so that torch's own dropout after it repeats, too; but no tracker is left advanced.
+            restored = tracker is None or tracker is again.tracker or isinstance(tracker, CudaRNGStatesTracker)
+            if again.draws and restored:
+                with forked(self._get_rng):
+                    philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":
             self._put(philox.new_state(device))
         elif thread.undrawn is not None:
             thread.undrawn.append(self)
         elif torch.compiler.is_compiling():
+            if self._get_rng is not None:
+                raise NotImplementedError(
+                    "get_rng_state_tracker with dropout under torch.compile is not offered: a compiled graph cannot "
+                    "fork random states; eager mode is accepted."
+                )
             torch.ops.twin.draw_seed(order(self.state.device), self.state)
         elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
             with forked(self._get_rng):
@@ -110,3 +121,37 @@ def bias_dropout_add(
     tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
     plan = Plan(wanted(*tensors), p if state is not None else 0.0)
     return differentiable(drop_forward, drop_backward, plan, BlockContext(random=(state,)), *tensors).view(x.shape)
+
+
+class DropPath(torch.nn.Module):
+    """Stochastic depth: x's entries along its first dimension are dropped as a whole with probability p.
+
+    y = T( m · x ), a product of fp32 values; m is `twin::bias_dropout_add` of fp32 ones `[1, n]`, one for each of x's n
+    entries, so p is a multiple of 2^-16, and the words are those of Philox (`reference.ops.dropout`). Where m is 0, y
+    is 0 · x: an infinity becomes NaN. The gradient is T( m · dy ).
+
+    Args:
+        p: the probability.
+        device: of the random state.
+
+    Source: Transformer Engine's `pytorch/transformer.py`; stochastic depth, arXiv 1603.09382.
+    """
+
+    def __init__(self, p: float, device: torch.device) -> None:
+        super().__init__()
+        self.p = float(p)
+        self.generator = Generator(device)
+
+    def draw(self, device: torch.device) -> None:
+        """Draw a new seed for this forward of the layer, as `Generator.draw`."""
+        self.generator.draw(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[n, ...]` with some of its n entries dropped; the others are divided by 1 − p."""
+        ones = torch.ones(1, x.shape[0], device=x.device, dtype=torch.float32)
+        with torch.no_grad():
+            kept = twin.bias_dropout_add(ones, None, None, self.p, self.generator.take())
+        return rounded_gradient((x.float() * kept.view(-1, *[1] * (x.dim() - 1))).to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

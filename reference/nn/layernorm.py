@@ -1,12 +1,13 @@
-"""`LayerNorm` and `RMSNorm` as layers, and what the fused layers share with them.
+"""`LayerNorm` and `RMSNorm` as layers, `L2Normalization`, and what the fused layers share with them.
 
-    y = (x − mean(x)) · rstd · γ + β         RMSNorm: y = x · rstd · γ
+    y = (x − mean(x)) · rstd · γ + β         RMSNorm: y = x · rstd · γ         L2Normalization: y = x / sqrt(Σx² + eps)
 
 The norm is over the last dimension; γ is `weight`, or `weight + 1` with `zero_centered_gamma`. Order and rounding
 points: `reference.ops.norm`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import BlockContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
-from reference.nn.parameters import parameter_dtype
+from reference.nn.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
 from reference.quantized import as_dtype, rows_of
 from reference.quantizer import NormPlan
@@ -186,3 +187,81 @@ class RMSNorm(_Norm):
     """Root-mean-square normalisation over the last dimension; parameter `weight` (γ). Arguments: `_Norm`."""
 
     kind = "rmsnorm"
+
+
+class HeadPlan(NamedTuple):
+    """T, whether the gradient is wanted, and the norm."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    norm: NormPlan
+
+
+def l2_forward(plan: HeadPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """y `[rows, n]` of x `[rows, n]`; the context reads 1/√n."""
+    x = as_dtype(x, plan.dtype)
+    y, mean, rstd = twin.norm(x, context.reads[0], None, *plan.norm, plan.dtype)
+    return y, (x, mean, rstd)
+
+
+def l2_backward(plan: HeadPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """dx of dL/dy."""
+    x, mean, rstd = saved
+    return norm_backward(plan.norm, grad.contiguous(), (x, context.reads[0], mean, rstd))[:1]
+
+
+class L2Normalization(DeviceDefault, torch.nn.Module):
+    """y = x / sqrt(Σx² + eps) over the last dimension of size n, without parameters: of queries and keys by head.
+
+    It is RMSNorm with γ = fp32(1/√n), which is no parameter, and with eps/n in the place of eps. So its order and
+    rounding points are those of `twin::norm`: x · rstd rounds to fp32, its product with γ rounds to fp32, then to the
+    input's dtype.
+
+    Args:
+        hidden_size: n.
+        eps: added to the sum of squares.
+        device: None is the package's own.
+
+    Source: Transformer Engine's `pytorch/ops/basic/l2normalization.py`.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, float(eps)
+        self._put(self.resolve_device(device))
+
+    def _put(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.scale = torch.full((self.hidden_size,), 1 / math.sqrt(self.hidden_size), device=device).float()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Follow the module's device."""
+        super()._apply(fn, recurse)
+        self._put(fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device)).device)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `[..., n]`; the result has the input's (or torch.autocast's) dtype."""
+        if self.scale.device != x.device:  # a loader that replaces parameters one by one leaves it on the meta device
+            self._put(x.device)
+        rows = rows_of(x)
+        norm = NormPlan(self.eps / self.hidden_size, False, "rmsnorm")
+        plan, context = HeadPlan(activation_dtype(x), wanted(rows), norm), BlockContext(reads=(self.scale,))
+        return differentiable(l2_forward, l2_backward, plan, context, rows).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+def head_norms(
+    kind: str | None, channels: int, eps: float, dtype: torch.dtype | None, device: torch.device
+) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """The norms of queries and of keys by head, for an attention's `qk_norm_type`; L2 is one for both."""
+    if kind is None:
+        return None, None
+    if kind == "L2Normalization":
+        shared = L2Normalization(channels, eps, device=device)
+        return shared, shared
+    make = LayerNorm if kind == "LayerNorm" else RMSNorm
+    query, key = (make(channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2))
+    return query, key

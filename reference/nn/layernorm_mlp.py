@@ -23,7 +23,7 @@ from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, 
 from reference.nn.layernorm_linear import norm_output
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, forked, parameter_dtype
-from reference.ops.activation import GATED
+from reference.ops.activation import CLAMPED, Clamp, is_gated
 from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import ActivationPlan, NormPlan
 
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
 def mlp_plan(layer: "LayerNormMLP", context: ModuleContext, dtype: torch.dtype, needs: tuple[bool, ...]) -> Plan:
     """The plan of a layer with its present settings."""
-    return Plan(dtype, needs, context.kind, norm_plan(layer), layer.activation, layer.return_layernorm_output)
+    return Plan(dtype, needs, context.kind, norm_plan(layer), layer.activation_kind, layer.return_layernorm_output)
 
 
 def hidden_forward(
@@ -109,6 +109,15 @@ def backward(
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 
+def check_activation_params(layer: str, activation: str, params: dict[str, Any] | None) -> None:
+    """Refuse parameters of an activation that has none; `check_arguments` has checked both by themselves."""
+    if params and activation != CLAMPED:
+        raise ValueError(
+            f"{layer}: activation_params={params!r} with activation={activation!r}; None is accepted, or "
+            f"activation={CLAMPED!r}."
+        )
+
+
 class LayerNormMLP(TransformerEngineBaseModule):
     """Normalisation and a two-layer perceptron, with Transformer Engine's arguments and parameter names.
 
@@ -119,7 +128,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         hidden_size, ffn_hidden_size: sizes; in FP8 both must be multiples of 16. Any token count works.
         eps, normalization, zero_centered_gamma: as in `LayerNormLinear`.
         activation: "gelu" (its tanh form), "geglu", "relu", "reglu", "silu", "swiglu", "srelu", "sreglu", "qgelu",
-            "qgeglu" or "glu" (`reference.ops.activation`).
+            "qgeglu", "glu" or "clamped_swiglu" (`reference.ops.activation`).
+        activation_params: of "clamped_swiglu", GPT-OSS's: a dict of "limit" (7.0), "alpha" (1.702) and
+            "glu_linear_offset" (1.0), each of which may be left out.
         bias: fc1 and fc2 learn a bias.
         init_method, output_layer_init_method: called with fc1's, fc2's weight; None draws normal(0, 0.023).
         return_bias: leave fc2's bias out and return `(y, bias)`.
@@ -127,7 +138,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         checkpoint: keep only the input for backward and recompute the rest, with the same bits (`te.checkpoint`).
-        activation_params, ub_* and the rest: only "off" is offered.
+        ub_* and the rest: only "off" is offered.
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `Linear`.
     """
 
@@ -177,12 +188,14 @@ class LayerNormMLP(TransformerEngineBaseModule):
         checkpoint: bool = False,
     ) -> None:
         check_arguments("LayerNormMLP", locals())
+        check_activation_params("LayerNormMLP", activation, activation_params)
         super().__init__()
         self.hidden_size = int(hidden_size)
         self.ffn_hidden_size = int(ffn_hidden_size)
         self.eps = float(eps)
         self.kind = KINDS[normalization]
-        self.activation = activation
+        self.activation, self.activation_params = activation, activation_params
+        self.activation_kind = Clamp(**activation_params).kind if activation_params else activation
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         self.use_bias = bias
@@ -200,7 +213,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _create_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         register_norm(self, self.hidden_size, dtype, device)
-        fc1_rows = self.ffn_hidden_size * (2 if self.activation in GATED else 1)
+        fc1_rows = self.ffn_hidden_size * (2 if is_gated(self.activation) else 1)
         for layer, rows, columns in (
             ("fc1", fc1_rows, self.hidden_size),
             ("fc2", self.hidden_size, self.ffn_hidden_size),

@@ -17,6 +17,7 @@ from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths, m
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.context import BlockContext, Saved
+from reference.nn.layernorm import head_norms
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
@@ -29,8 +30,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
     """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
-    `query_layer`) and `key_value`; `core_attention`; `proj`. Without `fuse_qkv_params` the projection's parameters are
-    `query_weight`, `key_weight`, `value_weight` and their biases.
+    `query_layer`) and `key_value`; `core_attention`; `proj`; `q_norm` and `k_norm` with `qk_norm_type`. Without
+    `fuse_qkv_params` the projection's parameters are `query_weight`, `key_weight`, `value_weight` and their biases.
 
     Args:
         hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes; kv_channels None is hidden / heads.
@@ -46,7 +47,9 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
-        softcap, qk_norm_* and ub_*: only "off" is offered.
+        qk_norm_type: None, or normalise each head of q and k: "RMSNorm", "LayerNorm", or "L2Normalization" (without
+            parameters). qk_norm_eps: its eps. qk_norm_before_rope: before the rotary embedding instead of after it.
+        softcap and ub_*: only "off" is offered.
     """
 
     def __init__(
@@ -129,6 +132,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
+        self.q_norm, self.k_norm = head_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        self.qk_norm_before_rope = qk_norm_before_rope
         q_size, kv_size = channels * self.num_attention_heads, channels * groups
 
         def project(out: int, split: Any, normed: bool) -> Linear | LayerNormLinear:
@@ -237,11 +242,13 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         else:
             q = mixed.view(*mixed.shape[:-1], self.num_attention_heads, self.channels)
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
+        q, k = self._normed(q, k, before_rope=True)
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             layout = (self.rotary_pos_interleaved, self.qkv_format)
             maps = (None, None) if self.qkv_format != "thd" else maps_of(lengths, (q.shape[0], k.shape[0]))
             q, k = (rotated(t, freqs, *layout, one) for t, freqs, one in zip((q, k), both, maps, strict=True))
+        q, k = self._normed(q, k, before_rope=False)
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
@@ -317,6 +324,12 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""
         plan = SplitPlan(wanted(mixed), self.heads(queries))
         return differentiable(split_forward, split_backward, plan, BlockContext(), mixed)
+
+    def _normed(self, q: torch.Tensor, k: torch.Tensor, before_rope: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k, each head normalised if that happens on this side of the rotary embedding."""
+        if self.q_norm is None or self.k_norm is None or self.qk_norm_before_rope is not before_rope:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
     def heads(self, queries: int) -> "Heads":
         """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""

@@ -4,8 +4,15 @@
     h = h + dropout(cross_attention(norm(h), encoder_output) + b)        decoder only
     y = h + dropout(mlp(norm(h)) + b)
 
-Each sum rounds as in `reference.ops.dropout`. With `apply_residual_connection_post_layernorm` the residual is norm(x);
-with `output_layernorm` the first norm moves to the end. Source: Transformer Engine's `pytorch/transformer.py`.
+or, with `parallel_attention_mlp`, both halves read x, and their sum T(attention + mlp), biases included, is added once:
+
+    y = x + dropout( T( attention(norm(x)) + mlp(norm(x)) ) )            encoder only
+    dx = T( dy + T( dx of the mlp + dx of attention ) )
+
+Each sum rounds as in `reference.ops.dropout`. With `drop_path_rate` what is added to x is dropped as a whole now and
+then (`reference.nn.dropout.DropPath`), in self-attention and in the MLP. With
+`apply_residual_connection_post_layernorm` the residual is norm(x); with `output_layernorm` the first norm moves to the
+end. Source: Transformer Engine's `pytorch/transformer.py`.
 """
 
 from collections.abc import Callable
@@ -19,9 +26,10 @@ from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_lengths import Lengths, with_longest
-from reference.nn.dropout import Generator, bias_dropout_add
+from reference.nn.autograd import rounded_gradient
+from reference.nn.dropout import DropPath, Generator, bias_dropout_add
 from reference.nn.layernorm import LayerNorm, RMSNorm
-from reference.nn.layernorm_mlp import LayerNormMLP
+from reference.nn.layernorm_mlp import LayerNormMLP, check_activation_params
 from reference.nn.multihead_attention import MultiheadAttention, check_channels
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.quantized import as_dtype
@@ -37,6 +45,22 @@ _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "
 _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
 _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
+_ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
+
+
+def _check_parallel(given: dict[str, Any]) -> None:
+    """Refuse what does not go with parallel_attention_mlp, as Transformer Engine does."""
+    if given["parallel_attention_mlp"]:
+        for name, accepted in (
+            ("layer_type", "encoder"),
+            ("apply_residual_connection_post_layernorm", False),
+            ("output_layernorm", False),
+        ):
+            if given[name] != accepted:
+                raise ValueError(
+                    f"TransformerLayer: parallel_attention_mlp=True with {name}={given[name]!r}; {accepted!r} is "
+                    f"accepted."
+                )
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -52,13 +76,17 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         attention_backend: as in `DotProductAttention`.
         self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
-        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
-        activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
+        fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format, qk_norm_*: as in
+            `MultiheadAttention`.
+        activation, activation_params, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in
+            `LayerNormMLP`.
+        parallel_attention_mlp: see the module's formulas; each half has a norm of its own.
+        drop_path_rate: the probability of stochastic depth, from 0 to below 1. As in Transformer Engine, an entry of
+            the input's first dimension is dropped: a sample with "bshd", a position of all samples with "sbhd".
         layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
-        parallel_attention_mlp, drop_path_rate, softcap, qk_norm_* and ub_tp_comm_overlap: only "off"; without
-            ub_tp_comm_overlap, the other ub_* have no effect.
+        softcap and ub_tp_comm_overlap: only "off"; without it, the other ub_* have no effect.
     """
 
     def __init__(
@@ -126,6 +154,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         check_arguments("TransformerLayer", given)
         check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)
         check_groups("TransformerLayer", num_gqa_groups, int(num_attention_heads))
+        check_activation_params("TransformerLayer", activation, activation_params)
+        _check_parallel(given)
         super().__init__()
         device = self.resolve_device(device)
         self.hidden_size = int(hidden_size)
@@ -136,9 +166,10 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
         self.window_size, self.enc_dec_window_size = window_size, enc_dec_window_size
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.parallel_attention_mlp = parallel_attention_mlp
         common: dict[str, Any] = {name: given[name] for name in _COMMON}
         common |= {
-            "return_bias": True,
+            "return_bias": not parallel_attention_mlp,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
             "device": device,
         }
@@ -161,7 +192,12 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 **attention,
             )
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            **common,
         )
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
@@ -173,6 +209,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 device=device,
             )
         self.output_layernorm = output_layernorm
+        self.drop_path = DropPath(drop_path_rate, device) if drop_path_rate > 0 else None
         self.generator = Generator(device)
         self.elements = sum(parameter.numel() for parameter in self.parameters())
 
@@ -258,7 +295,15 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
+        if self.drop_path is not None and self.training:
+            self.drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
+        if self.parallel_attention_mlp:
+            given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, bias)
+            x = rounded_gradient(hidden_states)
+            attended = self._run(attention, x, attention_mask, mask_type, *given, lengths.for_self())
+            both = attended + mlp(x, is_first_microbatch)
+            return self._add((both, None), hidden_states, dropout, normed=True)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
         follows = mlp if fused and self.layer_type == "encoder" else None
@@ -284,7 +329,9 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
 
     def _fuses(self, part: Any, x: torch.Tensor, question: Callable[..., bool], *more: Any) -> bool:
         """Whether a half runs as one pair of functions instead of module by module."""
-        return x.dtype != torch.float32 and question(part, self.apply_residual_connection_post_layernorm, *more)
+        if x.dtype == torch.float32 or (self.drop_path is not None and self.training):
+            return False
+        return question(part, self.apply_residual_connection_post_layernorm, *more)
 
     def _attend(
         self,
@@ -304,8 +351,27 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
         if not (bias.given or lengths.given) and self._fuses(attention, x, blocks.is_attention_block, recomputes):
-            more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
-            return blocks.run_attention(attention, x, *more, mlp=mlp)
+            given = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
+            return blocks.run_attention(attention, x, *given, mlp=mlp)
+        more = (is_first_microbatch, source, angles, recomputes, window, bias, lengths)
+        results, crosses = self._run(attention, x, mask, mask_type, *more), source is not None
+        return self._add(results, x, dropout, normed=crosses or not self.output_layernorm, drops_path=not crosses)
+
+    def _run(
+        self,
+        attention: Any,
+        x: torch.Tensor,
+        mask: Mask,
+        mask_type: str,
+        is_first_microbatch: bool | None,
+        source: torch.Tensor | None,
+        angles: Any,
+        recomputes: bool,
+        window: checks.Window,
+        bias: Bias,
+        lengths: Lengths,
+    ) -> Any:
+        """The results of an attention as a module."""
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
         if source is None:
             shared["rotary_pos_emb"] = angles
@@ -315,8 +381,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             shared |= bias.arguments()
         if lengths.given:
             shared |= lengths.arguments()
-        results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
-        return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
+        return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
 
     def _check(
         self,
@@ -360,9 +425,14 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             attentions = [part for part in modules.values() if _checks(part)]
             checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
 
-    def _add(self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool) -> torch.Tensor:
-        """residual + dropout(y + bias) of a submodule's results `(y, bias[, norm's output])`."""
+    def _add(
+        self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool, drops_path: bool = True
+    ) -> torch.Tensor:
+        """residual + drop_path(dropout(y + bias)) of a submodule's results `(y, bias[, norm's output])`."""
         y, bias, *norm = results
         if self.apply_residual_connection_post_layernorm and normed:
             residual = norm[0]
+        if drops_path and self.drop_path is not None and self.training:
+            y = self.drop_path(bias_dropout_add(y, bias, None, *dropout))
+            return bias_dropout_add(y, None, residual, 0.0, None)  # an op: a compiler would add what is not rounded yet
         return bias_dropout_add(y, bias, residual, *dropout)

@@ -8,6 +8,8 @@ Transformer Engine, the first half is activated and multiplied by the second. Wi
     gelu, relu, silu, qgelu, srelu   act(x)           grad · act'(x)
     geglu, reglu, swiglu, qgeglu,    act(x1) · x2     dx1 = (grad · x2) · act'(x1)
     sreglu, glu                                       dx2 = grad · act(x1)
+    clamped_swiglu                   act(c1) · c2     dx1 = (grad · c2) · act'(c1), times 0 where x1 > limit
+                                                      dx2 = grad · act(c1), times 0 where |x2| > limit
 
 act is the function before "glu"; of swiglu it is silu, of glu the sigmoid. act and act' are fp32 values: those of
 `reference.elementary` for gelu (its tanh form) and silu, which are recorded where x is bf16 or fp16, and for qgelu and
@@ -18,6 +20,10 @@ sigmoid, which take x as fp32; and
     srelu(x)  = relu(x) · relu(x)                   one rounding to fp32
     srelu'(x) = 2 · relu(x)
 
+clamped_swiglu is GPT-OSS's, with parameters limit, alpha and glu_linear_offset (`Clamp`): c1 = min(x1, limit), act(c) =
+c · sigmoid(alpha · c) (`elementary.swish`), and c2 = x2 limited to [-limit, limit], plus glu_linear_offset, one
+rounding. NaN stays. A kind names its parameters: "clamped_swiglu(7.0, 1.702, 1.0)", or "clamped_swiglu" for these.
+
 grad, x and x2 are widened to fp32 exactly; each multiplication above rounds once, to fp32. Then
 
     activation, activation_backward             y, dx: one rounding to x's dtype
@@ -26,11 +32,13 @@ grad, x and x2 are widened to fp32 exactly; each multiplication above rounds onc
                                                 `twin::dbias`, one rounding to x's dtype
 
 Sources: GELU, arXiv 1606.08415 (its section 2 has qgelu); SiLU, 1702.03118; squared ReLU, 2109.08668; the gated ones,
-2002.05202 and, for glu, 1612.08083. Names are Transformer Engine's.
+2002.05202 and, for glu, 1612.08083; clamped_swiglu, openai/gpt-oss `gpt_oss/torch/model.py`. Names are Transformer
+Engine's.
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -84,23 +92,84 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
     "qgeglu": (elementary.qgelu, elementary.dqgelu),
     "glu": (elementary.sigmoid, elementary.dsigmoid),
 }
-KINDS = tuple(FUNCTIONS)
+CLAMPED = "clamped_swiglu"
+KINDS = (*FUNCTIONS, CLAMPED)
 RECORDED = KINDS[:5]
 """The kinds that the recordings and the measurements of an H200 hold."""
-GATED = ("geglu", "swiglu", "reglu", "sreglu", "qgeglu", "glu")
+GATED = ("geglu", "swiglu", "reglu", "sreglu", "qgeglu", "glu", CLAMPED)
+
+
+class Clamp(NamedTuple):
+    """The parameters of "clamped_swiglu", with Transformer Engine's names and defaults; each is rounded to fp32."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """The kind with these parameters."""
+        return f"{CLAMPED}({', '.join(repr(float(value)) for value in self)})"
+
+
+def is_gated(kind: str) -> bool:
+    """Whether a kind, which may name parameters, splits x into halves."""
+    return kind in GATED or kind.startswith(f"{CLAMPED}(")
+
+
+@functools.cache
+def clamp_of(kind: str) -> Clamp | None:
+    """The parameters that a kind names; None for kinds without any, and for what is no kind."""
+    if kind == CLAMPED:
+        return Clamp()
+    name, _, rest = kind.partition("(")
+    try:
+        values = [float(one) for one in rest.removesuffix(")").split(",")]
+    except ValueError:
+        return None
+    if name != CLAMPED or len(values) != 3 or Clamp(*values).kind != kind:
+        return None
+    found = Clamp(*values)
+    accepted = 1e-30 < found.limit < 1e30 and 1e-30 < found.alpha < 1e30 and abs(found.glu_linear_offset) < 1e30
+    return found if accepted else None
+
+
+class Functions(NamedTuple):
+    """What an activation consists of: act and act' of x1; of a gated one c2 of x2, and what dx2 multiplies grad by."""
+
+    act: Function
+    derivative: Function
+    gate: Function = torch.Tensor.float
+    gate_slope: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda x2, act: act
+
+
+@functools.cache
+def functions(kind: str) -> Functions:
+    """The functions of a kind, which may name parameters; each gives fp32."""
+    clamp = clamp_of(kind)
+    if clamp is None:
+        return Functions(*FUNCTIONS[kind])
+    limit, _, offset = (torch.tensor(value, dtype=torch.float32, device="cpu").item() for value in clamp)
+    act, slope = (functools.partial(f, alpha=clamp.alpha) for f in (elementary.swish, elementary.dswish))
+    return Functions(
+        lambda x: act(x.float().clamp(max=limit)),
+        lambda x: torch.where(x.float() > limit, 0.0, slope(x.float())),
+        lambda x: x.float().clamp(-limit, limit) + offset,
+        lambda x, act: torch.where(x.float().abs() > limit, 0.0, act),
+    )
 
 
 def width(kind: str, columns: int) -> int:
     """The number of y's columns where x has `columns`."""
-    return columns // 2 if kind in GATED else columns
+    return columns // 2 if is_gated(kind) else columns
 
 
 def check_activation(op: str, x: torch.Tensor, kind: str) -> None:
     """Refuse what the activations do not accept; `op` names the caller in the error."""
-    if kind not in KINDS:
+    if kind not in KINDS and clamp_of(kind) is None:
         raise ValueError(f"{op}: kind must be one of {', '.join(map(repr, KINDS))}; got {kind!r}.")
     check_input(op, "x", x)
-    if kind in GATED and x.shape[1] % 2:
+    if is_gated(kind) and x.shape[1] % 2:
         raise ValueError(
             f"{op}: x must have an even number of columns for kind {kind!r}, whose first half is activated and "
             f"multiplied by the second; got {x.shape[1]} (shape {tuple(x.shape)})."
@@ -149,26 +218,27 @@ def backward_cast_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str, *scali
 
 def _forward(x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
     """Write y, rounded to the dtype of `out` `[rows, m]`, to it and return it."""
-    act, _ = FUNCTIONS[kind]
-    half = width(kind, x.shape[1])
+    act, _, gate, _ = functions(kind)
+    half, gated = width(kind, x.shape[1]), is_gated(kind)
     at_once = max(1, _CHUNK // max(x.shape[1], 1))
     for piece, target in zip(x.detach().split(at_once), out.split(at_once), strict=True):
         y = act(piece[:, :half])
-        target.copy_(y * piece[:, half:].float() if kind in GATED else y)
+        target.copy_(y * gate(piece[:, half:]) if gated else y)
     return out
 
 
 def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor) -> torch.Tensor:
     """Write dx, rounded to the dtype of `out` `[rows, n]`, to it and return it."""
-    act, derivative = FUNCTIONS[kind]
-    half = width(kind, x.shape[1])
+    act, derivative, gate, gate_slope = functions(kind)
+    half, gated = width(kind, x.shape[1]), is_gated(kind)
     at_once = max(1, _CHUNK // max(x.shape[1], 1))
     pieces = (tensor.detach().split(at_once) for tensor in (grad, x, out))
     for g16, piece, target in zip(*pieces, strict=True):
         g, x1 = g16.float(), piece[:, :half]
-        if kind in GATED:
-            target[:, :half].copy_((g * piece[:, half:].float()) * derivative(x1))
-            target[:, half:].copy_(g * act(x1))
+        if gated:
+            x2 = piece[:, half:]
+            target[:, :half].copy_((g * gate(x2)) * derivative(x1))
+            target[:, half:].copy_(g * gate_slope(x2, act(x1)))
         else:
             target.copy_(g * derivative(x1))
     return out
@@ -176,7 +246,7 @@ def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor)
 
 @define(activation_outputs)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16); `kind` is one of `KINDS`."""
+    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16); `kind` is one of `KINDS`, or `Clamp.kind`."""
     return _forward(x, kind, activation_outputs(x, kind))
 
 

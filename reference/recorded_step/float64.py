@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from reference import formats
-from reference.ops.activation import GATED
+from reference.ops.activation import clamp_of, is_gated
 from reference.ops.attention import NO_LIMIT, keep_pairs, limits
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.dropout import dropped, keep_scale, threshold
@@ -27,6 +27,12 @@ _FUNCTIONS: dict[str, Callable[[T], T]] = {
     "silu": silu,
     "geglu": lambda x: gelu(x, approximate="tanh"),
     "swiglu": silu,
+    "reglu": torch.relu,
+    "srelu": lambda x: torch.relu(x).square(),
+    "sreglu": lambda x: torch.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "qgeglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "glu": torch.sigmoid,
 }
 
 
@@ -45,9 +51,14 @@ def _gemm_fp8(a: T, b: T, a_scale_inv: T, b_scale_inv: T, bias: T | None) -> T:
 
 def _act(x: T, kind: str) -> T:
     x = x.double()
-    if kind not in GATED:
+    if not is_gated(kind):
         return _FUNCTIONS[kind](x)
     first, second = x.chunk(2, dim=1)
+    clamp = clamp_of(kind)
+    if clamp is not None:
+        limit, alpha, offset = clamp
+        first = first.clamp(max=limit)
+        return first * torch.sigmoid(alpha * first) * (second.clamp(-limit, limit) + offset)
     return _FUNCTIONS[kind](first) * second
 
 
