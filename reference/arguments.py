@@ -65,7 +65,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
     ((None,), "tensor_parallel_mode userbuffers_options glu_interleave_size op_kwargs"),
-    ((False,), "tensor_parallel in_place cache_quantized_input"),
+    ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 
