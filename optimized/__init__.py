@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-import optimized.ops  # noqa: F401  (registers the ops)
+import optimized.ops
 import reference
 from optimized import device as _device
 from optimized.replay import Player as _Player
@@ -57,6 +57,7 @@ from reference import (  # noqa: F401
 )
 from reference import stand_in as _stand_in
 from reference.nn import autograd as _autograd
+from reference.nn import operations as _operations
 from reference.nn.parameters import DeviceDefault
 from reference.version import __version__ as __version__
 
@@ -133,3 +134,16 @@ class TransformerLayer(_OnHopper, reference.TransformerLayer):
 
 class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
     """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""
+
+
+def _publish_operations() -> None:
+    """Transformer Engine's `te.ops`: `reference`'s, those with tensors of their own with "cuda" as default device."""
+    for name in _operations.__all__:
+        found = getattr(_operations, name)
+        if name in _operations.WITH_DEVICE:
+            about = {"__module__": optimized.ops.__name__, "__doc__": found.__doc__}
+            found = type(name, (_OnHopper, found), about)
+        setattr(optimized.ops, name, found)
+
+
+_publish_operations()

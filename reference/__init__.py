@@ -10,7 +10,7 @@ y.backward(dy)
 
 import sys
 
-import reference.ops  # noqa: F401  (registers the CPU definitions)
+import reference.ops
 from reference import formats, not_offered, optimizers, philox, quantization, random, recipe, stand_in, tensor_core
 from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
@@ -18,6 +18,7 @@ from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
 from reference.graph import make_graphed_callables
 from reference.model_init import fp8_model_init, quantized_model_init
+from reference.nn import operations as _operations
 from reference.nn.attention import DotProductAttention
 from reference.nn.cross_entropy import cross_entropy, parallel_cross_entropy
 from reference.nn.embedding import Embedding
@@ -46,6 +47,8 @@ from reference.statistics import collect_stats
 from reference.version import __version__ as __version__
 
 check_denormals()
+# Transformer Engine's `te.ops`; the package itself, of the ops that layers are made of, does not know layers.
+vars(reference.ops).update({name: getattr(_operations, name) for name in _operations.__all__})
 fp8 = quantization
 """`quantization` under its older name."""
 sys.modules[f"{__name__}.fp8"] = fp8

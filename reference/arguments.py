@@ -59,6 +59,8 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "Embedding.max_norm"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
+    ((None,), "tensor_parallel_mode userbuffers_options glu_interleave_size op_kwargs"),
+    ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 
@@ -132,6 +134,7 @@ _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a p
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
 _SHARE = Rule(is_real, lambda x: 0 <= x <= 1, "a number from 0 to 1 is accepted")
 _FRACTION = Rule(is_real, lambda x: 0 < x <= 1, "a number above 0, at most 1, is accepted")
+_NUMBER = Rule(is_real, lambda x: abs(x) <= 3.4e38, "a finite number of fp32 is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
 _NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
@@ -228,6 +231,12 @@ _NAMES: list[tuple[Rule, str]] = [
     (_one_of("vanilla", "off-by-one", "learnable"), "softmax_type"),
     (_one_of("no_bias", "post_scale_bias", "alibi"), "core_attention_bias_type"),
     (_one_of("exact", "cudnn"), "attention_backend"),
+    (_ONE_RANK, "tensor_parallel_group"),
+    (_FLAG, "accumulate_into_main_grad"),
+    (_FUNCTION, "rng_state_tracker_function"),
+    (_SIZE, "ops.Bias.size"),
+    (_SHARE, "ops.Dropout.p"),
+    (_NUMBER, "ops.ConstantScale.scale"),
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 

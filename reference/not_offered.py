@@ -8,7 +8,7 @@ import importlib.abc
 import sys
 from typing import Any, NoReturn
 
-_OPS = "layers are whole (te.Linear, te.LayerNormMLP, ...), and there is no operation fuser"
+_OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 _RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
 _QUANTIZED = "an FP8 tensor is codes and a scale; weights kept in FP8 are made by te.quantized_model_init"
 _EXPERTS = "there are no layers for a mixture of experts"
@@ -53,12 +53,12 @@ NAMES: dict[str, dict[str, str]] = {
         "multi_tensor_unscale_l2norm"
     },
     "ops": {
-        _OPS: "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout "
-        "FusedOperation FusibleOperation GEGLU GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear "
-        "MakeExtraOutput QGEGLU QGELU Quantize RMSNorm ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
-        "ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU Sequential SiLU SiTUGLU SwiGLU "
-        "fused is_op_fuser_grouped_tensor_path_supported register_backward_fusion "
-        "register_forward_backward_fusion register_forward_fusion"
+        _OPS: "BasicOperation FusedOperation FusibleOperation fused is_op_fuser_grouped_tensor_path_supported "
+        "register_backward_fusion register_forward_backward_fusion register_forward_fusion",
+        _PARALLEL: "AllGather AllReduce ReduceScatter",
+        _EXPERTS: "GroupedLinear ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU",
+        "te.ops.Linear casts its own input": "Quantize",
+        "there is no such activation or norm": "ClampedSwiGLU L2Normalization SiTUGLU",
     },
 }
 REASONS = {

@@ -46,6 +46,21 @@ CALLABLES = {
     "checkpoint": ("distributed.py", ""),
     "parallel_cross_entropy": ("cross_entropy.py", ""),
 }
+OPERATIONS = {  # of `ops`: the file, and the class whose constructor it has
+    "Linear": ("linear.py", "Linear"),
+    "BasicLinear": ("basic/basic_linear.py", "BasicLinear"),
+    "Bias": ("basic/bias.py", "Bias"),
+    "LayerNorm": ("basic/layer_norm.py", "LayerNorm"),
+    "RMSNorm": ("basic/rmsnorm.py", "RMSNorm"),
+    "GELU": ("basic/activation.py", "_ActivationOperation"),
+    "SwiGLU": ("basic/swiglu.py", "SwiGLU"),
+    "Dropout": ("basic/dropout.py", "Dropout"),
+    "ConstantScale": ("basic/constant_scale.py", "ConstantScale"),
+    "Reshape": ("basic/reshape.py", "Reshape"),
+    "AddExtraInput": ("basic/add_extra_input.py", "AddExtraInput"),
+    "MakeExtraOutput": ("basic/make_extra_output.py", "MakeExtraOutput"),
+    "Sequential": ("sequential.py", "Sequential"),
+}
 BASES = {"LayerNorm": "ops/basic/layer_norm.py", "RMSNorm": "ops/basic/rmsnorm.py"}  # take what **kwargs passes on
 
 
@@ -120,6 +135,11 @@ def read(root: Path) -> dict[str, object]:
                 new = [name for name in base[base.index("*") + 1 :] if name not in found]
                 found = [*found[:-1], "*", *new]  # in the place of **kwargs
             callables[f"{owner}.{method}" if method else owner] = found
+    for name, (file, owner) in OPERATIONS.items():
+        function = function_of(root / PYTORCH / "ops" / file, owner, "__init__")
+        callables[f"ops.{name}.__init__"] = parameters(function)
+    function = function_of(root / PYTORCH / "ops/sequential.py", "Sequential", "forward")
+    callables["ops.Sequential.forward"] = parameters(function)
     submodules = {path.relative_to(root / PYTORCH).parts[0] for path in (root / PYTORCH).glob("*/__init__.py")}
     submodules |= {path.stem for path in (root / PYTORCH).glob("*.py")}
     return {

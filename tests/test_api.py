@@ -100,9 +100,11 @@ EXTRA = {
 
 
 def ours(name: str) -> Any:
-    owner, _, method = name.partition(".")
+    owner, *rest = name.split(".")
     found = getattr(te, owner, None) or getattr(te.optimizers, owner)
-    return getattr(found, method) if method else found
+    for part in rest:
+        found = getattr(found, part)
+    return found
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -149,6 +151,16 @@ CALLS: dict[str, Callable[..., Any]] = {
     "MultiheadAttention.forward": lambda **more: te.MultiheadAttention(32, 2, params_dtype=BF16)(X, **more),
     "TransformerLayer.__init__": lambda **more: te.TransformerLayer(32, 32, 2, **more),
     "TransformerLayer.forward": lambda **more: te.TransformerLayer(32, 32, 2, params_dtype=BF16)(X, **more),
+    "ops.Linear.__init__": lambda **more: te.ops.Linear(32, 32, **more),
+    "ops.BasicLinear.__init__": lambda **more: te.ops.BasicLinear(32, 32, **more),
+    "ops.Bias.__init__": lambda **more: te.ops.Bias(32, **more),
+    "ops.GELU.__init__": te.ops.GELU,
+    "ops.SwiGLU.__init__": te.ops.SwiGLU,
+    "ops.Dropout.__init__": lambda **more: te.ops.Dropout(0.5, **more),
+    "ops.ConstantScale.__init__": lambda **more: te.ops.ConstantScale(0.5, **more),
+    "ops.AddExtraInput.__init__": te.ops.AddExtraInput,
+    "ops.MakeExtraOutput.__init__": te.ops.MakeExtraOutput,
+    "ops.Sequential.forward": lambda **more: te.ops.Sequential()(X, **more),
 }
 # Arguments that do something here, or are hints that mean nothing here; every other one has to be refused.
 _OFFERED = """
@@ -165,6 +177,7 @@ _OFFERED = """
     cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
     is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
+    accumulate_into_main_grad rng_state_tracker_function tensor_parallel_group size p scale input *extra_inputs
     name ub_name layer_number seq_length micro_batch_size
     checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
 OFFERED = set(_OFFERED.split())
@@ -248,12 +261,11 @@ def test_every_argument_has_a_rule() -> None:
     from reference.nn.attention_lengths import NAMES
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
-    elsewhere |= {"rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
+    elsewhere |= {"input", "extra_inputs", "rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
     elsewhere |= {"core_attention_bias", "alibi_slopes", *NAMES[:4]}
     for call in CALLS:
-        owner, _, method = call.partition(".")
-        layer = owner if method == "__init__" else call
-        for name in inspect.signature(ours(call)).parameters if method else ():
+        layer = call.removesuffix(".__init__")
+        for name in inspect.signature(ours(call)).parameters if "." in call else ():
             known = any(key in table for table in (OFF, RULES) for key in (name, f"{layer}.{name}"))
             assert known or name in {"self", *elsewhere}, (call, name)
 

@@ -102,6 +102,12 @@ def test_a_group_of_several_processes_is_refused() -> None:
         te.parallel_cross_entropy(logits, target, dist_process_group=two)
 
 
+def test_logits_are_never_overwritten() -> None:
+    sentence = r"^parallel_cross_entropy: overwrite_input=True is not offered; False is accepted\.$"
+    with pytest.raises(NotImplementedError, match=sentence):
+        te.parallel_cross_entropy(*batch((2, 2), 8, BF16), overwrite_input=True)
+
+
 def test_what_is_kept_for_backward() -> None:
     """The logits themselves and two numbers of each row; nothing of the logits' size, and nothing without gradients."""
     logits, target = batch((64,), 100, BF16)

@@ -279,6 +279,18 @@ def test_writing_ends_with_the_call() -> None:
         te.transformer_engine_state_dict(3)  # type: ignore[arg-type]
 
 
+def test_a_layer_on_the_meta_device_takes_the_state() -> None:
+    layer = trained()
+    state = te.transformer_engine_state_dict(layer)
+    with torch.device("meta"):
+        one, other = (te.Linear(32, 16, **recorder.BF16) for _ in range(2))
+    one.load_state_dict(state, assign=True)
+    other.set_extra_state(state[KEY])
+    for empty in (one, other):
+        for part, tensor in fp8_state(layer).items():
+            assert_same_bits(fp8_state(empty)[part], tensor, part)
+
+
 # --- files ----------------------------------------------------------------------------------------------------
 
 

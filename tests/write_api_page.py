@@ -60,11 +60,10 @@ def names() -> Iterator[str]:
 
 def accepted(callable_name: str, argument: str) -> str:
     """What an argument accepts, in words."""
-    owner, _, method = callable_name.partition(".")
-    layer = owner if method in ("", "__init__") else callable_name
+    layer = callable_name.removesuffix(".__init__")
     values = OFF.get(f"{layer}.{argument}", OFF.get(argument))
-    if f"{owner}.{argument}" in RECIPES:
-        return RECIPES[f"{owner}.{argument}"]
+    if f"{layer}.{argument}" in RECIPES:
+        return RECIPES[f"{layer}.{argument}"]
     if values is not None:
         return "only " + " and ".join(f"`{value}`" for value in values)
     rule = RULES.get(f"{layer}.{argument}", RULES.get(argument))

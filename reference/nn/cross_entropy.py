@@ -119,6 +119,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     *,
+    overwrite_input: bool = False,
     _input: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Transformer Engine's name for `cross_entropy`.
@@ -131,6 +132,7 @@ def parallel_cross_entropy(
         dist_process_group: None, or a group of one process: the classes are not sharded.
         ignore_idx: `ignore_index`.
         is_cg_capturable: either value; it always is.
+        overwrite_input: only False is offered; True would let the gradient take the logits' memory.
         _input: only None is offered; Transformer Engine's older name of `inp`.
 
     Returns:
@@ -139,6 +141,8 @@ def parallel_cross_entropy(
     Source: Transformer Engine's `pytorch/cross_entropy.py`.
     """
     name = "parallel_cross_entropy"
+    if overwrite_input is not False:
+        check_arguments(name, {"overwrite_input": overwrite_input})
     if _input is not None:
         raise NotImplementedError(f"{name}: _input is inp's older name and not offered; inp is accepted.")
     if dist_process_group is not None and dist_process_group.size() > 1:

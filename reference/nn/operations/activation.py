@@ -1,0 +1,107 @@
+"""Activations: y = T(act(x)), or T(act(x1) · x2) of x's halves (`reference.ops.activation`)."""
+
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from reference.arguments import check_arguments
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import activation_dtype, check_tensor
+from reference.nn.context import BlockContext, Saved
+from reference.ops.activation import GATED
+from reference.ops.library import twin
+from reference.quantized import as_dtype, rows_of
+
+
+class Plan(NamedTuple):
+    """T, whether dx is wanted, and the activation."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    kind: str
+
+
+def forward(plan: Plan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """y of x `[rows, n]`."""
+    x = as_dtype(x, plan.dtype)
+    return twin.activation(x, plan.kind), (x,)
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """dx of dL/dy."""
+    return (twin.activation_backward(grad.contiguous(), saved[0], plan.kind),)
+
+
+class _Activation(torch.nn.Module):
+    """`twin::activation` of one kind; a gated kind activates the first half of the last dimension.
+
+    Args:
+        cache_quantized_input: only False is offered.
+    """
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__.lower()
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        check_arguments(f"ops.{type(self).__name__}", locals())
+        super().__init__()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        name, gated = type(self).__name__, self.kind in GATED
+        check_tensor(f"ops.{name}", "input", input)
+        if input.dim() == 0 or (gated and input.shape[-1] % 2):
+            accepted = "[..., an even number]" if gated else "[..., features]"
+            raise ValueError(f"ops.{name}: input has shape {list(input.shape)}; {accepted} is accepted.")
+        x = rows_of(input)
+        y = differentiable(forward, backward, Plan(activation_dtype(input), wanted(x), self.kind), BlockContext(), x)
+        return y.view(*input.shape[:-1], input.shape[-1] // 2 if gated else input.shape[-1])
+
+
+class GELU(_Activation):
+    """gelu in its tanh form."""
+
+
+class GEGLU(_Activation):
+    """gelu(x1) · x2."""
+
+
+class GLU(_Activation):
+    """sigmoid(x1) · x2."""
+
+
+class QGELU(_Activation):
+    """x · sigmoid(1.702 x)."""
+
+
+class QGEGLU(_Activation):
+    """qgelu(x1) · x2."""
+
+
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+
+class ReGLU(_Activation):
+    """relu(x1) · x2."""
+
+
+class SReLU(_Activation):
+    """relu(x)²."""
+
+
+class SReGLU(_Activation):
+    """relu(x1)² · x2."""
+
+
+class SiLU(_Activation):
+    """x · sigmoid(x)."""
+
+
+class SwiGLU(_Activation):
+    """silu(x1) · x2; `glu_interleave_size`: only None is offered."""
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        check_arguments("ops.SwiGLU", locals())
+        super().__init__(cache_quantized_input=cache_quantized_input)
