@@ -64,6 +64,7 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
     missing = []
     for prefix, layer in layers.items():
         checkpoint_format.check_present(found, prefix, layer.state_columns())
+        layer.refuse_codes("load_fp8_state", found.get(prefix + checkpoint_format.STATE), prefix.rstrip("."))
         if not any(name in found for name in checkpoint_format.names(prefix)):
             missing.append(prefix.rstrip(".") or "the module")
     if missing:

@@ -22,12 +22,30 @@ class Checkpointed(WithFP8State):
         if "scaling_fwd" not in state:
             rows, device = DelayedScaling().amax_history_len, self._parameter_device()
             state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self.state_columns().items()}
-        return checkpoint_format.pack(state)
+        weights: Any = self._fp8_parameters()
+        kept = {column: weights[name]._scale_inv for name, column in self.fp8_weights.items() if name in weights}
+        return checkpoint_format.pack(state, kept)
 
     def set_extra_state(self, state: Any) -> None:
+        """Take a state by itself, as a loader of one entry after the other brings it: Hugging Face's `from_pretrained`.
+
+        Such a loader gives a layer that does not keep weights in FP8 the codes as numbers; it is refused.
+        """
         checkpoint_format.check_state(f"{type(self).__name__}.{checkpoint_format.STATE}", state, self.state_columns())
+        self.refuse_codes("set_extra_state", state)
         self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._parameter_device()))
         self._bind_weights()
+
+    def refuse_codes(self, caller: str, state: Any, name: str = "") -> None:
+        """Refuse the state of a layer that keeps weights in FP8, unless this one does."""
+        kept = checkpoint_format.kept_weights(state, self.fp8_weights) if self.quantized_init is None else {}
+        for weight, scale_inv in kept.items():
+            raise ValueError(
+                f"{caller}: in the checkpoint {name or type(self).__name__} keeps {weight} in FP8 (scale_inv="
+                f"{scale_inv}) and in the model it does not: a loader of single entries, such as from_pretrained, has "
+                f"read codes as numbers; layers made or converted in quantized_model_init, or load_state_dict, are "
+                f"accepted."
+            )
 
     def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Load the FP8 state, checked before, that `state_dict` has under `prefix`."""
@@ -65,6 +83,7 @@ class Checkpointed(WithFP8State):
                 checkpoint_format.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
         if self.fp8_weights:
             checkpoint_format.check_present(state_dict, prefix, self.state_columns())
+            checkpoint_format.check_no_codes(state_dict, prefix, self.fp8_weights)
 
     def _load_from_state_dict(
         self,
@@ -89,7 +108,7 @@ class Checkpointed(WithFP8State):
         if self.fp8_weights:
             device = own[0].device if own and assign else self._parameter_device()
             state = checkpoint_format.take(state_dict, prefix, self.state_columns(), device)
-            if state is None or checkpoint_format.is_fresh(state):
+            if own if state is None else checkpoint_format.is_fresh(state):
                 of = prefix.rstrip(".") or "the module"
                 say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
             if state is not None:
