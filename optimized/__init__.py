@@ -53,6 +53,7 @@ from reference import (  # noqa: F401
     record,
     tensor_core,
 )
+from reference import conversion as _conversion
 from reference import stand_in as _stand_in
 from reference.nn import autograd as _autograd
 from reference.nn.parameters import DeviceDefault
@@ -131,3 +132,10 @@ class TransformerLayer(_OnHopper, reference.TransformerLayer):
 
 class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
     """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""
+
+
+def convert(
+    model: torch.nn.Module, *, recipe: recipe.Recipe | None = None, filter: _conversion.Filter = None
+) -> _conversion.Conversion:
+    """As `reference.convert`, into this package's layers; parameters stay on the device where they are."""
+    return _conversion.convert_into(_conversion.Layers(Linear, LayerNorm, RMSNorm), model, recipe, filter)
