@@ -157,7 +157,14 @@ def test_layers_of_ours_stay() -> None:
 
 
 class Subclass(torch.nn.Linear):
-    pass
+    """As a library's, for its own purposes."""
+
+    mark = "of the class"
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * 2
 
 
 class Reads(torch.nn.Module):
@@ -193,7 +200,8 @@ def with_fp8_weight() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Subclass(32, 32), "it is a subclass of torch.nn.Linear, which may compute something else"),
+        (lambda: Scaled(32, 32), "its class has a forward of its own"),
+        (lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(32, 32)), "it has no parameter weight"),
         (hooked, "hooks are registered on it"),
         (with_forward, "its forward was replaced"),
         (lambda: torch.nn.Linear(32, 24), "in_features=32, out_features=24: multiples of 16 are accepted in FP8"),
@@ -210,6 +218,16 @@ def test_a_module_that_stays(make: Callable[[], torch.nn.Module], why: str) -> N
     module = model[0]
     assert te.convert(model).skipped["0"].startswith(why)
     assert model[0] is module
+
+
+def test_a_subclass_with_the_same_forward_is_replaced() -> None:
+    model: Any = torch.nn.Sequential(Subclass(32, 32))
+    assert te.convert(model).converted == {"0": "te.Linear"}
+    assert isinstance(model[0], Subclass)
+    assert model[0].mark == "of the class"
+    with te.autocast():
+        model(torch.ones(2, 32))
+    assert model[0].fp8
 
 
 def test_a_module_whose_weight_its_owner_reads_stays() -> None:

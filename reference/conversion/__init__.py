@@ -34,8 +34,9 @@ def convert(model: torch.nn.Module, *, recipe: Recipe | None = None, filter: Fil
     """Replace the linear layers and norms of `model` by `te.Linear`, `te.LayerNorm` and `te.RMSNorm`.
 
     Replaced are `torch.nn.Linear` and transformers' `Conv1D` of fp32, bf16 or fp16 whose sizes are multiples of 16,
-    `torch.nn.LayerNorm` over the last dimension, and every module that computes an RMSNorm, whatever its name: a copy
-    of it is tried on small numbers. The report says of every other module with parameters why it stays.
+    `torch.nn.LayerNorm` over the last dimension, subclasses with these forwards, and every module that computes an
+    RMSNorm, whatever its name: a copy of it is tried on small numbers. The report says of every other module with
+    parameters why it stays.
 
     Args:
         model: a module with such modules inside; they may be on the meta device.

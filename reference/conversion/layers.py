@@ -70,15 +70,17 @@ def planned(layers: Layers, module: Any, places: Places, tied: Sequence[str]) ->
 
 def _choice(layers: Layers, module: Any) -> _Choice | str:
     """The layer for a module, by its class; or why none fits."""
-    if type(module) is torch.nn.Linear or _is_conv1d(type(module)):
+    if isinstance(module, (torch.nn.Linear, torch.nn.LayerNorm)) and module._parameters.get("weight") is None:
+        return "it has no parameter weight"
+    if _computes_as(torch.nn.Linear, module) or _is_conv1d(type(module)):
         rows, columns = module.weight.shape
         sizes = (rows, columns) if _is_conv1d(type(module)) else (columns, rows)
         if rows % 16 or columns % 16:
             return f"in_features={sizes[0]}, out_features={sizes[1]}: multiples of 16 are accepted in FP8"
         return _Choice(layers.Linear, sizes, {"bias": module.bias is not None})
     if isinstance(module, torch.nn.Linear):
-        return "it is a subclass of torch.nn.Linear, which may compute something else"
-    if type(module) is torch.nn.LayerNorm:
+        return "its class has a forward of its own"
+    if _computes_as(torch.nn.LayerNorm, module):
         if len(module.normalized_shape) != 1 or module.bias is None:
             return "te.LayerNorm has one dimension, a weight and a bias"
         return _Choice(layers.LayerNorm, module.normalized_shape, {"eps": module.eps})
@@ -86,6 +88,12 @@ def _choice(layers: Layers, module: Any) -> _Choice | str:
     if found is None:
         return "it is no linear layer, and no norm of te's"
     return _Choice(layers.RMSNorm, (module.weight.numel(),), found._asdict())
+
+
+def _computes_as(kind: Any, module: Any) -> bool:
+    """Whether the class of `module` is `kind`, or a subclass with its forward."""
+    own: Any = type(module)
+    return issubclass(own, kind) and own.forward is kind.forward and own.__call__ is torch.nn.Module.__call__
 
 
 def _obstacle(module: Any, places: Places) -> str | None:
