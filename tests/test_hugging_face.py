@@ -1,6 +1,9 @@
 """Converted Hugging Face models: trained, generated from, saved, loaded, and under PEFT, by unmodified libraries."""
 
 import copy
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +227,12 @@ def test_gradient_checkpointing_changes_no_bit(kept: bool, same_bits: Any) -> No
 # --- the Trainer -----------------------------------------------------------------------------------------
 
 
-def trained_by_trainer(folder: Path, steps: int, resume: bool = False) -> Any:
+def trained_by_trainer(folder: Path, steps: int, resume: bool = False, **options: Any) -> Any:
     model = converted("llama")
     arguments = transformers.TrainingArguments(
         folder, per_device_train_batch_size=1, max_steps=steps, learning_rate=1e-2, lr_scheduler_type="constant",
         save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, log_level="error",
+        **options,
     )  # fmt: skip
     data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
     trainer = transformers.Trainer(model, arguments, train_dataset=data)
@@ -256,6 +260,50 @@ def test_the_trainer_decays_no_norm() -> None:
     names = transformers.Trainer.get_decay_parameter_names(None, model)
     assert "transformer.h.0.mlp.c_fc.weight" in names
     assert not any("ln_" in name or "bias" in name for name in names)
+
+
+ACCELERATE = """
+import json, torch, transformers
+import reference as te
+te.install_as_transformer_engine()
+from accelerate import Accelerator
+from accelerate.utils import TERecipeKwargs
+sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128, vocab_size=128)
+accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs(amax_history_len=8)])
+ids = torch.arange(24).reshape(2, 12)
+found = []
+for recipe in (None, te.DelayedScaling(amax_history_len=4)):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    te.convert(model, recipe=recipe)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found.append([losses, model.lm_head.fp8, model.lm_head.fp8_meta["recipe"].amax_history_len])
+print(json.dumps(found))
+"""
+
+
+def test_accelerate_opens_the_autocast_of_a_converted_model() -> None:
+    """Its FP8 finds layers of Transformer Engine, converts nothing, and its recipe is the outer one."""
+    pytest.importorskip("accelerate")
+    done = subprocess.run([sys.executable, "-c", ACCELERATE], check=True, capture_output=True, text=True)
+    (losses, fp8, rows), other = json.loads(done.stdout.splitlines()[-1])
+    assert losses[-1] < losses[0]
+    assert (fp8, rows) == (True, 8)
+    assert other == [losses, fp8, rows]
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}])
+def test_the_trainer_wraps_forward_in_turn(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = trained_by_trainer(tmp_path, 2, **options)
+    assert all(layer.fp8 for layer in trainer.model.modules() if isinstance(layer, te.Linear))
+    assert trainer.model.lm_head.fp8_meta["recipe"] is RECIPE
 
 
 # --- PEFT ------------------------------------------------------------------------------------------------

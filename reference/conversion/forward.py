@@ -13,21 +13,33 @@ class _Forward:
     """The forward of `model`, in `autocast(recipe=recipe)` where no autocast is open.
 
     It is an attribute of the model, as Accelerate's, because not everybody calls a model: PEFT calls `model.forward`.
+    `__func__` and `__wrapped__` are those of a method, for libraries that wrap one in turn.
     """
 
     def __init__(self, model: torch.nn.Module, inner: Any, recipe: Recipe) -> None:
         self.model, self.inner, self.recipe = model, inner, recipe
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.model, *args, **kwargs)
+
+    def _run(self, model: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        forward = self._of(model)
+        if here().autocasts:
+            return forward(*args, **kwargs)
+        with autocast(recipe=self.recipe):
+            return forward(*args, **kwargs)
+
+    def _of(self, model: torch.nn.Module) -> Any:
+        """The forward of a model without autocast."""
+        return type(model).forward.__get__(model) if self.inner is None else self.inner
+
+    @property
+    def __func__(self) -> Any:
+        return self._run
+
     @property
     def __wrapped__(self) -> Any:
-        """What it calls: `inspect.signature` reads the arguments from here."""
-        return type(self.model).forward.__get__(self.model) if self.inner is None else self.inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if here().autocasts:
-            return self.__wrapped__(*args, **kwargs)
-        with autocast(recipe=self.recipe):
-            return self.__wrapped__(*args, **kwargs)
+        return self._of(self.model)  # `inspect.signature` reads the arguments here
 
 
 def run_in_autocast(model: torch.nn.Module, recipe: Recipe) -> None:
