@@ -214,6 +214,24 @@ def test_codes_are_not_read_as_numbers(tmp_path: Path, same_bits: Any) -> None:
     same_bits(right.model.layers[0].mlp.up_proj.weight.detach(), weight.dequantize())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_transformers_own_fp8_loader_reads_weights_kept_in_fp8(
+    dtype: torch.dtype, tmp_path: Path, same_bits: Any
+) -> None:
+    pytest.importorskip("accelerate")
+    model = converted("mistral", kept=True, dtype=dtype)
+    train(model)
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = transformers.FineGrainedFP8Config(dequantize=True).to_dict()
+    loaded, info = kind_of("mistral").from_pretrained(tmp_path, config=config, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(key.endswith("_extra_state") for key in info["unexpected_keys"])
+    kept = base_weights(model)
+    for name, parameter in loaded.named_parameters():
+        same_bits(parameter.detach(), kept[name], name)
+
+
 @pytest.mark.parametrize("kept", FORMS)
 def test_gradient_checkpointing_changes_no_bit(kept: bool, same_bits: Any) -> None:
     models = [converted("llama", kept, BF16).train() for _ in range(2)]

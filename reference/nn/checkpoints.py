@@ -42,9 +42,9 @@ class Checkpointed(WithFP8State):
         for weight, scale_inv in kept.items():
             raise ValueError(
                 f"{caller}: in the checkpoint {name or type(self).__name__} keeps {weight} in FP8 (scale_inv="
-                f"{scale_inv}) and in the model it does not: a loader of single entries, such as from_pretrained, has "
-                f"read codes as numbers; layers made or converted in quantized_model_init, or load_state_dict, are "
-                f"accepted."
+                f"{scale_inv}) and in the model it does not: a loader of single entries, such as from_pretrained, may "
+                f"have read codes as numbers; layers made or converted in quantized_model_init, or load_state_dict, "
+                f"are accepted."
             )
 
     def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
