@@ -5,6 +5,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import optimized
 import reference as te
+from reference import conversion
 from reference.conversion.norms import rms_norm_of
 from reference.nn.float8_tensor import Float8Tensor
 
@@ -299,6 +301,7 @@ def test_filter_takes_modules() -> None:
         ),
         ({"filter": {"small": False}}, ValueError, "filter has 'small', which is or holds nothing"),
         ({"filter": {"head": None}}, TypeError, "filter has None for 'head'; True and False are accepted"),
+        ({"filter": [["head"]]}, TypeError, r"filter has \['head'\]; names, patterns and modules are accepted"),
         ({"filter": [3]}, TypeError, "filter has 3; names, patterns and modules are accepted"),
         ({"filter": 3}, TypeError, "filter=3; names, patterns, modules, a mapping"),
         ({"filter": lambda module, name: None}, TypeError, "filter returned None for 'head'; True and False are"),
@@ -361,6 +364,22 @@ def test_a_model_on_the_meta_device() -> None:
     assert model(IDS.to("meta")).shape == (2, 12, 48)
     model.to_empty(device="cpu").load_state_dict(block().state_dict(), strict=False)
     assert model.to(BF16)(IDS).isfinite().all()
+
+
+def test_each_weight_is_freed_before_the_next_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the memory of a whole model in both forms is never needed."""
+    model = block()
+    replaced, alive = [weakref.ref(layer) for layer in model.layers], []
+    fill = conversion.fill
+
+    def counted(layer: Any, module: Any) -> None:
+        alive.append(sum(one() is not None for one in replaced))
+        fill(layer, module)
+
+    monkeypatch.setattr(conversion, "fill", counted)
+    with te.quantized_model_init(recipe=RECIPE):
+        te.convert(model, filter="layers")
+    assert alive == [3, 2, 1]
 
 
 @pytest.mark.parametrize("meta", [False, True])

@@ -85,7 +85,7 @@ def convert_into(layers: Layers, model: torch.nn.Module, recipe: Recipe | None, 
             entries[name] = Entry(was, None, "filter leaves it out")
         else:
             fill(plan.layer, module)
-            for owner, attribute in places[module]:
+            for owner, attribute in places.pop(module):  # which frees it, and a weight that is kept in FP8 now
                 owner._modules[attribute] = plan.layer
             entries[name] = Entry(was, f"te.{type(plan.layer).__name__}", plan.note)
     if recipe is not None:
@@ -110,8 +110,11 @@ def _tied(model: torch.nn.Module) -> dict[str, list[str]]:
         for name, parameter in module.named_parameters(owner, recurse=False):
             same[id(parameter)].append(name)
     groups = [set(names) for names in same.values()]
-    # On the meta device transformers ties after it has loaded, by this table.
-    groups += [{name, source} for name, source in getattr(model, "all_tied_weights_keys", {}).items()]
+    for owner, module in model.named_modules():
+        start = f"{owner}." if owner else ""
+        # From the meta device transformers ties after it has loaded, by this table of a model.
+        table = vars(module).get("all_tied_weights_keys", {})
+        groups += [{start + name, start + source} for name, source in table.items()]
     tied: dict[str, list[str]] = defaultdict(list)
     for group in groups:
         for name in group:
@@ -130,7 +133,7 @@ def _filtered(model: torch.nn.Module, filter: Any, names: set[str]) -> set[str]:
                 raise TypeError(f"convert: filter returned {answer!r} for {name!r}; True and False are accepted.")
         return {name for name, answer in answers.items() if answer}
     if isinstance(filter, Mapping):
-        choices, passed = dict(filter), set(names)
+        choices, passed = list(filter.items()), set(names)
     else:
         one = isinstance(filter, (str, torch.nn.Module))
         if not one and not isinstance(filter, Iterable):
@@ -138,8 +141,8 @@ def _filtered(model: torch.nn.Module, filter: Any, names: set[str]) -> set[str]:
                 f"convert: filter={filter!r}; names, patterns, modules, a mapping from them to True or False, a "
                 f"function and None are accepted."
             )
-        choices, passed = dict.fromkeys([filter] if one else filter, True), set()
-    for key, choice in choices.items():
+        choices, passed = [(key, True) for key in ([filter] if one else filter)], set()
+    for key, choice in choices:
         shown = repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
         if not isinstance(key, (str, torch.nn.Module)):
             raise TypeError(f"convert: filter has {key!r}; names, patterns and modules are accepted.")
