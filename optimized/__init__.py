@@ -55,6 +55,7 @@ from reference import (  # noqa: F401
     tensor_core,
     transformer_engine_state_dict,
 )
+from reference import conversion as _conversion
 from reference import stand_in as _stand_in
 from reference.nn import autograd as _autograd
 from reference.nn import operations as _operations
@@ -147,3 +148,10 @@ def _publish_operations() -> None:
 
 
 _publish_operations()
+
+
+def convert(
+    model: torch.nn.Module, *, recipe: recipe.Recipe | None = None, filter: _conversion.Filter = None
+) -> _conversion.Conversion:
+    """As `reference.convert`, into this package's layers; parameters stay on the device where they are."""
+    return _conversion.convert_into(_conversion.Layers(Linear, LayerNorm, RMSNorm), model, recipe, filter)

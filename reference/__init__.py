@@ -14,6 +14,7 @@ import reference.ops
 from reference import formats, not_offered, optimizers, philox, quantization, random, recipe, stand_in, tensor_core
 from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
+from reference.conversion import convert
 from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
 from reference.graph import make_graphed_callables
@@ -85,6 +86,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "collect_stats",
+    "convert",
     "cross_entropy",
     "detect_anomaly",
     "formats",

@@ -86,6 +86,56 @@ def test_a_distributed_checkpoint_goes_on_with_the_same_bits(
     goes_on(module, empty)
 
 
+def kept_far_from_1(seed: int = 0) -> torch.nn.Sequential:
+    """A model that keeps weights in FP8 with scales other than 1: a step has updated them, and weights were written."""
+    module = trained(quantized=True)
+    with torch.no_grad():
+        for weight in module.parameters():
+            if isinstance(weight, Float8Tensor):
+                weight.mul_(1)
+                assert weight._scale_inv != 1
+    return module
+
+
+def test_codes_in_a_distributed_checkpoint_are_not_read_as_numbers(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint copies them into 16-bit tensors, and drops the scale_inv."""
+    module, plain = kept_far_from_1(), model(1)
+    dcp.save(module.state_dict(), checkpoint_id=tmp_path)
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    before = copy.deepcopy(plain.state_dict())
+    with pytest.raises(ValueError, match=r"0.weight is torch.bfloat16, and 0._extra_state says .* kept in FP8 with"):
+        plain.load_state_dict(state)
+    for name, value in plain.state_dict().items():
+        assert_same_bits(value, before[name], name)
+
+
+def test_a_loader_of_single_entries_does_not_read_codes_as_numbers(tmp_path: Path) -> None:
+    module, plain = kept_far_from_1(), model(1)
+    for name, layer in module.named_modules():
+        if getattr(layer, "fp8_weights", None):
+            with pytest.raises(
+                ValueError, match=r"keeps (fc1_)?weight in FP8 \(scale_inv=0.0\d+\) and in the model it"
+            ):
+                plain.get_submodule(name).set_extra_state(layer.get_extra_state())
+    with pytest.raises(ValueError, match=r"^load_fp8_state: in the checkpoint 0 keeps weight in FP8"):
+        te.load_fp8_state(plain, module.state_dict())
+
+
+def test_what_a_state_says_of_codes_changes_no_scale(same_bits: Any) -> None:
+    """Neither in a layer that keeps weights in FP8, nor in one that dequantizes them."""
+    module = kept_far_from_1()
+    for fresh in (model(1, quantized=True), model(1)):
+        fresh.load_state_dict(module.state_dict())
+        for name, layer in module.named_modules():
+            if getattr(layer, "fp8_weights", None):
+                other: Any = fresh.get_submodule(name)
+                same_bits(other.fp8_meta["scaling_fwd"].scale, layer.fp8_meta["scaling_fwd"].scale, name)
+                assert bool((other.fp8_meta["scaling_fwd"].scale[2::3] == 1).all())
+                for weight in layer.fp8_weights:
+                    same_bits(getattr(other, weight).detach() * 1, getattr(layer, weight).dequantize(), name)
+
+
 def test_another_history_length_is_made_before_a_distributed_checkpoint_is_loaded(tmp_path: Path) -> None:
     recipe = te.DelayedScaling(amax_history_len=5)
     module = trained(recipe=recipe)

@@ -3,7 +3,9 @@
 `_extra_state` is fp32 `[1 + amax_history_len, columns]`: the scales, and below them the rows of the amax history, row 0
 first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad_input` of each. The key exists from a
 layer's construction on, because some loaders only fill what a model already has (torch.distributed.checkpoint, Hugging
-Face's `from_pretrained`); before the first run in FP8 it holds scales of 1 and no amax. Checkpoints with the four older
+Face's `from_pretrained`); before the first run in FP8 it holds scales of 1 and no amax. The scale of an `output` is
+always 1, because it is never cast: where a weight is kept in FP8, its scale_inv stands there instead, so that a loader
+that has read codes as numbers is found out. Checkpoints with the four older
 tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history` load, too,
 and so do Transformer Engine's (`reference.nn.transformer_engine_state`).
 
@@ -20,7 +22,7 @@ import torch
 
 from reference.formats import WIDE_DTYPES
 from reference.nn import transformer_engine_state
-from reference.nn.float8_tensor import FP8, dequantized
+from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.scaling import KEYS, FP8TensorMeta
 
 if TYPE_CHECKING:
@@ -31,20 +33,36 @@ PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
 State = dict[str, Any]  # FP8TensorMeta by key, and "recipe" where the checkpoint has one
 
 
-def pack(state: Mapping[str, FP8TensorMeta]) -> torch.Tensor:
-    """The state as one tensor."""
+def pack(state: Mapping[str, FP8TensorMeta], kept: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The state as one tensor; `kept` is the column of each weight that is kept in FP8 → its scale_inv."""
     halves = [torch.cat([state[key].scale[None], state[key].amax_history]) for key in KEYS]
-    return torch.cat(halves, dim=1).detach()
+    packed = torch.cat(halves, dim=1).detach()
+    for column, scale_inv in kept.items():
+        packed[0, column + 1] = scale_inv.detach()[0]
+    return packed
+
+
+def kept_weights(packed: Any, weights: Mapping[str, int]) -> dict[str, float]:
+    """Name → scale_inv of the weights that a packed state says were kept in FP8; `weights` has their columns.
+
+    A scale_inv of 1 is left out: codes are the numbers then.
+    """
+    if not isinstance(packed, torch.Tensor) or packed.is_meta or packed.dim() != 2:
+        return {}
+    found = {name: float(packed[0, column + 1]) for name, column in weights.items() if column + 1 < packed.shape[1]}
+    return {name: scale_inv for name, scale_inv in found.items() if scale_inv != 1}
 
 
 def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.device) -> State:
     """The inverse of `pack`, in new memory on `device`; on the state's own device where `device` is meta."""
     device = packed.device if device.type == "meta" else device
     halves = packed.detach().to(device).split([columns[key] for key in KEYS], dim=1)
-    return {
+    state = {
         key: FP8TensorMeta(half[0].clone(), half[1:].clone(memory_format=torch.contiguous_format))
         for key, half in zip(KEYS, halves, strict=True)
     }
+    state["scaling_fwd"].scale[2::3] = 1  # of outputs; see `pack`
+    return state
 
 
 def is_fresh(state: Mapping[str, Any]) -> bool:
@@ -160,6 +178,18 @@ def check_parts(parts: Mapping[str, Any], columns: Mapping[str, int]) -> None:
     lengths = [value.shape[0] for (_, part), value in zip(PARTS, parts.values(), strict=True) if part != "scale"]
     if len(set(lengths)) > 1:
         raise ValueError(f"checkpoint: {', '.join(parts)} have histories of {lengths} rows; one length is accepted.")
+
+
+def check_no_codes(state_dict: Mapping[str, Any], prefix: str, weights: Mapping[str, int]) -> None:
+    """Refuse plain numbers beside a state which says that the weight was kept in FP8: they are its codes."""
+    for name, scale_inv in kept_weights(state_dict.get(prefix + STATE), weights).items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, Float8Tensor) and value.dtype != FP8:
+            raise ValueError(
+                f"checkpoint: {prefix}{name} is {value.dtype}, and {prefix}{STATE} says that it was kept in FP8 with "
+                f"scale_inv={scale_inv}: its codes may have been read as numbers; codes ({FP8}) beside their scale_inv "
+                f"are accepted, or numbers without {prefix}{STATE}."
+            )
 
 
 def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor, assign: bool) -> None:

@@ -22,14 +22,32 @@ class Checkpointed(WithFP8State):
         if "scaling_fwd" not in state:
             rows, device = DelayedScaling().amax_history_len, self._parameter_device()
             state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self.state_columns().items()}
-        return checkpoint_format.pack(state)
+        weights: Any = self._fp8_parameters()
+        kept = {column: weights[name]._scale_inv for name, column in self.fp8_weights.items() if name in weights}
+        return checkpoint_format.pack(state, kept)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the FP8 state of `get_extra_state`, or of Transformer Engine's; scales start at 1 where it has none."""
+        """Take the FP8 state of `get_extra_state`, or of Transformer Engine's; scales start at 1 where it has none.
+
+        A loader of one entry after the other, as Hugging Face's `from_pretrained`, gives a layer that does not keep
+        weights in FP8 the codes as numbers; it is refused.
+        """
         prefix, device = f"{type(self).__name__}.", self._parameter_device()
         given = {prefix + checkpoint_format.STATE: state}
         checkpoint_format.check_present(given, prefix, self.state_columns())
+        self.refuse_codes("set_extra_state", state)
         self.load_state(checkpoint_format.take(given, prefix, self.state_columns(), device))
+
+    def refuse_codes(self, caller: str, state: Any, name: str = "") -> None:
+        """Refuse the state of a layer that keeps weights in FP8, unless this one does."""
+        kept = checkpoint_format.kept_weights(state, self.fp8_weights) if self.quantized_init is None else {}
+        for weight, scale_inv in kept.items():
+            raise ValueError(
+                f"{caller}: in the checkpoint {name or type(self).__name__} keeps {weight} in FP8 (scale_inv="
+                f"{scale_inv}) and in the model it does not: a loader of single entries, such as from_pretrained, may "
+                f"have read codes as numbers; layers made or converted in quantized_model_init, or load_state_dict, "
+                f"are accepted."
+            )
 
     def load_state(self, state: checkpoint_format.State | None) -> None:
         """Take FP8 state that was checked before; where there is none, scales start at 1."""
@@ -75,6 +93,7 @@ class Checkpointed(WithFP8State):
                 checkpoint_format.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
         if self.fp8_weights:
             checkpoint_format.check_present(state_dict, prefix, self.state_columns())
+            checkpoint_format.check_no_codes(state_dict, prefix, self.fp8_weights)
         else:
             check_no_state(state_dict, prefix, _STATES[:1])
 
@@ -101,7 +120,7 @@ class Checkpointed(WithFP8State):
         if self.fp8_weights:
             device = own[0].device if own and assign else self._parameter_device()
             state = checkpoint_format.take(state_dict, prefix, self.state_columns(), device)
-            if state is None or checkpoint_format.is_fresh(state):
+            if own if state is None else checkpoint_format.is_fresh(state):
                 of = prefix.rstrip(".") or "the module"
                 say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
             if state is not None:

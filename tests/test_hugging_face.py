@@ -1,0 +1,372 @@
+"""Converted Hugging Face models: trained, generated from, saved, loaded, and under PEFT, by unmodified libraries."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reference as te
+from reference.nn.float8_tensor import Float8Tensor
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+RECIPE = te.DelayedScaling(amax_history_len=4)
+BF16 = torch.bfloat16
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128, "bos_token_id": 1}
+GPT2 |= {"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+IDS = torch.arange(24).reshape(2, 12) * 5 % 128
+# name → class, config, what the forward gets, how many layers are converted, and of which classes
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int, set[str]]] = {
+    "llama": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True}, {}, 20, {"Linear", "LlamaRMSNorm"}),
+    "mistral": ("MistralForCausalLM", GROUPED, {}, 20, {"Linear", "MistralRMSNorm"}),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED, {}, 20, {"Linear", "Qwen2RMSNorm"}),
+    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 16}, {}, 24, {"Linear", "Qwen3RMSNorm"}),
+    "gemma": ("GemmaForCausalLM", {**GROUPED, "head_dim": 16}, {}, 20, {"Linear", "GemmaRMSNorm"}),
+    "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, {}, 14, {"Linear", "MixtralRMSNorm"}),
+    "gpt2": ("GPT2LMHeadModel", GPT2, {}, 14, {"Conv1D", "Linear", "LayerNorm"}),
+    "bert": ("BertForMaskedLM", {**SIZES, "vocab_size": 128}, {}, 20, {"Linear", "LayerNorm"}),
+    "t5": ("T5ForConditionalGeneration", T5, {"decoder_input_ids": IDS}, 45, {"Linear", "T5LayerNorm"}),
+    "vit": ("ViTForImageClassification", {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": 10},
+            {"pixel_values": torch.linspace(-1, 1, 6144).reshape(2, 3, 32, 32)}, 17, {"Linear", "LayerNorm"}),
+}  # fmt: skip
+SAVED = ["llama", "gpt2"]
+FORMS = [pytest.param(False, id="16-bit weights"), pytest.param(True, id="FP8 weights")]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def kind_of(name: str) -> Any:
+    return getattr(transformers, MODELS[name][0])
+
+
+def plain(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    kind = kind_of(name)
+    torch.manual_seed(0)
+    return kind._from_config(kind.config_class(**MODELS[name][1]), dtype=dtype).eval()
+
+
+def converting(kind: Any, kept: bool = False) -> Any:
+    """A model class that converts itself, for `from_pretrained`."""
+
+    class Converting(kind):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            with te.quantized_model_init(enabled=kept, recipe=RECIPE):
+                te.convert(self, recipe=RECIPE)
+
+    return Converting
+
+
+def converted(name: str, kept: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    model = plain(name, dtype)
+    with te.quantized_model_init(enabled=kept, recipe=RECIPE):
+        te.convert(model, recipe=RECIPE)
+    return model
+
+
+def inputs(name: str) -> dict[str, Any]:
+    return MODELS[name][2] if name == "vit" else {"input_ids": IDS, **MODELS[name][2]}
+
+
+@torch.no_grad()
+def logits(model: Any, name: str = "llama") -> torch.Tensor:
+    found: torch.Tensor = model.eval()(**inputs(name)).logits
+    return found
+
+
+def train(model: Any, steps: int = 2, name: str = "llama") -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(**inputs(name)).logits.float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_each_kind(name: str, same_bits: Any) -> None:
+    _, _, _, count, kinds = MODELS[name]
+    model, original = plain(name), plain(name)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    report = te.convert(model)
+    assert len(report.converted) == count
+    assert {report.entries[one].was for one in report.converted} == kinds
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is parameters.pop(key)
+    assert not parameters
+    state = {key: value for key, value in model.state_dict().items() if not key.endswith("_extra_state")}
+    assert state.keys() == original.state_dict().keys()
+    # Norms of ours round elsewhere than each architecture's own.
+    torch.testing.assert_close(logits(model, name), logits(original, name), rtol=1e-4, atol=1e-4)
+    with te.autocast(recipe=RECIPE):
+        loss = model(**inputs(name)).logits.square().mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(layer.fp8 for layer in model.modules() if isinstance(layer, te.Linear))
+    same_bits(logits(copy.deepcopy(model), name), logits(model, name))
+
+
+def test_the_page_shows_the_report() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "hugging_face.md").read_text("utf-8")
+    shown = page.split("```\nmodule ")[1].split("```")[0].splitlines()[1:]
+    report = str(te.convert(plain("llama"), filter={"lm_head": False})).splitlines()
+    assert len(shown) == 5
+    assert all(line in report for line in shown if line != "...")
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_generate_gives_the_same_tokens_each_time(name: str) -> None:
+    model = converted(name)
+    train(model, name=name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = model.eval().generate(IDS[:, :4], **options)
+    assert tokens.shape == (2, 12)
+    assert all(layer.fp8 for layer in model.modules() if isinstance(layer, te.Linear))
+    assert torch.equal(model.generate(IDS[:, :4], **options), tokens)
+    assert torch.equal(model.generate(IDS[:, :4], use_cache=False, **options), tokens)
+    assert torch.equal(copy.deepcopy(model).generate(IDS[:, :4], **options), tokens)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_converted_model_is_saved_and_read_by_both(name: str, tmp_path: Path, same_bits: Any) -> None:
+    model = converted(name)
+    train(model, name=name)
+    model.save_pretrained(tmp_path)
+    expected = logits(model, name)
+
+    unconverted, info = kind_of(name).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(key.endswith("_extra_state") for key in info["unexpected_keys"])
+    for key, value in unconverted.state_dict().items():
+        same_bits(value, model.state_dict()[key], key)
+    te.convert(unconverted, recipe=RECIPE)
+    te.load_fp8_state(unconverted, tmp_path)
+    same_bits(logits(unconverted, name), expected)
+
+    loaded, info = converting(kind_of(name)).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    same_bits(logits(loaded, name), expected)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_converting_class_reads_the_checkpoint_of_an_unconverted_model(
+    name: str, tmp_path: Path, same_bits: Any
+) -> None:
+    plain(name).save_pretrained(tmp_path)
+    loaded, info = converting(kind_of(name)).from_pretrained(tmp_path, output_loading_info=True)
+    assert all(key.endswith("_extra_state") for key in info["missing_keys"])
+    same_bits(logits(loaded, name), logits(converted(name), name))
+
+
+def test_a_weight_that_the_checkpoint_lacks_is_drawn_as_transformers_draws_it(tmp_path: Path) -> None:
+    plain("llama").save_pretrained(tmp_path)
+    kind = converting(transformers.LlamaForSequenceClassification)
+    model, info = kind.from_pretrained(tmp_path, num_labels=64, pad_token_id=0, output_loading_info=True)
+    assert "score.weight" in info["missing_keys"]
+    assert isinstance(model.score, te.Linear)
+    assert 0.015 < float(model.score.weight.std()) < 0.025  # initializer_range is 0.02
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_weights_kept_in_fp8_are_saved_and_loaded(name: str, tmp_path: Path, same_bits: Any) -> None:
+    model = converted(name, kept=True, dtype=BF16)
+    assert not isinstance(model.lm_head.weight, Float8Tensor)  # tied to the embedding
+    assert sum(isinstance(p, Float8Tensor) for p in model.parameters()) == (14 if name == "llama" else 8)
+    train(model, name=name)
+    model.save_pretrained(tmp_path)
+    loaded, info = converting(kind_of(name), kept=True).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    same_bits(logits(loaded, name), logits(model, name))
+
+
+def test_codes_are_not_read_as_numbers(tmp_path: Path, same_bits: Any) -> None:
+    """`from_pretrained` converts them to the dtype of a plain layer's weight, and drops their scale_inv."""
+    model = converted("llama", kept=True, dtype=BF16)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"keeps weight in FP8 .* in the model it does not: a loader of single entries"
+    ):
+        converting(kind_of("llama")).from_pretrained(tmp_path)
+    unconverted, info = kind_of("llama").from_pretrained(tmp_path, output_loading_info=True)
+    assert any(key.endswith("weight_scale_inv") for key in info["unexpected_keys"])  # as transformers warns
+    te.convert(unconverted)
+    with pytest.raises(ValueError, match=r"^load_fp8_state: in the checkpoint .* keeps weight in FP8"):
+        te.load_fp8_state(unconverted, tmp_path)
+    right = converted("llama", dtype=BF16)
+    right.load_state_dict(model.state_dict())
+    weight: Any = model.model.layers[0].mlp.up_proj.weight
+    same_bits(right.model.layers[0].mlp.up_proj.weight.detach(), weight.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_transformers_own_fp8_loader_reads_weights_kept_in_fp8(
+    dtype: torch.dtype, tmp_path: Path, same_bits: Any
+) -> None:
+    pytest.importorskip("accelerate")
+    model = converted("mistral", kept=True, dtype=dtype)
+    train(model)
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = transformers.FineGrainedFP8Config(dequantize=True).to_dict()
+    loaded, info = kind_of("mistral").from_pretrained(tmp_path, config=config, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(key.endswith("_extra_state") for key in info["unexpected_keys"])
+    kept = base_weights(model)
+    for name, parameter in loaded.named_parameters():
+        same_bits(parameter.detach(), kept[name], name)
+
+
+@pytest.mark.parametrize("kept", FORMS)
+def test_gradient_checkpointing_changes_no_bit(kept: bool, same_bits: Any) -> None:
+    models = [converted("llama", kept, BF16).train() for _ in range(2)]
+    models[1].gradient_checkpointing_enable()
+    for a, b in zip(*(train(model, 3) for model in models), strict=True):
+        same_bits(a, b)
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        same_bits(a.grad, b.grad, name)
+
+
+# --- the Trainer -----------------------------------------------------------------------------------------
+
+
+def trained_by_trainer(folder: Path, steps: int, resume: bool = False, **options: Any) -> Any:
+    model = converted("llama")
+    arguments = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=1, max_steps=steps, learning_rate=1e-2, lr_scheduler_type="constant",
+        save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, log_level="error",
+        **options,
+    )  # fmt: skip
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_the_trainer_trains_in_fp8_and_resumes_with_the_same_bits(tmp_path: Path, same_bits: Any) -> None:
+    pytest.importorskip("accelerate")
+    whole = trained_by_trainer(tmp_path / "whole", 4)
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert all(layer.fp8 for layer in whole.model.modules() if isinstance(layer, te.Linear))
+    trained_by_trainer(tmp_path / "parts", 2)
+    resumed = trained_by_trainer(tmp_path / "parts", 4, resume=True)
+    for (key, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
+        same_bits(a, b, key)
+
+
+def test_the_trainer_decays_no_norm() -> None:
+    """GPT-2's norms are found by their class alone."""
+    pytest.importorskip("accelerate")
+    model = converted("gpt2")
+    names = transformers.Trainer.get_decay_parameter_names(None, model)
+    assert "transformer.h.0.mlp.c_fc.weight" in names
+    assert not any("ln_" in name or "bias" in name for name in names)
+
+
+ACCELERATE = """
+import json, torch, transformers
+import reference as te
+te.install_as_transformer_engine()
+from accelerate import Accelerator
+from accelerate.utils import TERecipeKwargs
+sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128, vocab_size=128)
+accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs(amax_history_len=8)])
+ids = torch.arange(24).reshape(2, 12)
+found = []
+for recipe in (None, te.DelayedScaling(amax_history_len=4)):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    te.convert(model, recipe=recipe)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found.append([losses, model.lm_head.fp8, model.lm_head.fp8_meta["recipe"].amax_history_len])
+print(json.dumps(found))
+"""
+
+
+def test_accelerate_opens_the_autocast_of_a_converted_model() -> None:
+    """Its FP8 finds layers of Transformer Engine, converts nothing, and its recipe is the outer one."""
+    pytest.importorskip("accelerate")
+    done = subprocess.run([sys.executable, "-c", ACCELERATE], check=True, capture_output=True, text=True)
+    (losses, fp8, rows), other = json.loads(done.stdout.splitlines()[-1])
+    assert losses[-1] < losses[0]
+    assert (fp8, rows) == (True, 8)
+    assert other == [losses, fp8, rows]
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}])
+def test_the_trainer_wraps_forward_in_turn(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = trained_by_trainer(tmp_path, 2, **options)
+    assert all(layer.fp8 for layer in trainer.model.modules() if isinstance(layer, te.Linear))
+    assert trainer.model.lm_head.fp8_meta["recipe"] is RECIPE
+
+
+# --- PEFT ------------------------------------------------------------------------------------------------
+
+TARGETS = [("llama", "all-linear"), ("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_fc"])]
+
+
+def adapted(model: Any, target: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=target, lora_dropout=0.0))
+
+
+def base_weights(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
+    return {name: (p.dequantize() if isinstance(p, Float8Tensor) else p).clone() for name, p in found.items()}
+
+
+@pytest.mark.parametrize("kept", FORMS)
+@pytest.mark.parametrize(("name", "target"), TARGETS)
+def test_lora_trains_over_frozen_weights(name: str, target: Any, kept: bool, tmp_path: Path, same_bits: Any) -> None:
+    peft = pytest.importorskip("peft")
+    base = converted(name, kept, BF16)
+    model = adapted(copy.deepcopy(base), target)
+    before = base_weights(model)
+    losses = train(model, 4, name)
+    assert losses[-1] < losses[0]
+    assert all(layer.fp8 for layer in model.modules() if isinstance(layer, te.Linear))
+    for key, value in base_weights(model).items():
+        same_bits(value, before[key], key)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    with te.autocast(enabled=False):  # the scales of the base have moved
+        same_bits(logits(loaded, name), logits(model, name))
+
+
+def test_lora_is_merged_into_a_converted_model(tmp_path: Path) -> None:
+    model = adapted(converted("gpt2"), ["c_attn"])
+    train(model, 2, "gpt2")
+    with te.autocast(enabled=False):
+        expected = logits(model, "gpt2")
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(logits(merged, "gpt2"), expected)  # one product instead of three
+    assert isinstance(merged.transformer.h[0].attn.c_attn, te.Linear)
+    merged.save_pretrained(tmp_path)
+    with te.autocast(enabled=False):
+        again = kind_of("gpt2").from_pretrained(tmp_path)
+        torch.testing.assert_close(logits(again, "gpt2"), expected)
