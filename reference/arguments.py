@@ -32,7 +32,7 @@ MASK_TYPES = {
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "symmetric_ar_type activation_params bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "qk_norm_type inference_params core_attention_bias alibi_slopes"),
+    ((None,), "qk_norm_type core_attention_bias alibi_slopes"),
     ((None,), "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
@@ -62,6 +62,8 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     (("no_bias",), "core_attention_bias_type"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
+    ((None,), "InferenceParams.total_num_pages InferenceParams.page_size InferenceParams.custom_cache_manager"),
+    ((False,), "InferenceParams.is_paged"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
 ]
@@ -140,6 +142,9 @@ _DTYPE = Rule(
     _any,
     "float32, bfloat16 and float16 are accepted",
 )
+_ACTIVATION_DTYPE = Rule(
+    lambda x: isinstance(x, torch.dtype) and x in WIDE_DTYPES, _any, "float32, bfloat16 and float16 are accepted"
+)
 _DEVICE = Rule(
     lambda x: x is None or is_int(x) or isinstance(x, (str, torch.device)),
     lambda x: x is None or _is_device(x),
@@ -173,6 +178,11 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
+    (_SIZE, "max_batch_size max_sequence_length num_heads_kv"),
+    (_or_none(_SIZE), "max_ctx_len"),
+    (_HEAD, "head_dim_k"),
+    (_or_none(_HEAD), "head_dim_v"),
+    (_ACTIVATION_DTYPE, "InferenceParams.dtype"),
     (_SIZE, "dim max_seq_len"),
     (_ints(0), "offset"),
     (_or_none(_SIZE), "seq_len_interpolation_factor pretrained_max_position_embeddings"),

@@ -95,6 +95,7 @@ EXTRA = {
     "DelayedScaling": ["*", "override_linear_precision=(False, False, False)"],  # an older release's
     "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'"],
     "MultiheadAttention.__init__": ["*", "attention_backend='exact'"],
+    "InferenceParams.__init__": ["*", "device=None"],
     "TransformerLayer.__init__": ["*", "attention_backend='exact'", "use_fp8=None"],  # introductions write use_fp8
 }
 
@@ -160,7 +161,7 @@ _OFFERED = """
     qkv_format attn_input_format attn_mask_type self_attn_mask_type enc_dec_attn_mask_type attention_dropout
     hidden_dropout softmax_scale window_size enc_dec_window_size attention_backend
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
-    is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
+    is_first_microbatch checkpoint_core_attention rotary_pos_emb inference_params query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     name ub_name layer_number seq_length micro_batch_size
     checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
@@ -246,7 +247,7 @@ def test_every_argument_has_a_rule() -> None:
     from reference.arguments import OFF, RULES
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
-    elsewhere |= {"rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
+    elsewhere |= {"rotary_pos_emb", "inference_params", "query_layer", "key_layer", "value_layer", "use_fp8"}
     for call in CALLS:
         owner, _, method = call.partition(".")
         layer = owner if method == "__init__" else call

@@ -27,6 +27,7 @@ from reference.nn.checks import (
 )
 from reference.nn.context import BlockContext, Saved
 from reference.nn.dropout import Generator
+from reference.nn.inference import InferenceParams, entered
 from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
 from reference.ops.attention import NO_LIMIT, limits
@@ -106,7 +107,8 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             number of keys less that of queries. Causal types make right 0. None, (-1, -1) and (-1, 0) are no window.
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
-        layer_number, name: accepted as in Transformer Engine, without effect.
+        layer_number: whose cache in `inference_params` is this one's; None is 1.
+        name: accepted as in Transformer Engine, without effect.
         softcap, softmax_type, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
@@ -154,6 +156,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
+        self.layer_number = 1 if layer_number is None else int(layer_number)
         self.softmax_scale = self.kv_channels**-0.5 if softmax_scale is None else float(softmax_scale)
         self.attention_backend = attention_backend
         if attention_backend == "cudnn":
@@ -182,7 +185,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         fast_zero_fill: bool = True,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool = False,
         bf16_backward: bool = False,
@@ -207,6 +210,8 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
                 padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types ignore it.
             qkv_format, attn_mask_type, window_size: None is the constructor's.
             checkpoint_core_attention: recompute in backward.
+            inference_params: keys and values go to its cache, and queries see what is there: `reference.nn.inference`.
+                The causal types mean one thing, and attention_mask is None.
             cu_seqlens_*, max_seqlen_*, core_attention_bias_type, core_attention_bias and the rest: Transformer
                 Engine's, in its order; only "off" is offered.
 
@@ -216,7 +221,7 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
         if not (
             cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is bottom_right_diagonal is softcap is core_attention_bias is None
-            and alibi_slopes is inference_params is pad_between_seqs is score_mod is score_mod_bprop is None
+            and alibi_slopes is pad_between_seqs is score_mod is score_mod_bprop is None
             and score_mod_tensors is score_mod_bprop_tensors is qkv_layer is kv_layer is thd_attention_policies is None
             and fast_zero_fill is True
             and fp8_output is bf16_backward is False
@@ -238,16 +243,23 @@ class DotProductAttention(DeviceDefault, torch.nn.Module):
             given = [as_dtype(t, activation_dtype(t)) for t in given]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)
-        if MASK_TYPES[kind][1]:
+        if inference_params is not None:
+            check_inference("DotProductAttention", inference_params, self, given[0], layout, attention_mask, kind, True)
+        elif MASK_TYPES[kind][1]:
             shape = (*q.shape[:3], k.shape[2])
             check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, core.window, shape, q.device)
         if self.attention_backend == "cudnn":
             check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind, core.window)
         elif q.is_cuda and q.dtype != torch.float32:
             check_grid("DotProductAttention", q.shape[0], q.shape[1], q.device)
-        mask = full_mask(kind, attention_mask)
         run = self._attend
-        out = checkpoint(run, q, k, v, core, mask) if checkpoint_core_attention else run(q, k, v, core, mask)
+        if inference_params is not None:
+            cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
+            core, mask, qkv = entered(*cached, core, q, k, v)
+            out = run(*qkv, core, mask).reshape(q.shape)
+        else:
+            mask = full_mask(kind, attention_mask)
+            out = checkpoint(run, q, k, v, core, mask) if checkpoint_core_attention else run(q, k, v, core, mask)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         return out.reshape(*out.shape[:2], self.num_attention_heads * self.kv_channels)
 
@@ -340,6 +352,25 @@ def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
     if heads % groups:
         raise ValueError(f"{layer}: num_gqa_groups={groups} with num_attention_heads={heads}; a divisor is accepted.")
     return groups
+
+
+def check_inference(
+    layer: str,
+    params: Any,
+    core: Any,
+    x: torch.Tensor,
+    layout: str,
+    mask: Any,
+    kind: str,
+    alone: bool = False,
+) -> None:
+    """`InferenceParams.check` of activations x [s, b, ...] or [b, s, ...]."""
+    if not isinstance(params, InferenceParams):
+        raise TypeError(f"{layer}: inference_params={params!r}; None or InferenceParams is accepted.")
+    if not isinstance(core, DotProductAttention):
+        raise TypeError(f"{layer}: inference_params with core_attention={core!r}; a DotProductAttention is accepted.")
+    sizes = (x.shape[1], x.shape[0]) if layout == "sbhd" else (x.shape[0], x.shape[1])
+    params.check(layer, core, activation_dtype(x), x.device, sizes, mask, kind, alone)
 
 
 def full_mask(kind: str, mask: Any) -> torch.Tensor | None:

@@ -11,10 +11,11 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
-from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
+from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups, check_inference
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.context import BlockContext, Saved
+from reference.nn.inference import InferenceParams, turned
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
@@ -41,7 +42,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
-        layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+        layer_number: as in `DotProductAttention`.
+        name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         softcap, qk_norm_*, softmax_type and ub_*: only "off" is offered.
     """
@@ -150,6 +152,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
+            layer_number=layer_number,
             attention_type=attention_type,
             get_rng_state_tracker=get_rng_state_tracker,
             device=device,
@@ -167,7 +170,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -188,18 +191,19 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
 
         Args:
             hidden_states: `[s, b, hidden]` or `[b, s, hidden]`, bf16, fp16 or fp32 (whose attention is PyTorch's own).
-            attention_mask, attn_mask_type, window_size, checkpoint_core_attention: as in `DotProductAttention.forward`.
+            attention_mask, attn_mask_type, window_size, checkpoint_core_attention, inference_params: as in
+                `DotProductAttention.forward`; here the layer's cache is allocated where it is missing.
             encoder_output: for cross-attention; same batch and dtype as hidden_states.
             is_first_microbatch: as in `Linear.forward`.
-            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys.
-            inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its order; only "off" is
-                offered.
+            rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys; with
+                inference_params those of all positions from 0 on.
+            core_attention_bias_type and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
         if not (
-            bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
             and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
@@ -211,7 +215,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             check_arguments("MultiheadAttention.forward", locals())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        self.check("MultiheadAttention", hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        given = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        self.check("MultiheadAttention", *given, inference=inference_params)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
@@ -222,14 +227,19 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         else:
             q = mixed.view(*mixed.shape[:-1], self.num_attention_heads, self.channels)
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
+        step, core = None, self.core_attention
+        if inference_params is not None:
+            step = inference_params.step_of(core, MASK_TYPES[kind][0] != "none", core.core_plan(kind, window).window)
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            layout = (self.rotary_pos_interleaved, self.qkv_format)
+            layout = (self.rotary_pos_interleaved, self.qkv_format, step)
             q, k = (rotated(t, freqs, *layout) for t, freqs in zip((q, k), both, strict=True))
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
-        out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
+        if inference_params is not None:
+            shared["inference_params"] = inference_params
+        out = self.proj(core(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
 
@@ -243,6 +253,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         window: Any,
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
+        inference: Any = None,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
@@ -254,7 +265,9 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if ours:
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
-        if (
+        if inference is not None:
+            check_inference(layer, inference, core, hidden_states, self.qkv_format, mask, kind)
+        elif (
             encoder_output is angles is None
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
             and (
@@ -269,11 +282,14 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, batch)
             source = encoder_output.shape
         lengths, device = (shape[sequence], source[sequence]), hidden_states.device
+        if inference is not None:
+            lengths = (max(inference.sequences.values()),) * 2
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
             full = (shape[batch], self.num_attention_heads, *lengths)
-            checks.check_mask(layer, names, kind, mask, window, full, device)
+            if inference is None:
+                checks.check_mask(layer, names, kind, mask, window, full, device)
             dtype = checks.activation_dtype(hidden_states)
             if core.attention_backend == "cudnn":
                 checks.check_cudnn(dtype, device, lengths, kind, window)
@@ -371,9 +387,13 @@ def angles_of(freqs: torch.Tensor) -> torch.Tensor:
     return freqs.reshape(freqs.shape[0], -1).contiguous()
 
 
-def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str) -> torch.Tensor:
-    """x `[s, b, h, d]` or `[b, s, h, d]` rotated by the angles `freqs [s, 1, 1, d]`."""
+def rotated(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str, step: Any = None) -> torch.Tensor:
+    """x `[s, b, h, d]` or `[b, s, h, d]` rotated by the angles `freqs [s, 1, 1, d]`; `step` is `InferenceParams`'."""
     x = (x if qkv_format == "sbhd" else x.transpose(0, 1)).contiguous()
     context = BlockContext(reads=(angles_of(freqs),))
-    out = differentiable(rotary_forward, rotary_backward, RotaryPlan(wanted(x), interleaved), context, x)
+    if step is not None:
+        cached, tensors = step
+        out = turned(cached, tensors, x, angles_of(freqs), interleaved)
+    else:
+        out = differentiable(rotary_forward, rotary_backward, RotaryPlan(wanted(x), interleaved), context, x)
     return out if qkv_format == "sbhd" else out.transpose(0, 1)

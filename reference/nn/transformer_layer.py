@@ -18,6 +18,7 @@ from reference.autocast import current
 from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
 from reference.nn.dropout import Generator, bias_dropout_add
+from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.multihead_attention import MultiheadAttention, check_channels
@@ -52,7 +53,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format: as in `MultiheadAttention`.
         activation, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `LayerNormMLP`.
-        layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+        layer_number: of self-attention, as in `DotProductAttention`.
+        name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         parallel_attention_mlp, drop_path_rate, softcap, qk_norm_*, softmax_type and ub_tp_comm_overlap: only "off";
             without ub_tp_comm_overlap, the other ub_* have no effect.
@@ -144,6 +146,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             num_attention_heads,
             attention_type="self",
             attn_mask_type=self_attn_mask_type,
+            layer_number=layer_number,
             input_layernorm=not output_layernorm,
             **attention,
         )
@@ -186,7 +189,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -213,15 +216,15 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 cross-attention, without effect in an encoder.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
-            rotary_pos_emb: as in `MultiheadAttention.forward`.
-            bottom_right_diagonal, inference_params, core_attention_bias_type and the rest: Transformer Engine's, in its
-                order; only "off" is offered.
+            inference_params, rotary_pos_emb: of self-attention, as in `MultiheadAttention.forward`.
+            bottom_right_diagonal, core_attention_bias_type and the rest: Transformer Engine's, in its order; only "off"
+                is offered.
 
         Returns:
             a tensor like hidden_states.
         """
         if not (
-            bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
             and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is thd_attention_policies is None
@@ -237,13 +240,14 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         window = self.window_size if window_size is None else window_size
         cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
-        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross)
+        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, inference_params)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
+        more = (checkpoint_core_attention, window, inference_params)
         fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
         follows = mlp if fused and self.layer_type == "encoder" else None
         if (
@@ -251,8 +255,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
-            return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention, window)
-        hidden = self._attend(attention, hidden_states, *first, checkpoint_core_attention, window, follows)
+            return blocks.run_layer(attention, mlp, hidden_states, *first, *more)
+        hidden = self._attend(attention, hidden_states, *first, *more, follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
             hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window)
@@ -278,22 +282,32 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         angles: Any,
         recomputes: bool,
         window: checks.Window,
+        inference: InferenceParams | None = None,
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
         if self._fuses(attention, x, blocks.is_attention_block, recomputes):
-            more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
+            more = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window, inference)
             return blocks.run_attention(attention, x, *more, mlp=mlp)
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
         if source is None:
             shared["rotary_pos_emb"] = angles
         if window is not None:
             shared["window_size"] = window
+        if inference is not None:
+            shared["inference_params"] = inference
         results = attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
         return self._add(results, x, dropout, normed=source is not None or not self.output_layernorm)
 
     def _check(
-        self, hidden_states: Any, mask: Any, mask_type: Any, window: Any, angles: Any, cross: tuple[Any, Any, Any, Any]
+        self,
+        hidden_states: Any,
+        mask: Any,
+        mask_type: Any,
+        window: Any,
+        angles: Any,
+        cross: tuple[Any, Any, Any, Any],
+        inference: Any,
     ) -> None:
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
@@ -304,7 +318,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         if _checks(attention):
             names = ("attention_mask", "self_attn_mask_type", "window_size")
-            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names)
+            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, inference)
         if decodes and _checks(modules["inter_attention"]):
             names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
             modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names)
