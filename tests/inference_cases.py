@@ -1,7 +1,6 @@
 """Models and schedules of the tests of `InferenceParams`, on either side."""
 
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,20 +34,26 @@ def fp8(enabled: bool = True) -> AbstractContextManager[None]:
 
 
 class Decoder(torch.nn.Module):
-    """Two layers of `side`, and what they need to run with and without a cache."""
+    """Layers, and what they need to run with and without a cache."""
 
-    def __init__(self, layers: int = 2, side: ModuleType = te, **options: Any) -> None:
+    angles: torch.Tensor
+
+    def __init__(self, layers: int = 2, **options: Any) -> None:
         super().__init__()
         common: dict[str, Any] = {"num_gqa_groups": 2, "params_dtype": BF16, "fuse_qkv_params": True, **options}
         torch.manual_seed(len(options))
         self.layers = torch.nn.ModuleList(
-            side.TransformerLayer(HIDDEN, 128, HEADS, layer_number=i + 1, **common) for i in range(layers)
+            te.TransformerLayer(HIDDEN, 128, HEADS, layer_number=i + 1, **common) for i in range(layers)
         )
-        self.cache, self.dtype = side.InferenceParams, common["params_dtype"]
+        self.dtype = common["params_dtype"]
         self.dim = 0 if common.get("attn_input_format", "sbhd") == "sbhd" else 1  # of the tokens
-        self.device = next(self.parameters()).device
-        self.angles = te.RotaryPositionEmbedding(CHANNELS)(ROOM).to(self.device)
+        self.register_buffer("angles", te.RotaryPositionEmbedding(CHANNELS)(ROOM))
         self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are."""
+        return self.angles.device
 
     def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
         for layer in self.layers:
@@ -63,8 +68,7 @@ class Decoder(torch.nn.Module):
     def params(self, batch: int = 3, **more: Any) -> te.InferenceParams:
         """A cache."""
         groups = self.layers[0].self_attention.num_gqa_groups
-        found: te.InferenceParams = self.cache(batch, ROOM, groups, CHANNELS, self.dtype, **more)
-        return found
+        return te.InferenceParams(batch, ROOM, groups, CHANNELS, self.dtype, device=self.device, **more)
 
     def trained(self) -> "Decoder":
         """This model with the scales that three steps have found."""
