@@ -1,7 +1,9 @@
 """A cache of keys and values: a prompt and the tokens after it give, bit by bit, what all of them at once give."""
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +126,31 @@ def test_fp32() -> None:
         assert (found - whole).norm() < 1e-5 * whole.norm()  # some hundred roundings of 2^-24
         for name, one in mixed(model, model.params()).items():
             assert (one - alone(model, name, len(one))).norm() < 1e-5 * one.norm()
+
+
+def test_the_first_cast_of_the_weights_can_be_kept() -> None:
+    model = Decoder().trained()
+    x = model.numbers(9, 12)
+    with torch.no_grad(), fp8():
+        cache, outs = model.params(), []
+        for begin, end in ((0, 9), (9, 10), (10, 12)):
+            cache.pre_step(dict.fromkeys(range(2), end - begin))
+            outs.append(model(x[begin:end], inference_params=cache, is_first_microbatch=begin == 0))
+        assert_same_bits(torch.cat(outs), model(x))
+
+
+def test_the_pages_program_writes_what_it_would_without_a_cache() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "inference.md").read_text("utf-8")
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert program is not None
+    found: dict[str, Any] = {}
+    torch.manual_seed(3)
+    exec(program[1], found)
+    prompt = torch.randint(0, 256, (5, 3))
+    text = found["write"](prompt, 20)
+    assert len(text) == 25
+    with torch.no_grad():
+        assert torch.equal(found["logits"](text)[4:-1].argmax(-1), text[5:])
 
 
 def test_memory_is_allocated_once() -> None:
