@@ -377,7 +377,9 @@ class InferenceParams(DeviceDefault):
 
     def _mixed_tensors(self, causal: bool, window: tuple[int, int], length: int, longest: int) -> Any:
         """positions, rows, source and hidden of `StepTensors`."""
-        starts, steps = (torch.tensor(one, device="cpu")[:, None] for one in (self._starts, self._steps))
+        starts, steps = (
+            torch.tensor(one, dtype=torch.int64, device="cpu")[:, None] for one in (self._starts, self._steps)
+        )
         new, columns = torch.arange(length, device="cpu"), torch.arange(longest, device="cpu")
         at = starts + new  # [b, s]
         exists = new < steps
