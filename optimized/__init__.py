@@ -133,6 +133,10 @@ class TransformerLayer(_OnHopper, reference.TransformerLayer):
     """`reference.TransformerLayer` with "cuda" as its default device."""
 
 
+class InferenceParams(_OnHopper, reference.InferenceParams):
+    """`reference.InferenceParams` with "cuda" as its default device."""
+
+
 class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
     """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""
 

@@ -24,6 +24,7 @@ from reference.nn.attention import DotProductAttention
 from reference.nn.cross_entropy import cross_entropy, parallel_cross_entropy
 from reference.nn.embedding import Embedding
 from reference.nn.fused_linear_cross_entropy import fused_linear_cross_entropy
+from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
@@ -72,6 +73,7 @@ __all__ = [
     "DotProductAttention",
     "Embedding",
     "Format",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

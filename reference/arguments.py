@@ -32,7 +32,7 @@ MASK_TYPES = {
 
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
-    ((None,), "symmetric_ar_type bottom_right_diagonal enc_dec_bottom_right_diagonal inference_params"),
+    ((None,), "symmetric_ar_type bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
@@ -57,6 +57,8 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((0.0, None), "softcap"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
+    ((None,), "InferenceParams.total_num_pages InferenceParams.page_size InferenceParams.custom_cache_manager"),
+    ((False,), "InferenceParams.is_paged"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
     ((None,), "tensor_parallel_mode userbuffers_options glu_interleave_size op_kwargs"),
@@ -144,6 +146,9 @@ _DTYPE = Rule(
     _any,
     "float32, bfloat16 and float16 are accepted",
 )
+_ACTIVATION_DTYPE = Rule(
+    lambda x: isinstance(x, torch.dtype) and x in WIDE_DTYPES, _any, "float32, bfloat16 and float16 are accepted"
+)
 _DEVICE = Rule(
     lambda x: x is None or is_int(x) or isinstance(x, (str, torch.device)),
     lambda x: x is None or _is_device(x),
@@ -183,6 +188,11 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
+    (_SIZE, "max_batch_size max_sequence_length num_heads_kv"),
+    (_or_none(_SIZE), "max_ctx_len"),
+    (_HEAD, "head_dim_k"),
+    (_or_none(_HEAD), "head_dim_v"),
+    (_ACTIVATION_DTYPE, "InferenceParams.dtype"),
     (_SIZE, "dim max_seq_len"),
     (_ints(0), "offset"),
     (_or_none(_SIZE), "seq_len_interpolation_factor pretrained_max_position_embeddings"),
@@ -221,7 +231,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     (_one_of("sbhd", "bshd", "thd"), "qkv_format attn_input_format"),
-    (_one_of("sbhd", "bshd"), "tensor_format"),
+    (_one_of("sbhd", "bshd"), "tensor_format InferenceParams.qkv_format"),
     (_or_none(_SIZE), "max_seqlen_q max_seqlen_kv"),
     (_one_of(*ACTIVATIONS), "activation"),
     (_CLAMP, "activation_params"),

@@ -28,7 +28,6 @@ NAMES: dict[str, dict[str, str]] = {
         _PARALLEL: "initialize_ub destroy_ub UserBufferQuantizationMode CPLoadBalancingStrategy distributed_weight",
         _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
-        "there is no key-value cache": "InferenceParams",
         _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
         _QUANTIZED: "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage Float8Quantizer "
         "Float8CurrentScalingQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer "

@@ -19,7 +19,7 @@ import torch
 from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
-from optimized.bench import cublaslt, layer, layer_models, single_gpu, single_gpu_models, timeline
+from optimized.bench import cublaslt, decode, layer, layer_models, single_gpu, single_gpu_models, timeline
 from reference.nn import attention_of_torch as attention_layers
 
 MS_PER_NOTE = 0.25
@@ -130,7 +130,7 @@ class DryBench(contextlib.ExitStack):
             (layer, "gc", types.SimpleNamespace(collect=lambda: note("gc.collect"))),
         ]
         self.backend = "PyTorch's choice"
-        for module in (layer_models, single_gpu_models, attention_layers):
+        for module in (layer_models, single_gpu_models, attention_layers, decode):
             patches += [(module, "sdpa_kernel", self._backend), (module, "scaled_dot_product_attention", self._attend)]
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value, create=True))

@@ -29,6 +29,7 @@ CALLABLES = {
     "DotProductAttention": ("attention/dot_product_attention/dot_product_attention.py", "__init__", "forward"),
     "MultiheadAttention": ("attention/multi_head_attention.py", "__init__", "forward"),
     "TransformerLayer": ("transformer.py", "__init__", "forward"),
+    "InferenceParams": ("attention/inference.py", "__init__", "allocate_memory", "pre_step", "reset"),
     "RotaryPositionEmbedding": ("attention/rope.py", "__init__", "forward"),
     "apply_rotary_pos_emb": ("attention/rope.py", ""),
     "is_fp8_available": ("quantization.py", ""),

@@ -95,6 +95,7 @@ EXTRA = {
     "DelayedScaling": ["*", "override_linear_precision=(False, False, False)"],  # an older release's
     "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'"],
     "MultiheadAttention.__init__": ["*", "attention_backend='exact'"],
+    "InferenceParams.__init__": ["*", "device=None"],
     "TransformerLayer.__init__": ["*", "attention_backend='exact'", "use_fp8=None"],  # introductions write use_fp8
 }
 
@@ -175,7 +176,7 @@ _OFFERED = """
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
     softmax_type core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv
     cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
-    is_first_microbatch checkpoint_core_attention rotary_pos_emb query_layer key_layer value_layer
+    is_first_microbatch checkpoint_core_attention rotary_pos_emb inference_params query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax
     accumulate_into_main_grad rng_state_tracker_function tensor_parallel_group size p scale input *extra_inputs
     name ub_name layer_number seq_length micro_batch_size
@@ -262,6 +263,7 @@ def test_every_argument_has_a_rule() -> None:
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
     elsewhere |= {"input", "extra_inputs", "rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
+    elsewhere |= {"inference_params"}
     elsewhere |= {"core_attention_bias", "alibi_slopes", *NAMES[:4]}
     for call in CALLS:
         layer = call.removesuffix(".__init__")

@@ -60,6 +60,20 @@ def test_masks(mask: str, mask_type: str) -> None:
     compare(Case(b=2, hkv=1, group=2, sq=300, skv=150, mask=mask, mask_type=mask_type, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("sq", "skv"), [(70, 512), (70, 640), (70, 642), (1, 643), (1, 640)])
+def test_a_mask_of_keys(sq: int, skv: int, d: int, dropout: float) -> None:
+    """Blocks of keys of which none, one and all are hidden; rows of the mask that start at any byte."""
+
+    def change(given: dict[str, torch.Tensor | None]) -> None:
+        mask = torch.zeros(3, 1, 1, skv, dtype=torch.bool)
+        mask[0, ..., 127] = mask[1, ..., 128] = mask[2, ..., 256:384] = mask[2, ..., -1] = True
+        given["mask"] = mask
+
+    compare(Case(b=3, hkv=2, sq=sq, skv=skv, d=d, dropout=dropout), change)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     compare(Case(b=2, hkv=2, group=1, sq=130, skv=130, d=40, layout=layout, mask_type="causal", dropout=0.1))

@@ -30,6 +30,7 @@ from optimized import measure
 from optimized.bench import (
     adam,
     attention_plot,
+    decode,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -202,6 +203,14 @@ def run_of_single_gpu() -> snapshots.Sections:
         return {"settings": (listed, 60), **run_of_layers(module)}
 
 
+def run_of_decode() -> snapshots.Sections:
+    """`decode`, with smaller layers, whose weights are drawn sooner."""
+    case = replace(decode.CASE, hidden=256, ffn=512, heads=4, kv_heads=2)
+    module = types.SimpleNamespace(**vars(decode))
+    module.run = partial(decode.run, case=case)
+    return run_of(module)
+
+
 def run_of_train() -> snapshots.Sections:
     """`train`, with models of one small layer on a text that is made up."""
     sizes = {
@@ -221,6 +230,7 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
     "adam": run_of_adam,
+    "decode": run_of_decode,
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,

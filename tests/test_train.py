@@ -16,9 +16,10 @@ import reference as te
 from optimized import measure
 from optimized.training import checkpoint
 from optimized.training.corpus import Corpus, read_files
+from optimized.training.model import drawn
 from optimized.training.settings import RECIPES, SIZES, Settings, falling
 from optimized.training.trainer import Trainer
-from reference import files
+from reference import files, philox
 from reference.recorded_step import file
 from reference.recorded_step.replay import replay
 
@@ -165,6 +166,23 @@ def test_looking_at_a_model_and_recomputing_leave_no_trace(precision: str, tmp_p
     result = replay(file.read(path))
     assert result.equal
     assert result.ops > 20
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_a_sample_is_what_the_whole_text_gives(precision: str) -> None:
+    """From a cache as long as it holds the text, which is for 16 bytes, and byte by byte the same."""
+    trainer = trained(replace(TINY, precision=precision), 3)
+    model, read = trainer.model, list[int]()
+    model.register_forward_pre_hook(lambda _, args: read.append(len(args[0])))
+    found = trainer.sample(b"7 * ", 20)
+    assert read == ([*range(4, 17)] if precision == "current" else [4, *[1] * 12]) + [16] * 7
+    text = b"7 * "
+    with torch.no_grad():
+        model.eval()
+        for u in philox.uniform((20,), seed=TINY.seed).tolist():
+            window = torch.tensor(list(text[-16:]))[:, None]
+            text += bytes([drawn(model(window, trainer.recipe)[-1, 0], u, 0.7)])
+    assert found == text
 
 
 def test_each_part_of_a_state_is_in_the_hash() -> None:

@@ -31,6 +31,7 @@ _MODULES = (
     "single_gpu",
     "training",
     "train",
+    "decode",
 )
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"{bench.__name__}.{name}") for name in _MODULES)
 
@@ -121,7 +122,7 @@ GROUPS = {
     "Attention": ("attention",),
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats"),
+    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats", "decode"),
     "Training": ("single_gpu", "training", "train"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }

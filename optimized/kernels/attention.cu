@@ -134,6 +134,15 @@ __device__ __forceinline__ void hide_masked(float (&s)[64], const Arguments& a, 
     }
 }
 
+// Whether the mask hides no pair of a block of keys, as far as one load tells: if all queries share a mask's row.
+__device__ __forceinline__ bool hides_nothing(const Arguments& a, const unsigned char* mask, int key) {
+    const unsigned char* entries = mask + key;
+    const bool one_row = a.mask_i == 0 || a.sq == 1;  // torch's stride of a dimension of one element means nothing
+    if (!one_row || a.mask_j != 1 || key + kTileRows > a.skv || reinterpret_cast<size_t>(entries) % 4 != 0) return false;
+    const unsigned four = __ldg(reinterpret_cast<const unsigned*>(entries) + threadIdx.x % 32);
+    return __all_sync(0xFFFFFFFF, four == 0);
+}
+
 // Scores to weights, in place; returns alpha of the two rows.
 __device__ __forceinline__ void weigh(float (&s)[64], Rows& rows, float (&alpha)[2], float c) {
 #pragma unroll
@@ -236,7 +245,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 #endif
             if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
             if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
-            if (mask != nullptr) hide_masked(s, a, mask, row, key);
+            if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
             weigh(s, rows, alpha, factor(a));
             if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
         };

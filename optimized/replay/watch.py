@@ -1,7 +1,8 @@
 """Watches what a function does on the GPU besides launching; while a tape is recorded, it also places the tensors.
 
-A function may make our own launches, allocations, views and copies. It may call cuDNN's attention, whose results lie
-where PyTorch allocates them: they are copied to their places. A function that does anything else is not `usable`.
+A function may make our own launches, allocations, views and copies, and it may take rows out of a tensor or put rows
+into one. It may call cuDNN's attention, whose results lie where PyTorch allocates them: they are copied to their
+places. A function that does anything else is not `usable`.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,14 @@ def _copy(source: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 # Other ops that a tape may hold, each with a function that writes its result to a given tensor. In 16 bits the
-# gradients of q, k and v are concatenated; with grouped queries q is taken out of the groups.
-_OUT_VARIANTS: dict[Any, Any] = {aten.cat.default: aten.cat.out, aten.clone.default: _copy}
+# gradients of q, k and v are concatenated; with grouped queries q is taken out of the groups; with a cache of keys and
+# values angles are taken from their table.
+_OUT_VARIANTS: dict[Any, Any] = {
+    aten.cat.default: aten.cat.out,
+    aten.clone.default: _copy,
+    aten.index_select.default: aten.index_select.out,
+}
+_IN_PLACE = {aten.index_copy_.default}  # and keys and values are put there
 
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:
@@ -104,6 +111,8 @@ class Watch(TorchDispatchMode):
             return self.call(func, args, kwargs)
         if func in _OUT_VARIANTS:
             return self.call_into(func, args, kwargs)
+        if func in _IN_PLACE:
+            return self.call_in_place(func, args)
         self.usable = self.usable and (func.is_view or func in _VIEWS)
         return func(*args, **kwargs)
 
@@ -117,6 +126,10 @@ class Watch(TorchDispatchMode):
     def call_into(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an op of `_OUT_VARIANTS`, whose result a tape can place."""
         return self.allocate(func, args, kwargs)
+
+    def call_in_place(self, func: Any, args: Any) -> Any:
+        """Call an op of `_IN_PLACE`."""
+        return func(*args)
 
     def moved(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """A copy of a result; None stays None (cuDNN makes no sums of rows where no backward wants them)."""
@@ -158,6 +171,10 @@ class Record(Watch):
         out = self.allocate(func, args, kwargs)
         self.tape.append(TorchOutOp(_OUT_VARIANTS[func], TensorRef.of(list(args)), TensorRef.of(out)))
         return _OUT_VARIANTS[func](*args, out=out)
+
+    def call_in_place(self, func: Any, args: Any) -> Any:
+        self.tape.append(TorchOp(func, TensorRef.of(list(args)), {}, {}))
+        return func(*args)
 
     def allocate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         return next(self.places).of(self.sources)

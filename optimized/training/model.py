@@ -55,7 +55,8 @@ class GPT(torch.nn.Module):
             self.bytes = te.Embedding(settings.vocabulary, hidden, init_method=normal, **common)
             self.places = te.Embedding(settings.sequence, hidden, init_method=normal, **common)
             self.layers = torch.nn.ModuleList(
-                te.TransformerLayer(hidden, 4 * hidden, settings.heads, **options) for _ in range(settings.layers)
+                te.TransformerLayer(hidden, 4 * hidden, settings.heads, layer_number=i + 1, **options)
+                for i in range(settings.layers)
             )
             self.norm = te.LayerNorm(hidden, **common)
             self.head = te.Linear(hidden, settings.vocabulary, bias=False, init_method=torch.zero_, **common)
@@ -66,12 +67,26 @@ class GPT(torch.nn.Module):
         """Where the parameters are."""
         return self.bytes.weight.device
 
+    def cache(self) -> te.InferenceParams:
+        """Room for the keys and values of one text of `settings.sequence` bytes."""
+        one, channels = self.settings, self.settings.hidden // self.settings.heads
+        return te.InferenceParams(1, one.sequence, one.heads, channels, torch.bfloat16, device=self.device)
+
     def forward(
-        self, text: torch.Tensor, recipe: te.recipe.Recipe | None, is_first_microbatch: bool | None = None
+        self,
+        text: torch.Tensor,
+        recipe: te.recipe.Recipe | None,
+        is_first_microbatch: bool | None = None,
+        cache: te.InferenceParams | None = None,
     ) -> torch.Tensor:
-        """Bytes int64 [sequence, rows] to logits bf16 [sequence, rows, vocabulary]; the layers in FP8 with a recipe."""
+        """Bytes int64 [sequence, rows] to logits bf16 [sequence, rows, vocabulary]; the layers in FP8 with a recipe.
+
+        With a cache, after its `pre_step`, these are the bytes that follow on those in it, of one row.
+        """
         places = torch.arange(len(text), device=text.device)[:, None].expand(text.shape)
-        options: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
+        if cache is not None:
+            places = places + cache.get_seqlens_pre_step()[0]
+        options: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "inference_params": cache}
         with torch.autocast(self.device.type, torch.bfloat16):
             h = (self.bytes(text) + self.places(places)).to(torch.bfloat16)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -116,11 +131,23 @@ def sample(
     progress: Callable[[], object],
     temperature: float = 0.7,
 ) -> bytes:
-    """`prompt`, continued by `length` bytes, which `philox` draws. In FP8, amaxes enter histories as in any forward."""
-    text = prompt
+    """`prompt`, continued by `length` bytes, which `philox` draws. In FP8, amaxes enter histories as in any forward.
+
+    As long as the model sees the whole text, it reads only what is new; keys and values of the rest are in a cache. The
+    logits are the same. A longer text moves on by a place with each byte, so then the model reads all that it can see;
+    so it does with current scaling, where a byte's numbers depend on the others of its forward.
+    """
+    text, limit = prompt, model.settings.sequence
+    cache = model.cache() if recipe is None or recipe.history_rows is not None else None
     draws = philox.uniform((length,), seed=model.settings.seed)
     for u in draws.tolist():
-        window = torch.tensor(list(text[-model.settings.sequence :]), device=model.device)[:, None]
-        text += bytes([drawn(model(window, recipe)[-1, 0], u, temperature)])
+        new = text[-limit:]
+        if len(text) > limit:
+            cache = None
+        if cache is not None:
+            new = text[cache.sequences.get("text", 0) :]
+            cache.pre_step({"text": len(new)})
+        window = torch.tensor(list(new), device=model.device)[:, None]
+        text += bytes([drawn(model(window, recipe, cache=cache)[-1, 0], u, temperature)])
         progress()
     return text

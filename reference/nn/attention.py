@@ -23,6 +23,7 @@ from reference.nn.attention_lengths import (
     to_tokens,
 )
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
+from reference.nn.attention_options import Options
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checkpoints import WithoutState
 from reference.nn.checks import (
@@ -37,6 +38,7 @@ from reference.nn.checks import (
 )
 from reference.nn.context import BlockContext, Saved
 from reference.nn.dropout import Generator
+from reference.nn.inference import InferenceParams, entered
 from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
@@ -148,7 +150,8 @@ class DotProductAttention(DeviceDefault, WithoutState):
             number of keys less that of queries. Causal types make right 0. None, (-1, -1) and (-1, 0) are no window.
         softmax_scale: None is 1 / sqrt(kv_channels).
         attention_type: "self" or "cross".
-        layer_number, name: accepted as in Transformer Engine, without effect.
+        layer_number: whose cache in `inference_params` is this one's; None is 1.
+        name: accepted as in Transformer Engine, without effect.
         softmax_type: "vanilla", "off-by-one" or "learnable": with a sink of 0 in each head, or of the parameter
             `softmax_offset` (`reference.ops.attention_sink`).
         softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
@@ -198,6 +201,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
+        self.layer_number = 1 if layer_number is None else int(layer_number)
         self.softmax_scale = self.kv_channels**-0.5 if softmax_scale is None else float(softmax_scale)
         self.attention_backend = attention_backend
         if attention_backend == "cudnn":
@@ -232,7 +236,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         fast_zero_fill: bool = True,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool = False,
         bf16_backward: bool = False,
@@ -264,6 +268,8 @@ class DotProductAttention(DeviceDefault, WithoutState):
             cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, instead of a mask, for
                 padding mask types. cu_seqlens_q_padded, cu_seqlens_kv_padded: "thd", where they start, if apart.
             max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
+            inference_params: keys and values go to its cache, and queries see what is there: `reference.nn.inference`.
+                The causal types mean one thing; masks, lengths and biases are not given.
             pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
@@ -272,7 +278,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
         if not (
             cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is bottom_right_diagonal is softcap is core_attention_bias is None
-            and alibi_slopes is inference_params is pad_between_seqs is score_mod is score_mod_bprop is None
+            and alibi_slopes is pad_between_seqs is score_mod is score_mod_bprop is None
             and score_mod_tensors is score_mod_bprop_tensors is qkv_layer is kv_layer is thd_attention_policies is None
             and fast_zero_fill is True
             and fp8_output is bf16_backward is False
@@ -292,6 +298,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
         )
+        Options(bias, lengths, inference_params).check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
         tokens = None
         if layout == "thd":
@@ -314,7 +321,9 @@ class DotProductAttention(DeviceDefault, WithoutState):
             given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)
-        if MASK_TYPES[kind][1] and not lengths.given:
+        if inference_params is not None:
+            check_inference("DotProductAttention", inference_params, self, given[0], layout, attention_mask, kind, True)
+        elif MASK_TYPES[kind][1] and not lengths.given:
             shape = (*q.shape[:3], k.shape[2])
             check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, core.window, shape, q.device)
         if self.attention_backend == "cudnn":
@@ -328,10 +337,15 @@ class DotProductAttention(DeviceDefault, WithoutState):
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
         check_sinks("DotProductAttention", self, bias, q.dtype)
-        full: Any = mask if lengths.given else full_mask(kind, mask)
         run = self._attend
-        arguments = (q, k, v, core, full, bias.values, slopes)
-        out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
+        if inference_params is not None:
+            cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
+            core, mask, qkv = entered(*cached, core._replace(softmax=self.softmax_type), q, k, v)
+            out = run(*qkv, core, mask, None, None).reshape(q.shape)
+        else:
+            full: Any = mask if lengths.given else full_mask(kind, mask)
+            arguments = (q, k, v, core, full, bias.values, slopes)
+            out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
             out = to_tokens(out, maps)
@@ -402,6 +416,25 @@ def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
     if heads % groups:
         raise ValueError(f"{layer}: num_gqa_groups={groups} with num_attention_heads={heads}; a divisor is accepted.")
     return groups
+
+
+def check_inference(
+    layer: str,
+    params: Any,
+    core: Any,
+    x: torch.Tensor,
+    layout: str,
+    mask: Any,
+    kind: str,
+    alone: bool = False,
+) -> None:
+    """`InferenceParams.check` of activations x [s, b, ...] or [b, s, ...]."""
+    if not isinstance(params, InferenceParams):
+        raise TypeError(f"{layer}: inference_params={params!r}; None or InferenceParams is accepted.")
+    if not isinstance(core, DotProductAttention):
+        raise TypeError(f"{layer}: inference_params with core_attention={core!r}; a DotProductAttention is accepted.")
+    sizes = (x.shape[1], x.shape[0]) if layout == "sbhd" else (x.shape[0], x.shape[1])
+    params.check(layer, core, activation_dtype(x), x.device, sizes, mask, kind, alone)
 
 
 def full_mask(kind: str, mask: Any) -> torch.Tensor | None:

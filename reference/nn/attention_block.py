@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.arguments import MASK_TYPES
 from reference.compiled import before
 from reference.nn import attention, attention_of_torch, layernorm_linear, linear
 from reference.nn.attention import CorePlan, Mask, full_mask
@@ -24,6 +25,7 @@ from reference.nn.autograd import wanted
 from reference.nn.checks import Window
 from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
 from reference.nn.dropout import Generator
+from reference.nn.inference import Cached, InferenceParams, StepTensors, entered, turned
 from reference.nn.layernorm import norm_plan
 from reference.nn.multihead_attention import Heads
 from reference.nn.rotated import angles_of
@@ -48,6 +50,7 @@ class Plan(NamedTuple):
         p: probability of dropping an element after proj.
         rotary: None without angles, else whether neighbours are paired.
         recomputes: whether backward runs attention again instead of keeping its results.
+        cached: None, or how keys and values go through a cache; then there is no backward.
     """
 
     needs: tuple[bool, ...]
@@ -62,6 +65,7 @@ class Plan(NamedTuple):
     p: float
     rotary: bool | None
     recomputes: bool
+    cached: Cached | None = None
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """`[b, heads, s, channels]` of a tensor in x's order of sequence and batch."""
@@ -99,6 +103,20 @@ def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, 
     return attention.attend(plan.core, mask, state, *qkv)
 
 
+def _attend_from_cache(
+    plan: Plan, step: StepTensors, angles: Any, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Attention's result [b, heads, s, channels]; q and k, not rotated yet, and v are of the new tokens."""
+    assert plan.cached is not None
+    if plan.rotary is not None:
+        q, k = (
+            turned(plan.cached, step, t.permute(2, 0, 1, 3), one, plan.rotary).permute(1, 2, 0, 3)
+            for t, one in zip((q, k), angles, strict=True)
+        )
+    core, hidden, qkv = entered(plan.cached, step, plan.core, q, k, v)
+    return attention.attend(core, hidden, state, *qkv)[0].reshape(q.shape)
+
+
 def forward(
     plan: Plan,
     context: BlockContext,
@@ -113,7 +131,8 @@ def forward(
     *key_value: Any,
 ) -> tuple[torch.Tensor, Saved]:
     """h `[..., hidden]` of x `[..., hidden]`; `source` is the encoder's output."""
-    (first, proj, *others), (state, core_state), (mask, *angles), _ = context
+    (first, proj, *others), (state, core_state), (mask, *reads), _ = context
+    angles, step = reads[:2], reads[2:]
     rows, proj_gemm = rows_of(x), proj.gemms[0]
     requests = [
         WeightRequest(first, 0, "weight", weight, any(plan.first.needs[:3])),
@@ -131,11 +150,17 @@ def forward(
         assert source is not None
         joined, saved_kv = linear.forward(plan.key_value, others[0], rows_of(source), more[0], key_value[1])
     q, k, v = split(plan, mixed, joined)
-    q, k = (plan.turned(t, one, False) for t, one in zip((q, k), angles, strict=True))
-    out, saved_core = _attend(plan, mask, core_state, (q, k, v))
+    saved_core: Saved = ()
+    if plan.cached is None:
+        q, k = (plan.turned(t, one, False) for t, one in zip((q, k), angles, strict=True))
+        out, saved_core = _attend(plan, mask, core_state, (q, k, v))
+    else:
+        out = _attend_from_cache(plan, StepTensors(*step), angles, core_state, q, k, v)  # type: ignore[arg-type]
     dropped = before(state)
     operand = proj_gemm.input.quantize(plan.tokens(out), transpose=plan.proj.needs[1])
     h = fprop_residual(operand, proj_w, proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
+    if plan.cached is not None:
+        return whole(h, plan.shape), ()
     kept = (q, k) if plan.rotary is not None else (None, None)
     saved = (*saved_first, *operand.saved, *proj_w.saved, dropped, mixed, joined, *kept, *saved_kv)
     # To attend again, backward needs only the random state from before; `attend` saves it last.
@@ -229,6 +254,7 @@ def prepared(
     angles: Angles = None,
     recomputes: bool = False,
     window: Window = None,
+    inference: InferenceParams | None = None,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
     """The plan, the context and the tensors of one forward of a `MultiheadAttention` with a norm.
 
@@ -250,6 +276,9 @@ def prepared(
     needs = wanted(*tensors)
     trains = any(needs[:5]) or any(needs[7:])
     p, generator = dropout
+    cached, step = None, None
+    if inference is not None:
+        cached, step = inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
     turns = (angles if isinstance(angles, tuple) else (angles, angles)) if angles is not None else None
     plan = Plan(
         needs,
@@ -264,9 +293,11 @@ def prepared(
         p,
         None if turns is None else module.rotary_pos_interleaved,
         recomputes and not torch.compiler.is_compiling(),
+        cached,
     )
     state = generator.take() if p > 0 else None  # not inside the pair: a compiler cannot trace it there
-    reads = (full_mask(mask_type, mask), *((None, None) if turns is None else map(angles_of, turns)))
+    hidden = None if inference is not None else full_mask(mask_type, mask)
+    reads = (hidden, *((None, None) if turns is None else map(angles_of, turns)), *(step or ()))
     return plan, BlockContext(tuple(contexts), (state, core_state), reads), tuple(tensors)
 
 

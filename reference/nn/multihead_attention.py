@@ -11,12 +11,20 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
-from reference.nn.attention import MASK_NAMES, DotProductAttention, Mask, check_groups
-from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
-from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths, maps_of, with_longest
+from reference.nn.attention import (
+    MASK_NAMES,
+    DotProductAttention,
+    Mask,
+    check_groups,
+    check_inference,
+)
+from reference.nn.attention_bias import Bias, check_bias, check_sinks
+from reference.nn.attention_lengths import Lengths, check_lengths, maps_of, with_longest
+from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import MAX_ATTENTIONS
 from reference.nn.context import BlockContext, Saved
+from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import head_norms
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
@@ -44,7 +52,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
-        layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+        layer_number: as in `DotProductAttention`.
+        name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         qk_norm_type: None, or normalise each head of q and k: "RMSNorm", "LayerNorm", or "L2Normalization" (without
@@ -158,6 +167,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
+            layer_number=layer_number,
             attention_type=attention_type,
             get_rng_state_tracker=get_rng_state_tracker,
             device=device,
@@ -176,7 +186,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -198,21 +208,22 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         Args:
             hidden_states: `[s, b, hidden]`, `[b, s, hidden]` or `[t, hidden]`, bf16, fp16 or fp32 (whose attention is
                 PyTorch's own).
-            attention_mask, attn_mask_type, window_size, checkpoint_core_attention: as in `DotProductAttention.forward`.
+            attention_mask, attn_mask_type, window_size, checkpoint_core_attention, inference_params: as in
+                `DotProductAttention.forward`; here the layer's cache is allocated where it is missing.
             encoder_output: for cross-attention; same batch and dtype as hidden_states.
             is_first_microbatch: as in `Linear.forward`.
             rotary_pos_emb: fp32 angles `[s, 1, 1, channels]`, or a pair of them, for queries and for keys. In "thd" the
-                positions of each sequence start at 0.
+                positions of each sequence start at 0; with inference_params they are those of all positions from 0 on.
             core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
                 there, with a padding mask type.
-            inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
+            pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
         if not (
-            bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
             and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
@@ -231,7 +242,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if self.qkv_format == "thd":
             lengths = with_longest("MultiheadAttention", lengths)
         arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
-        self.check("MultiheadAttention", *arguments, bias=bias, cu_seqlens=lengths)
+        options = Options(bias, lengths, inference_params)
+        self.check("MultiheadAttention", *arguments, options=options)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
@@ -242,19 +254,21 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         else:
             q = mixed.view(*mixed.shape[:-1], self.num_attention_heads, self.channels)
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
+        step, core = None, self.core_attention
+        if inference_params is not None:
+            step = inference_params.step_of(core, MASK_TYPES[kind][0] != "none", core.core_plan(kind, window).window)
         q, k = self._normed(q, k, before_rope=True)
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             layout = (self.rotary_pos_interleaved, self.qkv_format)
             maps = (None, None) if self.qkv_format != "thd" else maps_of(lengths, (q.shape[0], k.shape[0]))
-            q, k = (rotated(t, freqs, *layout, one) for t, freqs, one in zip((q, k), both, maps, strict=True))
+            q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, maps, strict=True))
         q, k = self._normed(q, k, before_rope=False)
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
-        shared |= bias.arguments() if bias.given else {}
-        shared |= lengths.arguments() if lengths.given else {}
-        out = self.proj(self.core_attention(q, k, v, attention_mask, **shared), is_first_microbatch)
+        shared |= options.arguments()
+        out = self.proj(core(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
 
@@ -268,11 +282,11 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         window: Any,
         angles: Any = None,
         names: checks.Names = MASK_NAMES,
-        bias: Bias = NO_BIAS,
-        cu_seqlens: Lengths = NO_LENGTHS,
+        options: Options = NO_OPTIONS,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
+        bias, cu_seqlens, inference = options
         packed = self.qkv_format == "thd"
         first = self._modules[self._first_name]
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, packed)
@@ -284,10 +298,12 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             check_sinks(layer, core, bias, checks.activation_dtype(hidden_states))
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
-        if (
+        if inference is not None:
+            options.check_cache(layer, self.qkv_format)
+            check_inference(layer, inference, core, hidden_states, self.qkv_format, mask, kind)
+        elif (
             encoder_output is angles is None
-            and not bias.given
-            and not cu_seqlens.given
+            and options.fuses
             and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
             and (
                 not hidden_states.is_cuda
@@ -304,13 +320,15 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         tokens, device = (shape[0], source[0]) if packed else None, hidden_states.device
         lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
         count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
+        if inference is not None:
+            lengths = (max(inference.sequences.values()),) * 2
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
             full = (count, self.num_attention_heads, *lengths)
             if cu_seqlens.given:
                 check_lengths(layer, cu_seqlens, kind, full, tokens, device, (mask, bias.kind))
-            else:
+            elif inference is None:
                 checks.check_mask(layer, names, kind, mask, window, full, device)
             dtype = checks.activation_dtype(hidden_states)
             if bias.given:

@@ -7,6 +7,7 @@ import torch
 from reference.nn.attention_lengths import Maps
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
+from reference.nn.inference import Cached, StepTensors, turned
 from reference.ops.library import twin
 
 
@@ -34,16 +35,25 @@ def angles_of(freqs: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(
-    x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, qkv_format: str, maps: Maps | None = None
+    x: torch.Tensor,
+    freqs: torch.Tensor,
+    interleaved: bool,
+    qkv_format: str,
+    maps: Maps | None = None,
+    step: tuple[Cached, StepTensors] | None = None,
 ) -> torch.Tensor:
     """x `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` rotated by the angles `freqs [s, 1, 1, d]`.
 
-    `maps`: of "thd"; a token's position is that in its sequence.
+    `maps`: of "thd"; a token's position is that in its sequence. `step`: of `InferenceParams`; a token's position is
+    that in its cache.
     """
     angles = angles_of(freqs)
     if maps is not None:
         x, angles = x[:, None], angles[maps.position]
     x = (x.transpose(0, 1) if qkv_format == "bshd" else x).contiguous()
-    plan, context = RotaryPlan(wanted(x), interleaved), BlockContext(reads=(angles,))
-    out = differentiable(rotary_forward, rotary_backward, plan, context, x)
+    if step is None:
+        plan, context = RotaryPlan(wanted(x), interleaved), BlockContext(reads=(angles,))
+        out = differentiable(rotary_forward, rotary_backward, plan, context, x)
+    else:
+        out = turned(*step, x, angles, interleaved)
     return out[:, 0] if maps is not None else out.transpose(0, 1) if qkv_format == "bshd" else out

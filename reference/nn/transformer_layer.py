@@ -26,8 +26,10 @@ from reference.nn import blocks, checks
 from reference.nn.attention import Mask, check_groups
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_lengths import Lengths, with_longest
+from reference.nn.attention_options import Options
 from reference.nn.autograd import rounded_gradient
 from reference.nn.dropout import DropPath, Generator, bias_dropout_add
+from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP, check_activation_params
 from reference.nn.multihead_attention import MultiheadAttention, check_channels
@@ -83,7 +85,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         parallel_attention_mlp: see the module's formulas; each half has a norm of its own.
         drop_path_rate: the probability of stochastic depth, from 0 to below 1. As in Transformer Engine, an entry of
             the input's first dimension is dropped: a sample with "bshd", a position of all samples with "sbhd".
-        layer_number, name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+        layer_number: of self-attention, as in `DotProductAttention`.
+        name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         softcap and ub_tp_comm_overlap: only "off"; without it, the other ub_* have no effect.
@@ -179,6 +182,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             num_attention_heads,
             attention_type="self",
             attn_mask_type=self_attn_mask_type,
+            layer_number=layer_number,
             input_layernorm=not output_layernorm,
             **attention,
         )
@@ -227,7 +231,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
+        inference_params: InferenceParams | None = None,
         rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -254,20 +258,20 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
                 cross-attention, without effect in an encoder.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
-            rotary_pos_emb: as in `MultiheadAttention.forward`.
+            inference_params, rotary_pos_emb: of self-attention, as in `MultiheadAttention.forward`.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
                 cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
                 there, with padding mask types; self-attention takes those of q alone. With them, too, the layer runs
                 module by module.
-            bottom_right_diagonal, inference_params, pad_between_seqs and the rest: Transformer Engine's, in its order;
+            bottom_right_diagonal, pad_between_seqs and the rest: Transformer Engine's, in its order;
                 only "off" is offered.
 
         Returns:
             a tensor like hidden_states.
         """
         if not (
-            bottom_right_diagonal is inference_params is core_attention_bias is alibi_slopes is None
+            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
             and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is thd_attention_policies is None
@@ -289,8 +293,8 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         )
         if self.attn_input_format == "thd":
             lengths = with_longest("TransformerLayer", lengths, 2 if self.layer_type == "decoder" else 1)
-        more = (bias, lengths)
-        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, *more)
+        options = Options(bias, lengths, inference_params)
+        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, options)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -299,28 +303,26 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             self.drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
-            given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, bias)
+            given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, options.of_self())
             x = rounded_gradient(hidden_states)
-            attended = self._run(attention, x, attention_mask, mask_type, *given, lengths.for_self())
-            both = attended + mlp(x, is_first_microbatch)
+            both = self._run(attention, x, attention_mask, mask_type, *given) + mlp(x, is_first_microbatch)
             return self._add((both, None), hidden_states, dropout, normed=True)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
+        more = (checkpoint_core_attention, window)
         fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
         follows = mlp if fused and self.layer_type == "encoder" else None
         if (
             follows is not None
-            and not bias.given
-            and not lengths.given
+            and options.fuses
             and blocks.is_small(self.elements, hidden_states)
             and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
         ):
-            return blocks.run_layer(attention, mlp, hidden_states, *first, checkpoint_core_attention, window)
-        hidden = self._attend(
-            attention, hidden_states, *first, checkpoint_core_attention, window, bias, lengths.for_self(), follows
-        )
+            return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params)
+        hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
-            hidden = self._attend(self.inter_attention, hidden, *second, checkpoint_core_attention, cross_window, *more)
+            more = (checkpoint_core_attention, cross_window)
+            hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross())
         if fused:
             out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
         else:
@@ -345,16 +347,14 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         angles: Any,
         recomputes: bool,
         window: checks.Window,
-        bias: Bias,
-        lengths: Lengths,
+        options: Options,
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        if not (bias.given or lengths.given) and self._fuses(attention, x, blocks.is_attention_block, recomputes):
-            given = (mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, window)
-            return blocks.run_attention(attention, x, *given, mlp=mlp)
-        more = (is_first_microbatch, source, angles, recomputes, window, bias, lengths)
-        results, crosses = self._run(attention, x, mask, mask_type, *more), source is not None
+        more = (is_first_microbatch, source, angles, recomputes, window)
+        if options.fuses and self._fuses(attention, x, blocks.is_attention_block, recomputes):
+            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options.inference, mlp=mlp)
+        results, crosses = self._run(attention, x, mask, mask_type, *more, options), source is not None
         return self._add(results, x, dropout, normed=crosses or not self.output_layernorm, drops_path=not crosses)
 
     def _run(
@@ -368,8 +368,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         angles: Any,
         recomputes: bool,
         window: checks.Window,
-        bias: Bias,
-        lengths: Lengths,
+        options: Options,
     ) -> Any:
         """The results of an attention as a module."""
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
@@ -377,10 +376,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             shared["rotary_pos_emb"] = angles
         if window is not None:
             shared["window_size"] = window
-        if bias.given:
-            shared |= bias.arguments()
-        if lengths.given:
-            shared |= lengths.arguments()
+        shared |= options.arguments()
         return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
 
     def _check(
@@ -391,14 +387,14 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         window: Any,
         angles: Any,
         cross: tuple[Any, Any, Any, Any],
-        bias: Bias,
-        lengths: Lengths,
+        options: Options,
     ) -> None:
         """Refuse what a part of the layer would refuse, before anything changes."""
         modules: Any = self._modules
         attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
         packed = self.attn_input_format == "thd"
         checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer", packed)
+        lengths = options.lengths
         if lengths.given and lengths.q is None:
             raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
         if (cross[0] is not None) != decodes:
@@ -406,21 +402,11 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
         if _checks(attention):
             names = ("attention_mask", "self_attn_mask_type", "window_size")
-            attention.check(
-                "TransformerLayer",
-                hidden_states,
-                None,
-                mask,
-                mask_type,
-                window,
-                angles,
-                names,
-                bias,
-                lengths.for_self(),
-            )
+            of_self = options.of_self()
+            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, of_self)
         if decodes and _checks(modules["inter_attention"]):
             names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, bias, lengths)
+            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, options.of_cross())
         if current().enabled and not checks.has_run_in_fp8(mlp):
             attentions = [part for part in modules.values() if _checks(part)]
             checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
