@@ -96,6 +96,7 @@ def test_parameters_names_and_classes_stay() -> None:
     assert (model.rms.eps, model.rms.zero_centered_gamma, model.norm.eps) == (1e-6, True, 1e-12)
     assert model.norm.normalized_shape == (32,)
     assert model.layers[1].bias is None
+    copy.deepcopy(model.layers[1]).reset_parameters()  # has no bias to reset
     assert (model.layers[1].training, model.layers[1].mark, model.layers[1].weight.requires_grad) == (
         False,
         "kept",
@@ -181,6 +182,11 @@ class Reads(torch.nn.Module):
         return torch.nn.functional.linear(self.called(x), self.read.weight)
 
 
+class Called(torch.nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) * 2
+
+
 def hooked() -> torch.nn.Module:
     module = torch.nn.Linear(32, 32)
     module.register_forward_pre_hook(lambda module, args: None)
@@ -203,6 +209,7 @@ def with_fp8_weight() -> torch.nn.Module:
     ("make", "why"),
     [
         (lambda: Scaled(32, 32), "its class has a forward of its own"),
+        (lambda: Called(32, 32), "its class has a forward of its own"),
         (lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(32, 32)), "it has no parameter weight"),
         (hooked, "hooks are registered on it"),
         (with_forward, "its forward was replaced"),
@@ -252,9 +259,19 @@ class Wide(ZeroCentered):
         return super().forward(x).float()
 
 
-class Doubled(ZeroCentered):
+class Nearly(ZeroCentered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
+        return super().forward(x) * 1.01
+
+
+class DoubledInHalf(ZeroCentered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if x.dtype == BF16 else 1)
+
+
+class EpsilonOutside(ZeroCentered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x / (x.float().square().mean(-1, keepdim=True).sqrt() + self.eps) * (1 + self.weight)).type_as(x)
 
 
 def test_norms_are_known_by_what_they_compute() -> None:
@@ -263,7 +280,15 @@ def test_norms_are_known_by_what_they_compute() -> None:
         assert rms_norm_of(ZeroCentered(33, 1e-3).to(dtype)) == (1e-3, True)
     with torch.device("meta"), torch.autocast("cpu", BF16):
         assert rms_norm_of(ZeroCentered(33)) == (1e-6, True)
-    for other in (Gated(32), Wide(32), Doubled(32), torch.nn.LayerNorm(32, bias=False), torch.nn.PReLU(32)):
+    for other in (
+        Gated(32),
+        Wide(32),
+        Nearly(32),
+        DoubledInHalf(32),
+        EpsilonOutside(32),
+        torch.nn.LayerNorm(32, bias=False),
+        torch.nn.PReLU(32),
+    ):
         assert rms_norm_of(other) is None
 
 

@@ -122,6 +122,21 @@ def test_a_loader_of_single_entries_does_not_read_codes_as_numbers(tmp_path: Pat
         te.load_fp8_state(plain, module.state_dict())
 
 
+def test_a_load_of_other_modules_says_nothing_of_fp8_state(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As PEFT loads adapters: the layers keep their state, and nothing is said of scales that start at 1."""
+    monkeypatch.setattr("reference.notice._said", set())
+    module = trained()
+    before = copy.deepcopy(module.state_dict())
+    module.load_state_dict({"2.weight": before["2.weight"]}, strict=False)
+    for name, value in module.state_dict().items():
+        assert_same_bits(value, before[name], name)
+    assert not caplog.records
+    module.load_state_dict({"0.weight": before["0.weight"]}, strict=False)
+    assert "no FP8 state for '0': scales start at 1" in caplog.text
+
+
 def test_what_a_state_says_of_codes_changes_no_scale(same_bits: Any) -> None:
     """Neither in a layer that keeps weights in FP8, nor in one that dequantizes them."""
     module = kept_far_from_1()

@@ -13,7 +13,6 @@ import torch
 import reference as te
 from reference.nn.float8_tensor import Float8Tensor
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 RECIPE = te.DelayedScaling(amax_history_len=4)
 BF16 = torch.bfloat16
@@ -41,14 +40,19 @@ SAVED = ["llama", "gpt2"]
 FORMS = [pytest.param(False, id="16-bit weights"), pytest.param(True, id="FP8 weights")]
 
 
+def library() -> Any:
+    """transformers. It is not imported above, because a module that is skipped as a whole fails the GPU suite."""
+    return pytest.importorskip("transformers")
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    library().utils.logging.set_verbosity_error()
+    library().utils.logging.disable_progress_bar()
 
 
 def kind_of(name: str) -> Any:
-    return getattr(transformers, MODELS[name][0])
+    return getattr(library(), MODELS[name][0])
 
 
 def plain(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -176,7 +180,7 @@ def test_a_converting_class_reads_the_checkpoint_of_an_unconverted_model(
 
 def test_a_weight_that_the_checkpoint_lacks_is_drawn_as_transformers_draws_it(tmp_path: Path) -> None:
     plain("llama").save_pretrained(tmp_path)
-    kind = converting(transformers.LlamaForSequenceClassification)
+    kind = converting(library().LlamaForSequenceClassification)
     model, info = kind.from_pretrained(tmp_path, num_labels=64, pad_token_id=0, output_loading_info=True)
     assert "score.weight" in info["missing_keys"]
     assert isinstance(model.score, te.Linear)
@@ -222,8 +226,8 @@ def test_transformers_own_fp8_loader_reads_weights_kept_in_fp8(
     model = converted("mistral", kept=True, dtype=dtype)
     train(model)
     model.save_pretrained(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.quantization_config = transformers.FineGrainedFP8Config(dequantize=True).to_dict()
+    config = library().AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = library().FineGrainedFP8Config(dequantize=True).to_dict()
     loaded, info = kind_of("mistral").from_pretrained(tmp_path, config=config, dtype=dtype, output_loading_info=True)
     assert not info["missing_keys"]
     assert all(key.endswith("_extra_state") for key in info["unexpected_keys"])
@@ -247,14 +251,14 @@ def test_gradient_checkpointing_changes_no_bit(kept: bool, same_bits: Any) -> No
 
 def trained_by_trainer(folder: Path, steps: int, resume: bool = False, **options: Any) -> Any:
     model = converted("llama")
-    arguments = transformers.TrainingArguments(
+    arguments = library().TrainingArguments(
         folder, per_device_train_batch_size=1, max_steps=steps, learning_rate=1e-2, lr_scheduler_type="constant",
         save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, log_level="error",
         **options,
     )  # fmt: skip
     data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
-    trainer = transformers.Trainer(model, arguments, train_dataset=data)
-    trainer.remove_callback(transformers.PrinterCallback)
+    trainer = library().Trainer(model, arguments, train_dataset=data)
+    trainer.remove_callback(library().PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -275,7 +279,7 @@ def test_the_trainer_decays_no_norm() -> None:
     """GPT-2's norms are found by their class alone."""
     pytest.importorskip("accelerate")
     model = converted("gpt2")
-    names = transformers.Trainer.get_decay_parameter_names(None, model)
+    names = library().Trainer.get_decay_parameter_names(None, model)
     assert "transformer.h.0.mlp.c_fc.weight" in names
     assert not any("ln_" in name or "bias" in name for name in names)
 
