@@ -14,6 +14,7 @@ import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, not_offered, optimizers, philox, quantization, random, recipe, stand_in, tensor_core
 from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
+from reference.cpu_offload import get_cpu_offload_context
 from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
 from reference.graph import make_graphed_callables
@@ -89,6 +90,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "fused_linear_cross_entropy",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "init_fp8_state",
     "install_as_transformer_engine",
