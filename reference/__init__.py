@@ -14,7 +14,6 @@ import reference.ops  # noqa: F401  (registers the CPU definitions)
 from reference import formats, not_offered, optimizers, philox, quantization, random, recipe, stand_in, tensor_core
 from reference.anomaly import detect_anomaly
 from reference.autocast import autocast, fp8_autocast
-from reference.cpu_offload import get_cpu_offload_context
 from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state
 from reference.graph import make_graphed_callables
@@ -30,6 +29,7 @@ from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.transformer_layer import TransformerLayer
+from reference.offload import get_cpu_offload_context
 from reference.precision import PrecisionPlan, auto_precision
 from reference.quantization import (
     get_default_recipe,

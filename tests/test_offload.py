@@ -9,7 +9,7 @@ import torch
 from transformer_layers import RECIPE, layer_of, numbers
 
 import reference as te
-from reference import cpu_offload
+from reference import offload
 
 OFF = {"enabled": False}
 LAYERS = 3
@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything but parameters moves, on a CPU, too; and what happens is noted."""
     events: list[str] = []
 
-    class Kept(cpu_offload._Kept):
+    class Kept(offload._Kept):
         def __init__(self, t: torch.Tensor) -> None:
             super().__init__(t)
             events.append("out")
@@ -30,8 +30,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 events.append("back")
             super().fetch()
 
-    monkeypatch.setattr(cpu_offload, "_Kept", Kept)
-    monkeypatch.setattr(cpu_offload, "_moves", lambda t: not isinstance(t, torch.nn.Parameter) and t.numel() > 64)
+    monkeypatch.setattr(offload, "_Kept", Kept)
+    monkeypatch.setattr(offload, "_moves", lambda t: not isinstance(t, torch.nn.Parameter) and t.numel() > 64)
     return events
 
 
@@ -99,7 +99,7 @@ def test_memory_is_given_back(small: list[str]) -> None:
 
 def test_what_moves() -> None:
     large = torch.zeros(1 << 18)
-    assert not cpu_offload._moves(large), "there is nothing to move on a CPU"
+    assert not offload._moves(large), "there is nothing to move on a CPU"
     assert type(te.get_cpu_offload_context()[0]).__name__ == "nullcontext"
     assert te.get_cpu_offload_context()[1](large) is large
 
@@ -108,10 +108,10 @@ def test_what_moves() -> None:
 def test_large_activations_leave_the_gpu() -> None:
     weight = torch.nn.Parameter(torch.zeros(512, 512, device="cuda"))
     large = torch.zeros(1 << 18, device="cuda")
-    assert cpu_offload._moves(large)
-    assert not cpu_offload._moves(large[1:])
-    assert not cpu_offload._moves(weight)
-    assert not cpu_offload._moves(weight.t())
+    assert offload._moves(large)
+    assert not offload._moves(large[1:])
+    assert not offload._moves(weight)
+    assert not offload._moves(weight.t())
     used = []
     for settings in (OFF, {"enabled": True, "num_layers": 7, "model_layers": 8}):
         context, synchronize = te.get_cpu_offload_context(**settings)
