@@ -35,6 +35,7 @@ from reference import (  # noqa: F401
     fp8_autocast,
     fp8_model_init,
     fused_linear_cross_entropy,
+    get_cpu_offload_context,
     get_default_recipe,
     init_fp8_state,
     is_bf16_available,

@@ -32,6 +32,7 @@ from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.transformer_layer import TransformerLayer
+from reference.offload import get_cpu_offload_context
 from reference.precision import PrecisionPlan, auto_precision
 from reference.quantization import (
     get_default_recipe,
@@ -96,6 +97,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "fused_linear_cross_entropy",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "init_fp8_state",
     "install_as_transformer_engine",

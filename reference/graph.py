@@ -171,6 +171,11 @@ class _Graphed:
         self.training = module.training
         self.drawing: list[Generator] = []  # in the order of their draws
         self.layers = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8_sizes]
+        if any(layer.delay_wgrad_compute for layer in self.layers):
+            raise NotImplementedError(
+                "make_graphed_callables: a layer with delay_wgrad_compute=True is not offered; False is accepted: a "
+                "graph's backward keeps no operands."
+            )
         # A layer is updated from its first call on, not from its capture on.
         self.memberships = [layer._membership for layer in self.layers]
         with restored(settings):

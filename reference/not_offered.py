@@ -15,7 +15,7 @@ _EXPERTS = "there are no layers for a mixture of experts"
 _PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
 _ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
 _AVAILABLE = "`twin info` prints what the machine can run"
-_OFFLOAD = "activations are not offloaded"
+_OFFLOAD = "te.get_cpu_offload_context is what offloads activations"
 _INTERNAL = "it is a part of Transformer Engine's inside"
 _WHERE = "what is offered of it is an attribute of `te` itself"
 
@@ -36,7 +36,7 @@ NAMES: dict[str, dict[str, str]] = {
         "IdentityQuantizer DType prepare_for_saving restore_from_saved restore_from_func_ctx tensor float8_tensor "
         "quantized_tensor",
         _AVAILABLE: "get_cudnn_version get_device_compute_capability",
-        _OFFLOAD: "get_cpu_offload_context mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
+        _OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
         "there is no export": "onnx_export export onnx_extensions",

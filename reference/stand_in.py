@@ -49,6 +49,7 @@ NAMES = {
     "attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb",
     "transformer": "TransformerLayer",
     "distributed": "checkpoint CudaRNGStatesTracker",
+    "cpu_offload": "get_cpu_offload_context",
     "cross_entropy": "parallel_cross_entropy",
     "graph": "make_graphed_callables",
     "utils": "is_bf16_available",

@@ -172,7 +172,7 @@ _OFFERED = """
     apply_residual_connection_post_layernorm layer_type fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved
     qkv_format attn_input_format attn_mask_type self_attn_mask_type enc_dec_attn_mask_type attention_dropout
     hidden_dropout softmax_scale window_size enc_dec_window_size attention_backend activation_params
-    qk_norm_type qk_norm_eps qk_norm_before_rope parallel_attention_mlp drop_path_rate
+    qk_norm_type qk_norm_eps qk_norm_before_rope parallel_attention_mlp drop_path_rate delay_wgrad_compute
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
     softmax_type core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv
     cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv

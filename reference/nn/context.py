@@ -68,7 +68,8 @@ class ModuleContext:
     Attributes:
         gemms: the quantizers of its GEMMs.
         kind: for plans; everything but tensors that its launches depend on.
-        replayable: False where a weight is cast for later microbatches, or its gradient is added to main_grad.
+        replayable: False where a weight is cast for later microbatches, or its gradient is delayed or added to
+            main_grad.
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
@@ -93,7 +94,7 @@ class ModuleContext:
     def replayable(self) -> bool:
         """See the attributes of the class."""
         reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
-        return reads_all and not self.module.fuse_wgrad_accumulation
+        return reads_all and not (self.module.fuse_wgrad_accumulation or self.module.delay_wgrad_compute)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -133,6 +134,15 @@ class ModuleContext:
         return found
 
     def weight_grad(self, gemm: int, name: str, g: Quantized, x: Transposed, dtype: torch.dtype) -> torch.Tensor | None:
+        """dw in `dtype`; None where the module computes it later (`delay_wgrad_compute`)."""
+        if self.module.delay_wgrad_compute:
+            self.module.delay(self, lambda: self.present_weight_grad(gemm, name, g, x, dtype), name)
+            return None
+        return self.present_weight_grad(gemm, name, g, x, dtype)
+
+    def present_weight_grad(
+        self, gemm: int, name: str, g: Quantized, x: Transposed, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """dw in `dtype`; with `fuse_wgrad_accumulation` dw is added to main_grad, and the result is what .grad gets."""
         how, main_grad = self.gemms[gemm].how, self.module.main_grad(name)
         if main_grad is None:

@@ -232,7 +232,8 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
 
     def _put(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.scale = torch.full((self.hidden_size,), 1 / math.sqrt(self.hidden_size), device=device).float()
+            value, kind = 1 / math.sqrt(self.hidden_size), torch.float32
+            self.scale = torch.full((self.hidden_size,), value, dtype=kind, device=device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device."""

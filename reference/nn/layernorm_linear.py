@@ -100,7 +100,8 @@ class LayerNormLinear(LinearBase):
         zero_centered_gamma: keep γ − 1 in `layer_norm_weight`.
         return_layernorm_output: return `(y, norm(x))`.
         in_features, out_features, bias, return_bias, init_method, get_rng_state_tracker, parameters_split,
-            params_dtype, device, fuse_wgrad_accumulation, and parallelism's arguments: as in `Linear`.
+            params_dtype, device, fuse_wgrad_accumulation, delay_wgrad_compute, and parallelism's arguments: as in
+            `Linear`.
 
     Source: Transformer Engine's `pytorch/module/layernorm_linear.py`.
     """
@@ -152,6 +153,7 @@ class LayerNormLinear(LinearBase):
         self._set_up(
             in_features, out_features, parameters_split, params_dtype, device, init_method, get_rng_state_tracker
         )
+        self.delays(delay_wgrad_compute)
 
     def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
         register_norm(self, self.in_features, dtype, device)

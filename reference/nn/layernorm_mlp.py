@@ -139,7 +139,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         checkpoint: keep only the input for backward and recompute the rest, with the same bits (`te.checkpoint`).
         ub_* and the rest: only "off" is offered.
-        params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in `Linear`.
+        params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation, delay_wgrad_compute: as in `Linear`.
     """
 
     num_gemms = 2
@@ -210,6 +210,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.keep_in_fp8()
         else:
             self.reset_parameters()
+        self.delays(delay_wgrad_compute)
 
     def _create_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         register_norm(self, self.hidden_size, dtype, device)

@@ -130,6 +130,10 @@ class LinearBase(TransformerEngineBaseModule):
         for name in self.bias_names:
             getattr(self, name).zero_()
 
+    def parts_of(self, name: str) -> list[torch.nn.Parameter]:
+        """The parameters that the weight consists of, by rows."""
+        return [getattr(self, part) for part in self.weight_names]
+
     def joined_weight(self) -> torch.Tensor:
         """The weight `[out, in]`, its parts concatenated."""
         return _joined([getattr(self, name) for name in self.weight_names])
@@ -166,7 +170,8 @@ class Linear(LinearBase):
             zeros, so that hooks on it run; `weight.zero_out_wgrad` changes nothing about these.
         parallel_mode, sequence_parallel, tp_group, tp_size: tensor parallelism over one rank, which has no effect; a
             group of more ranks is refused.
-        ub_*, delay_wgrad_compute, symmetric_ar_type, save_original_input: only "off" is offered.
+        delay_wgrad_compute: backward leaves dw out, and `backward_dw()` computes it (`reference.nn.delayed`).
+        ub_*, symmetric_ar_type, save_original_input: only "off" is offered.
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
@@ -207,6 +212,7 @@ class Linear(LinearBase):
         self.name = name
         rng = (get_rng_state_tracker, rng_tracker_name)
         self._set_up(in_features, out_features, parameters_split, params_dtype, device, init_method, *rng)
+        self.delays(delay_wgrad_compute)
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """What all layers have in common: construction, and the quantizers of a forward."""
 
 import functools
+from collections import deque
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.checkpoints import Checkpointed
 from reference.nn.context import ModuleContext, Precision
+from reference.nn.delayed import DelayedGradients
 from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.quantized import Quantized
@@ -19,7 +21,7 @@ from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
 
 
-class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
+class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed):
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
@@ -43,9 +45,13 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
         scaling.register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the membership, which may hold a process group; cached weights as bytes: torch pickles no float8."""
+        """Without the membership, which may hold a process group; cached weights as bytes: torch pickles no float8.
+
+        Gradients that are still to be computed stay with this module, whose backward they belong to.
+        """
         cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
-        return {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
+        state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
+        return state | {"_delayed": deque()} if self.delay_wgrad_compute else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register a copy or an unpickled module as a module of its own."""
@@ -114,6 +120,7 @@ class TransformerEngineBaseModule(DeviceDefault, Checkpointed):
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
                     self.main_grad(name)
+        self.refuse_compilers()
         state, checkpointed = self.init_fp8_metadata()
         if state.enabled:
             return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed), is_first_microbatch)
