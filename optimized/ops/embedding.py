@@ -1,4 +1,4 @@
-"""`twin::embedding` and `twin::embedding_backward` on the GPU: kernels/embedding.cu, behind torch's stable sort.
+"""`twin::embedding` and `twin::embedding_backward` on the GPU: kernels/embedding.cu, after torch's stable sort.
 
 Semantics: `reference.ops.embedding`. Nothing waits for the GPU, and all of it may be captured into a CUDA graph.
 """
