@@ -39,7 +39,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """Copy on that stream, behind what the present one has been given."""
+    """Copy on that stream, after what the present one has been given."""
     if device.type != "cuda":
         yield
         return

@@ -20,7 +20,7 @@ CPU_BYTES = 5056  # of the state of torch's CPU generator
 
 
 def _present() -> torch.Tensor:
-    """The present state: uint8, the CPU generator's bytes and behind them those of the current CUDA device's."""
+    """The present state: uint8, the CPU generator's bytes and after them those of the current CUDA device's."""
     parts = [torch.get_rng_state()]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_rng_state())

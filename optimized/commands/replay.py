@@ -39,7 +39,7 @@ def verdict(recording: file.Recording, result: Result) -> list[str]:
     if len(result.differences) > 1:
         lines.append(f"{len(result.differences) - 1} more tensors differ, each judged by what the other device had.")
     if result.ended is not None:
-        lines.append(f"Nothing behind op {result.ended} was compared: what the other device had there is not known.")
+        lines.append(f"Nothing after op {result.ended} was compared: what the other device had there is not known.")
     return lines
 
 

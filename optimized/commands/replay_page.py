@@ -107,7 +107,7 @@ def _cells(row: Row) -> list[object]:
 
 
 def _breakable(name: str) -> str:
-    """A name that may be broken behind each part of it, by spaces without width."""
+    """A name that may be broken after each part of it, by spaces without width."""
     return name.replace("_", "_\u200b").replace(".", ".\u200b")
 
 

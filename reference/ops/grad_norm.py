@@ -100,7 +100,7 @@ def grad_norm(grads: list[torch.Tensor], kind: str) -> torch.Tensor:
         if kind == "l2":
             found = np.float32(np.sqrt(total(np.concatenate([chunk_sums(x) for x in numbers]))))
         else:
-            # The words of numbers without sign have the order of the numbers, with NaN behind infinity.
+            # The words of numbers without sign have the order of the numbers, with NaN after infinity.
             words = [np.max(np.abs(x).view(np.uint32), initial=0) for x in numbers]
             found = np.max(np.asarray(words, np.uint32)).view(np.float32)
     return out.fill_(float(found)) if not np.isnan(found) else out.fill_(float("nan"))
