@@ -16,7 +16,15 @@ import torch
 
 import reference
 from reference import elementary, files, numba_jit
-from reference.ops import attention, attention_backward, cross_entropy, rotary, softmax
+from reference.ops import (
+    attention,
+    attention_backward,
+    attention_bias,
+    attention_sink,
+    cross_entropy,
+    rotary,
+    softmax,
+)
 from reference.tensor_core import kernels
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +179,8 @@ def test_processes_at_once(compiled_by_one: tuple[Path, Path, str], tmp_path: Pa
 
 # --- what the stamp covers -----------------------------------------------------------------------------------
 
-MODULES = (attention, attention_backward, cross_entropy, elementary, kernels, rotary, softmax)
+MODULES = (attention, attention_backward, attention_bias, attention_sink)
+MODULES += (cross_entropy, elementary, kernels, rotary, softmax)
 
 
 def compiled(module: types.ModuleType) -> list[types.FunctionType]:

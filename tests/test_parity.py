@@ -151,6 +151,8 @@ def test_parity_records_what_it_replays(
         "normal",
         "cross_entropy",
         "embedding",
+        "attention_bias_backward",
+        "attention_sink_backward",
         *(case.op for case in cases_optimizers.cases()),
     }  # than the recordings
     assert {case.op for case in every} - set(results) <= younger

@@ -75,7 +75,6 @@ REFUSED = {
     "from transformer_engine.pytorch import Fp8Padding": "te.Fp8Padding is not offered by Twin Engine: there are no",
     "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
     "root.pytorch.router.fused_moe_aux_loss()": "te.router is not offered by Twin Engine: there are no lay",
-    "root.pytorch.ops.Reshape": "ops.Reshape is not offered by Twin Engine: layers are whole",
     "import transformer_engine.pytorch.export": "te.export is not offered by Twin Engine: there is no export",
     "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
     "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",

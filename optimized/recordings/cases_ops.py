@@ -147,6 +147,37 @@ def attentions() -> Iterator[Case]:
             yield Case("attention", f"{short(dtype)}, {label}", run, live=max(sizes) > 500)
 
 
+def _attention_options(kind: str, dtype: torch.dtype, device: torch.device) -> Outputs:
+    """A bias with its gradient, ALiBi, or sinks with theirs; grouped heads, causal, with dropout."""
+    b, h, hkv, s, d = 2, 4, 2, 150, 64
+
+    def heads(n: int, seed: int) -> torch.Tensor:
+        return philox.normal((b, n, s, d), seed=seed).to(dtype).to(device)
+
+    q, k, v, grad = heads(h, 232), heads(hkv, 233), heads(hkv, 234), heads(h, 235)
+    bias = philox.normal((1, h, s, s), seed=236).to(dtype).to(device) if kind == "bias" else None
+    slopes = (2.0 ** -torch.arange(1, h + 1, device=device)).float() if kind == "ALiBi" else None
+    sinks = philox.normal((h,), seed=237).to(device) if kind == "sinks" else None
+    drawn, options = random_state(device), (bias, slopes, sinks)
+    before, rest = drawn.clone(), (d**-0.5, "causal", -1, -1, None, 0.1)
+    out, m, inv = twin.attention(q, k, v, *rest, drawn, *options)
+    given = (grad, q, k, v, out, m, inv, *rest, before, *options)
+    found = named("out m inv dq dk dv", (out, m, inv, *twin.attention_backward(*given)))
+    if kind == "bias":
+        found["dbias"] = twin.attention_bias_backward(*given)
+    if kind == "sinks":
+        found["dsinks"] = twin.attention_sink_backward(grad, out, m, inv, sinks)
+    return found
+
+
+def attention_options() -> Iterator[Case]:
+    """Attention whose scores have a bias, or whose rows have a sink."""
+    ops = {"bias": "attention_bias_backward", "ALiBi": "attention", "sinks": "attention_sink_backward"}
+    for dtype, (kind, op) in product(HALVES, ops.items()):
+        run = partial(_attention_options, kind, dtype)
+        yield Case(op, f"{short(dtype)}, {kind}", run, live=True)  # not recorded yet
+
+
 def _softmax(dtype: torch.dtype, mask_type: str, mask: str, device: torch.device) -> Outputs:
     shape = (2, 3, 40, 150)
     x, grad = (philox.normal(shape, std=4.0 - 3 * n, seed=141 + n).to(dtype).to(device) for n in range(2))
@@ -244,5 +275,6 @@ def cases() -> Iterator[Case]:
     yield from norms()
     yield from activations()
     yield from attentions()
+    yield from attention_options()
     yield from elementwise()
     yield from losses()

@@ -136,7 +136,9 @@ def check_no_state(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor) and not value.numel():
         return
     found = transformer_engine_state.read(name, value) if transformer_engine_state.is_pickled(value) else ({}, None)
-    for part, tensor in ({} if found is None else found[0] or {"": torch.ones(1)}).items():
+    for part, tensor in (
+        {} if found is None else found[0] or {"": torch.ones(1, dtype=torch.float32, device="cpu")}
+    ).items():
         if not bool((tensor == part.endswith(".scale")).all()):
             raise ValueError(
                 f"checkpoint: {name} holds FP8 state, and this module has none (attention in FP8 is not offered); a "

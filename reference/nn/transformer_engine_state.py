@@ -191,7 +191,7 @@ def is_writing() -> bool:
 
 def nothing() -> torch.Tensor:
     """The `_extra_state` of a module without state."""
-    return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def write(state: Mapping[str, Any], gemms: int) -> torch.Tensor:
