@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from optimized import measure
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
@@ -29,3 +31,12 @@ def test_outputs_are_of_one_run_and_without_complaints(path):
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
+
+
+def test_the_lesson_about_decoding_shows_what_is_recorded():
+    """Once `twin bench decode --write` has run, the lesson is run again."""
+    text = (FOLDER / "11_other_peoples_models.ipynb").read_text()
+    shown = [output for cell in json.loads(text)["cells"] for output in cell.get("outputs", ())]
+    missing = any("Times: not measured yet." in line for output in shown for line in output.get("text", ()))
+    assert missing != (measure.RESULTS / "decode.json").exists()
+    assert not any("transformers is not installed" in line for output in shown for line in output.get("text", ()))
