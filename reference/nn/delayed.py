@@ -40,8 +40,8 @@ class DelayedGradients(torch.nn.Module):
         return [self._parameters[name]]  # type: ignore[list-item]
 
     def refuse_compilers(self) -> None:
-        """Refuse torch.compile, in a forward."""
-        if self.delay_wgrad_compute and torch.compiler.is_compiling():
+        """Refuse torch.compile, in a forward of a layer that delays."""
+        if torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{type(self).__name__}: delay_wgrad_compute=True under torch.compile is not offered; eager mode is "
                 f"accepted."

@@ -120,7 +120,8 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
                     self.main_grad(name)
-        self.refuse_compilers()
+        if self.delay_wgrad_compute:
+            self.refuse_compilers()
         state, checkpointed = self.init_fp8_metadata()
         if state.enabled:
             return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed), is_first_microbatch)
