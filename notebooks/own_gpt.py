@@ -3,6 +3,7 @@
 Its layers are Twin Engine's already, so `te.convert` replaces nothing, and gives the model a recipe.
 """
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
@@ -12,6 +13,7 @@ import torch
 import reference as te
 from optimized.training.model import GPT
 from optimized.training.settings import Settings
+from reference import files
 
 CONFIG = Settings(sequence=64, hidden=96, heads=2, layers=2)
 
@@ -48,7 +50,9 @@ class Model(torch.nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the state, FP8 state included."""
-        torch.save(self.state_dict(), Path(folder) / "model.pt")
+        file = io.BytesIO()
+        torch.save(self.state_dict(), file)
+        files.write(Path(folder) / "model.pt", file.getvalue())
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:

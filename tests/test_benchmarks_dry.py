@@ -240,6 +240,9 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+LONG = {"layer"}  # a quarter of a minute; `layer_sweep` runs the same code
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in RUNS])
 def test_a_benchmark_measures_what_is_recorded(name: str) -> None:
     snapshots.check(FOLDER, name, RUNS[name]())

@@ -166,6 +166,7 @@ def test_threads_at_once(root: Path) -> None:
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_processes_at_once(root: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from optimized import compiler\n"

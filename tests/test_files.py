@@ -133,6 +133,7 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["page.html"]
 
 
+@pytest.mark.slow
 def test_processes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     processes = [python(WRITER, path) for _ in range(4)]

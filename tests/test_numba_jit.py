@@ -66,6 +66,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 def test_an_edit_of_what_is_called_is_not_missed(package: Path, tmp_path: Path) -> None:
     """softmax.py stays; elementary.py, whose exp its code holds, changes, but for size and time (wheels give one)."""
     path = package / "reference" / "elementary.py"
@@ -142,6 +143,7 @@ def test_the_second_process_compiles_nothing(compiled_by_one: tuple[Path, Path, 
     assert sorted(path.name.rsplit("-", 1)[0] for path in entries) == ["pack", "pack", "tiles", "tiles"]
 
 
+@pytest.mark.slow
 def test_damaged_code_is_said_and_compiled_anew(compiled_by_one: tuple[Path, Path, str], tmp_path: Path) -> None:
     package, cache, output = compiled_by_one
     cache = Path(shutil.copytree(cache, tmp_path / "cache"))
@@ -165,6 +167,7 @@ def test_damaged_code_is_said_and_compiled_anew(compiled_by_one: tuple[Path, Pat
     assert run(package, cache, COUNTED).stderr.splitlines()[-1] == "2 1"
 
 
+@pytest.mark.slow
 def test_processes_at_once(compiled_by_one: tuple[Path, Path, str], tmp_path: Path) -> None:
     """Two signatures of one function in numba's own cache could end as each other's code."""
     package, _, output = compiled_by_one
