@@ -164,9 +164,11 @@ def run_of_layers(module: Any) -> snapshots.Sections:
     pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 0))
     with (
         mock.patch.object(layer_models, "_engine", return_value=optimized),
-        mock.patch.dict(sys.modules, {"transformer_engine.common.recipe": recipes, "cupy": pool}),
+        pytest.MonkeyPatch.context() as patch,  # `mock.patch.dict` would unload what is imported inside
         warnings.catch_warnings(),
     ):
+        patch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
+        patch.setitem(sys.modules, "cupy", pool)
         warnings.simplefilter("ignore")
         return run_of(module)
 
