@@ -1,6 +1,7 @@
 """`collect_stats`: which forwards and modules it measures, and that no bit of training changes."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_a_checkpoints_recomputation_is_not_measured_again() -> None:
             step(model, forward=forward)
         prefix = "" if whole else "0."
         expected = [one for one in stats.summary() if one.layer.startswith(prefix)]
-        found = [statistics.replace(one, layer=prefix + one.layer) for one in again.summary()]
+        found = [dataclasses.replace(one, layer=prefix + one.layer) for one in again.summary()]
         assert found == expected
         assert again.forwards == 1
 
