@@ -1,6 +1,7 @@
 """`twin::adafactor` and `Adafactor`: each rounding and each sum, torch's Adafactor, state, and what is refused."""
 
 import copy
+import functools
 import inspect
 import math
 import pickle
@@ -14,6 +15,7 @@ from adams import (
     BAD_PARAMETERS,
     BF16,
     assert_unchanged,
+    check_scaler,
     everything,
     numbers,
     parameter,
@@ -183,18 +185,7 @@ def test_a_copy_steps_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 
 def test_a_scaler_unscales_for_it() -> None:
-    scaled, plain = parameter(), parameter()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = Adafactor([scaled], 0.1)
-    for overflow in (False, True):
-        scaled.grad = plain.grad * 4
-        scaler.scale(torch.ones(()))
-        if overflow:
-            scaled.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-    Adafactor([plain], 0.1).step()
-    assert_same_bits(scaled, plain)
+    check_scaler(functools.partial(Adafactor, lr=0.1))
 
 
 def test_tensors_without_numbers_are_left_alone() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, LAYOUTS, MASKS, Case, check_against_float64, exact, hidden_pairs, inputs, run
-from conftest import assert_same_bits
+from conftest import assert_same_bits, torch_threads
 from hypothesis import given, settings
 
 from reference import elementary, tensor_core
@@ -182,14 +182,10 @@ def test_layouts_change_no_bit() -> None:
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     case = Case(b=1, hkv=2, sq=200, skv=200, dropout=0.1)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
+    for count in (1, 2):
+        with torch_threads(count):
             results.append(run(case, inputs(case)))
-    finally:
-        torch.set_num_threads(threads)
     for name, value in results[0].items():
         assert_same_bits(value, results[1][name], name)
 

@@ -1,6 +1,7 @@
 """`twin::sgd` and `FusedSGD`: each rounding, torch's SGD, state, copies, and what is refused."""
 
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -14,6 +15,7 @@ from adams import (
     BAD_PARAMETERS,
     BF16,
     assert_unchanged,
+    check_scaler,
     everything,
     numbers,
     parameter,
@@ -163,18 +165,7 @@ def test_a_copy_steps_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 
 def test_a_scaler_unscales_for_it() -> None:
-    scaled, plain = parameter(), parameter()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = FusedSGD([scaled], 0.1, momentum=0.9)
-    for overflow in (False, True):
-        scaled.grad = plain.grad * 4
-        scaler.scale(torch.ones(()))
-        if overflow:
-            scaled.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-    FusedSGD([plain], 0.1, momentum=0.9).step()
-    assert_same_bits(scaled, plain)
+    check_scaler(functools.partial(FusedSGD, lr=0.1, momentum=0.9))
 
 
 def test_set_grad_none_is_deprecated_and_obeyed() -> None:
