@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from conftest import assert_same_bits
 
 import reference as te
 from reference.formats import E4M3, cast
@@ -76,23 +75,6 @@ def train(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, st
         for i, p in enumerate(params):
             p.grad = numbers(10 * step + i, tuple(p.shape), p.dtype)
         optimizer.step()
-
-
-def check_scaler(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """torch's scaler unscales for an optimizer, and leaves out the step of a gradient that is infinite."""
-    scaled, plain = parameter(), parameter()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = make([scaled])
-    for overflow in (False, True):
-        scaled.grad = plain.grad * 4
-        scaler.scale(torch.ones(()))
-        if overflow:
-            scaled.grad[0, 0] = torch.inf
-        scaler.step(optimizer)
-        scaler.update()
-    make([plain]).step()
-    assert_same_bits(scaled, plain)
-    return optimizer
 
 
 def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
