@@ -16,6 +16,7 @@ from driver_stub import cuda  # noqa: F401  (a fixture)
 
 from optimized import device, measure
 from reference import files, scaling
+from reference.nn import autograd
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -164,6 +165,14 @@ def torch_threads(count: int) -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     with torch_threads(1):
         yield
+
+
+@pytest.fixture
+def same_player() -> Iterator[None]:
+    """Whatever a test does, the usual player is back."""
+    before = autograd.player
+    yield
+    assert autograd.player is before
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,15 +15,8 @@ from measured import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
 
 import reference as te
 from reference import formats, statistics
-from reference.nn import autograd
 
-
-@pytest.fixture(autouse=True)
-def same_player() -> Iterator[None]:
-    """Whatever a test does, the usual player is back."""
-    before = autograd.player
-    yield
-    assert autograd.player is before
+pytestmark = pytest.mark.usefixtures("same_player")
 
 
 # --- the numbers -------------------------------------------------------------------------------------

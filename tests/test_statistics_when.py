@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,7 @@ import reference as te
 from reference import statistics
 from reference.nn import autograd
 
-
-@pytest.fixture(autouse=True)
-def same_player() -> Iterator[None]:
-    """Whatever a test does, the usual player is back."""
-    before = autograd.player
-    yield
-    assert autograd.player is before
+pytestmark = pytest.mark.usefixtures("same_player")
 
 
 @pytest.mark.parametrize("name", LAYERS)
