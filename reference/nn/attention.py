@@ -211,7 +211,8 @@ class DotProductAttention(DeviceDefault, WithoutState):
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
         bias, lengths, _ = options
-        x, mask, shape = given[0], attention_mask, self._shape(given, layout, lengths)
+        mask: Any = attention_mask
+        x, shape = given[0], self._shape(given, layout, lengths)
         if inference_params is not None:
             sizes = (shape[0], shape[2])
             inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, kind, True)
@@ -220,6 +221,8 @@ class DotProductAttention(DeviceDefault, WithoutState):
         if lengths.given:
             kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
             core = core._replace(mask_type=kind, window=window)
+        elif inference_params is None:
+            mask = full_mask(kind, mask)
         maps = None
         if tokens is not None:
             maps, of_keys = maps_of(lengths, tokens)
@@ -236,8 +239,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
             core, mask, qkv = entered(*cached, core._replace(softmax=self.softmax_type), q, k, v)
             out = run(*qkv, core, mask, None, None).reshape(q.shape)
         else:
-            full: Any = mask if lengths.given else full_mask(kind, mask)
-            arguments = (q, k, v, core, full, bias.values, slopes)
+            arguments = (q, k, v, core, mask, bias.values, slopes)
             out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
