@@ -1,7 +1,6 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
 import contextlib
-import gc
 import hashlib
 import itertools
 import os
@@ -36,13 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def modules_without_numbers_go() -> Iterator[None]:
-    """Modules that ran on a pretended GPU (`dry_gpu`) are garbage then; a later test's autocast would update them."""
-    yield
-    alive = (reference() for reference in list(scaling._MODULES))
-    ran = (module for module in alive if module is not None and module._membership is not None)
-    if any("scaling_fwd" in one.fp8_meta and one.fp8_meta["scaling_fwd"].scale.is_meta for one in ran):
-        gc.collect()
+def no_module_of_another_test_is_updated() -> None:
+    """An autocast updates every module that ran in its thread and is still alive: garbage too, until it is collected.
+
+    So a test's steps would not be the same each time, and modules of a pretended GPU (`dry_gpu`) have no numbers.
+    """
+    for module in (reference() for reference in list(scaling._MODULES)):
+        if module is not None:
+            module._membership = None
 
 
 @pytest.fixture
