@@ -1,6 +1,6 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
-import gc
+import contextlib
 import hashlib
 import itertools
 import os
@@ -16,6 +16,7 @@ from simulator import Simulator
 
 from optimized import device, measure
 from reference import files, scaling
+from reference.nn import autograd
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -40,13 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def modules_without_numbers_go() -> Iterator[None]:
-    """Modules that ran on a pretended GPU (`dry_gpu`) are garbage then; a later test's autocast would update them."""
-    yield
-    alive = (reference() for reference in list(scaling._MODULES))
-    ran = (module for module in alive if module is not None and module._membership is not None)
-    if any("scaling_fwd" in one.fp8_meta and one.fp8_meta["scaling_fwd"].scale.is_meta for one in ran):
-        gc.collect()
+def no_module_of_another_test_is_updated() -> None:
+    """An autocast updates every module that ran in its thread and is still alive: garbage too, until it is collected.
+
+    So a test's steps would not be the same each time, and modules of a pretended GPU (`dry_gpu`) have no numbers.
+    """
+    for module in (reference() for reference in list(scaling._MODULES)):
+        if module is not None:
+            module._membership = None
 
 
 @pytest.fixture
@@ -155,6 +157,31 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") ->
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes on so many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture
+def same_player() -> Iterator[None]:
+    """Whatever a test does, the usual player is back."""
+    before = autograd.player
+    yield
+    assert autograd.player is before
 
 
 @pytest.fixture
