@@ -101,24 +101,42 @@ class _Functions(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):
-    """Results of ops on tensors on "cuda" are there, too, and the ops of `twin` run their kernels."""
+    """Results of ops on tensors on "cuda" are there, too, and the ops of `twin` run their kernels.
 
-    def __init__(self, storages: _Storages) -> None:
+    `everything`: those on tensors of the CPU, too.
+    """
+
+    def __init__(self, storages: _Storages, functions: _Functions, everything: bool) -> None:
         super().__init__()
-        self.storages = storages
+        self.storages, self.functions, self.everything = storages, functions, everything
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _tensors(args, kwargs)
+        if self.everything and func.namespace == "twin" and not any(x in self.storages for x in given):
+            return self._there(func, args, kwargs, given)
         there = [x in self.storages for x in given]
         if func.namespace == "twin" and any(there):
             if not all(there):
                 raise RuntimeError(f"{func}: some tensors are on the CPU, and some on cuda:0.")
-            out = _IMPLEMENTATIONS["CUDA"][func._schema.name.removeprefix("twin::")](*args)
+            with self, self.functions:
+                out = _IMPLEMENTATIONS["CUDA"][func._schema.name.removeprefix("twin::")](*args)
         else:
             out = func(*args, **(kwargs or {}))
         if any(there):
             before = {x.untyped_storage()._cdata for x in given}
             self.storages.add(x for x in _tensors(out) if x.untyped_storage()._cdata not in before)
+        return out
+
+    def _there(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """An op of `twin`, as if the tensors of the CPU that it is given were on "cuda"."""
+        self.storages.add(given)
+        try:
+            out = self.__torch_dispatch__(func, (), args, kwargs)
+        finally:
+            for x in given:
+                self.storages.remove(x)
+        for x in _tensors(out):
+            self.storages.remove(x)
         return out
 
 
@@ -127,7 +145,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class PretendedCuda(contextlib.ExitStack):
-    """`torch.cuda` as far as tests of single ops use it."""
+    """`torch.cuda` as far as tests of single ops use it; `everything`: see `_Ops`."""
+
+    def __init__(self, everything: bool = False) -> None:
+        super().__init__()
+        self._everything = everything
 
     def __enter__(self) -> "PretendedCuda":
         super().__enter__()
@@ -146,6 +168,7 @@ class PretendedCuda(contextlib.ExitStack):
         for name, stub in stubs.items():
             self.enter_context(mock.patch.object(torch.cuda, name, stub))
         self.enter_context(mock.patch.object(torch._C, "_cuda_exchangeDevice", lambda index: index, create=True))
-        self.enter_context(_Ops(storages))
-        self.enter_context(_Functions(storages))
+        functions = _Functions(storages)
+        self.enter_context(_Ops(storages, functions, self._everything))
+        self.enter_context(functions)
         return self
