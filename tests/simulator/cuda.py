@@ -85,9 +85,8 @@ class _Functions(TorchFunctionMode):
         here = x in self.storages
         if func is torch.Tensor.to:
             target = any(other in self.storages for other in others) if others else "cuda" in named if named else here
-            args = (x, *(one for one in args[1:] if _type_of(one) is None))
-            kwargs = {name: one for name, one in kwargs.items() if name != "device"}
-            kwargs.pop("non_blocking", None)
+            args = (x, *(one for one in args[1:] if isinstance(one, (torch.Tensor, torch.dtype))))
+            kwargs = {name: one for name, one in kwargs.items() if name not in ("device", "non_blocking")}
             out = x if len(args) == 1 and not kwargs else func(*args, **kwargs)
         else:
             target, out = func is torch.Tensor.cuda, x
@@ -114,15 +113,13 @@ class _Ops(TorchDispatchMode):
         given = _tensors(args, kwargs)
         if self.everything and func.namespace == "twin" and not any(x in self.storages for x in given):
             return self._there(func, args, kwargs, given)
-        there = [x in self.storages for x in given]
-        if func.namespace == "twin" and any(there):
-            if not all(there):
-                raise RuntimeError(f"{func}: some tensors are on the CPU, and some on cuda:0.")
+        there = any(x in self.storages for x in given)
+        if func.namespace == "twin" and there:
             with self, self.functions:
                 out = _IMPLEMENTATIONS["CUDA"][func._schema.name.removeprefix("twin::")](*args)
         else:
             out = func(*args, **(kwargs or {}))
-        if any(there):
+        if there:
             before = {x.untyped_storage()._cdata for x in given}
             self.storages.add(x for x in _tensors(out) if x.untyped_storage()._cdata not in before)
         return out
