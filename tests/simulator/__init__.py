@@ -180,8 +180,23 @@ class Simulator(contextlib.ExitStack):
         if launch._thread.tape is not None:
             again = functools.partial(self._launch, kernel, grid, block, args, smem, device=device)
             launch._thread.tape.append(_Again(lambda stream: again()))  # type: ignore[arg-type]
+        self.run(kernel, grid, block, args)
+
+    def run(
+        self,
+        kernel: launch.Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Any],
+        root: Path = compiler.KERNELS,
+    ) -> None:
+        """Run a kernel of a file in `root`; `args` as for `launch.launch`.
+
+        Raises:
+            RuntimeError: g++ refuses the file, or a thread did what no GPU permits, or no thread goes on.
+        """
         self.launches.append(f"{kernel.kernel}.{kernel.name}")
-        library = _library(kernel.kernel, kernel.name, tuple(sorted(kernel.defines.items())), compiler.KERNELS)
+        library = _library(kernel.kernel, kernel.name, tuple(sorted(kernel.defines.items())), root)
         arguments = launch._Arguments(kernel, args)
         message = ctypes.create_string_buffer(4096)
         failed = engine().simulator_launch(
