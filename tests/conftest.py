@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -186,8 +187,14 @@ def same_player() -> Iterator[None]:
 
 @pytest.fixture
 def simulated() -> Iterator[None]:
-    """Tensors on "cuda", on a machine without a GPU: kernels run on the CPU."""
-    with Simulator(cuda=True):
+    """Tensors on "cuda" without a GPU: kernels run on the CPU. What needs streams or graphs is skipped."""
+
+    def skip(*args: object, **kwargs: object) -> None:
+        pytest.skip("streams, events and graphs are not simulated")
+
+    with Simulator(cuda=True), contextlib.ExitStack() as stack:
+        for name in ("Stream", "Event", "CUDAGraph", "graph", "current_stream", "set_sync_debug_mode"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, skip))
         yield
 
 
