@@ -166,6 +166,13 @@ class PretendedCuda(contextlib.ExitStack):
             self.enter_context(mock.patch.object(torch.cuda, name, stub))
         self.enter_context(mock.patch.object(torch._C, "_cuda_exchangeDevice", lambda index: index, create=True))
         functions = _Functions(storages)
+        engine = torch.autograd._engine_run_backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with functions:  # which torch puts aside while it handles `Tensor.backward`
+                return engine(*args, **kwargs)
+
+        self.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
         self.enter_context(_Ops(storages, functions, self._everything))
         self.enter_context(functions)
         return self
