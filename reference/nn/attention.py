@@ -12,7 +12,9 @@ import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.compiled import before
+from reference.nn import attention_fp8
 from reference.nn.attention_bias import Bias, check_bias, check_sinks
+from reference.nn.attention_fp8 import FP8Attention
 from reference.nn.attention_lengths import (
     Lengths,
     check_lengths,
@@ -25,7 +27,6 @@ from reference.nn.attention_lengths import (
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attention_options import Options
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.checkpoints import WithoutState
 from reference.nn.checks import (
     Window,
     activation_dtype,
@@ -39,7 +40,6 @@ from reference.nn.checks import (
 from reference.nn.context import BlockContext, Saved
 from reference.nn.dropout import Generator
 from reference.nn.inference import InferenceParams, entered
-from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
 from reference.ops.library import twin
@@ -135,7 +135,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     return *grads, twin.attention_bias_backward(grad, *arguments)
 
 
-class DotProductAttention(DeviceDefault, WithoutState):
+class DotProductAttention(FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:
@@ -206,7 +206,9 @@ class DotProductAttention(DeviceDefault, WithoutState):
         self.attention_backend = attention_backend
         if attention_backend == "cudnn":
             say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
-        self.generator = Generator(self.resolve_device(device), get_rng_state_tracker)
+        device = self.resolve_device(device)
+        self._set_device(device)
+        self.generator = Generator(device, get_rng_state_tracker)
         self._default_slopes: torch.Tensor | None = None  # ALiBi's
         self.softmax_type = softmax_type
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -337,6 +339,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
         check_sinks("DotProductAttention", self, bias, q.dtype)
+        self.refuse_in_fp8("DotProductAttention", q.dtype, bias.given, inference_params is not None)
         run = self._attend
         if inference_params is not None:
             cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
@@ -390,6 +393,13 @@ class DotProductAttention(DeviceDefault, WithoutState):
             return torch_attention(q, k, v, core, mask, bias, slopes)
         if core.backend == "cudnn":
             return cudnn_attention(q, k, v, core)
+        if self.attends_in_fp8():
+            if self._device != q.device:
+                self._set_device(q.device)
+            own = self.context(q.dtype, None)
+            context = BlockContext((own,), (self.random_state(q, core),), (mask,))
+            plan = attention_fp8.Plan(wanted(q, k, v), core, own.kind)
+            return differentiable(attention_fp8.forward, attention_fp8.backward, plan, context, q, k, v)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias

@@ -295,7 +295,9 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours = isinstance(core, DotProductAttention)
         if ours:
-            check_sinks(layer, core, bias, checks.activation_dtype(hidden_states))
+            dtype = checks.activation_dtype(hidden_states)
+            check_sinks(layer, core, bias, dtype)
+            core.refuse_in_fp8(layer, dtype, bias.given, inference is not None)
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
         if inference is not None:
