@@ -1,18 +1,11 @@
 """Attention in FP8, `fp8_dpa=True` of `DelayedScaling`: its FP8 state, and its pair of functions.
 
     out = `twin::attention_fp8` of c(q), c(k), c(v)            c(t) is the cast to E4M3, with t ≈ c(t)·t_inv
-    dq, dk, dv = `twin::attention_backward` of T(c(q)·q_inv), T(c(k)·k_inv), T(c(v)·v_inv) and the forward's results
+    dq, dk, dv = `twin::attention_fp8_backward` of the same codes and the forward's results
 
 T is the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight` of a first
 GEMM (q and k) and `weight` of a second (v). The second's `input` are the weights P, whose scale is fixed by
 `reference.ops.attention_fp8`; that column and those of the backward stay unused.
-
-The backward reads the codes, as numbers of T, and not the q, k and v of before the cast. So it computes again the
-scores that the forward had, but for the rounding to T, and a row's weights, by the forward's m and 1 / l, add up to 1
-but for that. By scores of the numbers before the cast they would add up to anything: where a number is beyond its
-delayed scale and saturates, its score may lie far above m, and the weight 2^(score - m) has no bound. Keeping codes
-takes half the memory, too. The gradient passes the cast unchanged, as in every FP8 layer.
-(Transformer Engine's backward in 16 bits reads the numbers before the cast.)
 
 The state enters checkpoints as that of other layers, under `_extra_state`, from the first run in FP8 on. Transformer
 Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
@@ -27,7 +20,6 @@ from reference import recompute
 from reference.compiled import before
 from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.context import BlockContext, Saved
-from reference.nn.float8_tensor import dequantized
 from reference.nn.module import TransformerEngineBaseModule
 from reference.ops.library import twin
 from reference.quantized import Quantized
@@ -85,14 +77,14 @@ def forward(
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
-    operands, scales, (*attended, state_before) = saved[:3], saved[3:6], saved[6:]
-    if scales[0] is not None:
-        pairs: Any = zip(operands, scales, strict=True)
-        operands = tuple([dequantized(codes, scale_inv, grad.dtype) for codes, scale_inv in pairs])
     if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
         grad = grad.contiguous()
-    arguments = plan.core.arguments(context.reads[0])
-    found: Saved = twin.attention_backward(grad, *operands, *attended, *arguments, state_before)
+    *operands, state_before = saved
+    calibrated = operands[3] is None
+    op = twin.attention_backward if calibrated else twin.attention_fp8_backward
+    if calibrated:
+        del operands[3:6]
+    found: Saved = op(grad, *operands, *plan.core.arguments(context.reads[0]), state_before)
     return found
 
 

@@ -64,14 +64,15 @@ Options = tuple[float, str, int, int, Tensor, float, Tensor, torch.dtype]
 """The arguments after the scale_invs: scale, mask_type, left, right, mask, dropout, rng_state, out_dtype."""
 
 
-def check_codes(op: str, q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, *scale_invs: torch.Tensor) -> None:
-    """Refuse what are not codes of one attention, with their scale_invs."""
-    order = ("batch, heads, sequence, head_dim", "batch, key heads, keys, head_dim", "batch, key heads, head_dim, keys")
-    for name, x, axes in zip(("q", "k", "v_t"), (q, k, v_t), order, strict=True):
+def check_codes(
+    op: str, v_name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scale_invs: torch.Tensor
+) -> None:
+    """Refuse what are not codes of one attention, with their scale_invs; v may be "v" or, transposed, "v_t"."""
+    for name, x in (("q", q), ("k", k), (v_name, v)):
         if x.dim() != 4:
-            raise ValueError(f"{op}: {name} must be 4-D, [{axes}]; got {list(x.shape)}.")
+            raise ValueError(f"{op}: {name} must be 4-D; got {list(x.shape)}.")
         if x.dtype != CODES:
-            raise ValueError(f"{op}: {name} is {x.dtype}; q, k and v_t must be {CODES}.")
+            raise ValueError(f"{op}: {name} is {x.dtype}; q, k and {v_name} must be {CODES}.")
         if x.device != q.device:
             raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}.")
         if x.stride(3) != 1 and x.shape[3] > 1 and x.numel():
@@ -84,8 +85,9 @@ def check_codes(op: str, q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, *s
             f"{op}: k must be [batch, key heads, keys, head_dim] with q's batch {b} and head_dim {d}; got "
             f"{list(k.shape)}."
         )
-    if v_t.shape != (b, heads, d, skv):
-        raise ValueError(f"{op}: v_t must be {[b, heads, d, skv]}, as k transposed; got {list(v_t.shape)}.")
+    accepted = [b, heads, skv, d] if v_name == "v" else [b, heads, d, skv]
+    if list(v.shape) != accepted:
+        raise ValueError(f"{op}: {v_name} must be {accepted}, for k of {list(k.shape)}; got {list(v.shape)}.")
     if heads == 0 or h % heads:
         raise ValueError(f"{op}: q's {h} heads must be a multiple of k's heads; k has {heads}.")
     for name, x in zip(("q_scale_inv", "k_scale_inv", "v_scale_inv"), scale_invs, strict=True):
@@ -93,6 +95,25 @@ def check_codes(op: str, q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, *s
             raise ValueError(
                 f"{op}: {name} must be torch.float32 [1] on {q.device}; got {x.dtype} {list(x.shape)} on {x.device}."
             )
+
+
+def check_options(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    mask_type: str,
+    left: int,
+    right: int,
+    mask: torch.Tensor | None,
+    dropout: float,
+    rng_state: torch.Tensor | None,
+) -> None:
+    """Refuse what attention does not accept besides its tensors."""
+    check_scale(op, scale)
+    check_mask(op, (*q.shape[:3], k.shape[2]), q.device, mask_type, mask)
+    check_window(op, left, right)
+    check_dropout(op, "q", q, dropout, rng_state)
 
 
 def outputs(
@@ -112,11 +133,8 @@ def outputs(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_fp8"
-    check_codes(op, q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv)
-    check_scale(op, scale)
-    check_mask(op, (*q.shape[:3], k.shape[2]), q.device, mask_type, mask)
-    check_window(op, left, right)
-    check_dropout(op, "q", q, dropout, rng_state)
+    check_codes(op, "v_t", q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv)
+    check_options(op, q, k, scale, mask_type, left, right, mask, dropout, rng_state)
     if out_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}.")
     row = q.new_empty(q.shape[:3], dtype=torch.float32)
