@@ -5,8 +5,9 @@
     attention_fp8                        the same
     attention_backward                   10 · b · h · sq · skv · d           pairs count, and the scores count again
 
-`attention_fp8_backward` counts as `attention_backward`. So a model has the count of the same model made of PyTorch's layers, in 16 bits and in FP8. In FP8 the weight gradient's
-K is the number of tokens rounded up to a multiple of 16, as the tensor cores compute it.
+`attention_fp8_backward` counts as `attention_backward`. So a model has the count of the same model made of PyTorch's
+layers, in 16 bits and in FP8. In FP8 the weight gradient's K is the number of tokens rounded up to a multiple of 16, as
+the tensor cores compute it.
 """
 
 from typing import Any
