@@ -63,7 +63,7 @@ def _row(q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, c: F, hidden: np.n
         keys = slice(first, min(first + 128, k.shape[0]))
         s = np.where(hidden[keys], F(-np.inf), _chain(q, k[keys]))
         top = max((x for x in s if x > -np.inf), default=F(-np.inf))  # a NaN is not greater
-        floor = np.floor(top * c) + F(0)
+        floor = np.floor(top * c) - F(7)
         new = floor if floor > m else m
         alpha = _power(np.array([m - new]))[0]
         exponents = _fma(s, c, F(384) - new) - F(384)
@@ -74,7 +74,7 @@ def _row(q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, c: F, hidden: np.n
                 for column in range(2 * lane + e, len(p), 8):
                     sums[e] = sums[e] + p[column]
             lanes[lane] = _fma(lanes[lane], alpha, sums[0] + sums[1])
-        weights = formats.encode_by_integers(torch.from_numpy(p * F(128)), formats.E4M3).numpy() * keep[keys]
+        weights = formats.encode_by_integers(torch.from_numpy(p), formats.E4M3).numpy() * keep[keys]
         weights = torch.from_numpy(weights.astype(np.uint8))[None].view(FP8)
         total = _fma(total, alpha, _chain(weights, v_t[:, keys]))
         m = new
@@ -88,7 +88,7 @@ def in_the_written_order(case: Case, given: tuple) -> tuple[torch.Tensor, torch.
     q, k, v_t, q_inv, k_inv, v_inv, scale, _, _, _, mask, _, state, dtype = given
     hidden, keep = hidden_pairs(case, mask).numpy(), kept_pairs(case, state).numpy()
     c = (torch.tensor(F(scale * math.log2(math.e))) * (q_inv * k_inv)).numpy()[0]
-    of_values = F(v_inv.item()) / F(128)
+    of_values = F(v_inv.item())
     out = torch.empty(q.shape, dtype=dtype)
     m, inv = torch.empty(q.shape[:3]), torch.empty(q.shape[:3])
     for b, h, i in np.ndindex(*q.shape[:3]):

@@ -75,7 +75,7 @@ def test_against_float64() -> None:
     wide = [x.double() for x in (q, k, v)]
     scores = (wide[0] @ wide[1].transpose(2, 3)) * 0.125
     weights = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-    # A weight: 2^-4 of itself, or 2^-17 of a row's largest (l >= 1/2 of it); 4 steps of 33 terms lose 2^-13 of the
+    # A weight: 2^-4 of itself, or 2^-17 of a row's largest at most; 4 steps of 33 terms lose 2^-13 of the
     # largest partial sum each, which is at most 2 Σ weight |v|; the grid of exponents and out's rounding are less.
     of_weights = (2.0**-4 * weights + 2.0**-16) @ wide[2].abs()
     of_steps = 8 * 33 * 2.0**-13 * (weights @ wide[2].abs())
@@ -149,11 +149,15 @@ def test_nothing(sq: int, skv: int) -> None:
     assert not inv.any()
 
 
-def test_p_of_128_is_exact_and_no_weight_saturates() -> None:
-    """p is at most 2 (m is the floor of the largest exponent): 2 · 128 is an E4M3 number, and so is its neighbour."""
-    found = attention_fp8.rounded_weights(torch.tensor([[2.0, 1.0, 2.0**-13, 2.0**-17, 2.0**-16]]), None)
-    assert found.float().tolist() == [[256.0, 128.0, 2.0**-6, 0.0, 2.0**-9]]
-    assert formats.E4M3.largest >= attention_fp8.P_SCALE * 2
+def test_no_weight_saturates() -> None:
+    """The largest p of a row is from 128 to 256: m is 7 below the floor of its exponent. So 1 / l is at most 1 / 128."""
+    assert 2 ** (attention_fp8.HEADROOM + 1) <= formats.E4M3.largest
+    found = attention_fp8.rounded_weights(torch.tensor([[256.0, 2.0**-6, 2.0**-10, 2.0**-9]]), None)
+    assert found.float().tolist() == [[256.0, 2.0**-6, 0.0, 2.0**-9]]
+    given = arguments(Case(sq=100, skv=300, scale=5.0, d=64))
+    _, m, inv = twin.attention_fp8(*given)
+    assert torch.equal(m, m.floor())
+    assert bool((inv <= 1.001 / 128).all())  # but for rounding
 
 
 def test_dropout() -> None:

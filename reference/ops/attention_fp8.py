@@ -6,22 +6,23 @@ its tensor's scale_inv is the number. Blocks, masks, the window, dropout and G =
 c = fp32(fp32(scale · log2 e) · fp32(q_scale_inv · k_scale_inv)):
 
     S = q kᵀ                              one chain of FP8 steps (k = 32) over d, fp32; hidden pairs are -inf
-    m' = max(m, floor(max S · c))         an integer, per query; m starts at -2^100
+    m' = max(m, floor(max S · c) - 7)     an integer, per query; m starts at -2^100
     alpha = 2^(m - m')                    exact
-    p = 2^(fma(S, c, G - m') - G)         from 0 to 2
+    p = 2^(fma(S, c, G - m') - G)         from 0 to 256
     l = fma(l, alpha, Σ p)                fp32, of the p that are not rounded, in the order of `reference.ops.attention`
-    P = keep ? cast(p · 128) : +0         E4M3
+    P = keep ? cast(p) : +0               E4M3
     O = fma(O, alpha, P v)                P v: one chain of FP8 steps over the block's keys, from zero
     m = m'
-    out = round(O · ((1 / l · keep_scale) · (v_scale_inv · 2^-7)))      each product one fp32 rounding; 1 / l as there
+    out = round(O · ((1 / l · keep_scale) · v_scale_inv))      each product one fp32 rounding; 1 / l as there
 
 Why so:
 
 * The scales of q, k and v are delayed: they come from steps before this one. So no later token changes what an earlier
   one sees, as an amax of this step would.
-* P has a fixed scale instead, 2^7, and no history: p is at most 2 by the choice of m, so its amax is known, and a power
-  of two rounds nothing. (Transformer Engine keeps a delayed scale for P.) E4M3 keeps four bits of a weight down to
-  2^-13, and weights below 2^-17 become 0; l counts them.
+* P needs no scale and no history: its amax is known. m lies 7 below the largest exponent, so that p is at most 256 and
+  the largest p of a row at least 128, which costs nothing. (Transformer Engine keeps a delayed scale for P.) So E4M3
+  keeps four bits of a weight that is at least 2^-13 of a row's largest; below 2^-17 of it they become 0, but l counts
+  them.
 * An FP8 step aligns its terms, the accumulator included, to the largest one and keeps 13 bits below that. A chain over
   all keys would lose what is less than 2^-13 of the sum so far; so P v starts from zero in each block and is added in
   fp32, as in the split accumulation of `twin::gemm_fp8`, at the same length. S has at most 8 steps and needs no such
@@ -56,8 +57,8 @@ from reference.ops.dropout import check_dropout, keep_scale, threshold
 from reference.ops.library import define
 
 CODES = torch.float8_e4m3fn
-P_SCALE = 128.0
-"""What a weight is multiplied by before it is rounded to E4M3."""
+HEADROOM = np.float32(7)
+"""By how much m lies below the floor of the largest exponent: weights reach up to 2^8, of E4M3's 448."""
 
 Tensor = torch.Tensor | None
 Options = tuple[float, str, int, int, Tensor, float, Tensor, torch.dtype]
@@ -152,7 +153,7 @@ def add_product(total: np.ndarray, alpha: np.ndarray, product: np.ndarray) -> No
 
 def rounded_weights(p: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
     """P, E4M3 codes."""
-    codes = formats.cast(p, formats.E4M3, P_SCALE)
+    codes = formats.cast(p, formats.E4M3)
     if keep is not None:
         codes.view(torch.uint8)[~keep] = 0
     return codes
@@ -176,7 +177,7 @@ def _query_block(
     for keys, block in zip(seen, hidden, strict=True):
         s = tensor_core.gemm(q, k[keys]).numpy()
         p = np.empty_like(s)
-        softmax_block(s, block, c, m, l, alpha, p, elementary.powers_of_two())
+        softmax_block(s, block, c, m, l, alpha, p, elementary.powers_of_two(), HEADROOM)
         weights = rounded_weights(torch.from_numpy(p), None if keep is None else keep[:, keys])
         add_product(total, alpha, tensor_core.gemm(weights, v_t[:, keys]).numpy())
     lanes = torch.from_numpy(l)
@@ -216,11 +217,8 @@ def attention_fp8(
     b, h, sq, _ = q.shape
     skv, group = k.shape[2], h // k.shape[1]
     seeing = limits(mask_type, left, right, sq, skv)
-    of_scores, last, of_weights = torch.tensor(
-        [factor(scale), keep_scale(dropout), 1 / P_SCALE], dtype=torch.float32, device="cpu"
-    )
+    of_scores, last = torch.tensor([factor(scale), keep_scale(dropout)], dtype=torch.float32, device="cpu")
     c = np.float32((of_scores * (q_scale_inv * k_scale_inv)).item())
-    of_values = v_scale_inv * of_weights
     for batch, head in np.ndindex(b, h):
         keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
         for rows in blocks(sq):
@@ -231,7 +229,7 @@ def attention_fp8(
                 *tensors, c, seen, hidden, None if keep is None else keep[rows]
             )
             inv[batch, head, rows] = inverses
-            out[batch, head, rows] = (total * ((inverses * last) * of_values)[:, None]).to(out_dtype)
+            out[batch, head, rows] = (total * ((inverses * last) * v_scale_inv)[:, None]).to(out_dtype)
     if threshold(dropout):
         assert rng_state is not None
         rng_state[1] += 1
