@@ -150,8 +150,8 @@ def test_nothing(sq: int, skv: int) -> None:
 
 
 def test_no_weight_saturates() -> None:
-    """The largest p of a row is from 128 to 256: m is 7 below the floor of its exponent. So 1 / l is at most 1 / 128."""
-    assert 2 ** (attention_fp8.HEADROOM + 1) <= formats.E4M3.largest
+    """A row's largest p is from 128 to 256, as m is 7 below the floor of its exponent; 1 / l is at most 1 / 128."""
+    assert formats.E4M3.largest >= 2 ** (attention_fp8.HEADROOM + 1)
     found = attention_fp8.rounded_weights(torch.tensor([[256.0, 2.0**-6, 2.0**-10, 2.0**-9]]), None)
     assert found.float().tolist() == [[256.0, 2.0**-6, 0.0, 2.0**-9]]
     given = arguments(Case(sq=100, skv=300, scale=5.0, d=64))

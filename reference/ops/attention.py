@@ -238,7 +238,7 @@ def softmax_block(
             if not hidden[row, j] and s[row, j] > top:  # false for NaN
                 top = s[row, j]
         new = np.float32(np.floor(top * c)) - headroom + ZERO  # -0 becomes +0
-        if new < m[row]:
+        if not new > m[row]:  # a NaN is not, either
             new = m[row]
         alpha[row] = power(m[row] - new, powers)
         m[row] = new

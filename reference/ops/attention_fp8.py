@@ -124,18 +124,11 @@ def outputs(
     q_scale_inv: torch.Tensor,
     k_scale_inv: torch.Tensor,
     v_scale_inv: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    left: int,
-    right: int,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    *options: *Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    op = "twin::attention_fp8"
+    op, out_dtype = "twin::attention_fp8", options[7]
     check_codes(op, "v_t", q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv)
-    check_options(op, q, k, scale, mask_type, left, right, mask, dropout, rng_state)
+    check_options(op, q, k, *options[:7])
     if out_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}.")
     row = q.new_empty(q.shape[:3], dtype=torch.float32)
