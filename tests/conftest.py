@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 from driver_stub import cuda  # noqa: F401  (a fixture)
+from simulator import Simulator
 
 from optimized import device, measure
 from reference import files, scaling
@@ -29,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="turn every skip into an error: for the run on a Hopper GPU whose summary is committed",
     )
 
+    parser.addoption(
+        "--simulate",
+        action="store_true",
+        help="without a GPU, run the tests for one in the simulator (tests/simulator)",
+    )
     parser.addoption("--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test) goes on")
     parser.addoption("--fuzz-seed", type=int, help="run a fuzzer for this seed alone: the one that a failure printed")
 
@@ -67,10 +73,13 @@ def has_hopper() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--require-gpu") or has_hopper():
         return
-    skip = pytest.mark.skip(reason="needs a Hopper GPU")
+    skip, everything = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(skip)
+            if everything or "simulated" in item.keywords:
+                item.fixturenames.insert(0, "simulated")  # type: ignore[attr-defined]
+            else:
+                item.add_marker(skip)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -146,6 +155,13 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") ->
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits
+
+
+@pytest.fixture
+def simulated() -> Iterator[None]:
+    """Tensors on "cuda", on a machine without a GPU: kernels run on the CPU."""
+    with Simulator(cuda=True):
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A Hopper GPU on a CPU: runs the kernels' own source, thread by thread, so that their bits can be tested without a GPU.
+"""A Hopper GPU on a CPU: it runs the kernels' own source, thread by thread, so that their bits are tested without a GPU.
 
     with Simulator():
         torch.ops.twin.amax(x, history, 0)     # optimized/ops/amax.py on tensors of the CPU
@@ -31,6 +31,7 @@ from optimized import compiler, launch, tensor_map
 from optimized import device as device_checks
 from reference.elementary import powers_of_two
 from reference.ops.library import _IMPLEMENTATIONS
+from simulator.cuda import PretendedCuda
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-strict-aliasing", "-w"]
@@ -38,7 +39,7 @@ ENGINE_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 AT_ONCE, LATE, AT_RANDOM = range(3)  # when asynchronous copies and products happen
 _SHARED = 232448  # bytes of dynamic shared memory
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w ]+?)\s+(\w+)\[\];")
-_CLUSTER = re.compile(r"^#define TWIN_CLUSTER __cluster_dims__\((\w+), 1, 1\)|__cluster_dims__\((\w+), 1, 1\)", re.M)
+_CLUSTER = r"__global__[^;{{}}]*?(?:(TWIN_CLUSTER)|__cluster_dims__\((\w+), 1, 1\))[^;{{}}]*?\b{}\s*\("
 
 
 def _cache() -> Path:
@@ -95,7 +96,8 @@ def _text(kernel: str, function: str, defines: Mapping[str, int | str], root: Pa
 
     body = whole(names[0])
     body = _DYNAMIC.sub(r'extern __thread \1\2 \3[] __asm__("simulator_dynamic");', body)
-    cluster = next((one or other for one, other in _CLUSTER.findall(body)), "1")
+    found = re.search(_CLUSTER.format(function), body)
+    cluster = "1" if found is None else "CLUSTER" if found[1] else found[2]
     macros = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     return f"""{macros}#include "prelude.h"
 #include "kernel.h"
@@ -126,10 +128,12 @@ class Simulator(contextlib.ExitStack):
         processors: multiprocessors, as persistent kernels see them; so many blocks run at once.
         when: when asynchronous work is done: `AT_ONCE`, `LATE` (as late as the kernel allows) or `AT_RANDOM`.
         seed: of what is random.
+        cuda: tensors on "cuda" exist, and ops run in the simulator where theirs are; otherwise all ops of `twin` do.
     """
 
-    def __init__(self, processors: int = 4, when: int = LATE, seed: int = 0) -> None:
+    def __init__(self, processors: int = 4, when: int = LATE, seed: int = 0, cuda: bool = False) -> None:
         super().__init__()
+        self._cuda = cuda
         self.processors, self.when, self.seed = processors, when, seed
         self.launches: list[str] = []
 
@@ -146,7 +150,7 @@ class Simulator(contextlib.ExitStack):
         ]
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value))
-        self.enter_context(_Routes())
+        self.enter_context(PretendedCuda() if self._cuda else _Routes())
         tensor_map.encode.cache_clear()
         self.callback(tensor_map.encode.cache_clear)
         return self

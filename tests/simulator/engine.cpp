@@ -843,6 +843,10 @@ extern "C" int simulator_launch(void (*entry)(void**), void (*bind)(unsigned cha
     here.random.seed(seed);
     const long long blocks = static_cast<long long>(grid[0]) * grid[1] * grid[2];
     here.clusters = blocks / cluster;
+    if (grid[0] % cluster != 0) {
+        snprintf(message, room, "a grid of %u blocks in clusters of %u", grid[0], cluster);
+        return 1;
+    }
     const size_t groups = std::min<long long>(std::max(1u, at_once / cluster), here.clusters);
     if (groups == 0) return 0;
     here.groups.resize(groups);
