@@ -1,13 +1,12 @@
 """Attention in FP8 on the H200 equals its definition on the CPU in every bit: results, statistics and all gradients."""
 
-import itertools
-
 import pytest
 import torch
 from attention_cases import LAYOUTS, MASKS, Case, inputs, to_cuda
 from attention_fp8_cases import CASES, FP8, arguments, transposed
 from conftest import assert_same_bits
 from hypothesis import HealthCheck, given, settings
+from training_pairs import train_both
 
 import optimized  # noqa: F401  (registers the CUDA ops)
 import reference as te
@@ -35,10 +34,10 @@ def compare(case: Case, headroom: float = 1.0) -> None:
         assert_same_bits(expected[name], value, f"{name} of {case}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
-@pytest.mark.parametrize(
-    ("dtype", "d", "dropout"), itertools.product((torch.bfloat16, torch.float16), (64, 128, 256), (0.0, 0.1))
-)
 def test_every_configuration(dtype: torch.dtype, d: int, dropout: float, mask_type: str) -> None:
     compare(Case(b=2, hkv=2, group=2, sq=197, skv=261, d=d, dtype=dtype, mask_type=mask_type, dropout=dropout))
 
@@ -86,27 +85,11 @@ def test_any_shape(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_a_layer(layout: str) -> None:
-    """Three steps of a layer: outputs, gradients, scales and histories."""
-    layers = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        layers.append(te.TransformerLayer(64, 96, 4, params_dtype=torch.bfloat16, attn_input_format=layout).to(device))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_layer(layout: str, recomputes: bool, same_bits) -> None:  # type: ignore[no-untyped-def]
+    layer = te.TransformerLayer(64, 96, 4, params_dtype=torch.bfloat16, attn_input_format=layout)
     recipe = te.DelayedScaling(amax_history_len=4, fp8_dpa=True)
-    for step in range(3):
-        found = []
-        for layer in layers:
-            torch.manual_seed(step)
-            x, grad = (torch.randn(150, 2, 64).bfloat16().to(layer.self_attention.proj.weight.device) for _ in range(2))
-            x.requires_grad_()
-            layer.zero_grad()
-            with te.autocast(recipe=recipe):
-                y = layer(x)
-            y.backward(grad)
-            found.append([y, x.grad, *(p.grad for p in layer.parameters()), *layer.state_dict().values()])
-        for a, b in zip(*found, strict=True):
-            if a is not None:
-                assert_same_bits(a.detach(), b.detach(), f"step {step}")
+    train_both(layer, (70, 2, 64), torch.bfloat16, recipe, same_bits, checkpoint_core_attention=recomputes)
 
 
 def test_codes_that_the_copy_engine_cannot_read_are_copied() -> None:
