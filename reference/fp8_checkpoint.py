@@ -36,6 +36,12 @@ def _layers(model: Any, caller: str) -> dict[str, TransformerEngineBaseModule]:
     }
 
 
+def _attentions(model: torch.nn.Module) -> dict[str, Any]:
+    """The attentions of `model`, which cast to FP8 under `fp8_dpa`, by prefix."""
+    named = model.named_modules()
+    return {f"{name}." if name else "": one for name, one in named if hasattr(one, "attends_in_fp8")}
+
+
 def init_fp8_state(model: torch.nn.Module, recipe: DelayedScaling | None = None) -> None:
     """Create the FP8 state that a run under `recipe` would create, or resize the existing one.
 
@@ -46,7 +52,8 @@ def init_fp8_state(model: torch.nn.Module, recipe: DelayedScaling | None = None)
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(f"init_fp8_state: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
-    for layer in _layers(model, "init_fp8_state").values():
+    layers = _layers(model, "init_fp8_state") | (_attentions(model) if recipe.fp8_dpa else {})
+    for layer in layers.values():
         layer.make_state(recipe)
 
 
@@ -62,9 +69,13 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
     Raises:
         ValueError: the source has no state for some layer, or broken state.
     """
-    layers = _layers(model, "load_fp8_state")
-    wanted = [name for prefix in layers for name in checkpoint_format.names(prefix)]
+    layers, attentions = _layers(model, "load_fp8_state"), _attentions(model)
+    wanted = [name for prefix in (*layers, *attentions) for name in checkpoint_format.names(prefix)]
     found = source if isinstance(source, Mapping) else _read(Path(source), wanted.__contains__)
+    for prefix, attention in attentions.items():
+        attention.check_state(found, prefix)
+        if checkpoint_format.is_ours(found.get(prefix + checkpoint_format.STATE)):
+            layers[prefix] = attention
     states, missing = {}, []
     for prefix, layer in layers.items():
         checkpoint_format.check_present(found, prefix, layer.state_columns())

@@ -170,7 +170,11 @@ class _Graphed:
         self.original: Callable[..., Any] = module.forward
         self.training = module.training
         self.drawing: list[Generator] = []  # in the order of their draws
-        self.layers = [m for m in module.modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8_sizes]
+        self.layers = [
+            one
+            for one in module.modules()
+            if isinstance(one, TransformerEngineBaseModule) and one.fp8_sizes and one.runs_in(settings.recipe)
+        ]
         if any(layer.delay_wgrad_compute for layer in self.layers):
             raise NotImplementedError(
                 "make_graphed_callables: a layer with delay_wgrad_compute=True is not offered; False is accepted: a "

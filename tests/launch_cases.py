@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from dry_gpu import PROCESSORS, DryGpu
-from launch_cases_attention import attentions, rotaries, softmaxes
+from launch_cases_attention import attentions, attentions_fp8, rotaries, softmaxes
 from launch_cases_losses import embeddings, losses
 from launch_cases_optimizers import adafactors, adam_capturables, adam_states, clippings, sgds
 from launch_cases_products import fp8_gemms, fused_gemms, gemms, split_k, tiles
@@ -324,6 +324,7 @@ FILES: dict[str, Callable[[Notes], None]] = {
     "adam_capturable": adam_capturables,
     "adam_states": adam_states,
     "attention": attentions,
+    "attention_fp8": attentions_fp8,
     "cast": casts,
     "cast_stats": cast_stats,
     "cast_transpose": cast_transposes,

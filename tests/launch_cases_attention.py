@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from launch_notes import BF16, FP16, FP32, WIDE, Notes, empty, twin
+from launch_notes import BF16, E4M3, FP16, FP32, WIDE, Notes, empty, twin
 
 from optimized.ops import attention
 
@@ -104,3 +104,35 @@ def attentions(note: Notes) -> None:
     note(twin.attention_backward, empty(2, 2, 40, 32), q, k, v, out, m, inv, *rest)
     note(twin.attention, q, empty(2, 1, 70, 32).expand(2, 2, 70, 32), v.expand(2, 2, 70, 32), *rest)
     note.table("capacity of a head dimension", ((d, attention.capacity(d)) for d in (8, 64, 65, 128, 129, 256)))
+
+
+def attentions_fp8(note: Notes) -> None:
+    """Forward, and once the backward, of codes `[s, b, h, d]` seen as `[b, h, s, d]`, as in the layers."""
+
+    def forward(
+        sizes: tuple[int, int, int, int, int, int],
+        dtype: torch.dtype = BF16,
+        mask: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        room: int = 0,
+        backward: bool = False,
+    ) -> None:
+        b, h, heads, sq, skv, d = sizes
+
+        def of(n: int, s: int, kind: torch.dtype = E4M3) -> torch.Tensor:
+            return empty(s, b, n, d, dtype=kind).permute(1, 2, 0, 3)
+
+        q, k, v = of(h, sq), of(heads, skv), of(heads, skv)
+        v_t = empty(b, heads, d, room or -(-skv // 16) * 16, dtype=E4M3)[..., :skv]
+        invs = [empty(1, dtype=FP32) for _ in range(3)]
+        rest = (0.125, "causal", 200, -1, mask, dropout, empty(2, dtype=torch.int64) if dropout else None)
+        out, m, inv = note(twin.attention_fp8, q, k, v_t, *invs, *rest, dtype)
+        if backward:
+            note(twin.attention_fp8_backward, of(h, sq, dtype), q, k, v, *invs, out, m, inv, *rest)
+
+    forward((2, 4, 2, 130, 150, 64), backward=True)
+    forward((1, 2, 2, 128, 129, 80), FP16, dropout=0.1)
+    forward((2, 2, 1, 40, 70, 256), mask=empty(2, 1, 1, 70, dtype=torch.bool))
+    forward((2, 2, 2, 40, 0, 32), dropout=0.1)
+    forward((1, 48, 24, 400, 300, 128))  # more tiles than a GPU has multiprocessors
+    forward((2, 2, 2, 40, 70, 32), room=75)  # rows of values that do not start at multiples of 16 bytes: a copy

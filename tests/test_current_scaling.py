@@ -134,7 +134,8 @@ def test_compiled_bits(same_bits) -> None:
     [
         ({"use_power_2_scales": True}, NotImplementedError, "use_power_2_scales=True is not offered; False is"),
         ({"fp8_format": Format.E5M2}, ValueError, "Format.HYBRID and Format.E4M3 are accepted"),
-        ({"fp8_dpa": True}, ValueError, "attention in FP8 is not offered"),
+        ({"fp8_dpa": True}, NotImplementedError, r"later tokens .*DelayedScaling\(fp8_dpa=True\)"),
+        ({"fp8_mha": True}, NotImplementedError, "fp8_mha=True is not offered"),
         ({"backward_override": "dequantized"}, NotImplementedError, "backward_override='dequantized'"),
     ],
 )

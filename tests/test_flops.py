@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,11 +56,11 @@ MODELS: dict[str, Pair] = {
 }
 
 
-def counted(model: torch.nn.Module, fp8: bool, device: str = "cpu") -> tuple[int, int]:
+def counted(model: torch.nn.Module, fp8: bool, device: str = "cpu", recipe: Any = None) -> tuple[int, int]:
     """Of forward, and of both directions."""
     x = torch.ones(TOKENS, BATCH, HIDDEN, dtype=BF16, device=device, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        with te.autocast(enabled=fp8):
+        with te.autocast(enabled=fp8, recipe=recipe):
             y = model(x)
         forward = counter.get_total_flops()
         y.sum().backward()
@@ -78,6 +79,12 @@ def test_a_model_counts_as_plain_pytorchs(name: str, fp8: bool) -> None:
     for _ in range(2):
         assert counted(model, fp8) == (forward, both)
     assert counted(model.to("meta"), fp8, "meta") == (forward, both)
+
+
+def test_attention_in_fp8_counts_as_in_16_bits() -> None:
+    model = te.TransformerLayer(HIDDEN, FFN, 2, num_gqa_groups=1, params_dtype=BF16)
+    expected = counted(model, True)
+    assert counted(model, True, recipe=te.DelayedScaling(fp8_dpa=True)) == expected
 
 
 @pytest.mark.parametrize("fp8", [False, True])

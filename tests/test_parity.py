@@ -152,6 +152,7 @@ def test_parity_records_what_it_replays(
         "cross_entropy",
         "embedding",
         "attention_bias_backward",
+        "attention_fp8",
         "attention_sink_backward",
         *(case.op for case in cases_optimizers.cases()),
     }  # than the recordings

@@ -51,9 +51,9 @@ def test_formats(fmt: te.Format, forward: torch.dtype, backward: torch.dtype) ->
         ({"amax_compute_algo": "mean"}, r"amax_compute_algo='mean'; 'max' and 'most_recent' are accepted"),
         ({"amax_compute_algo": torch.amax}, r"'max' and 'most_recent' are accepted"),
         ({"scaling_factor_compute_algo": max}, r"scaling_factor_compute_algo=.*only None is accepted"),
-        ({"fp8_dpa": True}, r"fp8_dpa=True, fp8_mha=False; only False is accepted"),
+        ({"fp8_mha": True}, r"DelayedScaling: fp8_mha=True is not offered .* False is accepted"),
         *[
-            ({name: value}, rf"DelayedScaling: (fp8_dpa=.*)?{name}=.*accepted")
+            ({name: value}, rf"DelayedScaling: {name}=.*accepted")
             for name, values in {
                 "margin": (19, 100, 10**30, True, np.int64(3), np.ones(2), "0", None, float("nan")),
                 "amax_history_len": (2**20 + 1, 10**30, True, np.int64(3), 4.0, "4", None, np.ones(2)),

@@ -164,8 +164,8 @@ def test_attention_that_ran_in_16_bits_is_accepted_and_in_fp8_refused() -> None:
     used = written({"scale_fwd": torch.full((9,), 2.0)}, columns=(9, 6))
     before = copy.deepcopy(layer.state_dict())
     sentence = (
-        rf"^checkpoint: {key} holds FP8 state, and this module has none \(attention in FP8 is not offered\); a "
-        r"checkpoint without this entry is accepted\.$"
+        rf"^checkpoint: {key} holds FP8 state that this module has no use for \(a norm has none, and Transformer "
+        r"Engine's attention has one scale for q, k and v\); a checkpoint without this entry is accepted\.$"
     )
     with pytest.raises(ValueError, match=sentence):
         layer.load_state_dict({**whole, key: used, "layernorm_mlp.fc1_bias": torch.ones(128)})
@@ -226,7 +226,7 @@ def test_the_recipe_that_is_written_has_the_histories_length() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"fp8_dpa": True}, "attention in FP8 is not offered"),
+        ({"fp8_mha": True}, "fp8_mha=True is not offered"),
         ({"margin": 99}, "an int from 0 to 18 is accepted"),
         (
             {"fp8_format": Call(Global("transformer_engine.common.recipe", "Format"), ((1, 2),))},

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs/transformer_engine_api.md"
 PACKAGES = {"te": te, "recipe": te.recipe, "optimizers": te.optimizers, "ops": te.ops}
 RECIPES = {  # check their own
     "DelayedScaling.scaling_factor_compute_algo": "only `None`",
-    "DelayedScaling.fp8_dpa": "only `False`",
+    "DelayedScaling.fp8_dpa": "True and False (attention's forward; its backward stays in 16 bits)",
     "DelayedScaling.fp8_mha": "only `False`",
     "DelayedScaling.backward_override": "only `None`",
     "DelayedScaling.fp8_format": "`Format.HYBRID` and `Format.E4M3`",

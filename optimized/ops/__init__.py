@@ -11,7 +11,7 @@ from reference import not_offered
 
 _NAMES = (
     *("activation", "adafactor", "adam", "adam_capturable", "adam_states", "amax", "attention", "attention_backward"),
-    *("attention_bias", "attention_sink"),
+    *("attention_bias", "attention_fp8", "attention_fp8_backward", "attention_sink"),
     *("cast", "cast_stats", "cast_transpose", "cat_cast_transpose", "clip_grads", "cross_entropy", "dbias"),
     *("dropout", "embedding", "gemm", "gemm_fp8", "gemm_fp8_split_k", "gemm_fused", "grad_norm"),
     *("multi_cast_transpose", "norm", "norm_backward", "norm_cast_transpose", "normal", "rotary", "scale_update"),

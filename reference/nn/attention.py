@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
+from reference.nn import attention_fp8
 from reference.nn.attention_bias import Bias
+from reference.nn.attention_fp8 import FP8Attention
 from reference.nn.attention_lengths import Lengths, lengths_mask, maps_of, packed, to_sequences, to_tokens
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import entered
-from reference.nn.checkpoints import WithoutState
 from reference.nn.checks import (
     MASK_NAMES,
     Window,
@@ -32,14 +33,13 @@ from reference.nn.context import BlockContext
 from reference.nn.core_attention import CorePlan, Mask, Plan, backward, forward, full_mask
 from reference.nn.dropout import Generator
 from reference.nn.inference import InferenceParams
-from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
 from reference.quantized import as_dtype
 from reference.recompute import checkpoint
 
 
-class DotProductAttention(DeviceDefault, WithoutState):
+class DotProductAttention(FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:
@@ -110,7 +110,9 @@ class DotProductAttention(DeviceDefault, WithoutState):
         self.attention_backend = attention_backend
         if attention_backend == "cudnn":
             say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
-        self.generator = Generator(self.resolve_device(device), get_rng_state_tracker)
+        device = self.resolve_device(device)
+        self._set_device(device)
+        self.generator = Generator(device, get_rng_state_tracker)
         self._default_slopes: torch.Tensor | None = None  # ALiBi's
         self.softmax_type = softmax_type
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -233,6 +235,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
         if bias.given:
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
+        self.refuse_in_fp8("DotProductAttention", q.dtype, bias.given, inference_params is not None)
         run = self._attend
         if inference_params is not None:
             cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
@@ -285,6 +288,13 @@ class DotProductAttention(DeviceDefault, WithoutState):
             return torch_attention(q, k, v, core, mask, bias, slopes)
         if core.backend == "cudnn":
             return cudnn_attention(q, k, v, core)
+        if self.attends_in_fp8():
+            if self._device != q.device:
+                self._set_device(q.device)
+            own = self.context(q.dtype, None)
+            context = BlockContext((own,), (self.random_state(q, core),), (mask,))
+            plan = attention_fp8.Plan(wanted(q, k, v), core, own.kind)
+            return differentiable(attention_fp8.forward, attention_fp8.backward, plan, context, q, k, v)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias

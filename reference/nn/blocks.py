@@ -144,6 +144,7 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
         and uses_default_forward(first, LayerNormLinear)
         and uses_default_forward(core, DotProductAttention)
         and core.softmax_type == "vanilla"
+        and not core.attends_in_fp8()
         and all(uses_default_forward(one, Linear) for one in linears)
         and (
             core.attention_backend == "exact"

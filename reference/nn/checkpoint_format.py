@@ -26,7 +26,7 @@ from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.scaling import KEYS, FP8TensorMeta
 
 if TYPE_CHECKING:
-    from reference.nn.checkpoints import Checkpointed, WithoutState
+    from reference.nn.checkpoints import Checkpointed
 
 STATE = "_extra_state"
 PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
@@ -63,6 +63,13 @@ def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.devic
     }
     state["scaling_fwd"].scale[2::3] = 1  # of outputs; see `pack`
     return state
+
+
+def is_ours(state: Any) -> bool:
+    """Whether an `_extra_state` is a packed state, and not Transformer Engine's or empty."""
+    return not transformer_engine_state.is_pickled(state) and not (
+        isinstance(state, torch.Tensor) and not state.numel()
+    )
 
 
 def is_fresh(state: Mapping[str, Any]) -> bool:
@@ -132,7 +139,7 @@ def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[s
 
 
 def check_no_state(name: str, value: Any) -> None:
-    """Refuse FP8 state of a norm or of attention, which have none here; state that was never used is accepted."""
+    """Refuse FP8 state of a norm, and Transformer Engine's of attention; state that was never used is accepted."""
     if isinstance(value, torch.Tensor) and not value.numel():
         return
     found = transformer_engine_state.read(name, value) if transformer_engine_state.is_pickled(value) else ({}, None)
@@ -141,8 +148,8 @@ def check_no_state(name: str, value: Any) -> None:
     ).items():
         if not bool((tensor == part.endswith(".scale")).all()):
             raise ValueError(
-                f"checkpoint: {name} holds FP8 state, and this module has none (attention in FP8 is not offered); a "
-                f"checkpoint without this entry is accepted."
+                f"checkpoint: {name} holds FP8 state that this module has no use for (a norm has none, and Transformer "
+                f"Engine's attention has one scale for q, k and v); a checkpoint without this entry is accepted."
             )
 
 
@@ -272,7 +279,7 @@ def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
     return None
 
 
-def check_all(layer: "Checkpointed | WithoutState", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+def check_all(layer: "Checkpointed", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
     """Check what is about to be loaded; when the first layer is reached, check every layer of the model."""
     found = _under_way()
     if found is None:

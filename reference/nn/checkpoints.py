@@ -1,6 +1,6 @@
 """How a layer's FP8 state, and its weights that are kept in FP8, enter checkpoints and are loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -91,11 +91,16 @@ class Checkpointed(WithFP8State):
             if parameter is not None and prefix + name in state_dict:
                 scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
                 checkpoint_format.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
+        self.check_state(state_dict, prefix)
+
+    def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """`check_checkpoint` of the FP8 state."""
+        name = prefix + checkpoint_format.STATE
         if self.fp8_weights:
             checkpoint_format.check_present(state_dict, prefix, self.state_columns())
             checkpoint_format.check_no_codes(state_dict, prefix, self.fp8_weights)
-        else:
-            check_no_state(state_dict, prefix, _STATES[:1])
+        elif name in state_dict:
+            checkpoint_format.check_no_state(name, state_dict[name])
 
     def _load_from_state_dict(
         self,
@@ -155,33 +160,3 @@ class Checkpointed(WithFP8State):
                 value = value.dequantize() if isinstance(value, Float8Tensor) else value.detach()
                 value = Float8Tensor.of(value, state, column)
             state_dict[prefix + name] = value
-
-
-# Transformer Engine's keys of attention in FP8: its own, and that of releases 1.6 and 1.7.
-_STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
-
-
-def check_no_state(state_dict: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> None:
-    """Refuse FP8 state under `keys`, in a checkpoint for a module that has none."""
-    for name in (prefix + key for key in keys):
-        if name in state_dict:
-            checkpoint_format.check_no_state(name, state_dict[name])
-
-
-class WithoutState(torch.nn.Module):
-    """Attention: it has no FP8 state, and Transformer Engine's has an `_extra_state`, which is accepted if unused."""
-
-    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
-        """Refuse state of attention in FP8."""
-        check_no_state(state_dict, prefix, _STATES)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if transformer_engine_state.is_writing():
-            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.nothing()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
-        checkpoint_format.check_all(self, state_dict, prefix, local_metadata.get("assign_to_params_buffers", False))
-        keys = {prefix + key for key in _STATES}
-        state_dict = {key: value for key, value in state_dict.items() if key not in keys}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

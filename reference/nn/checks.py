@@ -10,6 +10,7 @@ import torch
 from torch.masked import MaskedTensor
 
 from reference.arguments import MASK_TYPES, check_arguments
+from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
 from reference.ops.attention import MAX_HEAD_DIM
@@ -285,7 +286,7 @@ def has_run_in_fp8(last: Any) -> bool:
 def check_fp8_sizes(*parts: Any) -> None:
     """Refuse parts of sizes that FP8 does not accept, before the first of them runs under FP8 autocast."""
     for part in parts:
-        casts = isinstance(part, TransformerEngineBaseModule) and not part.in_high_precision
+        casts = isinstance(part, TransformerEngineBaseModule) and part.own_settings(current()).enabled
         if casts and not is_prepared(part):
             part._check_fp8_sizes("under FP8 autocast")
 

@@ -62,6 +62,18 @@ class WithFP8State(torch.nn.Module):
         parameters: dict[str, Any] = self._parameters
         return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
 
+    def runs_in(self, recipe: Recipe) -> bool:
+        """Whether FP8 autocast with that recipe means this layer."""
+        return True
+
+    def own_settings(self, state: AutocastState) -> AutocastState:
+        """An autocast's settings as they are for this layer."""
+        if self.own_recipe is not None:
+            state = replace(state, recipe=self.own_recipe)
+        if self.in_high_precision or not self.runs_in(state.recipe):
+            state = replace(state, enabled=False, calibrating=False)
+        return state
+
     def init_fp8_metadata(self) -> tuple[AutocastState, bool]:
         """Create or resize the FP8 state for the current autocast, if necessary.
 
@@ -70,10 +82,7 @@ class WithFP8State(torch.nn.Module):
         """
         compiling = torch.compiler.is_compiling()
         state, checkpointed, again = recompute.settings(self, compiling)
-        if self.in_high_precision:
-            state = replace(state, enabled=False, calibrating=False)
-        elif self.own_recipe is not None:
-            state = replace(state, recipe=self.own_recipe)
+        state = self.own_settings(state)
         if not compiling and (state.enabled or self.fp8):  # a compiler traces forward only
             recompute.refuse_foreign_recompute(self)
         # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.

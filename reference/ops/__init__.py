@@ -11,6 +11,8 @@ from reference.ops import (  # noqa: F401
     attention,
     attention_backward,
     attention_bias,
+    attention_fp8,
+    attention_fp8_backward,
     attention_sink,
     cast,
     cast_stats,

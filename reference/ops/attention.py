@@ -225,16 +225,20 @@ def softmax_block(
     alpha: np.ndarray,
     p: np.ndarray,
     powers: np.ndarray,
+    headroom: np.float32,
 ) -> None:
-    """One key block: scores s `[rows, keys]` become weights p; updates m `[rows]`, l `[rows, 4]` and alpha `[rows]`."""
+    """One key block: scores s `[rows, keys]` become weights p; updates m `[rows]`, l `[rows, 4]` and alpha `[rows]`.
+
+    m stays `headroom` below the largest exponent's floor: weights are at most 2 · 2^headroom.
+    """
     rows, keys = s.shape
     for row in range(rows):
         top = -_INFINITY
         for j in range(keys):
             if not hidden[row, j] and s[row, j] > top:  # false for NaN
                 top = s[row, j]
-        new = np.float32(np.floor(top * c)) + ZERO  # -0 becomes +0
-        if new < m[row]:
+        new = np.float32(np.floor(top * c)) - headroom + ZERO  # -0 becomes +0
+        if not new > m[row]:  # a NaN is not, either
             new = m[row]
         alpha[row] = power(m[row] - new, powers)
         m[row] = new
@@ -283,7 +287,8 @@ def _query_block(
         p = np.empty_like(s)
         if bias is not None:
             add_bias(s, np.float32(c), bias)
-        softmax_block(s, block, np.float32(c if bias is None else 1), m, l, alpha, p, elementary.powers_of_two())
+        of_scores = np.float32(c if bias is None else 1)
+        softmax_block(s, block, of_scores, m, l, alpha, p, elementary.powers_of_two(), ZERO)
         weights = rounded_weights(torch.from_numpy(p), q.dtype, None if keep is None else keep[:, keys])
         total = tensor_core.gemm(weights, v[keys].t(), c=total * torch.from_numpy(alpha)[:, None])
     lanes = torch.from_numpy(l)

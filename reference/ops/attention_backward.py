@@ -82,6 +82,28 @@ def softmax_backward_tile(
             dp[row, j] = a * fma(passed, kept, -dots[row])
 
 
+def check_results(
+    op: str,
+    q: torch.Tensor,
+    dtype: torch.dtype,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+) -> None:
+    """Refuse what are not the results of a forward of q in `dtype`, and the gradient of its first."""
+    for name, x in (("grad", grad), ("out", out)):
+        if x.shape != q.shape or x.dtype != dtype or x.device != q.device:
+            raise ValueError(
+                f"{op}: {name} must be {dtype} {list(q.shape)} on {q.device} as q is; "
+                f"got {x.dtype} {list(x.shape)} on {x.device}."
+            )
+        if x.stride(3) != 1 and x.numel():
+            raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
+    for name, x in (("m", m), ("inv", inv)):
+        check_like(op, name, x, torch.float32, q.shape[:3], q.device)
+
+
 def outputs(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -94,16 +116,7 @@ def outputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_backward"
     attention.check_attention(op, q, k, v, *options)
-    for name, x in (("grad", grad), ("out", out)):
-        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{op}: {name} must be {q.dtype} {list(q.shape)} on {q.device} as q is; "
-                f"got {x.dtype} {list(x.shape)} on {x.device}."
-            )
-        if x.stride(3) != 1 and x.numel():
-            raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
-    for name, x in (("m", m), ("inv", inv)):
-        check_like(op, name, x, torch.float32, q.shape[:3], q.device)
+    check_results(op, q, q.dtype, grad, out, m, inv)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -2,10 +2,12 @@
 
     gemm*, a [M, K], b [N, K]            2 · M · N · K
     attention                            4 · b · h · sq · skv · d            as for scaled_dot_product_attention: hidden
+    attention_fp8                        the same
     attention_backward                   10 · b · h · sq · skv · d           pairs count, and the scores count again
 
-So a model has the count of the same model made of PyTorch's layers, in 16 bits and in FP8. In FP8 the weight gradient's
-K is the number of tokens rounded up to a multiple of 16, as the tensor cores compute it.
+`attention_fp8_backward` counts as `attention_backward`. So a model has the count of the same model made of PyTorch's
+layers, in 16 bits and in FP8. In FP8 the weight gradient's K is the number of tokens rounded up to a multiple of 16, as
+the tensor cores compute it.
 """
 
 from typing import Any
@@ -13,7 +15,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from reference.ops import attention, attention_backward, gemm, gemm_fp8, gemm_fused  # noqa: F401  (declares the ops)
+from reference.ops import (  # noqa: F401  (declares the ops)
+    attention,
+    attention_backward,
+    attention_fp8,
+    attention_fp8_backward,
+    gemm,
+    gemm_fp8,
+    gemm_fused,
+)
 
 Shape = tuple[int, ...]
 _GEMMS = (
@@ -33,6 +43,11 @@ def attention_flops(q: Shape, k: Shape, v: Shape, *rest: Any, out_shape: Any = N
     return int(sdpa_flop_count(q, k, v))
 
 
+def attention_fp8_flops(q: Shape, k: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """As `attention_flops`; v comes transposed, with k's sizes."""
+    return attention_flops(q, k, k)
+
+
 def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **more: Any) -> int:
     """Five products for each head of q, one of which recomputes the scores."""
     k, v = ((x[0], q[1], *x[2:]) for x in (k, v))
@@ -41,4 +56,7 @@ def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: A
 
 register_flop_formula([getattr(torch.ops.twin, name) for name in _GEMMS])(gemm_flops)
 register_flop_formula(torch.ops.twin.attention)(attention_flops)
-register_flop_formula(torch.ops.twin.attention_backward)(attention_backward_flops)
+register_flop_formula(torch.ops.twin.attention_fp8)(attention_fp8_flops)
+register_flop_formula([torch.ops.twin.attention_backward, torch.ops.twin.attention_fp8_backward])(
+    attention_backward_flops
+)

@@ -57,6 +57,7 @@ class Recipe:
     """
 
     fp8_format: Format
+    fp8_dpa: bool = False
     history_rows: ClassVar[int | None] = None
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
@@ -76,17 +77,24 @@ class Recipe:
 
 
 def check_recipe(recipe: Any) -> None:
-    """Refuse E5M2 as a recipe's format, attention in FP8, and another precision in backward."""
+    """Refuse E5M2 as a recipe's format, fp8_mha, and another precision in backward."""
     name = type(recipe).__name__
     if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format is Format.E5M2:
         raise ValueError(
             f"{name}: fp8_format={recipe.fp8_format!s}; Format.HYBRID and Format.E4M3 are accepted "
             f"(E5M2 in the forward pass has too few mantissa bits to train with)."
         )
-    if recipe.fp8_dpa is not False or recipe.fp8_mha is not False:
-        raise ValueError(
-            f"{name}: fp8_dpa={recipe.fp8_dpa!r}, fp8_mha={recipe.fp8_mha!r}; only False is accepted: "
-            f"attention in FP8 is not offered."
+    if not isinstance(recipe.fp8_dpa, bool):
+        raise TypeError(f"{name}: fp8_dpa={recipe.fp8_dpa!r}; True and False are accepted.")
+    if recipe.fp8_dpa and not recipe.delayed():
+        raise NotImplementedError(
+            f"{name}: fp8_dpa=True is not offered: a scale of this step's amax would let later tokens change what "
+            f"earlier ones see; False is accepted, or DelayedScaling(fp8_dpa=True)."
+        )
+    if recipe.fp8_mha is not False:
+        raise NotImplementedError(
+            f"{name}: fp8_mha={recipe.fp8_mha!r} is not offered (attention's input and output stay 16 bits wide); "
+            f"False is accepted."
         )
     if recipe.backward_override is not None:
         raise NotImplementedError(

@@ -30,10 +30,11 @@ def by_layer(
     Args:
         model: a layer, or a module with layers inside.
         choices: for a module of the model, its name, or a pattern of names (`*`, `?`, `[...]`): a recipe, None for 16
-            bits, or `AUTOCAST`. A choice holds for the module and all layers inside; a later entry wins.
+            bits, or `AUTOCAST`. A choice holds for the module and all layers inside, attention without weights of its
+            own (`fp8_dpa`) among them; a later entry wins.
 
     Returns:
-        name → present choice of every layer that casts to FP8.
+        name → present choice of every layer with weights that it casts to FP8.
 
     Raises:
         ValueError: an entry names no layer. Nothing has changed then.
@@ -41,7 +42,8 @@ def by_layer(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"by_layer: model={model!r}; a torch.nn.Module is accepted.")
-    layers = layers_of(model)
+    named = layers_of(model)
+    layers = named | {name: one for name, one in model.named_modules() if hasattr(one, "attends_in_fp8")}
     decided: dict[str, Recipe | str | None] = {}
     for key, choice in choices.items():
         if choice is not None and choice != AUTOCAST and not isinstance(choice, Recipe):
@@ -53,13 +55,13 @@ def by_layer(
         if not found:
             raise ValueError(
                 f"by_layer: choices has {_shown(key)}, which is or holds no layer of the model that casts to FP8; its "
-                f"layers are {', '.join(layers) or 'none'}."
+                f"layers are {', '.join(named) or 'none'}."
             )
         decided |= dict.fromkeys(found, choice)
     for name, choice in decided.items():
         layers[name].own_recipe = choice if isinstance(choice, Recipe) else None  # type: ignore[assignment]
         layers[name].in_high_precision = choice is None  # type: ignore[assignment]
-    return {name: _choice(layer) for name, layer in layers.items()}
+    return {name: _choice(layer) for name, layer in named.items()}
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Float8CurrentScaling(Recipe):
     Args:
         use_power_2_scales: scales that are powers of two; only False is offered.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
-        fp8_dpa, fp8_mha: FP8 attention; only False is offered.
+        fp8_dpa, fp8_mha: FP8 attention; only False is offered (`DelayedScaling` has fp8_dpa).
         backward_override: another precision in backward; only None is offered.
     """
 

@@ -36,7 +36,8 @@ class DelayedScaling(Recipe):
         amax_compute_algo: `"max"` or `"most_recent"`.
         scaling_factor_compute_algo: Transformer Engine's hook for other formulas; only None is offered.
         reduce_amax: take the maximum of each amax over autocast's `amax_reduction_group`.
-        fp8_dpa, fp8_mha: FP8 attention; only False is offered.
+        fp8_dpa: attention's forward in FP8, too (`reference.nn.attention_fp8`); its backward stays in 16 bits.
+        fp8_mha: attention's input and output in FP8; only False is offered.
         backward_override: another precision in backward; only None is offered.
         override_linear_precision: older Transformer Engine's switches for GEMMs in 16 bits (fprop, dgrad, wgrad); only
             False three times is offered.

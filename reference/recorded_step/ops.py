@@ -46,6 +46,8 @@ RESULTS = {
     "gemm_fp8_activation_backward": (*_CAST, "dbias"),
     "attention": ("out", "m", "inv"),
     "attention_backward": ("dq", "dk", "dv"),
+    "attention_fp8": ("out", "m", "inv"),
+    "attention_fp8_backward": ("dq", "dk", "dv"),
     "dbias": ("dbias",),
 }
 

@@ -9,5 +9,9 @@ template <class T, int kTransposeB, int kCount>
 inline void wgmma_k16(float (&d)[kCount], const unsigned (&a)[4], unsigned long long b, int scale_d) {
     simulator::multiply({T::kFormat, T::kFormat, 2 * kCount, false, kTransposeB != 0, scale_d != 0, 0, b}, d, a);
 }
+template <int kCount>
+inline void wgmma_k32(float (&d)[kCount], const unsigned (&a)[4], unsigned long long b, int scale_d) {
+    simulator::multiply({E4M3::kFormat, E4M3::kFormat, 2 * kCount, false, false, scale_d != 0, 0, b}, d, a);
+}
 
 }  // namespace twin

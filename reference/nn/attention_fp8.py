@@ -1,0 +1,177 @@
+"""Attention in FP8, `fp8_dpa=True` of `DelayedScaling`: its FP8 state, and its pair of functions.
+
+    out = `twin::attention_fp8` of c(q), c(k), c(v)            c(t) is the cast to E4M3, with t ≈ c(t)·t_inv
+    dq, dk, dv = `twin::attention_fp8_backward` of the same codes and the forward's results
+
+T is the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight` of a first
+GEMM (q and k) and `weight` of a second (v). The second's `input` are the weights P, whose scale is fixed by
+`reference.ops.attention_fp8`; that column and those of the backward stay unused.
+
+The state enters checkpoints as that of other layers, under `_extra_state`, from the first run in FP8 on. Transformer
+Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from reference import recompute
+from reference.compiled import before
+from reference.nn import checkpoint_format, transformer_engine_state
+from reference.nn.context import BlockContext, Saved
+from reference.nn.core_attention import CorePlan
+from reference.nn.module import TransformerEngineBaseModule
+from reference.ops.library import twin
+from reference.quantized import Quantized
+from reference.quantizer import Quantizer
+from reference.recipe import Recipe
+
+# Keys of attention's state: ours and Transformer Engine's, and that of its releases 1.6 and 1.7.
+_STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
+
+
+class Plan(NamedTuple):
+    """Which gradients are wanted (q, k, v), how to attend, and the kind of the quantizers."""
+
+    needs: tuple[bool, ...]
+    core: CorePlan
+    gemms: Hashable
+
+
+def _quantized(quantizer: Quantizer, x: torch.Tensor, transpose: bool) -> Quantized:
+    """x `[b, h, s, d]` quantized: codes `[b, h, s, d]`, and codes_t `[b, h, d, s]` if wanted."""
+    b, h, s, d = x.shape
+    if x.stride(2) >= x.stride(0):  # [s, b, h, d]
+        found = quantizer.quantize(x.permute(2, 0, 1, 3).reshape(s, b * h * d).contiguous(), transpose)
+        codes, codes_t = found.codes.view(s, b, h, d).permute(1, 2, 0, 3), found.codes_t
+        if codes_t is not None:
+            codes_t = codes_t[:, :s].view(b, h, d, s)
+    else:  # [b, s, h, d]
+        found = quantizer.quantize(x.permute(0, 2, 1, 3).reshape(b * s, h * d).contiguous(), transpose)
+        codes, codes_t = found.codes.view(b, s, h, d).permute(0, 2, 1, 3), found.codes_t
+        if codes_t is not None:
+            codes_t = codes_t[:, : b * s].view(h, d, b, s).permute(2, 0, 1, 3)
+    return found._replace(codes=codes, codes_t=codes_t)
+
+
+def forward(
+    plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, Saved]:
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`; in 16 bits where it calibrates."""
+    scores, values = context.modules[0].gemms
+    mask, state = context.reads[0], context.random[0]
+    quantizers = (scores.input, scores.weight, values.weight)
+    found = [_quantized(one, x, one.fp8 and x is v) for one, x in zip(quantizers, (q, k, v), strict=True)]
+    state_before = before(state)
+    if found[0].scales is None:
+        out, *rows = twin.attention(q, k, v, *plan.core.arguments(mask), state)
+        return out, (q, k, v, None, None, None, out, *rows, state_before)
+    codes, scales = [one.codes for one in found], [one.scales for one in found]
+    operands = (*codes[:2], found[2].codes_t, *scales)
+    out, *rows = twin.attention_fp8(*operands, *plan.core.arguments(mask), state, q.dtype)
+    return out, (*codes, *scales, out, *rows, state_before)
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """dq, dk, dv."""
+    if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
+        grad = grad.contiguous()
+    *operands, state_before = saved
+    calibrated = operands[3] is None
+    op = twin.attention_backward if calibrated else twin.attention_fp8_backward
+    if calibrated:
+        del operands[3:6]
+    found: Saved = op(grad, *operands, *plan.core.arguments(context.reads[0]), state_before)
+    return found
+
+
+class FP8Attention(TransformerEngineBaseModule):
+    """The FP8 state of attention; `DotProductAttention` is the layer."""
+
+    num_gemms = 2
+    fp8_sizes = ("kv_channels",)
+
+    def _set_device(self, device: torch.device) -> None:
+        """Where the state will be created: there are no parameters that tell."""
+        self._device = device
+
+    def _parameter_device(self) -> torch.device:
+        return self._device
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._set_device(fn(torch.empty(1, dtype=torch.uint8, device=self._device)).device)
+        return self
+
+    def runs_in(self, recipe: Recipe) -> bool:
+        return recipe.fp8_dpa
+
+    def attends_in_fp8(self) -> bool:
+        """Whether a forward now would use, or calibrate, the FP8 state."""
+        compiling = torch.compiler.is_compiling()
+        state = self.own_settings(recompute.settings(self, compiling)[0])
+        if not compiling and self.fp8 and not state.enabled:  # a compiler would guard the attribute
+            self.fp8 = False
+        return state.enabled or state.calibrating
+
+    def refuse_in_fp8(self, layer: str, dtype: torch.dtype, bias: bool, cached: bool) -> None:
+        """Refuse what attention in FP8 does not take, if a forward now would run in it; `layer` names the caller."""
+        core: Any = self
+        exact, vanilla = core.attention_backend == "exact", core.softmax_type == "vanilla"
+        usual = exact and vanilla and dtype != torch.float32 and not (bias or cached or core.kv_channels % 16)
+        if usual or not self.attends_in_fp8():
+            return
+        self._check_fp8_sizes("under a recipe with fp8_dpa=True")
+        what = (
+            f"attention_backend={core.attention_backend!r}"
+            if not exact
+            else f"softmax_type={core.softmax_type!r}"
+            if not vanilla
+            else "a bias"
+            if bias
+            else "inference_params"
+            if cached
+            else "torch.float32 activations without torch.autocast"
+        )
+        raise NotImplementedError(
+            f"{layer}: {what} under a recipe with fp8_dpa=True is not offered; fp8_dpa=False is accepted, or a recipe "
+            f"of the attention's own (te.recipe.by_layer)."
+        )
+
+    # --- checkpoints ---------------------------------------------------------------------------------
+
+    def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Refuse broken state, and that of Transformer Engine's attention in FP8."""
+        for name in (prefix + key for key in _STATES):
+            value = state_dict.get(name)
+            ours = name == prefix + checkpoint_format.STATE and checkpoint_format.is_ours(value)
+            if value is not None and not ours:
+                checkpoint_format.check_no_state(name, value)
+            elif value is not None:
+                checkpoint_format.check_state(name, value, self.state_columns())
+
+    def set_extra_state(self, state: Any) -> None:
+        """As other layers'; of Transformer Engine's, unused state is accepted and ignored."""
+        name = f"{type(self).__name__}.{checkpoint_format.STATE}"
+        self.check_state({name: state}, f"{type(self).__name__}.")
+        if checkpoint_format.is_ours(state):
+            self.load_state(checkpoint_format.unpack(state, self.state_columns(), self._device))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if transformer_engine_state.is_writing():
+            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.nothing()
+        elif "scaling_fwd" not in self.fp8_meta:
+            del destination[prefix + checkpoint_format.STATE]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        checkpoint_format.check_all(self, state_dict, prefix, assign)
+        found = {key: value for key, value in state_dict.items() if key not in {prefix + key for key in _STATES}}
+        state: Any = state_dict.get(prefix + checkpoint_format.STATE)
+        if checkpoint_format.is_ours(state):
+            self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._device))
+        else:
+            self._fresh_state(self._device)
+        super()._load_from_state_dict(found, prefix, local_metadata, *args)
