@@ -30,5 +30,6 @@ namespace twin {
     }
 TWIN_WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37", "%38")
 TWIN_WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69", "%70")
+TWIN_WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133", "%134")
 
 }  // namespace twin
