@@ -1,281 +1,394 @@
-// Attention backward, heads of more than 128 channels. Definition, order and rounding points: reference/ops/attention_backward.py.
+// Attention backward, heads of more than 128 channels. Definition, order and rounding points:
+// reference/ops/attention_backward.py.
 //
-// Two kernels of one form. A block holds 128 rows of two "fixed" operands and streams 64 rows at a time of two
-// others past them; of each pair of tiles it computes two GEMMs over d, from them the weights and the gradient
-// of the scores, and with those, straight from its registers, adds to its results:
+// A cluster of two blocks takes 128 keys of one head, 64 for each, and streams 64 queries at a time past them. dv and dk
+// of 64 keys and 256 channels fill one warpgroup's registers each, so a block's two consumer warpgroups have a result
+// each, and both compute the scores (the GEMMs of a tile, 64 keys and 64 queries, six in a block):
 //
-//              fixed (128 rows)   streamed (64 rows)   rows x columns of a tile    results
-//   DQ = 1     q, grad            k, v                 queries x keys              dq += dS k
-//   DQ = 0     k, v               q, grad              keys x queries              dv += Pᵀ grad, dk += dSᵀ q
+//     dv, dq     Sᵀ = k qᵀ                     dv += Pᵀ grad     dq = dS k of the tile before, 128 of the channels
+//     dk         Sᵀ = k qᵀ     dPᵀ = v gradᵀ   dk += dSᵀ q
 //
-// dv and dk are one tensor-core chain over the group's heads and the queries; dq one for each 128 keys, added in fp32,
-// the last keys first.
-// grid: (blocks of 128 rows, b heads, chunks of N_OUT columns of d); scores are computed again for each chunk.
+// P and dS are operands just as they lie in registers. dq sums over all 128 keys: each block gives its half of dS to the
+// other, and computes one half of dq's channels. dq leaves through a mailbox to a warp that adds it to global memory when
+// its turn has come, as in attention_backward.cu; each half of the channels has its turns.
 //
-// `dots` makes what the tiles need of each query, 384 - m and inv, and D; zeros up to a multiple of 128 queries.
+// Clusters stay and take works by tickets, a head's last keys first. So a work only ever waits for works that were taken
+// before it. The first block takes the ticket and tells the other.
 //
-// Defines: as attention.cu, and DQ (0 | 1).
-#include "attention_rows.cuh"
+// Around it: attention_backward_ends.cu.
+//
+// Defines: FORMAT (BF16 | FP16), N_OUT (256), QUERIES (64), DROPOUT (0 | 1), BIAS (0 | 1).
+#include "attention_pairs.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/store_async.cuh"
+#include "ptx/turn.cuh"
 
 using namespace twin;
 
-constexpr int kAcc = N_OUT / 2;
+constexpr int kKeys = 64;         // of a block
+constexpr int kRows = 64 * 128;   // bytes of 64 rows and 64 channels
+constexpr int kMatrix = 4 * kRows;  // and of all channels
+static_assert(QUERIES == 64 && N_OUT == 256, "what the tiles are made for");
 
-struct Map {
-    static constexpr int kFixedChunk = kTileRows * 128, kFixed = D_CHUNKS * kFixedChunk;
-    static constexpr int kChunk = kStreamRows * 128, kStreamed = D_CHUNKS * kChunk;
-    static constexpr int kX1 = 0, kX2 = kFixed;
-    static constexpr int kY1 = 2 * kFixed;  // stages of (Y1, Y2)
-    static constexpr int kFixedFull = kY1 + STAGES * 2 * kStreamed;
-    static constexpr int kFull = kFixedFull + 8, kEmpty = kFull + 8 * STAGES;
-    static constexpr int kBytes = kEmpty + 8 * STAGES;
-    static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
+// What a block does at a time: 64 keys from `first`; of each of `group` heads, the queries of a range. Without a head: it
+// is done.
+struct Work {
+    int batch, key_head, first;
+    Range queries;
 };
 
-// The streamed tiles of a block: for each head of `heads`, rows from `from` to `to` in steps of 64.
-struct Walk {
-    int heads, from, to;
+struct __align__(1024) Shared {
+    unsigned char k[kMatrix], v[kMatrix];
+    unsigned char others[2 * kRows];  // of the other block's keys the channels of dq
+    unsigned char q[2][kMatrix], grad[kMatrix];
+    unsigned char ds[2 * kRows];      // [128 keys][64 queries]
+    float dq[2 * kPiece];
+    float base[2][QUERIES], inv[2][QUERIES], dots[QUERIES];
+    Mailbox keys_box, q_box[2], grad_box, ds_box, dq_box, work_box[2];
+    Mailbox ticket_box;  // full: the second block's; empty: the first one's
+    Work work[2];
+    int ticket;
+};
+static_assert(sizeof(Shared) <= 226 * 1024, "what optimized/ops/attention_backward.py asks for");
 
-    // The rows in their order: for dq the last 128 keys first.
-    __device__ __forceinline__ int first() const { return DQ ? (to - 1) & -kTileRows : from; }
-    __device__ __forceinline__ bool holds(int row) const { return DQ ? row >= from : row < to; }
-    __device__ __forceinline__ bool ends_block(int row) const {
-        return row % kTileRows == kStreamRows || row + kStreamRows >= to;
+// The work of a rank, for this block of the cluster. Heads are taken `together` at a time, their last keys first.
+__device__ __forceinline__ Work work_of(const Arguments& a, int rank, int works, int block) {
+    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows, key_heads = a.heads / a.group;
+    const int all_heads = a.batches * key_heads;
+    if (rank >= works) return {0, -1, 0, {0, 0}};
+    const int before = rank / (a.together * key_blocks) * a.together;
+    const int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
+    const int head = before + place % heads;
+    const int first = (key_blocks - 1 - place / heads) * kTileRows;
+    return {head / key_heads, head % key_heads, first + kKeys * block, visitors(a, first)};
+}
+
+// The next ticket, in both blocks of the cluster.
+__device__ __forceinline__ int take_ticket(Shared& shared, const Scratch& scratch, unsigned parity, int block) {
+    const unsigned full = shared_address(&shared.ticket_box.full), empty = shared_address(&shared.ticket_box.empty);
+    if (block == 0) {
+        const int ticket = atomicAdd(scratch.ticket, 1);
+        mbarrier_wait(empty, parity ^ 1);
+        store_async(map_to_rank(shared_address(&shared.ticket), 1), __int_as_float(ticket), map_to_rank(full, 1));
+        return ticket;
     }
-    __device__ __forceinline__ int after(int row) const {
-        return DQ && ends_block(row) ? (row & -kTileRows) - kTileRows : row + kStreamRows;
+    mbarrier_arrive_expect_tx(full, 4);
+    mbarrier_wait(full, parity);
+    const int ticket = *static_cast<volatile int*>(&shared.ticket);
+    mbarrier_arrive_cluster(map_to_rank(empty, 0));
+    return ticket;
+}
+
+// 64 rows and 64 channels at a time, from channel `x`.
+__device__ __forceinline__ void load(unsigned char* to, const CUtensorMap* map, unsigned full, int chunks, int x, int row,
+                                     int head, int batch) {
+    for (int c = 0; c < chunks; c++) load_chunk(shared_address(to) + c * kRows, map, full, x + 64 * c, row, head, batch);
+}
+
+// One thread takes works, and loads their queries.
+__device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMap* q, const CUtensorMap* grad,
+                                                const Arguments& a, const Scratch& scratch, int padded, int block) {
+    Stage<2> works, queries;
+    Stage<1> grads, tickets;
+    for (;; works.advance(), tickets.advance()) {
+        const int ticket = take_ticket(shared, scratch, tickets.parity, block);
+        shared.work_box[works.index].wait_empty(works.parity);
+        const Work work = shared.work[works.index] = work_of(a, ticket, scratch.works, block);
+        mbarrier_arrive(shared_address(&shared.work_box[works.index].full));
+        if (work.key_head < 0) return;
+        for (int n = 0; n < a.group; n++) {
+            const int head = work.key_head * a.group + n;
+            for (int row = work.queries.from; row < work.queries.to; row += QUERIES) {
+                const long long at = static_cast<long long>(work.batch * a.heads + head) * padded + row;
+                const int s = queries.index;
+                const unsigned q_full = shared_address(&shared.q_box[s].full);
+                shared.q_box[s].wait_empty(queries.parity);
+                mbarrier_arrive_expect_tx(q_full, kMatrix + 8 * QUERIES);
+                load(shared.q[s], q, q_full, 4, 0, row, head, work.batch);
+                bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * QUERIES, q_full);
+                bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * QUERIES, q_full);
+                queries.advance();
+                const unsigned grad_full = shared_address(&shared.grad_box.full);
+                shared.grad_box.wait_empty(grads.parity);
+                mbarrier_arrive_expect_tx(grad_full, kMatrix + 4 * QUERIES);
+                load(shared.grad, grad, grad_full, 4, 0, row, head, work.batch);
+                bulk_load(shared_address(shared.dots), scratch.dots + at, 4 * QUERIES, grad_full);
+                grads.advance();
+            }
+        }
+    }
+}
+
+// One thread loads their keys.
+__device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* k, const CUtensorMap* v, int block) {
+    Stage<1> keys;
+    for (Stage<2> works;; works.advance()) {
+        Mailbox& box = shared.work_box[works.index];
+        box.wait_full(works.parity);
+        const Work work = shared.work[works.index];
+        mbarrier_arrive(shared_address(&box.empty));
+        if (work.key_head < 0) return;
+        if (!work.queries.any()) continue;
+        const unsigned full = shared_address(&shared.keys_box.full);
+        shared.keys_box.wait_empty(keys.parity);
+        mbarrier_arrive_expect_tx(full, 2 * kMatrix + 2 * kRows);
+        load(shared.k, k, full, 4, 0, work.first, work.key_head, work.batch);
+        load(shared.v, v, full, 4, 0, work.first, work.key_head, work.batch);
+        load(shared.others, k, full, 2, 128 * block, work.first ^ kKeys, work.key_head, work.batch);
+        keys.advance();
+    }
+}
+
+// What is in shared.dq goes to global memory after that of the later key blocks.
+__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, int padded, int block) {
+    const unsigned source = shared_address(shared.dq);
+    unsigned parity = 0;
+    for (Stage<2> works;; works.advance()) {
+        Mailbox& box = shared.work_box[works.index];
+        box.wait_full(works.parity);
+        const Work work = shared.work[works.index];
+        mbarrier_arrive(shared_address(&box.empty));
+        if (work.key_head < 0) return;
+        for (int n = 0; n < a.group; n++) {
+            const long long head = work.batch * a.heads + work.key_head * a.group + n;
+            for (int row = work.queries.from; row < work.queries.to; row += QUERIES, parity ^= 1) {
+                const long long tile = (head * (padded / QUERIES) + row / QUERIES) * kHalves + block;
+                const unsigned turn = visited(a, row & -kTileRows).to - 1 - work.first / kTileRows;
+                float* to = scratch.dq + tile * (2 * kPiece);
+                if (turn > 0) {
+                    wait_for_turn(scratch.turns + tile, turn);
+                    fence_proxy_async_all();
+                }
+                shared.dq_box.wait_full(parity);
+                if (turn > 0)
+                    bulk_add(to, source, 8 * kPiece);
+                else
+                    bulk_store(to, source, 8 * kPiece);
+                bulk_commit();
+                bulk_wait_read<0>();
+                mbarrier_arrive(shared_address(&shared.dq_box.empty));
+                bulk_wait<0>();
+                fence_proxy_async_all();
+                pass_turn(scratch.turns + tile, turn + 1);
+            }
+        }
+    }
+}
+
+// Issue Sᵀ = k qᵀ, or dPᵀ = v gradᵀ.
+__device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsigned queries) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 16; step++)
+        wgmma_k16<FORMAT, 0, 0>(acc, along_d(keys, kRows, step), along_d(queries, kRows, step), step > 0);
+    wgmma_commit();
+}
+
+// Issue acc += A(values, 64 keys x queries) B, B of the tile's queries in shared memory.
+__device__ __forceinline__ void accumulate(float (&acc)[N_OUT / 2], const unsigned (&values)[4][4], unsigned tile) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, kRows, step), 1);
+    wgmma_commit();
+}
+
+// A warpgroup's sum, over the queries, and where it stands.
+struct Consumer {
+    Shared& shared;
+    const Arguments& a;
+    const Scratch& scratch;
+    int block;
+    Stage<2> queries;
+    Stage<1> grads, ds, dq;
+    float sum[N_OUT / 2];
+
+    // Wait for the scores, which become weights.
+    template <int kPending>
+    __device__ __forceinline__ void finish_scores(float (&s)[kScores], Pairs& at, bool some_hidden) {
+        const int column = 2 * (threadIdx.x % 4);
+        if (some_hidden) hide(at, a);
+        if constexpr (DROPOUT) read_kept(at, a, scratch);
+        wgmma_wait<kPending>();
+        wgmma_hold(s);
+        weigh(s, a, at, some_hidden, shared.base[queries.index] + column, shared.inv[queries.index] + column);
+    }
+
+    // Issue the previous tile's dq = dS k, of half the channels.
+    __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 64]) {
+        const unsigned own = shared_address(shared.k) + block * (2 * kRows), others = shared_address(shared.others);
+        const unsigned keys[2] = {block == 0 ? own : others, block == 0 ? others : own};
+        shared.ds_box.wait_full(ds.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kTileRows / 16; step++)
+            wgmma_k16<FORMAT, 1, 1>(acc, along_rows(shared_address(shared.ds), 2 * kRows, step),
+                                    along_rows(keys[step / 4], kRows, step % 4), step > 0);
+        wgmma_commit();
+    }
+
+    // Give the previous tile's dq, which has been waited for, to the warp that adds it.
+    __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 64]) {
+        shared.ds_box.arrive_empty();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive_cluster(map_to_rank(shared_address(&shared.ds_box.empty), block ^ 1));
+        shared.dq_box.wait_empty(dq.parity);
+        float4* to = reinterpret_cast<float4*>(shared.dq) + threadIdx.x % 128;
+#pragma unroll
+        for (int j = 0; j < kPiece / 256; j++)
+            to[128 * j] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        fence_proxy_async();
+        shared.dq_box.arrive_full();
+        ds.advance(), dq.advance();
+    }
+
+    // One tile's share of dv.
+    __device__ __forceinline__ void add_to_dv(Pairs& at, bool some_hidden) {
+        float s[kScores];
+        shared.q_box[queries.index].wait_full(queries.parity);
+        score(s, shared_address(shared.k), shared_address(shared.q[queries.index]));
+        finish_scores<0>(s, at, some_hidden);
+        shared.q_box[queries.index].arrive_empty();
+        unsigned weights[4][4];
+#pragma unroll
+        for (int step = 0; step < 4; step++) pack_kept(weights[step], s, at, step);
+        shared.grad_box.wait_full(grads.parity);
+        accumulate(sum, weights, shared_address(shared.grad));
+        wgmma_wait<0>();
+        wgmma_hold(sum);
+        shared.grad_box.arrive_empty();
+    }
+
+    // The previous tile's dq.
+    __device__ __forceinline__ void finish_dq() {
+        float acc[kPiece / 64];
+        multiply_dq(acc);
+        wgmma_wait<0>();
+        wgmma_hold(acc);
+        send_dq(acc);
+    }
+
+    // dS of this block's keys, [keys][queries], into the shared memory of both blocks.
+    __device__ __forceinline__ void share(const unsigned (&gradients)[4][4]) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+        const unsigned to = shared_address(shared.ds) + block * kRows, full = shared_address(&shared.ds_box.full);
+        shared.ds_box.wait_empty(ds.parity);
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+            stmatrix_x4(to + row * 128 + ((2 * step + lane / 16 ^ row % 8) << 4), gradients[step]);
+        fence_proxy_async();
+        barrier_sync<128>(1);
+        if (threadIdx.x % 128 == 0) {
+            mbarrier_arrive_expect_tx(full, kRows);  // what the other block sends
+            bulk_to_block(map_to_rank(to, block ^ 1), to, kRows, map_to_rank(full, block ^ 1));
+        }
+        ds.advance();
+    }
+
+    // One tile's share of dk.
+    __device__ __forceinline__ void add_to_dk(Pairs& at, bool some_hidden) {
+        const unsigned q = shared_address(shared.q[queries.index]);
+        float s[kScores], dp[kScores];
+        shared.q_box[queries.index].wait_full(queries.parity);
+        score(s, shared_address(shared.k), q);
+        shared.grad_box.wait_full(grads.parity);
+        score(dp, shared_address(shared.v), shared_address(shared.grad));
+        finish_scores<1>(s, at, some_hidden);
+        wgmma_wait<0>();
+        wgmma_hold(dp);
+        differentiate(dp, s, a, at, some_hidden, shared.dots + 2 * (threadIdx.x % 4));
+        shared.grad_box.arrive_empty();
+        unsigned gradients[4][4];
+#pragma unroll
+        for (int step = 0; step < 4; step++) pack_operand<FORMAT>(gradients[step], dp, step);
+        accumulate(sum, gradients, q);
+        share(gradients);
+        wgmma_wait<0>();
+        wgmma_hold(sum);
+        shared.q_box[queries.index].arrive_empty();
     }
 };
 
-__device__ __forceinline__ Walk walk(const Arguments& a, int first) {
-    const Range range = DQ ? visited(a, first) : visitors(a, first);
-    if constexpr (DQ) return {1, range.from * kTileRows, min(a.skv, range.to * kTileRows)};
-    return {a.group, range.from, range.to};
-}
-
-__device__ __forceinline__ void produce(const CUtensorMap* x1, const CUtensorMap* x2, const CUtensorMap* y1,
-                                        const CUtensorMap* y2, unsigned shared, const Arguments& a, const Walk& todo,
-                                        int first, int batch, int head) {
-    const unsigned fixed_full = shared + Map::kFixedFull;
-    mbarrier_arrive_expect_tx(fixed_full, 2 * Map::kFixed);
-    for (int c = 0; c < D_CHUNKS; c++) {
-        load_chunk(shared + Map::kX1 + c * Map::kFixedChunk, x1, fixed_full, 64 * c, first, head, batch);
-        load_chunk(shared + Map::kX2 + c * Map::kFixedChunk, x2, fixed_full, 64 * c, first, head, batch);
-    }
-    Stage<STAGES> stage;
-    for (int n = 0; n < todo.heads; n++) {
-        const int other = DQ ? head / a.group : head * a.group + n;
-        for (int row = todo.first(); todo.holds(row); row = todo.after(row), stage.advance()) {
-            const unsigned full = shared + Map::kFull + 8 * stage.index;
-            const unsigned at = shared + Map::kY1 + stage.index * 2 * Map::kStreamed;
-            mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, 2 * Map::kStreamed);
-            for (int c = 0; c < D_CHUNKS; c++) {
-                load_chunk(at + c * Map::kChunk, y1, full, 64 * c, row, other, batch);
-                load_chunk(at + Map::kStreamed + c * Map::kChunk, y2, full, 64 * c, row, other, batch);
+// One warpgroup: dv and dq, or dk.
+template <bool kDk>
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Scratch& scratch, unsigned short* out,
+                                        int block) {
+    Consumer consumer{shared, a, scratch, block};
+    Stage<1> keys;
+    for (Stage<2> works;; works.advance()) {
+        shared.work_box[works.index].wait_full(works.parity);
+        const Work work = shared.work[works.index];
+        shared.work_box[works.index].arrive_empty();
+        if (work.key_head < 0) return;
+        const int row = work.first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
+#pragma unroll
+        for (int i = 0; i < N_OUT / 2; i++) consumer.sum[i] = 0.0f;
+        if (work.queries.any()) {
+            shared.keys_box.wait_full(keys.parity);
+            keys.advance();
+            bool is_first = true;
+            for (int n = 0; n < a.group; n++, at.head++) {
+                for (int first = work.queries.from; first < work.queries.to; first += QUERIES) {
+                    at.query = first + threadIdx.x % 4 * 2;
+                    const bool some_hidden = a.mask != nullptr || first + QUERIES > a.sq ||
+                                             work.first + kKeys > key_limit(a, first) ||
+                                             work.first < key_from(a, first + QUERIES - 1);
+                    if constexpr (kDk) {
+                        consumer.add_to_dk(at, some_hidden);
+                    } else {
+                        consumer.add_to_dv(at, some_hidden);
+                        if (!is_first) consumer.finish_dq();
+                        is_first = false;
+                    }
+                    consumer.queries.advance(), consumer.grads.advance();
+                }
             }
+            if constexpr (!kDk) consumer.finish_dq();
+            shared.keys_box.arrive_empty();
         }
+        const float scale = kDk ? a.scale : a.kept;
+        store_rows(consumer.sum, scale, scale, out + work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s,
+                   a.out_s, a.skv - row, a.d);
     }
 }
 
-// The weights that dropout keeps, as operands.
-__device__ __forceinline__ void pack_kept(unsigned (&weights)[4][4], const float (&s)[32], unsigned keep) {
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        float eight[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) eight[i] = keep >> (8 * step + i) & 1 ? s[8 * step + i] : 0.0f;
-        pack_operand<FORMAT>(weights[step], eight, 0);
-    }
-}
-
-// From the weights and dp to the gradients of the scores, as operands.
-__device__ __forceinline__ void differentiate(unsigned (&gradients)[4][4], const float (&s)[32], float (&dp)[32],
-                                              const Arguments& a, const Pairs& at, const float (&own)[2],
-                                              const float* of_column) {
-#pragma unroll
-    for (int pair = 0; pair < 16; pair++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int n = pair / 2 * 4 + 2 * r + pair % 2;
-            const float dot = DQ ? own[r] : of_column[pair / 2 * 8 + pair % 2];
-            const bool hidden = at.hidden >> n & 1, keep = at.keep >> n & 1;
-            const float gradient = __fmul_rn(s[n], __fmaf_rn(keep ? dp[n] : 0.0f, a.kept, -dot));
-            dp[n] = hidden ? 0.0f : gradient;
-        }
-        if (pair % 4 == 3) pack_operand<FORMAT>(gradients[pair / 4], dp, pair / 4);
-    }
-}
-
-// acc += A(values, 64 x 64) B, B of 64 rows in shared memory.
-__device__ __forceinline__ void accumulate(float (&acc)[kAcc], const unsigned (&values)[4][4], unsigned tile) {
-#pragma unroll
-    for (int step = 0; step < 4; step++)
-        wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, Map::kChunk, step), 1);
-}
-
-// out[rows, N_OUT columns] = round(acc * scale).
-__device__ __forceinline__ void store(const float (&acc)[kAcc], float scale, const Arguments& a, void* out, int row,
-                                      int rows, int batch, int head) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (row + 8 * r >= rows) continue;
-        unsigned short* line =
-            static_cast<unsigned short*>(out) + batch * a.out_b + head * a.out_h + (row + 8 * r) * a.out_s;
-#pragma unroll
-        for (int t = 0; t < N_OUT / 8; t++) {
-            const int column = N_OUT * blockIdx.z + 8 * t + threadIdx.x % 4 * 2;
-            if (column < a.d)
-                *reinterpret_cast<unsigned*>(line + column) = pack_pair<FORMAT>(
-                    __fmul_rn(acc[4 * t + 2 * r], scale), __fmul_rn(acc[4 * t + 2 * r + 1], scale));
-        }
-    }
-}
-
-__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Walk& todo, const Stats& stats,
-                                        void* first_out, void* second_out, int first, int batch, int head) {
-    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    unsigned x1 = shared + Map::kX1 + warpgroup * (64 * 128);
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    Pairs at{batch * a.heads + (DQ ? head : head * a.group), first + static_cast<int>(threadIdx.x) / 32 * 16, 0, 0, 0};
-    float2 own[2] = {};
-    float own_dots[2] = {};
-    float acc1[kAcc], acc2[kAcc];  // dv and dk; or dq of 128 keys, and in all
-#pragma unroll
-    for (int i = 0; i < kAcc; i++) acc1[i] = acc2[i] = 0.0f;
-    Stage<STAGES> stage;
-    mbarrier_wait(shared + Map::kFixedFull, 0);
-    for (int n = 0; n < todo.heads; n++, at.head++) {
-        const float2* softmax = stats.softmax + static_cast<long long>(at.head) * padded;
-        const float* dots = stats.dots + static_cast<long long>(at.head) * padded;
-        if constexpr (DQ) {
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                own[r] = softmax[at.thread_row() + 8 * r], own_dots[r] = dots[at.thread_row() + 8 * r];
-        }
-        for (int from = todo.first(); todo.holds(from); from = todo.after(from), stage.advance()) {
-            at.column = from;
-            // Opaque, or the compiler keeps what it derives from them in registers that the tiles need, and spills.
-            asm volatile("" : "+r"(at.row), "+r"(at.head), "+r"(x1));
-            prepare(at, a);
-            mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-            const unsigned y1 = shared + Map::kY1 + stage.index * 2 * Map::kStreamed, y2 = y1 + Map::kStreamed;
-            float s[32], dp[32];
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(s, along_d(x1, Map::kFixedChunk, step), along_d(y1, Map::kChunk, step),
-                                        step > 0);
-            wgmma_commit();
-#pragma unroll
-            for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(dp, along_d(x1 + Map::kX2, Map::kFixedChunk, step),
-                                        along_d(y2, Map::kChunk, step), step > 0);
-            wgmma_commit();
-            wgmma_wait<1>();
-            wgmma_hold(s);
-            weigh(s, a, at, own, softmax + at.thread_column());
-            const unsigned chunk = blockIdx.z * (N_OUT / 64 * Map::kChunk);
-            unsigned weights[4][4], gradients[4][4];
-            constexpr bool kEarly = !DQ && !DROPOUT;  // with dropout's mask beside them the registers would spill
-            if constexpr (kEarly) {
-                pack_kept(weights, s, at.keep);
-                wgmma_fence();
-                accumulate(acc1, weights, y2 + chunk);
-                wgmma_commit();
-            }
-            wgmma_wait<kEarly>();
-            wgmma_hold(dp);
-            differentiate(gradients, s, dp, a, at, own_dots, dots + at.thread_column());
-            if constexpr (!DQ && !kEarly) pack_kept(weights, s, at.keep);
-            wgmma_fence();
-            if constexpr (!DQ && !kEarly) accumulate(acc1, weights, y2 + chunk);
-            accumulate(DQ ? acc1 : acc2, gradients, y1 + chunk);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_hold(acc1);
-            if constexpr (!DQ) wgmma_hold(acc2);
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * stage.index);
-            if (DQ && todo.ends_block(from)) {
-                const bool is_first = (from & -kTileRows) == todo.first();
-#pragma unroll
-                for (int i = 0; i < kAcc; i++)
-                    acc2[i] = is_first ? acc1[i] : acc2[i] + acc1[i], acc1[i] = 0.0f;
-            }
-        }
-    }
-    if constexpr (DQ) {
-        store(acc2, a.scale, a, first_out, at.thread_row(), a.sq, batch, head);
-    } else {
-        store(acc1, a.kept, a, first_out, at.thread_row(), a.skv, batch, head);
-        store(acc2, a.scale, a, second_out, at.thread_row(), a.skv, batch, head);
-    }
-}
-
-// One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements.
-extern "C" __global__ void __launch_bounds__(256)
-    dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
-         long long grad_h, long long grad_s, const float* m, const float* inv, float2* stats_softmax,
-         float* stats_dots) {
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    const int query = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
-    if (query >= padded) return;
-    float2 softmax = make_float2(0.0f, 0.0f);
-    float dot = 0.0f;
-    if (query < a.sq) {
-        if (8 * lane < a.d) {
-            const uint4 x = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s +
-                                                            8 * lane);
-            const uint4 y = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s +
-                                                            8 * lane);
-#pragma unroll
-            for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x, i), element(y, i), dot);
-        }
-#pragma unroll
-        for (int h = 16; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
-        const long long at = static_cast<long long>(blockIdx.y) * a.sq + query;
-        softmax = make_float2(kGrid15 - m[at], inv[at]);
-    }
-    if (lane != 0) return;
-    const long long at = static_cast<long long>(blockIdx.y) * padded + query;
-    stats_softmax[at] = softmax;
-    stats_dots[at] = dot;
-}
-
-extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
-    attention_backward(const __grid_constant__ CUtensorMap x1, const __grid_constant__ CUtensorMap x2,
-                       const __grid_constant__ CUtensorMap y1, const __grid_constant__ CUtensorMap y2,
-                       const __grid_constant__ Arguments a, const float2* stats_softmax, const float* stats_dots,
-                       void* first_out, void* second_out) {
+extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
+    attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
+                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
+                       unsigned short* dk, unsigned short* dv) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const unsigned shared = shared_address(memory);
-    const int heads = DQ ? a.heads : a.heads / a.group;
-    const int batch = blockIdx.y / heads, head = blockIdx.y % heads;
-    // Causal: the blocks with most to do first.
-    const int first = (DQ ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kTileRows;
-    const Walk todo = walk(a, first);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int block = static_cast<int>(cluster_rank());
     if (threadIdx.x == 0) {
-        mbarrier_init(shared + Map::kFixedFull, 1);
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(shared + Map::kFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kEmpty + 8 * s, 4 * kWarpgroups);
-        }
+        shared.keys_box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.q_box) box.init(1, 4 * kWarpgroups);
+        shared.grad_box.init(1, 4 * kWarpgroups);
+        shared.ds_box.init(1, 4 * 2);  // the warps of both blocks that compute dq
+        shared.dq_box.init(4, 1);
+        for (Mailbox& box : shared.work_box) box.init(1, 4 * kWarpgroups + 2);
+        shared.ticket_box.init(1, 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
-
-    if (threadIdx.x >= 128 * kWarpgroups) {  // the producer is the last warpgroup
-        setmaxnreg_dec<24>();
-        if (threadIdx.x == 128 * kWarpgroups) {
-            prefetch_tensor_map(&x1);
-            prefetch_tensor_map(&x2);
-            prefetch_tensor_map(&y1);
-            prefetch_tensor_map(&y2);
-            produce(&x1, &x2, &y1, &y2, shared, a, todo, first, batch, head);
-        }
+    cluster_arrive();
+    cluster_wait();
+    const int padded = padded_queries(a);
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup == kWarpgroups) {  // the last warpgroup moves data
+        setmaxnreg_dec<40>();
+        if (threadIdx.x == 256) produce_queries(shared, &q, &grad, a, scratch, padded, block);
+        if (threadIdx.x == 288) produce_keys(shared, &k, &v, block);
+        if (threadIdx.x == 320) add_dq(shared, a, scratch, padded, block);
     } else {
-        setmaxnreg_inc<240>();
-        consume(shared, a, todo, {stats_softmax, stats_dots}, first_out, second_out, first, batch, head);
+        setmaxnreg_inc<232>();
+        if (warpgroup == 0)
+            consume<false>(shared, a, scratch, dv, block);
+        else
+            consume<true>(shared, a, scratch, dk, block);
     }
+    // A block must not end while the other may still write into its shared memory or arrive on a barrier there.
+    cluster_arrive();
+    cluster_wait();
 }

@@ -6,7 +6,9 @@
 // this matrix, in order, it computes S = q kᵀ, dP = grad vᵀ and ds, and adds ds to what it keeps in registers.
 // grid: (blocks of 64 keys, blocks of 128 queries, matrices of the bias [bias_batches, bias_heads]).
 //
-// Defines: as attention_backward_wide.cu, with DQ = 1 and BIAS = 1.
+// Before it, `dots` makes what a tile needs of each query.
+//
+// Defines: as attention.cu, with DQ = 1 and BIAS = 1.
 #include "attention_rows.cuh"
 
 using namespace twin;
@@ -111,4 +113,36 @@ extern "C" __global__ void __launch_bounds__(256)
         __syncthreads();  // the tiles have been read
     }
     store(sum, a, at, dbias);
+}
+
+// What a tile needs of each query: 384 - m and 1 / l, and D; zeros up to a multiple of 128 queries. One warp a query.
+// grad has the strides grad_*, out those of `a.out_*`, in elements.
+extern "C" __global__ void __launch_bounds__(256)
+    dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
+         long long grad_h, long long grad_s, const float* m, const float* inv, float2* stats_softmax,
+         float* stats_dots) {
+    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
+    const int query = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
+    if (query >= padded) return;
+    float2 softmax = make_float2(0.0f, 0.0f);
+    float dot = 0.0f;
+    if (query < a.sq) {
+        if (8 * lane < a.d) {
+            const uint4 x = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s +
+                                                            8 * lane);
+            const uint4 y = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s +
+                                                            8 * lane);
+#pragma unroll
+            for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x, i), element(y, i), dot);
+        }
+#pragma unroll
+        for (int h = 16; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
+        const long long at = static_cast<long long>(blockIdx.y) * a.sq + query;
+        softmax = make_float2(kGrid15 - m[at], inv[at]);
+    }
+    if (lane != 0) return;
+    const long long at = static_cast<long long>(blockIdx.y) * padded + query;
+    stats_softmax[at] = softmax;
+    stats_dots[at] = dot;
 }
