@@ -38,8 +38,8 @@ def compare(case: Case, when: int = simulator.LATE, processors: int = 4) -> list
 )
 def test_whenever_copies_and_products_happen(case: Case, when: int) -> None:
     launches = compare(case, when, processors=2)
-    assert "attention_wide.attention" in launches
-    assert "attention_wide.attention_ticket" in launches
+    assert {"attention_wide.attention_ticket", "attention_wide.attention"} < set(launches)
+    assert "attention_backward_wide.attention_backward" in launches
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,12 @@ def test_whenever_copies_and_products_happen(case: Case, when: int) -> None:
 )
 def test_options(case: Case) -> None:
     compare(case)
+
+
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+def test_clusters_take_turns(when: int) -> None:
+    """Three clusters, each with two works and three query tiles for two heads; up to three key blocks add to dq."""
+    compare(Case(group=2, hkv=2, sq=150, skv=380, d=256, mask_type="causal_bottom_right"), when, processors=6)
 
 
 @pytest.mark.slow

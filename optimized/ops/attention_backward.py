@@ -21,8 +21,9 @@ from reference.ops.library import on_cuda
 
 _THREADS = 384
 WIDE = attention.WIDE  # the head dimension that takes attention_backward_wide.cu
+_HALVES = 2  # of its dq's channels, each of which has its turns
 _WIDE_KEYS = 64  # of one of a cluster's two blocks
-_WIDE_SHARED = 226 << 10  # bytes of shared memory: keys 80 KB, queries 96, dS 16, dq 32, and what is small
+_WIDE_SHARED = 218 << 10  # bytes of shared memory: keys 80 KB, queries 96, P and dS 24, dq 16, and what is small
 _DOT_CHANNELS = 8192  # channels of all queries of a block of `dots`
 
 KEEP = 256 << 20  # bytes that dropout's bits may take: as many heads as have theirs there run in one launch
@@ -94,6 +95,42 @@ def attention_backward(
     return dq, dk, dv
 
 
+def _scratch(q: torch.Tensor, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
+    """Scratch for `sums` fp32 numbers of dq and `keep` bytes, and the tensors that it points to: statistics first."""
+    b, h, sq, d = q.shape
+    capacity, padded = attention.capacity(d), -(-sq // BLOCK) * BLOCK
+    turns = b * h * (padded // queries_of(capacity)) * (_HALVES if capacity == WIDE else 1)
+    stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
+    dq = torch.empty(sums, dtype=torch.float32, device=q.device)
+    words = torch.empty(turns + 1, dtype=torch.int32, device=q.device)
+    bits = torch.empty(keep, dtype=torch.uint8, device=q.device)
+    scratch = np.zeros((), SCRATCH)
+    for name, tensor in zip(POINTERS, (*stats, dq, words, words[-1:], bits), strict=True):
+        scratch[name] = tensor.data_ptr()
+    return scratch, (stats, dq, words, bits)
+
+
+def _make_statistics(
+    inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, arguments: launch.ByValue, scratch: np.ndarray
+) -> None:
+    grad, q, _, _, out = inputs
+    b, h, sq, d = q.shape
+    capacity, padded = attention.capacity(d), -(-sq // BLOCK) * BLOCK
+    args = [arguments, grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
+    kernel = _end_kernel(q.dtype, capacity, "dots")
+    grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
+    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=q.device.index)
+
+
+def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> torch.Tensor:
+    """384 - m, 1 / l and D of each query, fp32 `[3, b h, sq up to a multiple of 128]`."""
+    _, q, k, _, out = inputs
+    scratch, (stats, *_held) = _scratch(q, 0, 0)
+    arguments = launch.by_value(attention.arguments(q, k, out, *options[:7]))
+    _make_statistics(inputs, m, inv, arguments, scratch)
+    return stats
+
+
 def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, out = inputs
     dq, dk, dv = results
@@ -101,9 +138,7 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
     index, capacity, drops = q.device.index, attention.capacity(d), threshold(options[5]) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles, wide = padded // queries, capacity == WIDE
-    halves, keys = (
-        (2, _WIDE_KEYS) if wide else (1, BLOCK)
-    )  # of dq's channels, each with turns; keys of a block of threads
+    keys = _WIDE_KEYS if wide else BLOCK  # in a box
     # Heads of keys whose q, grad, dq, k and v fit into L2 side by side, and as many as a launch takes.
     together = max(1, attention.L2 // (12 * padded * capacity * group))
     at_once = b * heads
@@ -112,24 +147,14 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once = max(1, KEEP // keep_bytes)
         together = min(together, at_once)
         at_once -= at_once % together
-    stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
-    sums = torch.empty(b * h * padded * capacity, dtype=torch.float32, device=q.device)
-    turns = torch.empty(b * h * tiles * halves + 1, dtype=torch.int32, device=q.device)
-    keep = torch.empty(at_once * keep_bytes if drops else 0, dtype=torch.uint8, device=q.device)
-    scratch = np.zeros((), SCRATCH)
-    for name, tensor in zip(POINTERS, (*stats, sums, turns, turns[-1:], keep), strict=True):
-        scratch[name] = tensor.data_ptr()
+    scratch, _held = _scratch(q, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
     def of(written: torch.Tensor, options: Any = options[:7]) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
         a["together"] = together
         return launch.by_value(a)
 
-    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, "dots")
-    grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
-    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=index)
-
+    _make_statistics(inputs, m, inv, of(out), scratch)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
     kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options))
     draw = _end_kernel(q.dtype, capacity, "attention_keep")
@@ -142,12 +167,11 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
             launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
         args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
         smem, early = kernel.max_dynamic_smem, not (drops or wide)
-        if wide:
-            grid = (2 * min(count * blocks, launch.clusters_at_once(kernel, 2, _THREADS, smem, index)),)
-        else:
-            grid = (min(count * blocks, launch.processors(index)),)
+        at_a_time = launch.clusters_at_once(kernel, 2, _THREADS, smem, index) if wide else launch.processors(index)
+        grid = (min(count * blocks, at_a_time) * (2 if wide else 1),)
         launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
     args = [of(dq), space, dq.data_ptr()]
     kernel = _end_kernel(q.dtype, capacity, "attention_dq")
-    launch.launch(kernel, (tiles, b * h, halves), (256,), args, device=index, early=True)
+    all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
+    launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)

@@ -14,39 +14,19 @@ from reference.ops.attention_backward import bias_outputs
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
-_KEYS = 64  # of a block: kStreamRows of kernels/attention_rows.cuh
+_KEYS = 64  # of a block: kStreamRows of kernels/attention_bias.cu
 _THREADS = 256
-_DOT_ROWS = 8  # queries of a block of `dots`
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
-    macros = attention.defines(dtype, d, dropout, DQ=1, BIAS=1)
+    macros = attention.defines(dtype, d, dropout, BIAS=1)
     tiles = 2 * macros["D_CHUNKS"] * (BLOCK + _KEYS) * 128
     return launch.function("attention_bias", "attention_bias", macros, tiles + attention.SLACK)
 
 
-@functools.cache
-def _statistics_kernel(dtype: torch.dtype) -> launch.Kernel:
-    return launch.function("attention_bias", "dots", attention.defines(dtype, 64, False, DQ=1, BIAS=1))
-
-
 _CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER)
 CONFIGURATIONS = [_kernel(*case).configuration for case in _CASES]
-
-
-def _row_statistics(inputs: attention_backward.Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> Any:
-    """What kernels/attention_rows.cuh reads of a query: (384 - m, 1 / l) `[b h, padded, 2]` and D `[b h, padded]`."""
-    grad, q, k, _, out = inputs
-    b, h, sq, _ = q.shape
-    padded = -(-sq // BLOCK) * BLOCK
-    softmax = torch.empty((b * h, padded, 2), dtype=torch.float32, device=q.device)
-    dots = torch.empty((b * h, padded), dtype=torch.float32, device=q.device)
-    args: list[Any] = [launch.by_value(attention.arguments(q, k, out, *options)), grad.data_ptr(), out.data_ptr()]
-    args += [*grad.stride()[:3], m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr()]
-    grid = (padded // _DOT_ROWS, b * h)
-    launch.launch(_statistics_kernel(q.dtype), grid, (32 * _DOT_ROWS,), args, device=q.device.index)
-    return softmax, dots
 
 
 @on_cuda
@@ -67,11 +47,11 @@ def attention_bias_backward(
         return dbias.zero_()
     grad, q, k, v, out = inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     options = attention.readable(options)
-    softmax, dots = _row_statistics(inputs, m, inv, options)
+    statistics = attention_backward.row_statistics(inputs, m, inv, options)
     kernel = _kernel(q.dtype, attention.capacity(q.shape[3]), threshold(options[5]) > 0)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, BLOCK), (grad, BLOCK), (k, _KEYS), (v, _KEYS))]
     args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, *options))]
-    args += [softmax.data_ptr(), dots.data_ptr(), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]
+    args += [*(x.data_ptr() for x in statistics), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]
     grid = (-(-k.shape[2] // _KEYS), -(-q.shape[2] // BLOCK), dbias.shape[0] * dbias.shape[1])
     launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
     return dbias
