@@ -91,19 +91,15 @@ def test_blocks_cover_matrices_and_no_more(seen: tuple[str, str, DryGpu]) -> Non
             tiles = max(1, -(-rows // tile_rows))
             assert tiles <= grid[1] * grid[2] < tiles + grid[1], (kernel.kernel, grid, rows, cols)
         elif kernel.kernel.startswith("attention") and kernel.name in ("attention", "attention_backward"):
-            shape = args[3 if kernel.kernel == "attention" else 4].storage[()]
+            shape = args[3 if kernel.name == "attention" else 4].storage[()]
             b, h, group, sq, skv, d = (int(shape[name]) for name in ("batches", "heads", "group", "sq", "skv", "d"))
-            columns = -(-d // int(kernel.defines["N_OUT"]))
-            assert d <= 64 * int(kernel.defines["D_CHUNKS"])
-            if kernel.kernel == "attention":
-                assert grid == (min(-(-sq // 192) * b * h * columns, 132),)  # the dry GPU's multiprocessors
-            elif kernel.kernel == "attention_backward":
-                assert grid == (min(-(-skv // 128) * b * h // group, 132),)
-                assert columns == 1
+            wide = kernel.kernel.endswith("_wide")
+            assert 128 < d <= 256 if wide else d <= int(kernel.defines["N_OUT"]) == 64 * int(kernel.defines["D_CHUNKS"])
+            if kernel.name == "attention":
+                assert grid == (min(-(-sq // (128 if wide else 192)) * b * h, 132),)  # the dry GPU's multiprocessors
             else:
-                rows = sq if kernel.defines["DQ"] else skv
-                assert grid[0] == -(-rows // 128)
-                assert grid[2] == columns
+                works = -(-skv // 128) * b * h // group
+                assert grid == ((2 * min(works, 64) if wide else min(works, 132)),)  # and its clusters of two
         elif kernel.kernel == "cast":
             assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
         elif kernel.kernel == "dropout" and kernel.name != "advance":

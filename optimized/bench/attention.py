@@ -25,6 +25,7 @@ KERNELS = (
     "attention_backward",
     "attention_backward_ends",
     "attention_backward_wide",
+    "attention_wide",
     "dropout",
     "rotary",
     "softmax",

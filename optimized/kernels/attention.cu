@@ -11,9 +11,9 @@
 //
 // Blocks stay, one on each multiprocessor, and take tile after tile, by tickets, from longer to shorter ones; the
 // producer is ahead of the consumers, in the next tile as well. Without tickets, there is a block for each tile.
-// Where d > 128, a tile has one of two chunks of N_OUT columns of d, and scores are computed for each.
+// A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
-// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
+// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
 // (0 | 1), BIAS (0 | 1), SINK (0 | 1).
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256)
         float dot = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x[n], i), element(y[n], i), dot);
-        dot = dot + 0.0f;  // the lanes of 32 that a query does not have hold zeros
+        if constexpr (kLanes < 32) dot = dot + 0.0f;  // the lanes of 32 that a query does not have hold zeros
 #pragma unroll
         for (int h = kLanes / 2; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
         if (lane == 0) sums[threadIdx.x / kLanes + n * kGroups] = dot;
@@ -49,7 +49,9 @@ extern "C" __global__ void __launch_bounds__(256)
     scratch.base[at] = exists ? kGrid15 - m[of] : 0.0f;
     scratch.inv[at] = exists ? inv[of] : 0.0f;
     scratch.dots[at] = exists ? sums[threadIdx.x] : 0.0f;
-    if (query % QUERIES == 0) scratch.turns[at / QUERIES] = 0;
+    if (query % QUERIES == 0) {
+        for (int half = 0; half < kHalves; half++) scratch.turns[at / QUERIES * kHalves + half] = 0;
+    }
 }
 
 // Draw which pairs of `gridDim.z` heads dropout keeps, where a block of queries visits a block of keys. A warp takes 64
@@ -72,16 +74,16 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// dq = round(sum * scale); a block takes a tile of queries. Zeros where no key is visited.
+// dq = round(sum * scale); a block takes a tile of queries and a half of the channels. Zeros where no key is visited.
 extern "C" __global__ void __launch_bounds__(256)
     attention_dq(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
     wait_for_grid_before();
     const int first = blockIdx.x * QUERIES, piece = threadIdx.x / 128;
     const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
     const int row = first + (kWords > 1 ? 64 * piece : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int column = kWords > 1 ? 0 : 64 * piece;
-    const float4* from = reinterpret_cast<const float4*>(
-        scratch.dq + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * (2 * kPiece) + piece * kPiece);
+    const int half = kHalves > 1 ? blockIdx.z : 0, column = kWords > 1 ? 0 : 128 * half + 64 * piece;
+    const long long tile = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * kHalves + half;
+    const float4* from = reinterpret_cast<const float4*>(scratch.dq + tile * (2 * kPiece) + piece * kPiece);
     const bool any = first < a.sq && visited(a, first & -kTileRows).any();
     float sum[32];
 #pragma unroll

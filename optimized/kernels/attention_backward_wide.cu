@@ -1,281 +1,252 @@
-// Attention backward, heads of more than 128 channels. Definition, order and rounding points: reference/ops/attention_backward.py.
+// Attention backward, heads of more than 128 channels. Definition, order and rounding points:
+// reference/ops/attention_backward.py.
 //
-// Two kernels of one form. A block holds 128 rows of two "fixed" operands and streams 64 rows at a time of two
-// others past them; of each pair of tiles it computes two GEMMs over d, from them the weights and the gradient
-// of the scores, and with those, straight from its registers, adds to its results:
+// A cluster of two blocks takes 128 keys of one head, 64 for each, and streams 64 queries at a time past them. For each
+// tile of 64 keys and 64 queries a block computes five GEMMs. dv and dk, of 256 channels, fill the registers of one
+// consumer warpgroup each:
 //
-//              fixed (128 rows)   streamed (64 rows)   rows x columns of a tile    results
-//   DQ = 1     q, grad            k, v                 queries x keys              dq += dS k
-//   DQ = 0     k, v               q, grad              keys x queries              dv += Pᵀ grad, dk += dSᵀ q
+//     one     Sᵀ = k qᵀ     dPᵀ = v gradᵀ     dk += dSᵀ q       dS is an operand just as it lies in registers
+//     other   dv += Pᵀ grad     dq = dS k, of 128 channels      P and dS go to it through shared memory
 //
-// dv and dk are one tensor-core chain over the group's heads and the queries; dq one for each 128 keys, added in fp32,
-// the last keys first.
-// grid: (blocks of 128 rows, b heads, chunks of N_OUT columns of d); scores are computed again for each chunk.
+// dq sums over all 128 keys: each block gives its half of dS to the other one, too, and computes dq of one half of the
+// channels. It leaves through a mailbox, 64 channels at a time, to a warp that adds it to global memory when its turn has
+// come, as in attention_backward.cu; each half of the channels has its turns.
 //
-// `dots` makes what the tiles need of each query, 384 - m and inv, and D; zeros up to a multiple of 128 queries.
+// Clusters stay and take works by tickets, a head's last keys first. So a work only ever waits for works that were taken
+// before it. The first block takes the ticket and tells the other.
 //
-// Defines: as attention.cu, and DQ (0 | 1).
-#include "attention_rows.cuh"
+// Around it: attention_backward_ends.cu.
+//
+// Defines: FORMAT (BF16 | FP16), N_OUT (256), QUERIES (64), DROPOUT (0 | 1), BIAS (0 | 1).
+#include "attention_movers.cuh"
+#include "attention_pairs.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
 
 using namespace twin;
 
-constexpr int kAcc = N_OUT / 2;
+// Issue Sᵀ = k qᵀ, or dPᵀ = v gradᵀ.
+__device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsigned queries) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 16; step++)
+        wgmma_k16<FORMAT, 0, 0>(acc, along_d(keys, kRows, step), along_d(queries, kRows, step), step > 0);
+    wgmma_commit();
+}
 
-struct Map {
-    static constexpr int kFixedChunk = kTileRows * 128, kFixed = D_CHUNKS * kFixedChunk;
-    static constexpr int kChunk = kStreamRows * 128, kStreamed = D_CHUNKS * kChunk;
-    static constexpr int kX1 = 0, kX2 = kFixed;
-    static constexpr int kY1 = 2 * kFixed;  // stages of (Y1, Y2)
-    static constexpr int kFixedFull = kY1 + STAGES * 2 * kStreamed;
-    static constexpr int kFull = kFixedFull + 8, kEmpty = kFull + 8 * STAGES;
-    static constexpr int kBytes = kEmpty + 8 * STAGES;
-    static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
+// A thread's place in a tile [keys][64 queries]: 16 queries further it is this, with bits 5 and 6 of the address flipped.
+__device__ __forceinline__ unsigned place_in(unsigned tile) {
+    int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    asm volatile("" : "+r"(lane), "+r"(row));  // so that no place is kept from tile to tile
+    return tile + row * 128 + ((lane / 16 ^ row % 8) << 4);
+}
+
+// The warpgroup that sums dv, and multiplies dq.
+struct DvConsumer {
+    Shared& shared;
+    int block;
+    Stage<1> tiles, dq;
+    float dv[N_OUT / 2];
+
+    // Issue dq = dS k, of half the channels.
+    __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 64]) {
+        const unsigned own = shared_address(shared.k) + block * (2 * kRows), others = shared_address(shared.others);
+        const unsigned keys[2] = {block == 0 ? own : others, block == 0 ? others : own};
+        shared.ds_box.wait_full(tiles.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kTileRows / 16; step++)
+            wgmma_k16<FORMAT, 1, 1>(acc, along_rows(shared_address(shared.ds), 2 * kRows, step),
+                                    along_rows(keys[step / 4], kRows, step % 4), step > 0);
+        wgmma_commit();
+    }
+
+    // Give dq, which has been waited for, to the warp that adds it.
+    __device__ __forceinline__ void send_dq(const float (&acc)[kPiece / 64]) {
+#pragma unroll
+        for (int piece = 0; piece < 2; piece++, dq.advance()) {
+            shared.dq_box.wait_empty(dq.parity);
+            float4* to = reinterpret_cast<float4*>(shared.dq) + threadIdx.x % 128;
+#pragma unroll
+            for (int j = 0; j < kPiece / 512; j++) {
+                const float* four = acc + kPiece / 128 * piece + 4 * j;
+                to[128 * j] = make_float4(four[0], four[1], four[2], four[3]);
+            }
+            fence_proxy_async();
+            shared.dq_box.arrive_full();
+        }
+    }
+
+    __device__ __forceinline__ void tile() {
+        float acc[kPiece / 64];
+        shared.grad_box.wait_full(tiles.parity);
+        shared.p_box.wait_full(tiles.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+            wgmma_k16<FORMAT, 0, 1>(dv, along_d(shared_address(shared.p), kRows, step),
+                                    along_rows(shared_address(shared.grad), kRows, step), 1);
+        wgmma_commit();
+        multiply_dq(acc);
+        wgmma_wait<1>();
+        wgmma_hold(dv);
+        shared.grad_box.arrive_empty();
+        shared.p_box.arrive_empty();
+        wgmma_wait<0>();
+        wgmma_hold(acc);
+        shared.ds_box.arrive_empty();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive_cluster(map_to_rank(shared_address(&shared.ds_box.empty), block ^ 1));
+        tiles.advance();
+        send_dq(acc);
+    }
 };
 
-// The streamed tiles of a block: for each head of `heads`, rows from `from` to `to` in steps of 64.
-struct Walk {
-    int heads, from, to;
+// The warpgroup that sums dk.
+struct DkConsumer {
+    Shared& shared;
+    const Arguments& a;
+    const Scratch& scratch;
+    int block;
+    Stage<2> queries;
+    Stage<1> tiles;
+    float dk[N_OUT / 2];
 
-    // The rows in their order: for dq the last 128 keys first.
-    __device__ __forceinline__ int first() const { return DQ ? (to - 1) & -kTileRows : from; }
-    __device__ __forceinline__ bool holds(int row) const { return DQ ? row >= from : row < to; }
-    __device__ __forceinline__ bool ends_block(int row) const {
-        return row % kTileRows == kStreamRows || row + kStreamRows >= to;
+    // Pᵀ, the weights that dropout keeps, into shared memory.
+    __device__ __forceinline__ void give_weights(const float (&s)[kScores], const Pairs& at) {
+        const unsigned to = place_in(shared_address(shared.p));
+        shared.p_box.wait_empty(tiles.parity);
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            unsigned weights[4];
+            pack_kept(weights, s, at, step);
+            stmatrix_x4(to ^ step << 5, weights);
+        }
+        fence_proxy_async();
+        shared.p_box.arrive_full();
     }
-    __device__ __forceinline__ int after(int row) const {
-        return DQ && ends_block(row) ? (row & -kTileRows) - kTileRows : row + kStreamRows;
+
+    // dSᵀ into the shared memory of both blocks.
+    __device__ __forceinline__ void give_gradients(const unsigned (&gradients)[4][4]) {
+        const unsigned half = shared_address(shared.ds) + block * kRows, full = shared_address(&shared.ds_box.full);
+        const unsigned to = place_in(half);
+        shared.ds_box.wait_empty(tiles.parity);
+#pragma unroll
+        for (int step = 0; step < 4; step++) stmatrix_x4(to ^ step << 5, gradients[step]);
+        fence_proxy_async();
+        barrier_sync<128>(1);
+        if (threadIdx.x % 128 == 0) {
+            mbarrier_arrive_expect_tx(full, kRows);  // what the other block sends
+            bulk_to_block(map_to_rank(half, block ^ 1), half, kRows, map_to_rank(full, block ^ 1));
+        }
+    }
+
+    __device__ __forceinline__ void tile(Pairs& at, bool some_hidden) {
+        const int place = queries.index, column = 2 * (threadIdx.x % 4);
+        const unsigned q = shared_address(shared.q[place]);
+        // Opaque, or the compiler keeps what it derives from them in registers from tile to tile.
+        asm volatile("" : "+r"(at.head), "+r"(at.key));
+        float s[kScores], dp[kScores];
+        shared.q_box[place].wait_full(queries.parity);
+        score(s, shared_address(shared.k), q);
+        shared.grad_box.wait_full(tiles.parity);
+        score(dp, shared_address(shared.v), shared_address(shared.grad));
+        if (some_hidden) hide(at, a);
+        if constexpr (DROPOUT) read_kept(at, a, scratch);
+        wgmma_wait<1>();
+        wgmma_hold(s);
+        weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+        give_weights(s, at);
+        // Read again, or the compiler keeps each bit that the weights have asked for in a register.
+        if constexpr (DROPOUT) read_kept(at, a, scratch);
+        wgmma_wait<0>();
+        wgmma_hold(dp);
+        differentiate(dp, s, a, at, some_hidden, shared.dots + column);
+        shared.grad_box.arrive_empty();
+        unsigned gradients[4][4];
+#pragma unroll
+        for (int step = 0; step < 4; step++) pack_operand<FORMAT>(gradients[step], dp, step);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+            wgmma_k16<FORMAT, 1>(dk, gradients[step], along_rows(q, kRows, step), 1);
+        wgmma_commit();
+        give_gradients(gradients);
+        wgmma_wait<0>();
+        wgmma_hold(dk);
+        shared.q_box[place].arrive_empty();
+        queries.advance(), tiles.advance();
     }
 };
 
-__device__ __forceinline__ Walk walk(const Arguments& a, int first) {
-    const Range range = DQ ? visited(a, first) : visitors(a, first);
-    if constexpr (DQ) return {1, range.from * kTileRows, min(a.skv, range.to * kTileRows)};
-    return {a.group, range.from, range.to};
-}
-
-__device__ __forceinline__ void produce(const CUtensorMap* x1, const CUtensorMap* x2, const CUtensorMap* y1,
-                                        const CUtensorMap* y2, unsigned shared, const Arguments& a, const Walk& todo,
-                                        int first, int batch, int head) {
-    const unsigned fixed_full = shared + Map::kFixedFull;
-    mbarrier_arrive_expect_tx(fixed_full, 2 * Map::kFixed);
-    for (int c = 0; c < D_CHUNKS; c++) {
-        load_chunk(shared + Map::kX1 + c * Map::kFixedChunk, x1, fixed_full, 64 * c, first, head, batch);
-        load_chunk(shared + Map::kX2 + c * Map::kFixedChunk, x2, fixed_full, 64 * c, first, head, batch);
-    }
-    Stage<STAGES> stage;
-    for (int n = 0; n < todo.heads; n++) {
-        const int other = DQ ? head / a.group : head * a.group + n;
-        for (int row = todo.first(); todo.holds(row); row = todo.after(row), stage.advance()) {
-            const unsigned full = shared + Map::kFull + 8 * stage.index;
-            const unsigned at = shared + Map::kY1 + stage.index * 2 * Map::kStreamed;
-            mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-            mbarrier_arrive_expect_tx(full, 2 * Map::kStreamed);
-            for (int c = 0; c < D_CHUNKS; c++) {
-                load_chunk(at + c * Map::kChunk, y1, full, 64 * c, row, other, batch);
-                load_chunk(at + Map::kStreamed + c * Map::kChunk, y2, full, 64 * c, row, other, batch);
-            }
-        }
+// Calls `tile` with each tile's head and first query, and then `store` with the sum's place: for each work.
+template <class Tile, class Store>
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float (&sum)[N_OUT / 2], const Tile& tile,
+                                        const Store& store) {
+    for (unsigned works = 0;; works++) {  // one number, as registers are few
+        shared.work_box[works % 2].wait_full(works / 2 % 2);
+        const Work& work = shared.work[works % 2];  // read where it is needed
+        if (work.key_head < 0) return;
+        const int row = work.first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < N_OUT / 2; i++) sum[i] = 0.0f;
+        shared.keys_box.wait_full(works % 2);
+        Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
+        for (int n = 0; n < a.group; n++, at.head++)
+            for (int first = work.queries.from; first < work.queries.to; first += QUERIES) tile(at, work.first, first);
+        shared.keys_box.arrive_empty();
+        store(work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s, a.skv - row);
+        shared.work_box[works % 2].arrive_empty();
     }
 }
 
-// The weights that dropout keeps, as operands.
-__device__ __forceinline__ void pack_kept(unsigned (&weights)[4][4], const float (&s)[32], unsigned keep) {
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        float eight[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) eight[i] = keep >> (8 * step + i) & 1 ? s[8 * step + i] : 0.0f;
-        pack_operand<FORMAT>(weights[step], eight, 0);
-    }
-}
-
-// From the weights and dp to the gradients of the scores, as operands.
-__device__ __forceinline__ void differentiate(unsigned (&gradients)[4][4], const float (&s)[32], float (&dp)[32],
-                                              const Arguments& a, const Pairs& at, const float (&own)[2],
-                                              const float* of_column) {
-#pragma unroll
-    for (int pair = 0; pair < 16; pair++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int n = pair / 2 * 4 + 2 * r + pair % 2;
-            const float dot = DQ ? own[r] : of_column[pair / 2 * 8 + pair % 2];
-            const bool hidden = at.hidden >> n & 1, keep = at.keep >> n & 1;
-            const float gradient = __fmul_rn(s[n], __fmaf_rn(keep ? dp[n] : 0.0f, a.kept, -dot));
-            dp[n] = hidden ? 0.0f : gradient;
-        }
-        if (pair % 4 == 3) pack_operand<FORMAT>(gradients[pair / 4], dp, pair / 4);
-    }
-}
-
-// acc += A(values, 64 x 64) B, B of 64 rows in shared memory.
-__device__ __forceinline__ void accumulate(float (&acc)[kAcc], const unsigned (&values)[4][4], unsigned tile) {
-#pragma unroll
-    for (int step = 0; step < 4; step++)
-        wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, Map::kChunk, step), 1);
-}
-
-// out[rows, N_OUT columns] = round(acc * scale).
-__device__ __forceinline__ void store(const float (&acc)[kAcc], float scale, const Arguments& a, void* out, int row,
-                                      int rows, int batch, int head) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if (row + 8 * r >= rows) continue;
-        unsigned short* line =
-            static_cast<unsigned short*>(out) + batch * a.out_b + head * a.out_h + (row + 8 * r) * a.out_s;
-#pragma unroll
-        for (int t = 0; t < N_OUT / 8; t++) {
-            const int column = N_OUT * blockIdx.z + 8 * t + threadIdx.x % 4 * 2;
-            if (column < a.d)
-                *reinterpret_cast<unsigned*>(line + column) = pack_pair<FORMAT>(
-                    __fmul_rn(acc[4 * t + 2 * r], scale), __fmul_rn(acc[4 * t + 2 * r + 1], scale));
-        }
-    }
-}
-
-__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Walk& todo, const Stats& stats,
-                                        void* first_out, void* second_out, int first, int batch, int head) {
-    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    unsigned x1 = shared + Map::kX1 + warpgroup * (64 * 128);
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    Pairs at{batch * a.heads + (DQ ? head : head * a.group), first + static_cast<int>(threadIdx.x) / 32 * 16, 0, 0, 0};
-    float2 own[2] = {};
-    float own_dots[2] = {};
-    float acc1[kAcc], acc2[kAcc];  // dv and dk; or dq of 128 keys, and in all
-#pragma unroll
-    for (int i = 0; i < kAcc; i++) acc1[i] = acc2[i] = 0.0f;
-    Stage<STAGES> stage;
-    mbarrier_wait(shared + Map::kFixedFull, 0);
-    for (int n = 0; n < todo.heads; n++, at.head++) {
-        const float2* softmax = stats.softmax + static_cast<long long>(at.head) * padded;
-        const float* dots = stats.dots + static_cast<long long>(at.head) * padded;
-        if constexpr (DQ) {
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                own[r] = softmax[at.thread_row() + 8 * r], own_dots[r] = dots[at.thread_row() + 8 * r];
-        }
-        for (int from = todo.first(); todo.holds(from); from = todo.after(from), stage.advance()) {
-            at.column = from;
-            // Opaque, or the compiler keeps what it derives from them in registers that the tiles need, and spills.
-            asm volatile("" : "+r"(at.row), "+r"(at.head), "+r"(x1));
-            prepare(at, a);
-            mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-            const unsigned y1 = shared + Map::kY1 + stage.index * 2 * Map::kStreamed, y2 = y1 + Map::kStreamed;
-            float s[32], dp[32];
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(s, along_d(x1, Map::kFixedChunk, step), along_d(y1, Map::kChunk, step),
-                                        step > 0);
-            wgmma_commit();
-#pragma unroll
-            for (int step = 0; step < 4 * D_CHUNKS; step++)
-                wgmma_k16<FORMAT, 0, 0>(dp, along_d(x1 + Map::kX2, Map::kFixedChunk, step),
-                                        along_d(y2, Map::kChunk, step), step > 0);
-            wgmma_commit();
-            wgmma_wait<1>();
-            wgmma_hold(s);
-            weigh(s, a, at, own, softmax + at.thread_column());
-            const unsigned chunk = blockIdx.z * (N_OUT / 64 * Map::kChunk);
-            unsigned weights[4][4], gradients[4][4];
-            constexpr bool kEarly = !DQ && !DROPOUT;  // with dropout's mask beside them the registers would spill
-            if constexpr (kEarly) {
-                pack_kept(weights, s, at.keep);
-                wgmma_fence();
-                accumulate(acc1, weights, y2 + chunk);
-                wgmma_commit();
-            }
-            wgmma_wait<kEarly>();
-            wgmma_hold(dp);
-            differentiate(gradients, s, dp, a, at, own_dots, dots + at.thread_column());
-            if constexpr (!DQ && !kEarly) pack_kept(weights, s, at.keep);
-            wgmma_fence();
-            if constexpr (!DQ && !kEarly) accumulate(acc1, weights, y2 + chunk);
-            accumulate(DQ ? acc1 : acc2, gradients, y1 + chunk);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_hold(acc1);
-            if constexpr (!DQ) wgmma_hold(acc2);
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + Map::kEmpty + 8 * stage.index);
-            if (DQ && todo.ends_block(from)) {
-                const bool is_first = (from & -kTileRows) == todo.first();
-#pragma unroll
-                for (int i = 0; i < kAcc; i++)
-                    acc2[i] = is_first ? acc1[i] : acc2[i] + acc1[i], acc1[i] = 0.0f;
-            }
-        }
-    }
-    if constexpr (DQ) {
-        store(acc2, a.scale, a, first_out, at.thread_row(), a.sq, batch, head);
-    } else {
-        store(acc1, a.kept, a, first_out, at.thread_row(), a.skv, batch, head);
-        store(acc2, a.scale, a, second_out, at.thread_row(), a.skv, batch, head);
-    }
-}
-
-// One warp a query. grad has the strides grad_*, out those of `a.out_*`, in elements.
-extern "C" __global__ void __launch_bounds__(256)
-    dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
-         long long grad_h, long long grad_s, const float* m, const float* inv, float2* stats_softmax,
-         float* stats_dots) {
-    const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
-    const int query = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
-    if (query >= padded) return;
-    float2 softmax = make_float2(0.0f, 0.0f);
-    float dot = 0.0f;
-    if (query < a.sq) {
-        if (8 * lane < a.d) {
-            const uint4 x = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s +
-                                                            8 * lane);
-            const uint4 y = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s +
-                                                            8 * lane);
-#pragma unroll
-            for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x, i), element(y, i), dot);
-        }
-#pragma unroll
-        for (int h = 16; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
-        const long long at = static_cast<long long>(blockIdx.y) * a.sq + query;
-        softmax = make_float2(kGrid15 - m[at], inv[at]);
-    }
-    if (lane != 0) return;
-    const long long at = static_cast<long long>(blockIdx.y) * padded + query;
-    stats_softmax[at] = softmax;
-    stats_dots[at] = dot;
-}
-
-extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
-    attention_backward(const __grid_constant__ CUtensorMap x1, const __grid_constant__ CUtensorMap x2,
-                       const __grid_constant__ CUtensorMap y1, const __grid_constant__ CUtensorMap y2,
-                       const __grid_constant__ Arguments a, const float2* stats_softmax, const float* stats_dots,
-                       void* first_out, void* second_out) {
+extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
+    attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
+                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
+                       unsigned short* dk, unsigned short* dv) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const unsigned shared = shared_address(memory);
-    const int heads = DQ ? a.heads : a.heads / a.group;
-    const int batch = blockIdx.y / heads, head = blockIdx.y % heads;
-    // Causal: the blocks with most to do first.
-    const int first = (DQ ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kTileRows;
-    const Walk todo = walk(a, first);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int block = static_cast<int>(cluster_rank());
     if (threadIdx.x == 0) {
-        mbarrier_init(shared + Map::kFixedFull, 1);
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(shared + Map::kFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kEmpty + 8 * s, 4 * kWarpgroups);
-        }
+        shared.keys_box.init(1, 4 * kWarpgroups);
+        for (Mailbox& box : shared.q_box) box.init(1, 4);
+        shared.p_box.init(4, 4);
+        shared.grad_box.init(1, 4 * kWarpgroups);
+        shared.ds_box.init(1, 4 * 2);  // the warps of both blocks that compute dq
+        shared.dq_box.init(4, 1);
+        for (Mailbox& box : shared.work_box) box.init(1, 4 * kWarpgroups + 2);
+        shared.ticket_box.init(1, 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
-
-    if (threadIdx.x >= 128 * kWarpgroups) {  // the producer is the last warpgroup
-        setmaxnreg_dec<24>();
-        if (threadIdx.x == 128 * kWarpgroups) {
-            prefetch_tensor_map(&x1);
-            prefetch_tensor_map(&x2);
-            prefetch_tensor_map(&y1);
-            prefetch_tensor_map(&y2);
-            produce(&x1, &x2, &y1, &y2, shared, a, todo, first, batch, head);
-        }
+    cluster_arrive();
+    cluster_wait();
+    const int padded = padded_queries(a);
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup == kWarpgroups) {  // the last warpgroup moves data
+        setmaxnreg_dec<40>();
+        if (threadIdx.x == 256) produce_queries(shared, &q, &grad, a, scratch, padded, block);
+        if (threadIdx.x == 288) produce_keys(shared, &k, &v, block);
+        if (threadIdx.x == 320) add_dq(shared, a, scratch, padded, block);
     } else {
-        setmaxnreg_inc<240>();
-        consume(shared, a, todo, {stats_softmax, stats_dots}, first_out, second_out, first, batch, head);
+        setmaxnreg_inc<232>();
+        if (warpgroup == 0) {
+            DvConsumer consumer{shared, block};
+            consume(shared, a, consumer.dv, [&](Pairs&, int, int) { consumer.tile(); }, [&](long long to, int rows) {
+                store_rows(consumer.dv, a.kept, a.kept, dv + to, a.out_s, rows, a.d);
+            });
+        } else {
+            DkConsumer consumer{shared, a, scratch, block};
+            const auto tile = [&](Pairs& at, int key, int query) {
+                at.query = query + threadIdx.x % 4 * 2;
+                consumer.tile(at, a.mask != nullptr || query + QUERIES > a.sq || key + kKeys > key_limit(a, query) ||
+                                      key < key_from(a, query + QUERIES - 1));
+            };
+            consume(shared, a, consumer.dk, tile, [&](long long to, int rows) {
+                store_rows(consumer.dk, a.scale, a.scale, dk + to, a.out_s, rows, a.d);
+            });
+        }
     }
+    // A block must not end while the other may still write into its shared memory or arrive on a barrier there.
+    cluster_arrive();
+    cluster_wait();
 }

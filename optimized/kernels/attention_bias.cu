@@ -6,11 +6,15 @@
 // this matrix, in order, it computes S = q kᵀ, dP = grad vᵀ and ds, and adds ds to what it keeps in registers.
 // grid: (blocks of 64 keys, blocks of 128 queries, matrices of the bias [bias_batches, bias_heads]).
 //
-// Defines: as attention_backward_wide.cu, with DQ = 1 and BIAS = 1.
-#include "attention_rows.cuh"
+// Before it: `dots` of attention_backward_ends.cu.
+//
+// Defines: as attention.cu, with BIAS = 1.
+#include "attention_backward.cuh"
+#include "attention_bias.cuh"
 
 using namespace twin;
 
+constexpr int kStreamRows = 64;  // keys of a tile
 constexpr int kQueryChunk = kTileRows * 128, kKeyChunk = kStreamRows * 128;  // bytes
 
 struct __align__(1024) Shared {
@@ -19,6 +23,61 @@ struct __align__(1024) Shared {
     unsigned long long full;
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
+
+// Which of a 16 x 16 tile's pairs are kept, for the eight a thread has, as the accumulators lie.
+__device__ __forceinline__ unsigned kept_of(const Generator& generator, unsigned long long tile, unsigned threshold) {
+    unsigned words[4], bits = 0;
+    philox(words, generator, tile + threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < 8; i++) bits |= kept(words[i % 2 * 2 + i / 4], i / 2 % 2, threshold) << i;
+    return bits;
+}
+
+// Where a warp's accumulators lie in the pairs of queries and keys, and what a thread keeps of its 32 pairs.
+struct Pairs {
+    int head;               // batch h + head, of the queries
+    int row, column;        // query and key of the warp's first accumulator
+    unsigned hidden, keep;  // bit n: of accumulator n
+
+    __device__ __forceinline__ int thread_row() const { return row + threadIdx.x % 32 / 4; }
+    __device__ __forceinline__ int thread_column() const { return column + threadIdx.x % 4 * 2; }
+};
+
+// Fill at.hidden and at.keep, ahead of the GEMMs, whose accumulators will need the registers.
+__device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
+    at.hidden = 0, at.keep = ~0u;
+    if (a.mask != nullptr || at.row + 16 > a.sq || at.column + kStreamRows > key_limit(a, at.row) ||
+        at.column < key_from(a, at.row + 15)) {
+        const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
+#pragma unroll 1
+        for (int n = 0; n < 32; n++) {
+            const int query = at.thread_row() + n / 2 % 2 * 8, key = at.thread_column() + n / 4 * 8 + n % 2;
+            bool hidden = query >= a.sq || unseen(a, query, key);
+            if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
+            at.hidden |= static_cast<unsigned>(hidden) << n;
+        }
+    }
+    if constexpr (DROPOUT) {
+        const Generator generator = read_state_once(a.rng_state);
+        at.keep = 0;
+#pragma unroll 1
+        for (int step = 0; step < 4; step++) {
+            const auto tile = tile_counter(a, at.head, at.row / 16, at.column / 16 + step);
+            at.keep |= kept_of(generator, tile, a.threshold) << (8 * step);
+        }
+    }
+}
+
+// The scores s become the weights, in place; +0 where a pair is hidden. Of the two rows: 384 - m and 1 / l.
+__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Pairs& at, const float (&base)[2],
+                                      const float (&inv)[2]) {
+    add_bias<false>(s, a, at.head / a.heads, at.head % a.heads, at.thread_row(), at.thread_column());
+#pragma unroll
+    for (int n = 0; n < 32; n++) {
+        const float weighed = __fmul_rn(weight(s[n], factor(a), base[n / 2 % 2]), inv[n / 2 % 2]);
+        s[n] = at.hidden >> n & 1 ? 0.0f : weighed;
+    }
+}
 
 // Issue rows · columnsᵀ, both tiles of d values.
 __device__ __forceinline__ void multiply(float (&acc)[32], unsigned rows, unsigned columns) {
@@ -56,8 +115,8 @@ __device__ __forceinline__ void store(const float (&sum)[32], const Arguments& a
 extern "C" __global__ void __launch_bounds__(256)
     attention_bias(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap grad,
                    const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,
-                   const __grid_constant__ Arguments a, const float2* softmax, const float* dots, void* dbias,
-                   int bias_batches, int bias_heads) {
+                   const __grid_constant__ Arguments a, const float* base, const float* inv, const float* dots,
+                   void* dbias, int bias_batches, int bias_heads) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const unsigned full = shared_address(&shared.full);
@@ -96,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256)
         at.head = batch * a.heads + head;
         prepare(at, a);
         const long long row = static_cast<long long>(at.head) * padded + at.thread_row();
-        const float2 own[2] = {softmax[row], softmax[row + 8]};
+        const float own_base[2] = {base[row], base[row + 8]}, own_inv[2] = {inv[row], inv[row + 8]};
         const float own_dots[2] = {dots[row], dots[row + 8]};
         mbarrier_wait(full, parity);
         float s[32], dp[32];
@@ -106,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(256)
         wgmma_wait<0>();
         wgmma_hold(s);
         wgmma_hold(dp);
-        weigh(s, a, at, own, nullptr);
+        weigh(s, a, at, own_base, own_inv);
         add_gradients(sum, s, dp, a, at, own_dots);
         __syncthreads();  // the tiles have been read
     }

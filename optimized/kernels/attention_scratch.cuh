@@ -1,4 +1,4 @@
-// What the launches of attention's backward share in global memory (heads of up to 128 channels).
+// What the launches of attention's backward share in global memory.
 //
 // Defines: QUERIES (64 | 128), of a tile; N_OUT.
 #pragma once
@@ -9,14 +9,15 @@ namespace twin {
 
 constexpr int kWords = QUERIES / 64;  // of 32 pairs each that a thread has in a tile
 constexpr int kPiece = 64 * 64;       // half of a tile's dq, in floats
-static_assert(QUERIES * N_OUT == 2 * kPiece, "dq of a tile is two pieces");
+constexpr int kHalves = N_OUT > 128 ? 2 : 1;  // of a tile's channels; each has a turn
+static_assert(QUERIES * N_OUT == kHalves * 2 * kPiece, "dq of a half is two pieces");
 
 // The fields of optimized/ops/attention_backward.py's structured array, in its order. `padded` is sq up to a multiple of
 // 128.
 struct Scratch {
     float *base, *inv, *dots;  // [b h, padded]: 384 - m, 1 / l and D of a query; zeros beyond sq
-    float* dq;                 // [b h, padded / QUERIES, 2 pieces, 8, 128 threads, 4]
-    unsigned* turns;           // [b h, padded / QUERIES]: key blocks that have been added to a tile
+    float* dq;                 // [b h, padded / QUERIES, halves, 2 pieces, 8, 128 threads, 4]
+    unsigned* turns;           // [b h, padded / QUERIES, halves]: key blocks that have been added to a tile
     unsigned* ticket;          // the next work to be taken
     unsigned* keep;            // [heads, padded / 64, keys / 16, 32 lanes]: pairs that dropout keeps, of the heads ...
     int first_head;            // ... from this one on, of queries

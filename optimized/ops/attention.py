@@ -1,4 +1,7 @@
-"""`twin::attention` on the GPU: kernels/attention.cu. Semantics: `reference.ops.attention`."""
+"""`twin::attention` on the GPU: kernels/attention.cu, for wide heads attention_wide.cu.
+
+Semantics: `reference.ops.attention`.
+"""
 
 import functools
 import itertools
@@ -16,8 +19,7 @@ from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-QUERIES = 192  # of a tile: 64 for each consumer warpgroup
-_THREADS = 512
+WIDE = 256  # the head dimension that takes attention_wide.cu
 SLACK = 1024  # bytes of shared memory after the tiles: barriers, and what the alignment of the structure adds
 L2 = 32 << 20  # bytes of tensors that stay in the H100's 50 MiB of L2
 MAX_GRID_Y = 65535
@@ -61,16 +63,24 @@ def bias_macro(biased: bool) -> dict[str, int]:
     return {"BIAS": 1} if biased else {}
 
 
+def queries_of(d: int) -> int:
+    """Queries of a tile, 64 for each consumer warpgroup, for one of `CAPACITIES`."""
+    return 128 if d == WIDE else 192
+
+
 @functools.cache
 def _kernels(
     dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool = False
 ) -> tuple[launch.Kernel, launch.Kernel]:
     more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
-    macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **more)
-    chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
-    rows = q_stages * chunks * QUERIES + (stages * chunks + stages * columns // 64) * BLOCK
-    kernel = launch.function("attention", "attention", macros, rows * 128 + SLACK)
-    return kernel, launch.function("attention", "attention_ticket", macros)
+    if d == WIDE:
+        file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
+        macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more}
+    else:
+        file, macros = "attention", defines(dtype, d, dropout, Q_STAGES=2, **more)
+        rows = macros["D_CHUNKS"] * (2 * queries_of(d) + 4 * BLOCK)
+    kernel = launch.function(file, "attention", macros, rows * 128 + SLACK)
+    return kernel, launch.function(file, "attention_ticket", macros)
 
 
 EITHER = (False, True)
@@ -173,10 +183,12 @@ def attention(
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
-        maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, (QUERIES, BLOCK, BLOCK), strict=True)]
+        wide, queries = capacity(d) == WIDE, queries_of(capacity(d))
+        boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
+        maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
         more = (is_biased(options), options[9] is not None)
         kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
-        tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
+        tiles, index = -(-sq // queries) * b * h, q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
         if ticket is not None:
@@ -184,7 +196,7 @@ def attention(
         args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
         args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         early = ticket is not None
-        launch.launch(kernel, (blocks,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
+        launch.launch(kernel, (blocks,), (2 * queries + 128,), args, kernel.max_dynamic_smem, device=index, early=early)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
     if threshold(dropout):

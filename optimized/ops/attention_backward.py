@@ -1,6 +1,6 @@
 """`twin::attention_backward` on the GPU.
 
-Kernels: attention_backward.cu and attention_backward_ends.cu; attention_backward_wide.cu for wide heads.
+Kernels: attention_backward.cu, for wide heads attention_backward_wide.cu; before and after, attention_backward_ends.cu.
 
 Semantics: `reference.ops.attention_backward`.
 """
@@ -20,10 +20,11 @@ from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
 _THREADS = 384
-WIDE = 256  # the head dimension that takes attention_backward_wide.cu
-_STREAM_ROWS = 64  # kStreamRows of the wide kernel
-_DOT_ROWS = 8  # queries of a block of its `dots`
-_DOT_CHANNELS = 8192  # channels of all queries of a block of the other `dots`
+WIDE = attention.WIDE  # the head dimension that takes attention_backward_wide.cu
+_HALVES = 2  # of its dq's channels, each of which has its turns
+_WIDE_KEYS = 64  # of one of a cluster's two blocks
+_WIDE_SHARED = 218 << 10  # bytes of shared memory: keys 80 KB, queries 96, P and dS 24, dq 16, and what is small
+_DOT_CHANNELS = 8192  # channels of all queries of a block of `dots`
 
 KEEP = 256 << 20  # bytes that dropout's bits may take: as many heads as have theirs there run in one launch
 
@@ -33,14 +34,18 @@ SCRATCH = np.dtype([(name, "u8") for name in POINTERS] + [("first_head", "i4"), 
 
 
 def queries_of(d: int) -> int:
-    """Queries of a tile, for a head dimension of 64 or 128."""
-    return 8192 // d
+    """Queries of a tile, for one of `attention.CAPACITIES`."""
+    return max(64, 8192 // d)
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> launch.Kernel:
-    queries = queries_of(d)
-    macros = attention.defines(dtype, d, dropout, QUERIES=queries, **attention.bias_macro(biased))
+    queries, more = queries_of(d), attention.bias_macro(biased)
+    if d == WIDE:
+        macros: dict[str, Any] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries}
+        macros |= {"DROPOUT": int(dropout), **more}
+        return launch.function("attention_backward_wide", "attention_backward", macros, _WIDE_SHARED)
+    macros = attention.defines(dtype, d, dropout, QUERIES=queries, **more)
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     keys, streamed = 2 * chunks * BLOCK * 128, stages * 2 * (chunks * queries * 128 + 6 * queries)
     ds, dq = 2 * queries * BLOCK * 2, (2 if d == 128 else 1) * queries * d * 4
@@ -54,21 +59,11 @@ def _end_kernel(dtype: torch.dtype, d: int, name: str) -> launch.Kernel:
     return launch.function("attention_backward_ends", name, sizes)
 
 
-@functools.cache
-def _wide_kernel(
-    dtype: torch.dtype, dropout: bool, biased: bool, dq: bool, name: str = "attention_backward"
-) -> launch.Kernel:
-    macros = attention.defines(dtype, WIDE, dropout, DQ=int(dq), **attention.bias_macro(biased))
-    chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
-    shared = 2 * chunks * BLOCK * 128 + stages * 2 * chunks * _STREAM_ROWS * 128 + 8 + 16 * stages
-    return launch.function("attention_backward_wide", name, macros, shared if name == "attention_backward" else 0)
-
-
 _EITHER = attention.EITHER
+_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER, _EITHER)
 CONFIGURATIONS = [
-    *(_kernel(*case).configuration for case in itertools.product(attention.FORMATS, (64, 128), _EITHER, _EITHER)),
-    *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, (64, 128))),
-    *(_wide_kernel(*case).configuration for case in itertools.product(attention.FORMATS, _EITHER, _EITHER, _EITHER)),
+    *(_kernel(*case).configuration for case in _CASES),
+    *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, attention.CAPACITIES)),
 ]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -94,20 +89,56 @@ def attention_backward(
     options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
     # One stride serves both dk and dv.
     dv_written = dv if dv.stride() == dk.stride() else torch.empty_like(dk)
-    run = _wide if attention.capacity(q.shape[3]) == WIDE else _narrow
-    run(inputs, m, inv, (dq, dk, dv_written), options)
+    _run(inputs, m, inv, (dq, dk, dv_written), options)
     if dv_written is not dv:
         dv.copy_(dv_written)
     return dq, dk, dv
 
 
-def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
+def _scratch(q: torch.Tensor, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
+    """Scratch for `sums` fp32 numbers of dq and `keep` bytes, and the tensors that it points to: statistics first."""
+    b, h, sq, d = q.shape
+    capacity, padded = attention.capacity(d), -(-sq // BLOCK) * BLOCK
+    turns = b * h * (padded // queries_of(capacity)) * (_HALVES if capacity == WIDE else 1)
+    stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
+    dq = torch.empty(sums, dtype=torch.float32, device=q.device)
+    words = torch.empty(turns + 1, dtype=torch.int32, device=q.device)
+    bits = torch.empty(keep, dtype=torch.uint8, device=q.device)
+    scratch = np.zeros((), SCRATCH)
+    for name, tensor in zip(POINTERS, (*stats, dq, words, words[-1:], bits), strict=True):
+        scratch[name] = tensor.data_ptr()
+    return scratch, (stats, dq, words, bits)
+
+
+def _make_statistics(
+    inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, arguments: launch.ByValue, scratch: np.ndarray
+) -> None:
+    grad, q, _, _, out = inputs
+    b, h, sq, d = q.shape
+    capacity, padded = attention.capacity(d), -(-sq // BLOCK) * BLOCK
+    args = [arguments, grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
+    kernel = _end_kernel(q.dtype, capacity, "dots")
+    grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
+    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=q.device.index)
+
+
+def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> torch.Tensor:
+    """384 - m, 1 / l and D of each query, fp32 `[3, b h, sq up to a multiple of 128]`."""
+    _, q, k, _, out = inputs
+    scratch, (stats, *_held) = _scratch(q, 0, 0)
+    arguments = launch.by_value(attention.arguments(q, k, out, *options[:7]))
+    _make_statistics(inputs, m, inv, arguments, scratch)
+    return stats
+
+
+def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, out = inputs
     dq, dk, dv = results
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
     index, capacity, drops = q.device.index, attention.capacity(d), threshold(options[5]) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
-    tiles = padded // queries
+    tiles, wide = padded // queries, capacity == WIDE
+    keys = _WIDE_KEYS if wide else BLOCK  # in a box
     # Heads of keys whose q, grad, dq, k and v fit into L2 side by side, and as many as a launch takes.
     together = max(1, attention.L2 // (12 * padded * capacity * group))
     at_once = b * heads
@@ -116,25 +147,15 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
         at_once = max(1, KEEP // keep_bytes)
         together = min(together, at_once)
         at_once -= at_once % together
-    stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
-    sums = torch.empty(b * h * padded * capacity, dtype=torch.float32, device=q.device)
-    turns = torch.empty(b * h * tiles + 1, dtype=torch.int32, device=q.device)
-    keep = torch.empty(at_once * keep_bytes if drops else 0, dtype=torch.uint8, device=q.device)
-    scratch = np.zeros((), SCRATCH)
-    for name, tensor in zip(POINTERS, (*stats, sums, turns, turns[-1:], keep), strict=True):
-        scratch[name] = tensor.data_ptr()
+    scratch, _held = _scratch(q, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
     def of(written: torch.Tensor, options: Any = options[:7]) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
         a["together"] = together
         return launch.by_value(a)
 
-    args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, "dots")
-    grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
-    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=index)
-
-    maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
+    _make_statistics(inputs, m, inv, of(out), scratch)
+    maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
     kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options))
     draw = _end_kernel(q.dtype, capacity, "attention_keep")
     for first in range(0, b * heads, at_once):
@@ -145,44 +166,12 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
             args = [of(out), space, np.uint32(first * blocks)]
             launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
         args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
-        works = min(count * blocks, launch.processors(index))
-        launch.launch(kernel, (works,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=not drops)
+        smem, early = kernel.max_dynamic_smem, not (drops or wide)
+        at_a_time = launch.clusters_at_once(kernel, 2, _THREADS, smem, index) if wide else launch.processors(index)
+        grid = (min(count * blocks, at_a_time) * (2 if wide else 1),)
+        launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
     args = [of(dq), space, dq.data_ptr()]
     kernel = _end_kernel(q.dtype, capacity, "attention_dq")
-    launch.launch(kernel, (tiles, b * h), (256,), args, device=index, early=True)
-
-
-def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> Tensors:
-    """What kernels/attention_rows.cuh reads of a query: (384 - m, 1 / l) `[b h, padded, 2]` and D `[b h, padded]`."""
-    grad, q, k, _, out = inputs
-    b, h, sq, _ = q.shape
-    padded = -(-sq // BLOCK) * BLOCK
-    softmax = torch.empty((b * h, padded, 2), dtype=torch.float32, device=q.device)
-    dots = torch.empty((b * h, padded), dtype=torch.float32, device=q.device)
-    args: list[Any] = [launch.by_value(attention.arguments(q, k, out, *options[:7])), grad.data_ptr(), out.data_ptr()]
-    args += [*grad.stride()[:3], m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr()]
-    kernel = _wide_kernel(q.dtype, False, False, True, "dots")
-    launch.launch(kernel, (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=q.device.index)
-    return softmax, dots
-
-
-def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
-    grad, q, k, v, _ = inputs
-    dq, dk, dv = results
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    index = q.device.index
-    softmax, dots = row_statistics(inputs, m, inv, options)
-
-    for is_dq, fixed, streamed, written, rows, count in (
-        (False, (k, v), (q, grad), (dv, dk), skv, heads),
-        (True, (q, grad), (k, v), (dq, dq), sq, h),
-    ):
-        kernel = _wide_kernel(q.dtype, threshold(options[5]) > 0, attention.is_biased(options), is_dq)
-        maps = [attention.tensor_map(x, BLOCK) for x in fixed]
-        maps += [attention.tensor_map(x, _STREAM_ROWS) for x in streamed]
-        arguments = attention.arguments(q, k, written[1], *options)
-        args: list[Any] = [*(one.argument for one in maps), launch.by_value(arguments)]
-        args += [tensor.data_ptr() for tensor in (softmax, dots, *written)]
-        grid = (-(-rows // BLOCK), b * count, -(-d // 128))
-        launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=index)
+    all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
+    launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)

@@ -14,13 +14,13 @@ from reference.ops.attention_backward import bias_outputs
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
-_KEYS = 64  # of a block: kStreamRows of kernels/attention_rows.cuh
+_KEYS = 64  # of a block: kStreamRows of kernels/attention_bias.cu
 _THREADS = 256
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
-    macros = attention.defines(dtype, d, dropout, DQ=1, BIAS=1)
+    macros = attention.defines(dtype, d, dropout, BIAS=1)
     tiles = 2 * macros["D_CHUNKS"] * (BLOCK + _KEYS) * 128
     return launch.function("attention_bias", "attention_bias", macros, tiles + attention.SLACK)
 
@@ -47,11 +47,11 @@ def attention_bias_backward(
         return dbias.zero_()
     grad, q, k, v, out = inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     options = attention.readable(options)
-    softmax, dots = attention_backward.row_statistics(inputs, m, inv, options)
+    statistics = attention_backward.row_statistics(inputs, m, inv, options)
     kernel = _kernel(q.dtype, attention.capacity(q.shape[3]), threshold(options[5]) > 0)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, BLOCK), (grad, BLOCK), (k, _KEYS), (v, _KEYS))]
     args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, *options))]
-    args += [softmax.data_ptr(), dots.data_ptr(), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]
+    args += [*(x.data_ptr() for x in statistics), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]
     grid = (-(-k.shape[2] // _KEYS), -(-q.shape[2] // BLOCK), dbias.shape[0] * dbias.shape[1])
     launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)
     return dbias

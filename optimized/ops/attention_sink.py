@@ -24,7 +24,7 @@ def attention_sink_backward(
     grad, out = attention.loadable(grad), attention.loadable(out)
     b, h, sq, _ = grad.shape
     options = (1.0, "none", -1, -1, None, 0.0, None, None, None, None)
-    _, dots = attention_backward.row_statistics((grad, out, out, out, out), m, inv, options)
+    dots = attention_backward.row_statistics((grad, out, out, out, out), m, inv, options)[2]
     args = [x.data_ptr() for x in (m, inv, dots, sinks, dsinks)]
     sizes = [np.int32(n) for n in (b, h, sq, dots.shape[1])]
     launch.launch(_kernel, (h,), (LANES,), [*args, *sizes], device=grad.device.index)

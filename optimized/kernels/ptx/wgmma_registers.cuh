@@ -33,6 +33,7 @@ namespace twin {
     }
 TWIN_WGMMA_REGISTERS(32, 64, "%32, %33, %34, %35", "%36", "%37", "%38")
 TWIN_WGMMA_REGISTERS(64, 128, "%64, %65, %66, %67", "%68", "%69", "%70")
+TWIN_WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133", "%134")
 
 // The same for E4M3 operands, K = 32; B is K-major.
 #define TWIN_WGMMA_REGISTERS_FP8(COUNT, N, A_REGISTERS, B_DESCRIPTOR, SCALE_D)                                 \

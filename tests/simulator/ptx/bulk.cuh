@@ -6,6 +6,9 @@ namespace twin {
 inline void bulk_load(unsigned destination, const void* from, unsigned bytes, unsigned barrier) {
     simulator::bulk_load(destination, from, bytes, barrier);
 }
+inline void bulk_to_block(unsigned to, unsigned source, unsigned bytes, unsigned barrier) {
+    simulator::bulk_load(to, simulator::from_shared(source, bytes), bytes, barrier);
+}
 inline void bulk_store(void* to, unsigned source, unsigned bytes) { simulator::bulk_store(to, source, bytes, false); }
 inline void bulk_add(float* to, unsigned source, unsigned bytes) { simulator::bulk_store(to, source, bytes, true); }
 inline void bulk_commit() { simulator::bulk_commit(); }

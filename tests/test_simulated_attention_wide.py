@@ -1,0 +1,70 @@
+"""The kernels of heads of 129 to 256 channels, run on a CPU thread by thread: every bit is the definition's.
+
+Copies and products happen at once, as late as the kernel allows, or at random, so that a missing wait shows.
+"""
+
+import shutil
+
+import pytest
+import simulator
+import torch
+from attention_cases import CASES, Case, inputs, run
+from conftest import assert_same_bits
+from hypothesis import HealthCheck, given, settings
+from simulator import Simulator
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
+WHEN = {"at once": simulator.AT_ONCE, "late": simulator.LATE, "at random": simulator.AT_RANDOM}
+
+
+def compare(case: Case, when: int = simulator.LATE, processors: int = 4) -> list[str]:
+    given = inputs(case)
+    expected = run(case, {name: None if x is None else x.clone() for name, x in given.items()})
+    with Simulator(processors, when) as gpu:
+        found = run(case, given)
+    for name, value in expected.items():
+        assert_same_bits(value, found[name], f"{name} of {case}")
+    return gpu.launches
+
+
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(group=2, sq=197, skv=261, d=256, mask_type="causal"),  # more tiles than blocks
+        Case(b=2, sq=140, skv=300, d=136, window=(130, 60), dropout=0.1, dtype=torch.float16),
+    ],
+    ids=["causal", "window and dropout"],
+)
+def test_whenever_copies_and_products_happen(case: Case, when: int) -> None:
+    launches = compare(case, when, processors=2)
+    assert {"attention_wide.attention_ticket", "attention_wide.attention"} < set(launches)
+    assert "attention_backward_wide.attention_backward" in launches
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(b=2, sq=70, skv=261, d=192, mask="arbitrary", bias="b1ss"),
+        Case(b=2, group=2, sq=70, skv=140, d=200, mask="padding", bias="bh slopes", dropout=0.5, dtype=torch.float16),
+        Case(sq=300, skv=130, d=256, sinks=True, window=(3, 3)),  # queries that see nothing
+        Case(b=2, sq=130, skv=130, d=256, mask="everything", layout="interleaved", sinks=True, dropout=0.1),
+        Case(hkv=2, sq=1, skv=129, d=248, mask_type="causal_bottom_right", layout="sbhd"),
+    ],
+    ids=["mask and bias", "ALiBi and dropout", "sinks and window", "everything hidden", "one query"],
+)
+def test_options(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+def test_clusters_take_turns(when: int) -> None:
+    """Three clusters, each with two works and three query tiles for two heads; up to three key blocks add to dq."""
+    compare(Case(group=2, hkv=2, sq=150, skv=380, d=256, mask_type="causal_bottom_right"), when, processors=6)
+
+
+@pytest.mark.slow
+@given(case=CASES.filter(lambda case: case.d > 128))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_case(case: Case) -> None:
+    compare(case, simulator.AT_RANDOM)
