@@ -396,10 +396,8 @@ class DotProductAttention(FP8Attention):
         if self.attends_in_fp8():
             if self._device != q.device:
                 self._set_device(q.device)
-            own = self.context(q.dtype, None)
-            context = BlockContext((own,), (self.random_state(q, core),), (mask,))
-            plan = attention_fp8.Plan(wanted(q, k, v), core, own.kind)
-            return differentiable(attention_fp8.forward, attention_fp8.backward, plan, context, q, k, v)
+            context = BlockContext((self.context(q.dtype, None),), (self.random_state(q, core),), (mask,))
+            return attention_fp8.attend(core, context, q, k, v)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias
