@@ -1,12 +1,13 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
-import gc
+import contextlib
 import hashlib
 import itertools
 import os
 import random
 import time
 from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -16,6 +17,7 @@ from simulator import Simulator
 
 from optimized import device, measure
 from reference import files, scaling
+from reference.nn import autograd
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -40,13 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def modules_without_numbers_go() -> Iterator[None]:
-    """Modules that ran on a pretended GPU (`dry_gpu`) are garbage then; a later test's autocast would update them."""
-    yield
-    alive = (reference() for reference in list(scaling._MODULES))
-    ran = (module for module in alive if module is not None and module._membership is not None)
-    if any("scaling_fwd" in one.fp8_meta and one.fp8_meta["scaling_fwd"].scale.is_meta for one in ran):
-        gc.collect()
+def no_module_of_another_test_is_updated() -> None:
+    """An autocast updates every module that ran in its thread and is still alive: garbage too, until it is collected.
+
+    So a test's steps would not be the same each time, and modules of a pretended GPU (`dry_gpu`) have no numbers.
+    """
+    for module in (reference() for reference in list(scaling._MODULES)):
+        if module is not None:
+            module._membership = None
 
 
 @pytest.fixture
@@ -157,10 +160,41 @@ def same_bits():  # type: ignore[no-untyped-def]
     return assert_same_bits
 
 
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes on so many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture
+def same_player() -> Iterator[None]:
+    """Whatever a test does, the usual player is back."""
+    before = autograd.player
+    yield
+    assert autograd.player is before
+
+
 @pytest.fixture
 def simulated() -> Iterator[None]:
-    """Tensors on "cuda", on a machine without a GPU: kernels run on the CPU."""
-    with Simulator(cuda=True):
+    """Tensors on "cuda" without a GPU: kernels run on the CPU. What needs streams or graphs is skipped."""
+
+    def skip(*args: object, **kwargs: object) -> None:
+        pytest.skip("streams, events and graphs are not simulated")
+
+    with Simulator(cuda=True), contextlib.ExitStack() as stack:
+        for name in ("Stream", "Event", "CUDAGraph", "graph", "current_stream", "set_sync_debug_mode"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, skip))
         yield
 
 

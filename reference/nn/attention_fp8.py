@@ -12,7 +12,7 @@ Engine's attention has one scale for q, k and v together; its state is accepted 
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,14 +21,13 @@ from reference.compiled import before
 from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
+from reference.nn.core_attention import CorePlan
+from reference.nn.heads import dense_rows
 from reference.nn.module import TransformerEngineBaseModule
 from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Quantizer
 from reference.recipe import Recipe
-
-if TYPE_CHECKING:
-    from reference.nn.attention import CorePlan
 
 # Keys of attention's state: ours and Transformer Engine's, and that of its releases 1.6 and 1.7.
 _STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
@@ -45,7 +44,7 @@ class Plan(NamedTuple):
     """
 
     needs: tuple[bool, ...]
-    core: "CorePlan"
+    core: CorePlan
     gemms: Hashable
     sequence_first: bool
 
@@ -101,19 +100,19 @@ def forward(
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
-    if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
-        grad = grad.contiguous()
     *operands, state_before = saved
     calibrated = operands[3] is None
     op = twin.attention_backward if calibrated else twin.attention_fp8_backward
     if calibrated:
         del operands[3:6]
     arguments = plan.core.arguments(context.reads[0])
-    return tuple([plan.in_order(x) for x in op(plan.heads_first(grad), *operands, *arguments, state_before)])
+    return tuple(
+        [plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *arguments, state_before)]
+    )
 
 
 def attend(
-    core: "CorePlan",
+    core: CorePlan,
     context: BlockContext,
     q: torch.Tensor,
     k: torch.Tensor,

@@ -85,9 +85,8 @@ class _Functions(TorchFunctionMode):
         here = x in self.storages
         if func is torch.Tensor.to:
             target = any(other in self.storages for other in others) if others else "cuda" in named if named else here
-            args = (x, *(one for one in args[1:] if _type_of(one) is None))
-            kwargs = {name: one for name, one in kwargs.items() if name != "device"}
-            kwargs.pop("non_blocking", None)
+            args = (x, *(one for one in args[1:] if isinstance(one, (torch.Tensor, torch.dtype))))
+            kwargs = {name: one for name, one in kwargs.items() if name not in ("device", "non_blocking")}
             out = x if len(args) == 1 and not kwargs else func(*args, **kwargs)
         else:
             target, out = func is torch.Tensor.cuda, x
@@ -101,24 +100,40 @@ class _Functions(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):
-    """Results of ops on tensors on "cuda" are there, too, and the ops of `twin` run their kernels."""
+    """Results of ops on tensors on "cuda" are there, too, and the ops of `twin` run their kernels.
 
-    def __init__(self, storages: _Storages) -> None:
+    `everything`: those on tensors of the CPU, too.
+    """
+
+    def __init__(self, storages: _Storages, functions: _Functions, everything: bool) -> None:
         super().__init__()
-        self.storages = storages
+        self.storages, self.functions, self.everything = storages, functions, everything
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _tensors(args, kwargs)
-        there = [x in self.storages for x in given]
-        if func.namespace == "twin" and any(there):
-            if not all(there):
-                raise RuntimeError(f"{func}: some tensors are on the CPU, and some on cuda:0.")
-            out = _IMPLEMENTATIONS["CUDA"][func._schema.name.removeprefix("twin::")](*args)
+        if self.everything and func.namespace == "twin" and not any(x in self.storages for x in given):
+            return self._there(func, args, kwargs, given)
+        there = any(x in self.storages for x in given)
+        if func.namespace == "twin" and there:
+            with self, self.functions:
+                out = _IMPLEMENTATIONS["CUDA"][func._schema.name.removeprefix("twin::")](*args)
         else:
             out = func(*args, **(kwargs or {}))
-        if any(there):
+        if there:
             before = {x.untyped_storage()._cdata for x in given}
             self.storages.add(x for x in _tensors(out) if x.untyped_storage()._cdata not in before)
+        return out
+
+    def _there(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """An op of `twin`, as if the tensors of the CPU that it is given were on "cuda"."""
+        self.storages.add(given)
+        try:
+            out = self.__torch_dispatch__(func, (), args, kwargs)
+        finally:
+            for x in given:
+                self.storages.remove(x)
+        for x in _tensors(out):
+            self.storages.remove(x)
         return out
 
 
@@ -127,7 +142,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class PretendedCuda(contextlib.ExitStack):
-    """`torch.cuda` as far as tests of single ops use it."""
+    """`torch.cuda` as far as tests of single ops use it; `everything`: see `_Ops`."""
+
+    def __init__(self, everything: bool = False) -> None:
+        super().__init__()
+        self._everything = everything
 
     def __enter__(self) -> "PretendedCuda":
         super().__enter__()
@@ -146,6 +165,14 @@ class PretendedCuda(contextlib.ExitStack):
         for name, stub in stubs.items():
             self.enter_context(mock.patch.object(torch.cuda, name, stub))
         self.enter_context(mock.patch.object(torch._C, "_cuda_exchangeDevice", lambda index: index, create=True))
-        self.enter_context(_Ops(storages))
-        self.enter_context(_Functions(storages))
+        functions = _Functions(storages)
+        engine = torch.autograd._engine_run_backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with functions:  # which torch puts aside while it handles `Tensor.backward`
+                return engine(*args, **kwargs)
+
+        self.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
+        self.enter_context(_Ops(storages, functions, self._everything))
+        self.enter_context(functions)
         return self

@@ -220,11 +220,12 @@ std::string name_of(const Thread* thread) {
 
 void leave() { swap(fiber()->context, fiber()->block->slot->scheduler); }
 
+void leave_stores();
+
 void start_thread() {
     machine->entry(machine->args);
     Fiber* one = fiber();
-    bulk_commit();
-    bulk_wait(0, false);
+    leave_stores();
     one->done = true;
     one->block->alive--;
     one->block->slot->group->ended++;
@@ -656,6 +657,13 @@ void do_store(const Bulk& bulk) {
             static_cast<float*>(bulk.to)[i] += one;
         }
     machine->progress++;
+}
+
+// Those that a thread has not waited for are made all the same.
+void leave_stores() {
+    bulk_commit();
+    for (auto& group : fiber()->groups)
+        for (Bulk& bulk : group) later_or_now([bulk = std::move(bulk)] { do_store(bulk); });
 }
 
 }  // namespace
