@@ -173,7 +173,9 @@ class _Graphed:
         self.layers = [
             one
             for one in module.modules()
-            if isinstance(one, TransformerEngineBaseModule) and one.fp8_sizes and one.runs_in(settings.recipe)
+            if isinstance(one, TransformerEngineBaseModule)
+            and one.fp8_sizes
+            and one.runs_in(one.own_recipe or settings.recipe)
         ]
         if any(layer.delay_wgrad_compute for layer in self.layers):
             raise NotImplementedError(

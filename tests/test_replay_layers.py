@@ -24,6 +24,7 @@ class Steps:
     """Steps of training a small layer; `lines` has what each launched, with storages by number on `gpu`."""
 
     def __init__(self, tapes: bool, mode: str, count: int = 6, hooks: Any = None, **options: Any) -> None:
+        recipe = options.pop("recipe", None)
         self.lines: list[list[str]] = []
         self.hits: list[list[int]] = []
         self.changed: list[list[bool]] = []  # of the FP8 state, as autograd knows it
@@ -41,7 +42,7 @@ class Steps:
                 gpu.lines.clear()
                 before = versions(layer)
                 first = step == 0 if mode == "microbatches" else None
-                with te.autocast(enabled=mode != "bf16"), hooks or contextlib.nullcontext():
+                with te.autocast(enabled=mode != "bf16", recipe=recipe), hooks or contextlib.nullcontext():
                     y = layer(x, is_first_microbatch=first)
                 y.backward(grad)
                 layer.zero_grad(set_to_none=True)
@@ -112,6 +113,20 @@ def test_a_layer_with_grouped_queries_in_one_weight_is_replayed(fp8: bool) -> No
     taped = Steps(True, "fp8" if fp8 else "bf16", **options)
     assert all(kind.usable for kind in taped.kinds)
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layer_with_attention_in_fp8_is_replayed(dropout: float, layout: str) -> None:
+    options = {"hidden_dropout": dropout, "attention_dropout": dropout, "attn_input_format": layout}
+    recipe = te.DelayedScaling(fp8_dpa=True)
+    plain, taped = (Steps(tapes, "fp8", recipe=recipe, **options) for tapes in (False, True))
+    assert all(kind.usable for kind in taped.kinds)
+    assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
+    for kernel in ("attention_fp8.attention_fp8 ", "attention_fp8_backward.attention_dequantize "):
+        assert any(line.startswith(f"again {kernel}") for line in taped.lines[-1])
+    for found, expected in zip(map(launches, taped.lines), map(launches, plain.lines), strict=True):
+        assert [ADDRESS.sub("&", line) for line in found] == [ADDRESS.sub("&", line) for line in expected]
 
 
 def test_who_takes_saved_tensors_elsewhere_gets_tensors() -> None:

@@ -39,7 +39,7 @@ class Kind:
         places: where each allocation lies, in their order.
         sizes: bytes of the arena and of the scratch.
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
-        needed: the numbers of those tensors among arena, scratch, inputs and state.
+        needed: the numbers of those tensors among arena, scratch, inputs, state and results.
         tapes: by all addresses.
         hits, misses: how many calls were replayed, and how many were recorded.
     """
@@ -96,7 +96,7 @@ class Kind:
         tape = Launches()
         with launch.recording(tape), Record(self.places, (*sources[:FIRST], *results), tape) as watch:
             found, saved = run()
-        places = [None if x is None else place_of(x, sources) for x in saved]
+        places = [None if x is None else place_of(x, (*sources, *results)) for x in saved]
         needed = sorted({place.number for place in places if place is not None})
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
@@ -108,7 +108,7 @@ class Kind:
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
-        """What goes to `save_for_backward`: the arena, inputs and state, as far as they are needed."""
+        """What goes to `save_for_backward`: the arena, inputs, state and results, as far as they are needed."""
         return tuple([sources[i] for i in self.needed])
 
     def found(self, saved: Saved) -> Saved:
@@ -191,7 +191,7 @@ def play(
         found, saved = kind.record(prepare(), results, sources, addresses)
         if not kind.usable:
             return found, saved, None
-    return results, kind.saved(sources), kind
+    return results, kind.saved((*sources, *results)), kind
 
 
 def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:

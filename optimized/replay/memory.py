@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # The storages that a call's tensors lie in have numbers. The arena has what is saved for backward, the scratch has the
-# temporaries. From `FIRST` on come the call's results, or its inputs and its state where a saved tensor is located.
+# temporaries. From `FIRST` on come the call's results, or its inputs, state and results where a saved tensor is.
 ARENA, SCRATCH, FIRST = range(3)
 _ALIGNMENT = 512  # bytes, as of PyTorch's allocator
 

@@ -220,6 +220,7 @@ class DotProductAttention(FP8Attention):
             inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, kind, True)
         masked = (kind, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
+        self.refuse_in_fp8("DotProductAttention", x.dtype, bias.given, inference_params is not None)
         if lengths.given:
             kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
             core = core._replace(mask_type=kind, window=window)
@@ -235,7 +236,6 @@ class DotProductAttention(FP8Attention):
         if bias.given:
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
-        self.refuse_in_fp8("DotProductAttention", q.dtype, bias.given, inference_params is not None)
         run = self._attend
         if inference_params is not None:
             cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
@@ -291,10 +291,8 @@ class DotProductAttention(FP8Attention):
         if self.attends_in_fp8():
             if self._device != q.device:
                 self._set_device(q.device)
-            own = self.context(q.dtype, None)
-            context = BlockContext((own,), (self.random_state(q, core),), (mask,))
-            plan = attention_fp8.Plan(wanted(q, k, v), core, own.kind)
-            return differentiable(attention_fp8.forward, attention_fp8.backward, plan, context, q, k, v)
+            context = BlockContext((self.context(q.dtype, None),), (self.random_state(q, core),), (mask,))
+            return attention_fp8.attend(core, context, q, k, v)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias

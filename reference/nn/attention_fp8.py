@@ -19,8 +19,10 @@ import torch
 from reference import recompute
 from reference.compiled import before
 from reference.nn import checkpoint_format, transformer_engine_state
+from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
 from reference.nn.core_attention import CorePlan
+from reference.nn.heads import dense_rows
 from reference.nn.module import TransformerEngineBaseModule
 from reference.ops.library import twin
 from reference.quantized import Quantized
@@ -32,58 +34,95 @@ _STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}"
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (q, k, v), how to attend, and the kind of the quantizers."""
+    """Everything but tensors that the launches depend on.
+
+    Attributes:
+        needs: which gradients are wanted: q, k, v.
+        core: how to attend.
+        gemms: the kind of the quantizers.
+        sequence_first: whether tensors are `[s, b, h, d]`; otherwise `[b, s, h, d]`.
+    """
 
     needs: tuple[bool, ...]
     core: CorePlan
     gemms: Hashable
+    sequence_first: bool
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """`[b, h, s, d]` of a tensor in this order."""
+        return x.permute(1, 2, 0, 3) if self.sequence_first else x.permute(0, 2, 1, 3)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `heads_first`; neighbours in memory, as tapes want results."""
+        return (x.permute(2, 0, 1, 3) if self.sequence_first else x.permute(0, 2, 1, 3)).contiguous()
 
 
-def _quantized(quantizer: Quantizer, x: torch.Tensor, transpose: bool) -> Quantized:
-    """x `[b, h, s, d]` quantized: codes `[b, h, s, d]`, and codes_t `[b, h, d, s]` if wanted."""
-    b, h, s, d = x.shape
-    if x.stride(2) >= x.stride(0):  # [s, b, h, d]
-        found = quantizer.quantize(x.permute(2, 0, 1, 3).reshape(s, b * h * d).contiguous(), transpose)
-        codes, codes_t = found.codes.view(s, b, h, d).permute(1, 2, 0, 3), found.codes_t
+def _quantized(quantizer: Quantizer, x: torch.Tensor, sequence_first: bool, transpose: bool) -> Quantized:
+    """x `[s, b, h, d]` or `[b, s, h, d]` quantized: codes `[b, h, s, d]`, and codes_t `[b, h, d, s]` if wanted."""
+    first, second, h, d = x.shape
+    if sequence_first:
+        found = quantizer.quantize(x.reshape(first, second * h * d).contiguous(), transpose)
+        codes, codes_t = found.codes.view(x.shape).permute(1, 2, 0, 3), found.codes_t
         if codes_t is not None:
-            codes_t = codes_t[:, :s].view(b, h, d, s)
-    else:  # [b, s, h, d]
-        found = quantizer.quantize(x.permute(0, 2, 1, 3).reshape(b * s, h * d).contiguous(), transpose)
-        codes, codes_t = found.codes.view(b, s, h, d).permute(0, 2, 1, 3), found.codes_t
+            codes_t = codes_t[:, :first].view(second, h, d, first)
+    else:
+        found = quantizer.quantize(x.reshape(first * second, h * d).contiguous(), transpose)
+        codes, codes_t = found.codes.view(x.shape).permute(0, 2, 1, 3), found.codes_t
         if codes_t is not None:
-            codes_t = codes_t[:, : b * s].view(h, d, b, s).permute(2, 0, 1, 3)
+            codes_t = codes_t[:, : first * second].view(h, d, first, second).permute(2, 0, 1, 3)
     return found._replace(codes=codes, codes_t=codes_t)
 
 
 def forward(
     plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`; in 16 bits where it calibrates."""
+    """out, of q's shape; in 16 bits where it calibrates."""
     scores, values = context.modules[0].gemms
     mask, state = context.reads[0], context.random[0]
-    quantizers = (scores.input, scores.weight, values.weight)
-    found = [_quantized(one, x, one.fp8 and x is v) for one, x in zip(quantizers, (q, k, v), strict=True)]
-    state_before = before(state)
-    if found[0].scales is None:
-        out, *rows = twin.attention(q, k, v, *plan.core.arguments(mask), state)
-        return out, (q, k, v, None, None, None, out, *rows, state_before)
+    keys_first, fp8 = plan.sequence_first, values.weight.fp8
+    if fp8 and not keys_first and k.shape[1] % 16:  # rows of v's transposed codes would start at any byte
+        keys_first, k, v = True, k.transpose(0, 1), v.transpose(0, 1)
+    found = [
+        _quantized(scores.input, q, plan.sequence_first, False),
+        _quantized(scores.weight, k, keys_first, False),
+        _quantized(values.weight, v, keys_first, fp8),
+    ]
     codes, scales = [one.codes for one in found], [one.scales for one in found]
-    operands = (*codes[:2], found[2].codes_t, *scales)
-    out, *rows = twin.attention_fp8(*operands, *plan.core.arguments(mask), state, q.dtype)
-    return out, (*codes, *scales, out, *rows, state_before)
+    state_before = before(state)
+    if scales[0] is None:
+        out, *rows = twin.attention(*codes, *plan.core.arguments(mask), state)
+    else:
+        operands = (*codes[:2], found[2].codes_t, *scales)
+        out, *rows = twin.attention_fp8(*operands, *plan.core.arguments(mask), state, q.dtype)
+    # A view must not be returned.
+    return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), (*codes, *scales, out, *rows, state_before)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
-    if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
-        grad = grad.contiguous()
     *operands, state_before = saved
     calibrated = operands[3] is None
     op = twin.attention_backward if calibrated else twin.attention_fp8_backward
     if calibrated:
         del operands[3:6]
-    found: Saved = op(grad, *operands, *plan.core.arguments(context.reads[0]), state_before)
-    return found
+    arguments = plan.core.arguments(context.reads[0])
+    return tuple(
+        [plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *arguments, state_before)]
+    )
+
+
+def attend(
+    core: CorePlan,
+    context: BlockContext,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`; differentiable."""
+    order = (2, 0, 1, 3) if (sequence_first := q.stride(2) >= q.stride(0)) else (0, 2, 1, 3)
+    tensors = [x.permute(order) for x in (q, k, v)]
+    plan = Plan(wanted(*tensors), core, context.modules[0].kind, sequence_first)
+    return plan.heads_first(differentiable(forward, backward, plan, context, *tensors))
 
 
 class FP8Attention(TransformerEngineBaseModule):

@@ -282,12 +282,13 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours, plain = isinstance(core, DotProductAttention), True
         if ours:
-            core.refuse_in_fp8(layer, checks.activation_dtype(hidden_states), options.bias.given, inference is not None)
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
             plain = not MASK_TYPES[kind][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
         batch, sequence = self._batch, 1 - self._batch
         shape, device, dtype = hidden_states.shape, hidden_states.device, checks.activation_dtype(hidden_states)
+        if ours:
+            core.refuse_in_fp8(layer, dtype, options.bias.given, inference is not None)
         if inference is not None:
             options.check_cache(layer, self.qkv_format)
             if not ours:

@@ -36,8 +36,7 @@ import numpy as np
 import torch
 
 from reference import elementary, formats, tensor_core
-from reference.elementary import fma
-from reference.numba_jit import jit
+from reference.numba_jit import fma, jit
 from reference.ops.attention import (
     LOWEST,
     MAX_HEAD_DIM,
