@@ -95,7 +95,9 @@ def _text(kernel: str, function: str, defines: Mapping[str, int | str], root: Pa
 
     body = whole(names[0])
     body = _DYNAMIC.sub(r'extern __thread \1\2 \3[] __asm__("simulator_dynamic");', body)
-    cluster = next((one or other for one, other in _CLUSTER.findall(body)), "1")
+    declared = re.search(rf'extern "C" __global__([^;{{]*?)\b{function}\(', body)
+    in_clusters = declared is not None and re.search("TWIN_CLUSTER|__cluster_dims__", declared[1])
+    cluster = next((one or other for one, other in _CLUSTER.findall(body)), "1") if in_clusters else "1"
     macros = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     return f"""{macros}#include "prelude.h"
 #include "kernel.h"
