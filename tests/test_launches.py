@@ -95,11 +95,14 @@ def test_blocks_cover_matrices_and_no_more(seen: tuple[str, str, DryGpu]) -> Non
             b, h, group, sq, skv, d = (int(shape[name]) for name in ("batches", "heads", "group", "sq", "skv", "d"))
             wide = kernel.kernel.endswith("_wide")
             assert 128 < d <= 256 if wide else d <= int(kernel.defines["N_OUT"]) == 64 * int(kernel.defines["D_CHUNKS"])
+            cluster = int(kernel.defines.get("CLUSTER", 2 if wide else 1))
             if kernel.name == "attention":
-                assert grid == (min(-(-sq // (128 if wide else 192)) * b * h, 132),)  # the dry GPU's multiprocessors
+                works = -(-sq // (128 * cluster if wide else 192)) * b * h
             else:
                 works = -(-skv // 128) * b * h // group
-                assert grid == ((2 * min(works, 64) if wide else min(works, 132)),)  # and its clusters of two
+            assert grid == (
+                cluster * min(works, {1: 132, 2: 64}[cluster]),
+            )  # the dry GPU's blocks, or clusters, at once
         elif kernel.kernel == "cast":
             assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
         elif kernel.kernel == "dropout" and kernel.name != "advance":

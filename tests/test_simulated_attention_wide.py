@@ -33,8 +33,9 @@ def compare(case: Case, when: int = simulator.LATE, processors: int = 4) -> list
     [
         Case(group=2, sq=197, skv=261, d=256, mask_type="causal"),  # more tiles than blocks
         Case(b=2, sq=140, skv=300, d=136, window=(130, 60), dropout=0.1, dtype=torch.float16),
+        Case(group=2, sq=300, skv=261, d=256),  # in clusters, the last of which has one tile
     ],
-    ids=["causal", "window and dropout"],
+    ids=["causal", "window and dropout", "clusters"],
 )
 def test_whenever_copies_and_products_happen(case: Case, when: int) -> None:
     launches = compare(case, when, processors=2)
@@ -49,9 +50,17 @@ def test_whenever_copies_and_products_happen(case: Case, when: int) -> None:
         Case(b=2, group=2, sq=70, skv=140, d=200, mask="padding", bias="bh slopes", dropout=0.5, dtype=torch.float16),
         Case(sq=300, skv=130, d=256, sinks=True, window=(3, 3)),  # queries that see nothing
         Case(b=2, sq=130, skv=130, d=256, mask="everything", layout="interleaved", sinks=True, dropout=0.1),
+        Case(hkv=2, sq=200, skv=70, d=160, mask="padding", bias="11ss", bias_is_fp32=True, dropout=0.1),
         Case(hkv=2, sq=1, skv=129, d=248, mask_type="causal_bottom_right", layout="sbhd"),
     ],
-    ids=["mask and bias", "ALiBi and dropout", "sinks and window", "everything hidden", "one query"],
+    ids=[
+        "mask and bias",
+        "ALiBi and dropout",
+        "sinks and window",
+        "everything hidden",
+        "bias in clusters",
+        "one query",
+    ],
 )
 def test_options(case: Case) -> None:
     compare(case)

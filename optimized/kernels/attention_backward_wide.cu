@@ -8,9 +8,10 @@
 //     one     Sᵀ = k qᵀ     dPᵀ = v gradᵀ     dk += dSᵀ q       dS is an operand just as it lies in registers
 //     other   dv += Pᵀ grad     dq = dS k, of 128 channels      P and dS go to it through shared memory
 //
-// dq sums over all 128 keys: each block gives its half of dS to the other one, too, and computes dq of one half of the
-// channels. It leaves through a mailbox, 64 channels at a time, to a warp that adds it to global memory when its turn has
-// come, as in attention_backward.cu; each half of the channels has its turns.
+// Each block loads half of a tile's channels, into both. dq sums over all 128 keys: each block gives its half of dS to
+// the other one, too, and computes dq of one half of the channels. It leaves through a mailbox, 64 channels at a time, to
+// a warp that adds it to global memory when its turn has come, as in attention_backward.cu; each half of the channels has
+// its turns.
 //
 // Clusters stay and take works by tickets, a head's last keys first. So a work only ever waits for works that were taken
 // before it. The first block takes the ticket and tells the other.
@@ -90,12 +91,11 @@ struct DvConsumer {
         multiply_dq(acc);
         wgmma_wait<1>();
         wgmma_hold(dv);
-        shared.grad_box.arrive_empty();
+        empty_for_both(shared.grad_box);
         shared.p_box.arrive_empty();
         wgmma_wait<0>();
         wgmma_hold(acc);
-        shared.ds_box.arrive_empty();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive_cluster(map_to_rank(shared_address(&shared.ds_box.empty), block ^ 1));
+        empty_for_both(shared.ds_box);
         tiles.advance();
         send_dq(acc);
     }
@@ -161,7 +161,7 @@ struct DkConsumer {
         wgmma_wait<0>();
         wgmma_hold(dp);
         differentiate(dp, s, a, at, some_hidden, shared.dots + column);
-        shared.grad_box.arrive_empty();
+        empty_for_both(shared.grad_box);
         unsigned gradients[4][4];
 #pragma unroll
         for (int step = 0; step < 4; step++) pack_operand<FORMAT>(gradients[step], dp, step);
@@ -173,7 +173,7 @@ struct DkConsumer {
         give_gradients(gradients);
         wgmma_wait<0>();
         wgmma_hold(dk);
-        shared.q_box[place].arrive_empty();
+        empty_for_both(shared.q_box[place]);
         queries.advance(), tiles.advance();
     }
 };
@@ -209,10 +209,10 @@ extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
     const int block = static_cast<int>(cluster_rank());
     if (threadIdx.x == 0) {
         shared.keys_box.init(1, 4 * kWarpgroups);
-        for (Mailbox& box : shared.q_box) box.init(1, 4);
+        for (Mailbox& box : shared.q_box) box.init(1, 4 * 2);  // the warps of both blocks
+        shared.grad_box.init(1, 4 * kWarpgroups * 2);
+        shared.ds_box.init(1, 4 * 2);
         shared.p_box.init(4, 4);
-        shared.grad_box.init(1, 4 * kWarpgroups);
-        shared.ds_box.init(1, 4 * 2);  // the warps of both blocks that compute dq
         shared.dq_box.init(4, 1);
         for (Mailbox& box : shared.work_box) box.init(1, 4 * kWarpgroups + 2);
         shared.ticket_box.init(1, 1);

@@ -2,10 +2,9 @@
 // that adds dq to global memory.
 #pragma once
 
+#include "attention_cluster.cuh"
 #include "attention_scratch.cuh"
 #include "ptx/bulk.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/store_async.cuh"
 #include "ptx/turn.cuh"
 
 namespace twin {
@@ -48,22 +47,6 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int rank, int works,
     return {head / key_heads, head % key_heads, first + kKeys * block, visitors(a, first)};
 }
 
-// The next ticket, in both blocks of the cluster.
-__device__ __forceinline__ int take_ticket(Shared& shared, const Scratch& scratch, unsigned parity, int block) {
-    const unsigned full = shared_address(&shared.ticket_box.full), empty = shared_address(&shared.ticket_box.empty);
-    if (block == 0) {
-        const int ticket = atomicAdd(scratch.ticket, 1);
-        mbarrier_wait(empty, parity ^ 1);
-        store_async(map_to_rank(shared_address(&shared.ticket), 1), __int_as_float(ticket), map_to_rank(full, 1));
-        return ticket;
-    }
-    mbarrier_arrive_expect_tx(full, 4);
-    mbarrier_wait(full, parity);
-    const int ticket = *static_cast<volatile int*>(&shared.ticket);
-    mbarrier_arrive_cluster(map_to_rank(empty, 0));
-    return ticket;
-}
-
 // 64 rows and 64 channels at a time, from channel `x`.
 __device__ __forceinline__ void load(unsigned char* to, const CUtensorMap* map, unsigned full, int chunks, int x, int row,
                                      int head, int batch) {
@@ -76,7 +59,7 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
     Stage<2> works, queries;
     Stage<1> grads, tickets;
     for (;; works.advance(), tickets.advance()) {
-        const int ticket = take_ticket(shared, scratch, tickets.parity, block);
+        const int ticket = take_ticket(shared.ticket_box, shared.ticket, scratch.ticket, tickets.parity, block);
         shared.work_box[works.index].wait_empty(works.parity);
         const Work work = shared.work[works.index] = work_of(a, ticket, scratch.works, block);
         mbarrier_arrive(shared_address(&shared.work_box[works.index].full));
@@ -89,14 +72,14 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
                 const unsigned q_full = shared_address(&shared.q_box[s].full);
                 shared.q_box[s].wait_empty(queries.parity);
                 mbarrier_arrive_expect_tx(q_full, kMatrix + 8 * QUERIES);
-                load(shared.q[s], q, q_full, 4, 0, row, head, work.batch);
+                load_for_both(shared.q[s], q, q_full, 4, kRows, 0, row, head, work.batch, block);
                 bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * QUERIES, q_full);
                 bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * QUERIES, q_full);
                 queries.advance();
                 const unsigned grad_full = shared_address(&shared.grad_box.full);
                 shared.grad_box.wait_empty(grads.parity);
                 mbarrier_arrive_expect_tx(grad_full, kMatrix + 4 * QUERIES);
-                load(shared.grad, grad, grad_full, 4, 0, row, head, work.batch);
+                load_for_both(shared.grad, grad, grad_full, 4, kRows, 0, row, head, work.batch, block);
                 bulk_load(shared_address(shared.dots), scratch.dots + at, 4 * QUERIES, grad_full);
                 grads.advance();
             }

@@ -14,9 +14,19 @@
 // The warpgroups take turns with the scores, so that one multiplies while the other weighs: weighing takes about half of
 // the time of a warpgroup's products. Blocks stay and take tiles by tickets, as in attention.cu.
 //
-// Defines: FORMAT (BF16 | FP16), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1).
+// Where no query has limits, so that all tiles of a head visit the same keys, a cluster of two blocks takes two tiles, and
+// each block loads half of the keys and values for both.
+//
+// Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1).
+#include "attention_cluster.cuh"
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
+
+#if CLUSTER > 1
+#define TWIN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TWIN_CLUSTER
+#endif
 
 using namespace twin;
 
@@ -37,68 +47,100 @@ struct __align__(1024) Shared {
     unsigned char parts[kParts][kPart];
     Mailbox q_box[kConsumers], part_box[kParts], tile_box[2];
     Mailbox turn;  // empty: the first warpgroup's turn; full: the second one's
+    Mailbox ticket_box;
     Tile tile[2];  // what the consumers do next
+    int ticket;
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
-// The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
+// The tile of a rank, for this block of a cluster. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
 // first, which have most to do.
-__device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
-    const int query_blocks = (a.sq + kTileRows - 1) / kTileRows, all_heads = a.batches * a.heads;
+__device__ __forceinline__ Tile tile_of(const Arguments& a, int rank, int block) {
+    constexpr int kQueries = CLUSTER * kTileRows;
+    const int query_blocks = (a.sq + kQueries - 1) / kQueries, all_heads = a.batches * a.heads;
     if (rank >= all_heads * query_blocks) return {0, 0, -1, {0, 0}};
     const int before = rank / (a.together * query_blocks) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * query_blocks;
-    const int head = before + place % heads, first = (query_blocks - 1 - place / heads) * kTileRows;
-    return {first, head / a.heads, head % a.heads, visited(a, first)};
+    const int head = before + place % heads, first = (query_blocks - 1 - place / heads) * kQueries;
+    return {first + kTileRows * block, head / a.heads, head % a.heads, visited(a, first)};
 }
 
-// `chunks` of 64 channels from `x`, each as many rows as the map's box, from `row`: kPart bytes.
-__device__ __forceinline__ void load(Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int chunks,
-                                     int x, int row, int head, int batch) {
-    const unsigned full = shared_address(&box.full);
-    box.wait_empty(parity);
-    mbarrier_arrive_expect_tx(full, kPart);
-    for (int c = 0; c < chunks; c++)
-        load_chunk(shared_address(to) + c * (kPart / chunks), map, full, x + 64 * c, row, head, batch);
-}
-
-// One thread takes tiles, and loads the queries of each warpgroup when its last scores of the tile before are done.
-__device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMap* q, const Arguments& a, int* ticket) {
-    Stage<1> queries;
+// One thread takes tiles. (Three threads share the producer's work, as it has few registers.)
+__device__ __forceinline__ void take_tiles(Shared& shared, const Arguments& a, unsigned* ticket, int block) {
+    Stage<1> tickets;
     Stage<2> tiles;
-    for (int rank = blockIdx.x;; tiles.advance()) {
+    for (int rank = blockIdx.x / CLUSTER;; tiles.advance(), tickets.advance()) {
+        const Tile tile = tile_of(a, rank, block);
         shared.tile_box[tiles.index].wait_empty(tiles.parity);
-        const Tile tile = shared.tile[tiles.index] = tile_of(a, rank);
+        shared.tile[tiles.index] = tile;
         mbarrier_arrive(shared_address(&shared.tile_box[tiles.index].full));
-        if (tile.head < 0) break;
-        rank = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
-        if (!tile.blocks.any()) continue;
-        for (int n = 0; n < kConsumers; n++)
-            load(shared.q_box[n], queries.parity, shared.q[n], q, 4, 0, tile.first + 64 * n, tile.head, tile.batch);
-        queries.advance();
+        if (tile.head < 0) return;
+        if (ticket == nullptr)
+            rank = 0x7FFFFFFF;
+        else if constexpr (CLUSTER == 1)
+            rank = gridDim.x + atomicAdd(ticket, 1);
+        else
+            rank = gridDim.x / CLUSTER + take_ticket(shared.ticket_box, shared.ticket, ticket, tickets.parity, block);
     }
+}
+
+// Calls `load` with each tile, which it reads where it needs it.
+template <class Load>
+__device__ __forceinline__ void produce(Shared& shared, const Load& load) {
+    for (unsigned n = 0;; n++) {
+        Mailbox& box = shared.tile_box[n % 2];
+        box.wait_full(n / 2 % 2);
+        const Tile& tile = shared.tile[n % 2];
+        if (tile.head < 0) return;
+        load(tile);
+        mbarrier_arrive(shared_address(&box.empty));
+    }
+}
+
+// One thread loads the queries of each warpgroup when its last scores of the tile before are done.
+__device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMap* q) {
+    unsigned parity = 0;
+    produce(shared, [&](const Tile& tile) {
+        if (!tile.blocks.any()) return;
+        for (int n = 0; n < kConsumers; n++) {
+            const unsigned full = shared_address(&shared.q_box[n].full);
+            shared.q_box[n].wait_empty(parity);
+            mbarrier_arrive_expect_tx(full, kPart);
+            for (int c = 0; c < 4; c++)
+                load_chunk(shared_address(shared.q[n]) + c * kRows, q, full, 64 * c, tile.first + 64 * n, tile.head,
+                           tile.batch);
+        }
+        parity ^= 1;
+    });
 }
 
 // One thread loads their keys and values, in the order in which the warpgroups read them.
 __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* k, const CUtensorMap* v,
-                                             const Arguments& a) {
+                                             const Arguments& a, int block) {
     Stage<kParts> part;
-    for (Stage<2> tiles;; tiles.advance()) {
-        Mailbox& tile_box = shared.tile_box[tiles.index];
-        tile_box.wait_full(tiles.parity);
-        const Tile tile = shared.tile[tiles.index];
-        mbarrier_arrive(shared_address(&tile_box.empty));
-        if (tile.head < 0) break;
+    produce(shared, [&](const Tile& tile) {
         const int key_head = tile.head / a.group;
+        const auto load = [&](const CUtensorMap* map, int chunks, int x, int row) {
+            const unsigned full = shared_address(&shared.part_box[part.index].full);
+            unsigned char* to = shared.parts[part.index];
+            shared.part_box[part.index].wait_empty(part.parity);
+            mbarrier_arrive_expect_tx(full, kPart);
+            if constexpr (CLUSTER > 1) {
+                load_for_both(to, map, full, chunks, kPart / chunks, x, row, key_head, tile.batch, block);
+            } else {
+                for (int c = 0; c < chunks; c++)
+                    load_chunk(shared_address(to) + c * (kPart / chunks), map, full, x + 64 * c, row, key_head, tile.batch);
+            }
+            part.advance();
+        };
         for (int j = tile.blocks.from; j < tile.blocks.to; j++) {
-            for (int half = 0; half < 2; half++, part.advance())
-                load(shared.part_box[part.index], part.parity, shared.parts[part.index], k, 2, 128 * half, j * kTileRows,
-                     key_head, tile.batch);
-            for (int half = 0; half < 2; half++, part.advance())
-                load(shared.part_box[part.index], part.parity, shared.parts[part.index], v, 4, 0,
-                     j * kTileRows + 64 * half, key_head, tile.batch);
+            // Not unrolled: registers are few.
+#pragma unroll 1
+            for (int half = 0; half < 2; half++) load(k, 2, 128 * half, j * kTileRows);
+#pragma unroll 1
+            for (int half = 0; half < 2; half++) load(v, 4, 0, j * kTileRows + 64 * half);
         }
-    }
+    });
 }
 
 struct Consumer {
@@ -123,10 +165,17 @@ struct Consumer {
         wgmma_commit();
         part.advance();
         wgmma_wait<1>();
-        first.arrive_empty();
+        release(first);
         wgmma_wait<0>();
         wgmma_hold(acc);
-        second.arrive_empty();
+        release(second);
+    }
+
+    __device__ __forceinline__ static void release(Mailbox& box) {
+        if constexpr (CLUSTER > 1)
+            empty_for_both(box);
+        else
+            box.arrive_empty();
     }
 
     // s = q kᵀ, in this warpgroup's turn.
@@ -204,35 +253,44 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
+extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-              const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, int* ticket,
+              const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, unsigned* ticket,
               unsigned short* out, float* m, float* inv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         for (Mailbox& box : shared.q_box) box.init(1, 4);
-        for (Mailbox& box : shared.part_box) box.init(1, 4 * kConsumers);
-        for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers + 1);
+        for (Mailbox& box : shared.part_box) box.init(1, 4 * kConsumers * CLUSTER);
+        for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers + 2);
         shared.turn.init(4, 4);
+        shared.ticket_box.init(1, 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
+    const auto meet = [] { cluster_arrive(), cluster_wait(); };
+    if constexpr (CLUSTER > 1)
+        meet();
+    else
+        __syncthreads();
     wait_for_grid_before();
 
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<24>();
-        if (threadIdx.x == 128 * kConsumers) produce_queries(shared, &q, a, ticket);
-        if (threadIdx.x == 128 * kConsumers + 32) produce_keys(shared, &k, &v, a);
+        const int block = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
+        if (threadIdx.x == 128 * kConsumers) take_tiles(shared, a, ticket, block);
+        if (threadIdx.x == 128 * kConsumers + 32) produce_queries(shared, &q);
+        if (threadIdx.x == 128 * kConsumers + 64) produce_keys(shared, &k, &v, a, block);
     } else {
         setmaxnreg_inc<240>();
         consume(shared, a, out, m, inv, warpgroup);
     }
+    // A block must not end while the other may still write into its shared memory or arrive on a barrier there.
+    if constexpr (CLUSTER > 1) meet();
 }
 
 // No ticket has been taken.
-extern "C" __global__ void attention_ticket(int* ticket) {
+extern "C" __global__ void attention_ticket(unsigned* ticket) {
     let_next_grid_start();
     *ticket = 0;
 }

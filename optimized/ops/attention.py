@@ -13,7 +13,7 @@ import torch
 from optimized import launch
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
-from reference.ops.attention import BLOCK, LOWEST, Options, factor, limits, outputs
+from reference.ops.attention import BLOCK, LOWEST, NO_LIMIT, Options, factor, limits, outputs
 from reference.ops.attention_bias import diagonal
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
@@ -70,12 +70,12 @@ def queries_of(d: int) -> int:
 
 @functools.cache
 def _kernels(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool = False
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, cluster: int = 1
 ) -> tuple[launch.Kernel, launch.Kernel]:
     more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
-        macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more}
+        macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
     else:
         file, macros = "attention", defines(dtype, d, dropout, Q_STAGES=2, **more)
         rows = macros["D_CHUNKS"] * (2 * queries_of(d) + 4 * BLOCK)
@@ -85,9 +85,10 @@ def _kernels(
 
 EITHER = (False, True)
 CONFIGURATIONS = [
-    _kernels(*case, *more)[0].configuration
+    _kernels(*case, *more, cluster)[0].configuration
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
+    for cluster in ((1, 2) if case[1] == WIDE else (1,))
 ]
 
 
@@ -183,20 +184,26 @@ def attention(
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
-        wide, queries = capacity(d) == WIDE, queries_of(capacity(d))
+        wide, queries, index = capacity(d) == WIDE, queries_of(capacity(d)), q.device.index
         boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
-        more = (is_biased(options), options[9] is not None)
+        # Two tiles that visit the same keys share them.
+        cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
+        more = (is_biased(options), options[9] is not None, cluster)
         kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
-        tiles, index = -(-sq // queries) * b * h, q.device.index
-        blocks = min(tiles, launch.processors(index))
-        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
+        threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
+        if cluster > 1:
+            at_a_time = launch.clusters_at_once(kernel, cluster, threads, smem, index)
+        else:
+            at_a_time = launch.processors(index)
+        works = -(-sq // (cluster * queries)) * b * h
+        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if works > at_a_time else None
         if ticket is not None:
             launch.launch(reset, (1,), (1,), [ticket.data_ptr()], device=index)
         args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
         args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
-        early = ticket is not None
-        launch.launch(kernel, (blocks,), (2 * queries + 128,), args, kernel.max_dynamic_smem, device=index, early=early)
+        grid, early = (cluster * min(works, at_a_time),), ticket is not None and cluster == 1
+        launch.launch(kernel, grid, (threads,), args, smem, device=index, early=early)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
     if threshold(dropout):
