@@ -133,6 +133,11 @@ _HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
 _HEAD = Rule(
     is_int, lambda x: x % 8 == 0 and 8 <= x <= MAX_HEAD_DIM, f"a multiple of 8 from 8 to {MAX_HEAD_DIM} is accepted"
 )
+_HEADS = Rule(
+    lambda x: is_int(x) or (isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))),
+    lambda x: all(map(_HEAD.fits, x)) if isinstance(x, tuple) else _HEAD.fits(x),
+    f"a multiple of 8 from 8 to {MAX_HEAD_DIM}, or a pair of them (queries and keys, values), is accepted",
+)
 _SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
 _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
 _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
@@ -215,7 +220,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
     (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
     (_HIDDEN, "normalized_shape LayerNorm.hidden_size RMSNorm.hidden_size"),
-    (_HEAD, "DotProductAttention.kv_channels"),
+    (_HEADS, "DotProductAttention.kv_channels"),
     (_or_none(_HEAD), "kv_channels"),
     (_or_none(_SCALE), "softmax_scale"),
     (_EPSILON, "eps layernorm_epsilon"),

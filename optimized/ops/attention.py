@@ -112,8 +112,8 @@ def arguments(
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> np.ndarray:
-    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
+    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels."""
+    (b, h, sq, d), (_, heads, skv, _) = (*q.shape[:3], out.shape[3]), k.shape
     a = np.zeros((), SUNK if sinks is not None else ARGUMENTS if bias is slopes is None else BIASED)
     if sinks is not None:
         a["sinks"] = sinks.data_ptr()
@@ -131,11 +131,20 @@ def arguments(
         a["mask_strides"] = mask.expand(b, h, sq, skv).stride()
     a["out_strides"] = out.stride()[:3]
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
-    a["together"] = max(1, L2 // (4 * skv * capacity(d))) * a["group"]  # heads whose keys and values fit
+    channels = capacity(max(d, k.shape[3]))
+    a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
     a["lower"], a["upper"] = limits(mask_type, left, right, sq, skv)
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
     return a
+
+
+def widest(q: torch.Tensor, v: torch.Tensor) -> int:
+    """The `capacity` for heads of q and k, and of v. The copy engine fills what a head lacks with zeros.
+
+    A step of the tensor core over zeros changes no bit, and what they multiply is not stored.
+    """
+    return capacity(max(q.shape[3], v.shape[3]))
 
 
 def check_grid(op: str, q: torch.Tensor) -> None:
@@ -164,19 +173,19 @@ def is_biased(options: Options) -> bool:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
+    """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     out, m, inv = outputs(q, k, v, *options)
     options = readable(options)
     dropout, rng_state = options[5:7]
     check_grid("twin::attention", q)
-    b, h, sq, d = q.shape
+    b, h, sq, channels = out.shape
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, (QUERIES, BLOCK, BLOCK), strict=True)]
         more = (is_biased(options), options[9] is not None)
-        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
-        tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
+        kernel, reset = _kernels(q.dtype, widest(q, v), threshold(dropout) > 0, *more)
+        tiles, index = -(-sq // QUERIES) * b * h * -(-channels // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
         if ticket is not None:

@@ -92,20 +92,23 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
-    # One stride serves both dk and dv.
-    dv_written = dv if dv.stride() == dk.stride() else torch.empty_like(dk)
-    run = _wide if attention.capacity(q.shape[3]) == WIDE else _narrow
-    run(inputs, m, inv, (dq, dk, dv_written), options)
-    if dv_written is not dv:
-        dv.copy_(dv_written)
+    # One stride, and one number of channels, serve both dk and dv.
+    dk_written = dk if dk.shape[3] >= dv.shape[3] else torch.empty_like(dv)
+    alike = dv.shape == dk_written.shape and dv.stride() == dk_written.stride()
+    dv_written = dv if alike else torch.empty_like(dk_written)
+    run = _wide if attention.widest(q, v) == WIDE else _narrow
+    run(inputs, m, inv, (dq, dk_written, dv_written), options)
+    for found, written in ((dk, dk_written), (dv, dv_written)):
+        if found is not written:
+            found.copy_(written[..., : found.shape[3]])
     return dq, dk, dv
 
 
 def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, out = inputs
     dq, dk, dv = results
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    index, capacity, drops = q.device.index, attention.capacity(d), threshold(options[5]) > 0
+    (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
+    index, capacity, drops = q.device.index, attention.widest(q, v), threshold(options[5]) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles = padded // queries
     # Heads of keys whose q, grad, dq, k and v fit into L2 side by side, and as many as a launch takes.
@@ -170,7 +173,7 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
 def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, _ = inputs
     dq, dk, dv = results
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
+    (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
     index = q.device.index
     softmax, dots = row_statistics(inputs, m, inv, options)
 
@@ -184,5 +187,5 @@ def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors,
         arguments = attention.arguments(q, k, written[1], *options)
         args: list[Any] = [*(one.argument for one in maps), launch.by_value(arguments)]
         args += [tensor.data_ptr() for tensor in (softmax, dots, *written)]
-        grid = (-(-rows // BLOCK), b * count, -(-d // 128))
+        grid = (-(-rows // BLOCK), b * count, -(-written[1].shape[3] // 128))
         launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=index)
