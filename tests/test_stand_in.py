@@ -73,6 +73,7 @@ def test_the_version_is_that_of_the_api_which_tests_compare_with() -> None:
 
 REFUSED = {
     "from transformer_engine.pytorch import Fp8Padding": "te.Fp8Padding is not offered by Twin Engine: there are no",
+    "from transformer_engine.common.recipe import MXFP8BlockScaling": "recipe.MXFP8BlockScaling is not offered by Twin",
     "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
     "root.pytorch.router.fused_moe_aux_loss()": "te.router is not offered by Twin Engine: there are no lay",
     "import transformer_engine.pytorch.export": "te.export is not offered by Twin Engine: there is no export",
