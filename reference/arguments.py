@@ -63,7 +63,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "InferenceParams.is_paged"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
-    ((None,), "tensor_parallel_mode userbuffers_options glu_interleave_size op_kwargs"),
+    ((None,), "tensor_parallel_mode userbuffers_options op_kwargs"),
     ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
@@ -143,6 +143,7 @@ _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a p
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
 _SHARE = Rule(is_real, lambda x: 0 <= x <= 1, "a number from 0 to 1 is accepted")
 _FRACTION = Rule(is_real, lambda x: 0 < x <= 1, "a number above 0, at most 1, is accepted")
+_OFFSET = Rule(is_real, lambda x: abs(x) < 1e30, "a number between -1e30 and 1e30 is accepted")
 _NUMBER = Rule(is_real, lambda x: abs(x) <= 3.4e38, "a finite number of fp32 is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
@@ -257,6 +258,10 @@ _NAMES: list[tuple[Rule, str]] = [
     (_SIZE, "ops.Bias.size"),
     (_SHARE, "ops.Dropout.p"),
     (_NUMBER, "ops.ConstantScale.scale"),
+    (_or_none(_SIZE), "glu_interleave_size"),
+    (_SCALE, "ops.ClampedSwiGLU.limit ops.ClampedSwiGLU.alpha"),
+    (_OFFSET, "ops.ClampedSwiGLU.glu_linear_offset"),
+    (_FLAG, "ops.Quantize.forward ops.Quantize.backward"),
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 

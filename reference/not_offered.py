@@ -56,8 +56,7 @@ NAMES: dict[str, dict[str, str]] = {
         "register_backward_fusion register_forward_backward_fusion register_forward_fusion",
         _PARALLEL: "AllGather AllReduce ReduceScatter",
         _EXPERTS: "GroupedLinear ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU",
-        "te.ops.Linear casts its own input": "Quantize",
-        "there is no such activation or norm": "ClampedSwiGLU L2Normalization SiTUGLU",
+        "there is no such activation": "SiTUGLU",
     },
 }
 REASONS = {

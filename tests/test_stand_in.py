@@ -79,7 +79,7 @@ REFUSED = {
     "import transformer_engine.pytorch.export": "te.export is not offered by Twin Engine: there is no export",
     "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
     "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",
-    "root.pytorch.ops.Quantize": "ops.Quantize is not offered by Twin Engine: te.ops.Linear casts",
+    "root.pytorch.ops.AllReduce": "ops.AllReduce is not offered by Twin Engine: tensor, sequence and",
     "root.pytorch.module.base.get_workspace": "transformer_engine.pytorch.module.base.get_workspace is not offered by",
     "root.pytorch.module._private": "module 'transformer_engine.pytorch.module' has no attribute '_private'",
     "optimized.install_as_transformer_engine()": "transformer_engine means the other side of Twin Engine in this",

@@ -91,7 +91,7 @@ class Checkpointed(WithFP8State):
             if parameter is not None and prefix + name in state_dict:
                 scale_inv = state_dict.get(f"{prefix}{name}_scale_inv")
                 checkpoint_format.check_weight(prefix + name, state_dict[prefix + name], scale_inv, parameter, assign)
-        if self.fp8_weights:
+        if self.fp8_weights or self.keeps_scales:
             checkpoint_format.check_present(state_dict, prefix, self.state_columns())
             checkpoint_format.check_no_codes(state_dict, prefix, self.fp8_weights)
         else:
@@ -117,7 +117,7 @@ class Checkpointed(WithFP8State):
         self._fp8_workspaces.clear()
         state_dict = dict(state_dict)
         own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
-        if self.fp8_weights:
+        if self.fp8_weights or self.keeps_scales:
             device = own[0].device if own and assign else self._parameter_device()
             state = checkpoint_format.take(state_dict, prefix, self.state_columns(), device)
             if own if state is None else checkpoint_format.is_fresh(state):
