@@ -46,7 +46,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "distribute_saved_activations make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((None, False), "pad_between_seqs"),
-    ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
@@ -194,6 +193,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG_OR_NONE, "LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     (_FLAGS, "make_graphed_callables.enabled make_graphed_callables.fp8_enabled"),
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
+    (_FLAG_OR_NONE, "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
     (_SIZE, "max_batch_size max_sequence_length num_heads_kv"),
