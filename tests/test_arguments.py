@@ -74,7 +74,7 @@ ARGUMENTS = {
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
     "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode qk_norm_before_rope "
-    "parallel_attention_mlp delay_wgrad_compute",
+    "parallel_attention_mlp delay_wgrad_compute save_original_input",
     "probability": "attention_dropout hidden_dropout drop_path_rate",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",
