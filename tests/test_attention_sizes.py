@@ -7,9 +7,11 @@ import pytest
 import torch
 from attention_cases import LAYOUTS, MASKS, Case, check_against_float64, inputs, run
 from conftest import assert_same_bits
+from dry_gpu import DryGpu
 from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
+import optimized
 import reference as te
 from reference import tensor_core
 from reference.ops.attention import MASK_TYPES
@@ -209,6 +211,29 @@ def test_a_cache_of_both_sizes(softmax: str) -> None:
         equal.allocate_memory(1)
         with pytest.raises(ValueError, match=r"heads of 24 \(keys\) and 40 \(values\) channels, and .* \(2, 24, 24\)"):
             core(q[:, :1], k[:, :1], v[:, :1], inference_params=equal)
+
+
+def test_what_a_gpu_launches() -> None:
+    """The kernels of the larger size, without a padded copy of v; training, and a cache of both sizes."""
+    bf16: dict[str, Any] = {"dtype": BF16, "device": "cuda"}
+    with DryGpu() as gpu:
+        core = optimized.DotProductAttention(4, (192, 128), num_gqa_groups=2, attention_dropout=0.1)
+        sizes = ((4, 192), (2, 192), (2, 128))
+        q, k, v = (torch.empty(70, 2, *size, **bf16).requires_grad_() for size in sizes)
+        out = core(q, k, v)
+        out.backward(torch.empty_like(out))
+        cache = optimized.InferenceParams(2, 128, 2, 192, BF16, head_dim_v=128)
+        core.eval()
+        with torch.no_grad():
+            for n in (5, 1, 2):
+                cache.pre_step({0: n, 1: n})
+                cache.allocate_memory(1)
+                assert core(q[:n], k[:n], v[:n], inference_params=cache).shape == (n, 2, 512)
+    assert [x.shape[-1] for x in (out, q.grad, k.grad, v.grad)] == [512, 192, 192, 128]
+    kernels = [(one.kernel.kernel, one.kernel.name) for one in gpu.launches]
+    backward = [("attention_backward_wide", name) for name in ("dots", "attention_backward", "attention_backward")]
+    forward = ("attention", "attention")
+    assert kernels == [forward, ("dropout", "advance"), *backward, forward, forward, forward]
 
 
 @pytest.mark.parametrize(
