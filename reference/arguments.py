@@ -41,19 +41,17 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "get_cpu_offload_context.offload_weights get_cpu_offload_context.manual_synchronization"),
     ((False,), "get_cpu_offload_context.retain_pinned_cpu_buffers"),
     ((False,), "return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
-    ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad save_original_input"),
+    ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad"),
     ((False,), "_graph return_max_logit amsgrad"),
     ((False,), "distribute_saved_activations make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((None, False), "pad_between_seqs"),
-    ((None, False), "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
     ((True,), "fast_zero_fill materialize_master_grads"),
     ((0,), "sm_margin cp_rank"),
-    ((None,), "start_positions cu_seqlens"),
     ((1,), "tp_size cp_size"),
     ((1, None), "num_splits"),
     ((-3,), "qkv_interleave_dim"),
@@ -64,7 +62,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "InferenceParams.is_paged"),
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
-    ((None,), "tensor_parallel_mode userbuffers_options glu_interleave_size op_kwargs"),
+    ((None,), "tensor_parallel_mode userbuffers_options op_kwargs"),
     ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
@@ -133,12 +131,18 @@ _HIDDEN = _ints(1, MAX_HIDDEN)  # of a norm
 _HEAD = Rule(
     is_int, lambda x: x % 8 == 0 and 8 <= x <= MAX_HEAD_DIM, f"a multiple of 8 from 8 to {MAX_HEAD_DIM} is accepted"
 )
+_HEADS = Rule(
+    lambda x: is_int(x) or (isinstance(x, tuple) and len(x) == 2 and all(map(is_int, x))),
+    lambda x: all(map(_HEAD.fits, x)) if isinstance(x, tuple) else _HEAD.fits(x),
+    f"a multiple of 8 from 8 to {MAX_HEAD_DIM}, or a pair of them (queries and keys, values), is accepted",
+)
 _SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
 _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
 _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
 _SHARE = Rule(is_real, lambda x: 0 <= x <= 1, "a number from 0 to 1 is accepted")
 _FRACTION = Rule(is_real, lambda x: 0 < x <= 1, "a number above 0, at most 1, is accepted")
+_OFFSET = Rule(is_real, lambda x: abs(x) < 1e30, "a number between -1e30 and 1e30 is accepted")
 _NUMBER = Rule(is_real, lambda x: abs(x) <= 3.4e38, "a finite number of fp32 is accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
@@ -189,6 +193,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG_OR_NONE, "LayerNorm.sequence_parallel RMSNorm.sequence_parallel"),
     (_FLAGS, "make_graphed_callables.enabled make_graphed_callables.fp8_enabled"),
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
+    (_FLAG_OR_NONE, "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
     (_FLAG, "allow_unused_input clone_param_grads_on_return"),
     (_ints(0), "num_warmup_iters"),
     (_SIZE, "max_batch_size max_sequence_length num_heads_kv"),
@@ -215,7 +220,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_or_none(_SIZE), "num_gqa_groups layer_number seq_length micro_batch_size"),
     (_HIDDEN, "LayerNormLinear.in_features LayerNormMLP.hidden_size TransformerLayer.hidden_size"),
     (_HIDDEN, "normalized_shape LayerNorm.hidden_size RMSNorm.hidden_size"),
-    (_HEAD, "DotProductAttention.kv_channels"),
+    (_HEADS, "DotProductAttention.kv_channels"),
     (_or_none(_HEAD), "kv_channels"),
     (_or_none(_SCALE), "softmax_scale"),
     (_EPSILON, "eps layernorm_epsilon"),
@@ -227,7 +232,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAG, "checkpoint"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
     (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention qk_norm_before_rope"),
-    (_FLAG, "parallel_attention_mlp delay_wgrad_compute"),
+    (_FLAG, "parallel_attention_mlp delay_wgrad_compute save_original_input"),
     (_FLAG, "return_reason enabled calibrating preserve_high_precision_init_val"),
     (_FLAG_OR_NONE, "is_first_microbatch"),
     (_FUNCTION, "init_method output_layer_init_method get_rng_state_tracker"),
@@ -236,8 +241,8 @@ _NAMES: list[tuple[Rule, str]] = [
     (_DEVICE, "device"),
     (_or_none(_one_of("row", "column")), "parallel_mode"),
     (_one_of(*MASK_TYPES), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
-    (_one_of("sbhd", "bshd", "thd"), "qkv_format attn_input_format"),
-    (_one_of("sbhd", "bshd"), "tensor_format InferenceParams.qkv_format"),
+    (_one_of("sbhd", "bshd", "thd"), "qkv_format attn_input_format tensor_format"),
+    (_one_of("sbhd", "bshd"), "InferenceParams.qkv_format"),
     (_or_none(_SIZE), "max_seqlen_q max_seqlen_kv"),
     (_one_of(*ACTIVATIONS), "activation"),
     (_CLAMP, "activation_params"),
@@ -253,6 +258,10 @@ _NAMES: list[tuple[Rule, str]] = [
     (_SIZE, "ops.Bias.size"),
     (_SHARE, "ops.Dropout.p"),
     (_NUMBER, "ops.ConstantScale.scale"),
+    (_or_none(_SIZE), "glu_interleave_size"),
+    (_SCALE, "ops.ClampedSwiGLU.limit ops.ClampedSwiGLU.alpha"),
+    (_OFFSET, "ops.ClampedSwiGLU.glu_linear_offset"),
+    (_FLAG, "ops.Quantize.forward ops.Quantize.backward"),
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 

@@ -3,7 +3,8 @@
 Kernels read scales, amax histories and random states and change them in place, so a replay does so as well. The host's
 part stays outside the graphs: autocast's updates of the scales, and dropout's seeds, which are drawn before each
 replay. Warm-up and capture change no state. A layer that runs twice in one graph takes its second mask from the first
-one's seed.
+one's seed. With `cache_quantized_params` the casts of the weights stay outside, too: a graph reads FP8 copies, which a
+call with `is_first_microbatch=True` makes anew where they lie.
 """
 
 import gc
@@ -17,8 +18,10 @@ from reference import scaling
 from reference.arguments import check_arguments
 from reference.autocast import AutocastState, autocast, current, restored
 from reference.nn.dropout import Generator
+from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.module import TransformerEngineBaseModule
 from reference.notice import say_once
+from reference.quantized import Quantized
 from reference.random import undrawn
 from reference.recipe import DelayedScaling
 from reference.threads import here
@@ -79,7 +82,9 @@ def make_graphed_callables(
         pool: memory pool of another graph to share.
         clone_param_grads_on_return: copy the parameters' gradients out of the graph's memory, which the next backward
             overwrites.
-        cache_quantized_params and the rest: only "off" is offered.
+        cache_quantized_params: keep FP8 copies of the weights. Each call then needs `is_first_microbatch`: True casts
+            them, False takes the copies as they are. The modules themselves need not accept it.
+        _order and the rest: only "off" is offered.
 
     Source: Transformer Engine's `pytorch/graph.py`.
     """
@@ -104,7 +109,7 @@ def make_graphed_callables(
         return modules
     shared = (bool(given["calibrating"]), settings.recipe, given["amax_reduction_group"])
     graphs = [
-        _Graphed(module, keywords, AutocastState(bool(flag), *shared))
+        _Graphed(module, keywords, AutocastState(bool(flag), *shared), bool(given["cache_quantized_params"]))
         for module, keywords, flag in zip(targets, kwargs, flags, strict=True)
     ]
     kept = [tensor for graph in graphs for tensor in graph.state()]
@@ -157,7 +162,9 @@ def _nothing_to_capture(sample_args: tuple[tuple[torch.Tensor, ...], ...]) -> bo
 class _Graphed:
     """One module, during its capture and around its replays."""
 
-    def __init__(self, module: torch.nn.Module, keywords: Mapping[str, Any], settings: AutocastState) -> None:
+    def __init__(
+        self, module: torch.nn.Module, keywords: Mapping[str, Any], settings: AutocastState, caches: bool
+    ) -> None:
         self.module = module
         self.settings = settings
         self.tensors = {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor)}
@@ -165,7 +172,7 @@ class _Graphed:
         if self.constants.get("is_first_microbatch") is not None:
             raise NotImplementedError(
                 f"make_graphed_callables: is_first_microbatch={self.constants['is_first_microbatch']!r} is not "
-                f"offered; None is accepted: a graph casts its weights at each replay."
+                f"offered; None is accepted (cache_quantized_params=True takes it in each call)."
             )
         self.original: Callable[..., Any] = module.forward
         self.training = module.training
@@ -182,11 +189,19 @@ class _Graphed:
                 "make_graphed_callables: a layer with delay_wgrad_compute=True is not offered; False is accepted: a "
                 "graph's backward keeps no operands."
             )
+        self.caches = caches  # and so takes is_first_microbatch
+        if self.caches and any(layer.fuse_wgrad_accumulation for layer in self.layers):
+            raise NotImplementedError(
+                "make_graphed_callables: cache_quantized_params=True with a layer with fuse_wgrad_accumulation=True is "
+                "not offered (its first microbatch overwrites main_grad, which a graph cannot); False is accepted."
+            )
         # A layer is updated from its first call on, not from its capture on.
         self.memberships = [layer._membership for layer in self.layers]
         with restored(settings):
             for layer in self.layers:
                 layer.init_fp8_metadata()
+        self.copies: dict[tuple[TransformerEngineBaseModule, str], Quantized] = {}
+        self.eager_copies = [dict(layer._fp8_workspaces) for layer in self.layers]
         module.forward = self.captured  # type: ignore[method-assign]
 
     def _fp8_state(self) -> list[torch.Tensor]:
@@ -199,8 +214,43 @@ class _Graphed:
         main_grads = (getattr(parameter, "main_grad", None) for parameter in self.module.parameters())
         return found + [grad for grad in main_grads if grad is not None]
 
+    @torch.no_grad()
+    def cast_weights(self, first: bool) -> None:
+        """Bring the copies of all weights that are cast up to date, where the graph reads them.
+
+        As in eager mode, weights are cast in the first microbatch, and where a checkpoint or a move has dropped a copy.
+        """
+        for layer in self.layers:
+            for name, column in layer.fp8_weights.items():
+                parts: list[Any] = [*layer.parts_of(name)]
+                context, kept = layer.context(torch.bfloat16, first), self.copies.get((layer, name))
+                if not context.fp8 or isinstance(parts[0], Float8Tensor):  # nothing is cast
+                    continue
+                weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+                found = context.weight(column // 3, name, weight, transpose=True)
+                if kept is None:
+                    kept = self.copies[layer, name] = found
+                for to, new in zip(kept[:3], found[:3], strict=True):
+                    if to is not new and to is not None and new is not None:
+                        _bytes(to).copy_(_bytes(new))
+                layer._fp8_workspaces[name] = kept
+
     def captured(self, *args: torch.Tensor) -> Any:
         """The module's forward during warm-up and capture: under the settings, without updates."""
+        if not self.caches:
+            return self._captured(*args)
+        if not self.copies:
+            with restored(self.settings):
+                self.cast_weights(first=True)
+        for layer in self.layers:
+            layer.reuses_weights = True
+        try:
+            return self._captured(*args)
+        finally:
+            for layer in self.layers:
+                del layer.reuses_weights
+
+    def _captured(self, *args: torch.Tensor) -> Any:
         count = len(args) - len(self.tensors)
         tensors = dict(zip(self.tensors, args[count:], strict=True))
         thread = here()
@@ -212,8 +262,8 @@ class _Graphed:
     def install(self, clone_gradients: bool) -> None:
         """Replace the module's forward by the replay."""
         self.held = self._fp8_state()
-        for layer, membership in zip(self.layers, self.memberships, strict=True):
-            layer._membership = membership
+        for layer, membership, copies in zip(self.layers, self.memberships, self.eager_copies, strict=True):
+            layer._membership, layer._fp8_workspaces = membership, copies
         self.replay = self.module.forward
         self.module.forward = self.forward  # type: ignore[method-assign]
         if clone_gradients:
@@ -225,7 +275,15 @@ class _Graphed:
         """The module's forward after the capture."""
         if self.module.training != self.training:
             return self.original(*args, **kwargs)
+        first_microbatch = kwargs.pop("is_first_microbatch", None) if self.caches else None
         self._check(kwargs)
+        if self.caches:
+            if not isinstance(first_microbatch, bool):
+                raise TypeError(
+                    f"{type(self.module).__name__}: is_first_microbatch={first_microbatch!r}; True and False are "
+                    f"accepted: its CUDA graph was captured with cache_quantized_params=True."
+                )
+            self.cast_weights(first_microbatch)
         state = current()
         if state.enabled or state.calibrating:
             for layer in self.layers:
@@ -269,3 +327,8 @@ class _Graphed:
                 f"{name}: its CUDA graph was captured with keywords {[*self.tensors, *self.constants]} and is called "
                 f"with {list(kwargs)}; the same are accepted, with other tensors but no other values."
             )
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 codes as bytes, which every device copies; scales as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

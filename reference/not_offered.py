@@ -56,8 +56,7 @@ NAMES: dict[str, dict[str, str]] = {
         "register_backward_fusion register_forward_backward_fusion register_forward_fusion",
         _PARALLEL: "AllGather AllReduce ReduceScatter",
         _EXPERTS: "GroupedLinear ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU",
-        "te.ops.Linear casts its own input": "Quantize",
-        "there is no such activation or norm": "ClampedSwiGLU L2Normalization SiTUGLU",
+        "there is no such activation": "SiTUGLU",
     },
 }
 REASONS = {
@@ -77,7 +76,10 @@ def sentence(package: str, name: str) -> str | None:
 
 
 def explain(package: str) -> None:
-    """Give the module `package` a `__getattr__` of this kind; type checkers do not see it, and report such names."""
+    """Give the module `package` a `__getattr__` of this kind; type checkers do not see it, and report such names.
+
+    For `from package import name` Python asks the finder below, where a module has a `__path__`.
+    """
 
     def missing(name: str) -> NoReturn:
         # With Python's own attributes, so that Python can suggest similar names.
@@ -85,6 +87,7 @@ def explain(package: str) -> None:
         raise AttributeError(text, name=name, obj=sys.modules.get(package))
 
     vars(sys.modules[package])["__getattr__"] = missing
+    vars(sys.modules[package]).setdefault("__path__", [])
 
 
 class _Finder(importlib.abc.MetaPathFinder):

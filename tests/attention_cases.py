@@ -21,7 +21,7 @@ BIASES = ("none", "bhss", "1hss", "b1ss", "11ss", "h slopes", "bh slopes")  # wh
 
 @dataclass(frozen=True)
 class Case:
-    """One call: q [b, h, sq, d], k and v [b, hkv, skv, d]."""
+    """One call: q [b, h, sq, d], k [b, hkv, skv, d] and v [b, hkv, skv, e]; an e of 0 is d."""
 
     b: int = 1
     hkv: int = 1
@@ -40,6 +40,7 @@ class Case:
     bias: str = "none"
     bias_is_fp32: bool = False
     sinks: bool = False
+    e: int = 0
 
     @property
     def h(self) -> int:
@@ -54,9 +55,8 @@ def _numbers(generator: np.random.Generator, shape: tuple[int, ...], dtype: torc
     return torch.from_numpy(generator.normal(size=shape).astype(np.float32)).to(dtype)
 
 
-def _view(generator: np.random.Generator, b: int, h: int, s: int, case: Case) -> torch.Tensor:
+def _view(generator: np.random.Generator, b: int, h: int, s: int, d: int, case: Case) -> torch.Tensor:
     """`[b, h, s, d]` as a view of memory in the case's layout."""
-    d = case.d
     if case.layout == "bhsd":
         return _numbers(generator, (b, h, s, d), case.dtype)
     if case.layout == "bshd":
@@ -95,10 +95,10 @@ def inputs(case: Case) -> dict[str, torch.Tensor | None]:
     sinks = torch.from_numpy(np.random.default_rng(case.seed + 2).normal(size=case.h).astype(np.float32))
     return _bias(case) | {
         "sinks": 2 * sinks if case.sinks else None,
-        "q": _view(generator, case.b, case.h, case.sq, case),
-        "k": _view(generator, case.b, case.hkv, case.skv, case),
-        "v": _view(generator, case.b, case.hkv, case.skv, case),
-        "grad": _view(generator, case.b, case.h, case.sq, case),
+        "q": _view(generator, case.b, case.h, case.sq, case.d, case),
+        "k": _view(generator, case.b, case.hkv, case.skv, case.d, case),
+        "v": _view(generator, case.b, case.hkv, case.skv, case.e or case.d, case),
+        "grad": _view(generator, case.b, case.h, case.sq, case.e or case.d, case),
         "mask": _mask(generator, case),
         "rng_state": torch.from_numpy(generator.integers(0, 2**62, size=2)) if case.dropout else None,
     }
@@ -201,7 +201,8 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
 
     unit, tiny = (2.0**-8, 2.0**-133) if case.dtype == torch.bfloat16 else (2.0**-11, 2.0**-24)
     step, least = 2.0**-22, max(tiny, 2.0**-125)
-    along_d, along_keys, along_queries = (math.ceil(n / 16) + 1 for n in (case.d, case.skv, case.sq * case.group))
+    counts = (case.d, case.e or case.d, case.skv, case.sq * case.group)
+    along_d, along_e, along_keys, along_queries = (math.ceil(n / 16) + 1 for n in counts)
     qa, ka, va, ga = (x.detach().abs() for x in (q, keys, values, grad))
     a = weights.detach()
     score_error = scale * along_d * step * (qa @ ka.transpose(2, 3))
@@ -213,8 +214,8 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     bound["out"] += kept * ((a * (loose + along_keys * step)) @ va + least * va.sum(2, keepdim=True))
     dp = (grad @ values.detach().transpose(2, 3)) * keep * kept
     dots = (grad * truth["out"]).sum(-1, keepdim=True)
-    error = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1, keepdim=True)
-    error = error + kept * along_d * step * (ga @ va.transpose(2, 3))
+    error = (ga * (bound["out"] + along_e * step * truth["out"].abs())).sum(-1, keepdim=True)
+    error = error + kept * along_e * step * (ga @ va.transpose(2, 3))
     ds = a * (dp - dots)
     ds_bound = a * error + loose * ds.abs() + least * (dp - dots).abs() + tiny
     ds_bound = torch.where(hidden, 0.0, ds_bound)
@@ -222,7 +223,7 @@ def exact(case: Case, given: dict) -> tuple[dict[str, torch.Tensor], dict[str, t
     if given["sinks"] is not None:
         # a is off by w, D as above; b sq terms of fp32 are added.
         share = 1 - torch.where(hidden.all(-1), 1.0, a.sum(-1))
-        of_dots = (ga * (bound["out"] + along_d * step * truth["out"].abs())).sum(-1)
+        of_dots = (ga * (bound["out"] + along_e * step * truth["out"].abs())).sum(-1)
         terms = share * (dots.abs() * (factor + case.b * case.sq * 2.0**-23)).squeeze(-1)
         bound["dsinks"] = (terms + share * of_dots).sum((0, 2))
     if given["bias"] is not None:
@@ -267,5 +268,6 @@ CASES = st.builds(
     scale=st.sampled_from((None, None, 1.0, 1e-3, 3.0)),
     bias=st.sampled_from(("none", *BIASES)),
     bias_is_fp32=st.booleans(),
+    e=st.one_of(st.just(0), st.integers(1, 32).map(lambda eighths: 8 * eighths)),
     seed=st.integers(0, 2**31),
 )

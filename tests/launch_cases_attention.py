@@ -52,18 +52,20 @@ def attentions(note: Notes) -> None:
         contiguous: bool = False,
         window: tuple[int, int] = (-1, -1),
         bias: tuple[torch.Tensor | None, ...] = (),
+        e: int = 0,
     ) -> None:
         b, h, heads, sq, skv, d = sizes
+        e = e or d
 
-        def of(n: int, s: int) -> torch.Tensor:
+        def of(n: int, s: int, d: int) -> torch.Tensor:
             if contiguous:
                 return empty(b, n, s, d, dtype=dtype, start=start)
             return empty(s, b, n, d, dtype=dtype, start=start).permute(1, 2, 0, 3)
 
-        q, k, v = of(h, sq), of(heads, skv), of(heads, skv)
+        q, k, v = of(h, sq, d), of(heads, skv, d), of(heads, skv, e)
         rest = (0.125, mask_type, *window, mask, dropout, empty(2, dtype=torch.int64) if dropout else None)
         out, m, inv = note(twin.attention, q, k, v, *rest, *bias)
-        grad = of(h, sq)
+        grad = of(h, sq, e)
         note(twin.attention_backward, grad, q, k, v, out, m, inv, *rest, *bias)
         if bias[:1] != (None,) and bias:
             note(twin.attention_bias_backward, grad, q, k, v, out, m, inv, *rest, *bias)
@@ -97,6 +99,10 @@ def attentions(note: Notes) -> None:
         note(twin.attention_sink_backward, empty(*sizes), empty(*sizes), row, row, empty(sizes[1], dtype=FP32))
     for d, slopes in ((32, empty(2, dtype=FP32)), (64, empty(2, 2, dtype=FP32)), (200, empty(1, 2, dtype=FP32)[0])):
         both((2, 2, 1, 40, 70, d), mask_type="causal_bottom_right", bias=(None, slopes))
+    # Heads of two sizes: with the kernels of the larger one.
+    both((2, 4, 2, 130, 150, 192), bias=(empty(1, 4, 130, 150), None), e=128)
+    both((2, 4, 2, 130, 150, 40), e=128)
+    both((1, 1, 1, 1, 1, 16), e=8)  # where strides say nothing
     # k and v of other strides, and repeated heads.
     q, k, v = empty(2, 2, 40, 32), empty(2, 1, 70, 32), empty(70, 2, 1, 32).permute(1, 2, 0, 3)
     rest = (0.125, "none", -1, -1, None, 0.0, None)

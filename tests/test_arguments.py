@@ -20,7 +20,10 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
         [32, np.int64(32)],
     ),
     "size or none": (["16", 16.0, True, (16,), -1, 0, 2**31, NAN, np.float32(2), torch.ones(1)], [None, 2, np.int8(2)]),
-    "head": ([None, 0, -8, 4, 20, 264, True, 16.0, "16", (16, 16), np.float64(16)], [8, 256, np.int32(16)]),
+    "heads": (
+        [None, 0, -8, 4, 20, 264, True, 16.0, "16", (16,), [16, 8], (16, 12), (16, None), (8, 8, 8), np.float64(16)],
+        [8, 256, np.int32(16), (16, 16), (192, np.int64(128))],
+    ),
     "head or none": ([0, -8, 4, 20, 264, True, 16.0, "16", (16, 16), np.float64(16)], [None, 8, np.int32(16)]),
     "flag": ([None, 0, 1, "yes", "", (True,), np.True_, 1.0, torch.tensor(True)], [True, False]),
     "probability": (
@@ -71,7 +74,7 @@ ARGUMENTS = {
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
     "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode qk_norm_before_rope "
-    "parallel_attention_mlp delay_wgrad_compute",
+    "parallel_attention_mlp delay_wgrad_compute save_original_input",
     "probability": "attention_dropout hidden_dropout drop_path_rate",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",
@@ -126,7 +129,7 @@ CASES = [
 @pytest.mark.parametrize(("layer", "name", "kind"), CASES)
 def test_each_argument(layer: str, name: str, kind: str) -> None:
     make, given = LAYERS[layer]
-    kind = "head" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
+    kind = "heads" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
     if (layer, name) in (("LayerNorm", "hidden_size"), ("RMSNorm", "hidden_size")):
         given = META  # it is the older name of normalized_shape
     if name == "activation_params":

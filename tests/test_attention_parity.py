@@ -148,6 +148,14 @@ def test_infinity_and_nan_in_a_bias(value: str) -> None:
         compare(Case(2, 2, 1, 150, 160, d, bias="1hss"), change)
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": "1hss"}, {"sinks": True}, {"mask": "arbitrary", "window": (200, 0)}])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("d", "e"), [(192, 128), (64, 128), (128, 40), (96, 256), (8, 16), (256, 8)])
+def test_heads_of_two_sizes(d: int, e: int, dropout: float, options: dict) -> None:
+    sizes = {"b": 2, "hkv": 2, "group": 2, "sq": 197, "skv": 261, "d": d, "e": e}
+    compare(Case(**sizes, mask_type="causal", dropout=dropout, layout="sbhd", **options))
+
+
 @pytest.mark.parametrize(("dtype", "d", "dropout"), FORCED)
 def test_every_configuration_with_sinks(dtype: torch.dtype, d: int, dropout: float) -> None:
     compare(Case(2, 2, 2, 197, 261, d, dtype, "causal_bottom_right", dropout=dropout, sinks=True))

@@ -22,8 +22,8 @@ BF16 = torch.bfloat16
 HIDDEN, HEADS = 32, 2
 
 
-def attention_input(heads: int = HEADS) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(4, 2, heads, 8, dtype=BF16, requires_grad=True) for _ in range(3))
+def attention_input(heads: int = HEADS, values: int = 8) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(4, 2, heads, size, dtype=BF16, requires_grad=True) for size in (8, 8, values))
 
 
 def hidden() -> tuple[torch.Tensor, ...]:
@@ -37,6 +37,10 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], tuple[torch.
     "LayerNormLinear": (lambda: te.LayerNormLinear(HIDDEN, 48, params_dtype=BF16), hidden),
     "LayerNormMLP": (lambda: te.LayerNormMLP(HIDDEN, 64, activation="swiglu", params_dtype=BF16), hidden),
     "DotProductAttention": (lambda: te.DotProductAttention(HEADS, 8, attention_dropout=0.1), attention_input),
+    "DotProductAttention of two sizes": (
+        lambda: te.DotProductAttention(HEADS, (8, 16)),
+        lambda: attention_input(2, 16),
+    ),
     "MultiheadAttention": (
         lambda: te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, fuse_qkv_params=True, params_dtype=BF16),
         hidden,

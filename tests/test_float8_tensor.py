@@ -249,6 +249,10 @@ def test_no_memory_is_handed_out_that_is_not_there() -> None:
         BufferError, match=r"Float8Tensor: it has no memory of its own; `dequantize\(\)` gives a tensor"
     ):
         torch.from_dlpack(weight)
+    for held in (weight, weight.detach(), torch.nn.Parameter(weight), weight[0], copy.deepcopy(weight)):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor"):  # torch's, not address 0
+            torch.utils.dlpack.to_dlpack(held)
+        assert held.data_ptr() == 0
     with pytest.raises(RuntimeError):
         weight.numpy()
 

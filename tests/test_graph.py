@@ -122,6 +122,103 @@ def test_warm_up_changes_no_state_and_replays_update_the_scales(fp8: bool) -> No
     compare(chain(te), "cpu", fp8)
 
 
+def microbatches(modules: tuple[torch.nn.Module, ...], device: str) -> list[torch.Tensor]:
+    """Every output, gradient and state of three steps of three microbatches; weights are cast in each first one."""
+    seen: list[torch.Tensor] = []
+    numbers = torch.Generator().manual_seed(3)
+    torch.manual_seed(4)
+    for step in range(3):
+        for module in modules:
+            module.zero_grad(set_to_none=True)
+        for n in range(3):
+            if step == 1 and n == 1:  # drops the copies: the next microbatch casts weights although it is no first one
+                modules[0].load_state_dict(modules[0].state_dict())
+            x = torch.randn(4, 2, HIDDEN, generator=numbers).to(device, BF16).requires_grad_()
+            with te.autocast(recipe=RECIPE):
+                y = x
+                for module in modules:
+                    y = module(y, is_first_microbatch=n == 0)
+            y.backward(torch.full_like(y, 2.0**-n))
+            with torch.no_grad():  # a weight changes in between: nobody sees it before the next step
+                modules[1].weight.mul_(0.5 if n == 0 else 1.0)
+            seen += [y.clone(), x.grad.clone(), *(t for module in modules for t in state(module))]
+        with torch.no_grad():
+            for p in (p for module in modules for p in module.parameters()):
+                seen.append(p.grad.clone())
+                p.copy_(p - p.grad * 0.125)
+    return seen
+
+
+def compare_caches(modules: tuple[torch.nn.Module, ...], device: str) -> None:
+    eager = copy.deepcopy(modules)
+    samples = tuple((torch.randn(4, 2, HIDDEN, device=device, dtype=BF16, requires_grad=True),) for _ in modules)
+    te.make_graphed_callables(modules, samples, enabled=True, recipe=RECIPE, cache_quantized_params=True)
+    expected = microbatches(eager, device)
+    for position, (a, b) in enumerate(zip(expected, microbatches(modules, device), strict=True)):
+        assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_cached_weights() -> None:
+    import optimized
+
+    compare_caches(chain(optimized), "cuda")
+
+
+def copies(module: torch.nn.Module) -> list[int]:
+    """Where the FP8 copies of its weights lie."""
+    found = [one for m in module.modules() for one in getattr(m, "_fp8_workspaces", {}).values()]
+    return [t.data_ptr() for one in found for t in one[:3]]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_cached_weights_are_cast_where_they_lie() -> None:
+    """A replay takes the copies of the first microbatch, which stay where the graph has found them."""
+    compare_caches(chain(te), "cpu")
+    modules = chain(te)
+    x = torch.randn(4, 2, HIDDEN, dtype=BF16, requires_grad=True)
+    sample = ((x,), (x,))
+    te.make_graphed_callables(modules, sample, fp8_enabled=True, fp8_recipe=RECIPE, fp8_weight_caching=True)
+    assert not any(copies(module) for module in modules)  # as before: the next call casts, whatever it says
+    assert all(
+        t.eq(1 if t.dim() == 1 else 0).all() for module in modules for t in state(module) if t.is_floating_point()
+    )
+    places = []
+    for first in (True, False, True, False):
+        with te.autocast(recipe=RECIPE):
+            modules[1](modules[0](x, is_first_microbatch=first), is_first_microbatch=first)
+        places.append([place for module in modules for place in copies(module)])
+    assert len(places[0]) == 3 * 5
+    assert all(one == places[0] for one in places)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_modules_that_take_no_is_first_microbatch_can_cache() -> None:
+    """As in Transformer Engine the callable takes it, whatever its module takes; in 16 bits it means nothing."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(te.Linear(HIDDEN, 16, params_dtype=BF16), te.LayerNormMLP(16, 32, params_dtype=BF16))
+    eager, x = copy.deepcopy(model), torch.randn(16, HIDDEN, dtype=BF16)
+    te.make_graphed_callables(model, (x,), enabled=True, recipe=RECIPE, cache_quantized_params=True)
+    with te.autocast(recipe=RECIPE):
+        assert_same_bits(model(x, is_first_microbatch=True), eager(x))
+        with torch.no_grad():
+            model[0].weight.zero_()
+        assert_same_bits(model(x, is_first_microbatch=False), eager(x))
+        assert not torch.equal(model(x, is_first_microbatch=True), eager(x))
+        for missing in ({}, {"is_first_microbatch": None}):
+            with pytest.raises(
+                TypeError, match=r"Sequential: is_first_microbatch=None; True and False are accepted: its"
+            ):
+                model(x, **missing)
+    plain, x = te.Linear(HIDDEN, 16, params_dtype=BF16), torch.randn(4, HIDDEN, dtype=BF16)
+    expected = plain(x)
+    te.make_graphed_callables(plain, (x,), cache_quantized_params=True)
+    assert_same_bits(plain(x, is_first_microbatch=True), expected)
+    fused = te.Linear(HIDDEN, 16, params_dtype=BF16, fuse_wgrad_accumulation=True)
+    with pytest.raises(NotImplementedError, match="cache_quantized_params=True with a layer with fuse_wgrad_accumulat"):
+        te.make_graphed_callables(fused, (x,), enabled=True, cache_quantized_params=True)
+
+
 @pytest.mark.usefixtures("pretended")
 def test_a_graph_whose_fp8_state_was_replaced_is_refused() -> None:
     x = torch.randn(4, HIDDEN, dtype=BF16)
@@ -187,7 +284,7 @@ def test_a_list_is_a_tuple() -> None:
     ("error", "sentence", "arguments"),
     [
         (ValueError, "enabled and fp8_enabled, its older name, are given", {"enabled": True, "fp8_enabled": True}),
-        (NotImplementedError, "fp8_weight_caching|cache_quantized_params=True is not", {"fp8_weight_caching": True}),
+        (TypeError, "fp8_weight_caching=1; None, True and False are accepted", {"fp8_weight_caching": 1}),
         (NotImplementedError, "retain_graph_in_backward=True is not offered", {"retain_graph_in_backward": True}),
         (NotImplementedError, r"_order=\[1, -1\] is not offered; None is accepted", {"_order": [1, -1]}),
         (ValueError, "enabled has 2 entries for 1 modules", {"enabled": (True, False)}),

@@ -210,7 +210,7 @@ def test_attention_by_itself_needs_its_memory() -> None:
         ({"num_heads_kv": None}, "num_heads_kv=None; an int from 1 "),
         ({"head_dim_k": 12}, "head_dim_k=12; a multiple of 8 from 8 to 256 is accepted"),
         ({"head_dim_k": None}, "head_dim_k=None; a multiple of 8"),
-        ({"head_dim_v": 32}, "head_dim_v=32 with head_dim_k=16 is not offered; None and 16 are accepted"),
+        ({"head_dim_v": 12}, "head_dim_v=12; None or a multiple of 8 from 8 to 256 is accepted"),
         ({"dtype": None}, "dtype=None; float32, bfloat16 and float16 are accepted"),
         ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; float32, "),
         ({"is_paged": True}, "is_paged=True is not offered; False is accepted"),
@@ -301,7 +301,7 @@ def refusals() -> list[tuple[str, Callable[[Decoder, te.InferenceParams, torch.T
         (
             "heads",
             call(inference_params=other),
-            r"num_gqa_groups and kv_channels are \(2, 16\), and inference",
+            r"num_gqa_groups=2 and heads of 16 \(keys\) and 16 \(values\) channels, and inference",
         ),
         ("mask", call(attention_mask=mask), "attention_mask with inference_params; None is accepted"),
         ("mask type", call(self_attn_mask_type="arbitrary"), "the mask type 'arbitrary' is not offered; 'self', "),

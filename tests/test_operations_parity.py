@@ -51,6 +51,19 @@ def test_a_constant_scale_of_every_word(dtype: torch.dtype, scale: float) -> Non
     assert_same_bits(te.ops.ConstantScale(scale)(x), optimized.ops.ConstantScale(scale)(x.cuda()))
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_operations_without_parameters(dtype: torch.dtype, recipe: Any, same_bits: Any) -> None:
+    model = te.ops.Sequential(
+        te.ops.Linear(64, 96, dtype=dtype),
+        te.ops.Quantize(True, True),
+        te.ops.ClampedSwiGLU(limit=1.5, glu_interleave_size=4),
+        te.ops.L2Normalization(),
+        te.ops.Quantize(False, True),
+    )
+    train_both(model, (24, 2, 64), dtype, recipe, same_bits, steps=4)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation_in_fp32(activation: str) -> None:
     results = []

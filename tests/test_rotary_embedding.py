@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dry_gpu import DryGpu
 
 import optimized
 import reference as te
@@ -106,7 +107,71 @@ def test_fused_changes_no_bit(same_bits: Any) -> None:
     assert torch.equal(te.apply_rotary_pos_emb(t, freqs)[..., 8:], t[..., 8:])
 
 
+STARTS = (5, 0, 11)
+
+
+@pytest.mark.parametrize(("layout", "starts"), [("sbhd", STARTS), ("bshd", STARTS), ("thd", None), ("thd", STARTS)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_of_each_sequence(
+    layout: str, starts: tuple[int, ...] | None, interleaved: bool, same_bits: Any
+) -> None:
+    """Each sequence has the bits that it has alone with its own rows of angles, forward and backward."""
+    lengths = (4, 1, 6) if layout == "thd" else (5, 5, 5)
+    freqs = te.RotaryPositionEmbedding(8, interleaved=interleaved)(17)
+    pieces = [torch.randn(n, 1, 2, 16).to(BF16).requires_grad_() for n in lengths]
+    grads = [torch.randn(n, 1, 2, 16).to(BF16) for n in lengths]
+    alone = []
+    for n, piece in enumerate(pieces):
+        first = 0 if starts is None else starts[n]
+        alone.append(te.apply_rotary_pos_emb(piece, freqs[first:], interleaved=interleaved))
+
+    def together(xs: list[torch.Tensor]) -> torch.Tensor:
+        if layout == "thd":
+            return torch.cat(xs)[:, 0]
+        return torch.cat(xs, 1) if layout == "sbhd" else torch.cat(xs, 1).transpose(0, 1)
+
+    given = {"start_positions": None if starts is None else torch.tensor(starts, dtype=torch.int32)}
+    given["cu_seqlens"] = torch.tensor([0, 4, 5, 11], dtype=torch.int32) if layout == "thd" else None
+    t = together([piece.detach() for piece in pieces]).requires_grad_()
+    out = te.apply_rotary_pos_emb(t, freqs, layout, interleaved=interleaved, **given)
+    same_bits(out.detach(), together([one.detach() for one in alone]))
+    (back,) = torch.autograd.grad(out, t, together(grads))
+    same_bits(back, together(list(torch.autograd.grad(alone, pieces, grads))))
+
+
+def test_positions_are_those_of_a_cache(same_bits: Any) -> None:
+    """`MultiheadAttention` with `InferenceParams` rotates the new tokens as start_positions does."""
+    freqs = te.RotaryPositionEmbedding(16)(20)
+    layer = te.MultiheadAttention(64, 4, attention_dropout=0.0, params_dtype=BF16, fuse_qkv_params=True).eval()
+    x = torch.randn(9, 2, 64).to(BF16)
+    cache = te.InferenceParams(2, 20, 4, 16, BF16)
+    with torch.no_grad():
+        for first, last in ((0, 5), (5, 6), (6, 9)):
+            cache.pre_step({0: last - first, 1: last - first})
+            layer(x[first:last], inference_params=cache, rotary_pos_emb=freqs)
+            new = layer.qkv(x[first:last]).view(last - first, 2, 4, 3, 16)[:, :, :, 1]
+            starts = torch.full((2,), first)
+            expected = te.apply_rotary_pos_emb(new, freqs, start_positions=starts)
+            same_bits(cache.cache[1][0][:, first:last].transpose(0, 1), expected)
+
+
+def test_positions_wait_for_no_gpu() -> None:
+    """On a GPU they are found and checked there; the rotation is one launch for all sequences."""
+    with DryGpu() as gpu:
+        t, freqs = torch.empty(5, 3, 2, 16, dtype=BF16, device="cuda"), torch.empty(17, 1, 1, 8, device="cuda")
+        starts = torch.empty(3, dtype=torch.int64, device="cuda")
+        te.apply_rotary_pos_emb(t, freqs, start_positions=starts)
+        ends = torch.empty(4, dtype=torch.int32, device="cuda")
+        te.apply_rotary_pos_emb(t[:, 0], freqs, "thd", start_positions=starts, cu_seqlens=ends)
+    text = "\n".join(gpu.taken())
+    assert text.count("rotary.rotary") == 2
+    assert text.count("_assert_async") == 3
+    assert "_local_scalar_dense" not in text
+
+
 T, FREQS = torch.zeros(4, 2, 3, 16), torch.zeros(4, 1, 1, 16)
+ENDS = torch.tensor([0, 4, 7], dtype=torch.int32)
+THD = {"t": torch.zeros(7, 3, 16), "tensor_format": "thd", "cu_seqlens": ENDS}
 
 
 @pytest.mark.parametrize(
@@ -148,13 +213,25 @@ def test_bad_settings_are_refused(given: dict[str, Any], error: type[Exception],
         ({"freqs": torch.zeros(4, 1, 1, 18)}, ValueError, r"an even number of channels up to 16"),
         ({"freqs": torch.zeros(4, 16)}, ValueError, r"freqs is torch.float32 \[4, 16\]"),
         ({"freqs": FREQS.to("meta")}, RuntimeError, "freqs is on meta and t on cpu; one device is accepted"),
-        ({"tensor_format": "thd"}, ValueError, "tensor_format='thd'; one of .* is accepted"),
+        ({"tensor_format": "hdt"}, ValueError, "tensor_format='hdt'; one of .* is accepted"),
+        ({"tensor_format": "thd"}, ValueError, r"t has shape \[4, 2, 3, 16\]; \['t', 'h', 'd'\] is accepted"),
+        ({**THD, "cu_seqlens": None}, TypeError, r"cu_seqlens=None; torch.int32 \[sequences \+ 1\] is accepted"),
+        ({**THD, "cu_seqlens": ENDS.long()}, ValueError, r"cu_seqlens is torch.int64 \[3\]; torch.int32 \[3\] is"),
+        ({**THD, "cu_seqlens": ENDS[:1]}, ValueError, r"cu_seqlens is torch.int32 \[1\]; torch.int32 \[sequences"),
+        ({**THD, "cu_seqlens": ENDS.to("meta")}, RuntimeError, "cu_seqlens is on meta and t on cpu; one device is"),
+        ({**THD, "cu_seqlens": ENDS + 1}, ValueError, "cu_seqlens must start with 0, not fall, and end with t's 7"),
+        ({**THD, "cu_seqlens": ENDS.flip(0)}, ValueError, "cu_seqlens must start with 0, not fall, and end with t's 7"),
+        ({**THD, "cu_seqlens": ENDS[[0, 2]]}, ValueError, "freqs has 4 positions, and a token's position is not among"),
+        ({"cu_seqlens": ENDS}, ValueError, "cu_seqlens goes with tensor_format='thd'; None is accepted"),
+        ({"start_positions": 1}, TypeError, r"start_positions=1; torch.int32 or torch.int64 \[2\] is accepted"),
+        ({"start_positions": torch.zeros(2)}, ValueError, r"start_positions is torch.float32 \[2\]; torch.int32 or"),
         (
-            {"start_positions": torch.zeros(2)},
-            NotImplementedError,
-            "start_positions=.* is not offered; None is",
+            {"start_positions": ENDS},
+            ValueError,
+            r"start_positions is torch.int32 \[3\]; torch.int32 or torch.int64 \[2",
         ),
-        ({"cu_seqlens": torch.zeros(2)}, NotImplementedError, "cu_seqlens=.* is not offered; None is"),
+        ({"start_positions": torch.tensor([0, 1])}, ValueError, "freqs has 4 positions, and a token's position is"),
+        ({"start_positions": torch.tensor([0, -1])}, ValueError, "freqs has 4 positions, and a token's position is"),
         ({"cp_size": 2}, NotImplementedError, "cp_size=2 is not offered; 1 is accepted"),
         ({"cp_rank": 1}, NotImplementedError, "cp_rank=1 is not offered; 0 is accepted"),
         ({"fused": None}, TypeError, "fused=None; True and False are accepted"),

@@ -123,8 +123,8 @@ def arguments(
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> np.ndarray:
-    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
+    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels."""
+    (b, h, sq, d), (_, heads, skv, _) = (*q.shape[:3], out.shape[3]), k.shape
     a = np.zeros((), SUNK if sinks is not None else ARGUMENTS if bias is slopes is None else BIASED)
     if sinks is not None:
         a["sinks"] = sinks.data_ptr()
@@ -142,11 +142,20 @@ def arguments(
         a["mask_strides"] = mask.expand(b, h, sq, skv).stride()
     a["out_strides"] = out.stride()[:3]
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
-    a["together"] = max(1, L2 // (4 * skv * capacity(d))) * a["group"]  # heads whose keys and values fit
+    channels = capacity(max(d, k.shape[3]))
+    a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
     a["lower"], a["upper"] = limits(mask_type, left, right, sq, skv)
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
     return a
+
+
+def widest(q: torch.Tensor, v: torch.Tensor) -> int:
+    """The `capacity` for heads of q and k, and of v. The copy engine fills what a head lacks with zeros.
+
+    A step of the tensor core over zeros changes no bit, and what they multiply is not stored.
+    """
+    return capacity(max(q.shape[3], v.shape[3]))
 
 
 def check_grid(op: str, q: torch.Tensor) -> None:
@@ -175,22 +184,23 @@ def is_biased(options: Options) -> bool:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
+    """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     out, m, inv = outputs(q, k, v, *options)
     options = readable(options)
     dropout, rng_state = options[5:7]
     check_grid("twin::attention", q)
-    b, h, sq, d = q.shape
+    b, h, sq, _ = out.shape
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
-        wide, queries, index = capacity(d) == WIDE, queries_of(capacity(d)), q.device.index
+        size, index = widest(q, v), q.device.index
+        wide, queries = size == WIDE, queries_of(size)
         boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
         # Two tiles that visit the same keys share them.
         cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
         more = (is_biased(options), options[9] is not None, cluster)
-        kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
+        kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:
             at_a_time = launch.clusters_at_once(kernel, cluster, threads, smem, index)

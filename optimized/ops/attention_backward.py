@@ -87,18 +87,22 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
-    # One stride serves both dk and dv.
-    dv_written = dv if dv.stride() == dk.stride() else torch.empty_like(dk)
-    _run(inputs, m, inv, (dq, dk, dv_written), options)
-    if dv_written is not dv:
-        dv.copy_(dv_written)
+    # One stride, and one number of channels, serve both dk and dv.
+    dk_written = dk if dk.shape[3] >= dv.shape[3] else torch.empty_like(dv)
+    alike = dv.shape == dk_written.shape and dv.stride() == dk_written.stride()
+    dv_written = dv if alike else torch.empty_like(dk_written)
+    _run(inputs, m, inv, (dq, dk_written, dv_written), options)
+    for found, written in ((dk, dk_written), (dv, dv_written)):
+        if found is not written:
+            found.copy_(written[..., : found.shape[3]])
     return dq, dk, dv
 
 
-def _scratch(q: torch.Tensor, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
+def _scratch(inputs: Tensors, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
     """Scratch for `sums` fp32 numbers of dq and `keep` bytes, and the tensors that it points to: statistics first."""
-    b, h, sq, d = q.shape
-    capacity, padded = attention.capacity(d), -(-sq // BLOCK) * BLOCK
+    _, q, _, v, _ = inputs
+    b, h, sq, _ = q.shape
+    capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     turns = b * h * (padded // queries_of(capacity)) * (_HALVES if capacity == WIDE else 1)
     stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
     dq = torch.empty(sums, dtype=torch.float32, device=q.device)
@@ -113,9 +117,9 @@ def _scratch(q: torch.Tensor, sums: int, keep: int) -> tuple[np.ndarray, Tensors
 def _make_statistics(
     inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, arguments: launch.ByValue, scratch: np.ndarray
 ) -> None:
-    grad, q, _, _, out = inputs
-    b, h, sq, d = q.shape
-    capacity, padded = attention.capacity(d), -(-sq // BLOCK) * BLOCK
+    grad, q, _, v, out = inputs
+    b, h, sq, _ = q.shape
+    capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     args = [arguments, grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
     kernel = _end_kernel(q.dtype, capacity, "dots")
     grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
@@ -125,7 +129,7 @@ def _make_statistics(
 def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> torch.Tensor:
     """384 - m, 1 / l and D of each query, fp32 `[3, b h, sq up to a multiple of 128]`."""
     _, q, k, _, out = inputs
-    scratch, (stats, *_held) = _scratch(q, 0, 0)
+    scratch, (stats, *_held) = _scratch(inputs, 0, 0)
     arguments = launch.by_value(attention.arguments(q, k, out, *options[:7]))
     _make_statistics(inputs, m, inv, arguments, scratch)
     return stats
@@ -134,8 +138,8 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
 def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, out = inputs
     dq, dk, dv = results
-    (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    index, capacity, drops = q.device.index, attention.capacity(d), threshold(options[5]) > 0
+    (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
+    index, capacity, drops = q.device.index, attention.widest(q, v), threshold(options[5]) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles, wide = padded // queries, capacity == WIDE
     keys = _WIDE_KEYS if wide else BLOCK  # in a box
@@ -147,7 +151,7 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once = max(1, KEEP // keep_bytes)
         together = min(together, at_once)
         at_once -= at_once % together
-    scratch, _held = _scratch(q, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
+    scratch, _held = _scratch(inputs, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
     def of(written: torch.Tensor, options: Any = options[:7]) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)

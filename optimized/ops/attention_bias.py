@@ -48,7 +48,7 @@ def attention_bias_backward(
     grad, q, k, v, out = inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     options = attention.readable(options)
     statistics = attention_backward.row_statistics(inputs, m, inv, options)
-    kernel = _kernel(q.dtype, attention.capacity(q.shape[3]), threshold(options[5]) > 0)
+    kernel = _kernel(q.dtype, attention.widest(q, v), threshold(options[5]) > 0)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, BLOCK), (grad, BLOCK), (k, _KEYS), (v, _KEYS))]
     args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, *options))]
     args += [*(x.data_ptr() for x in statistics), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]

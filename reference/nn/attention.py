@@ -24,6 +24,7 @@ from reference.nn.checks import (
     MASK_NAMES,
     Window,
     activation_dtype,
+    check_equal_heads,
     check_groups,
     check_mask_type,
     check_qkv,
@@ -44,7 +45,8 @@ class DotProductAttention(FP8Attention):
 
     Args:
         num_attention_heads: heads of the queries.
-        kv_channels: size of a head; a multiple of 8, at most 256.
+        kv_channels: size of a head; a multiple of 8, at most 256. Or a pair of them, of queries and keys and of values,
+            as multi-head latent attention has.
         num_gqa_groups: heads of keys and values, a divisor of num_attention_heads; None is num_attention_heads.
         attention_dropout: probability of dropping a weight in training.
         qkv_format: "sbhd", "bshd" or "thd".
@@ -52,7 +54,7 @@ class DotProductAttention(FP8Attention):
         window_size: default of `forward`'s. (left, right) lets query i see only the keys from i + shift - left to
             i + shift + right, where shift is 0 under a causal mask type, otherwise, and for "..._bottom_right", the
             number of keys less that of queries. Causal types make right 0. None, (-1, -1) and (-1, 0) are no window.
-        softmax_scale: None is 1 / sqrt(kv_channels).
+        softmax_scale: None is 1 / sqrt(kv_channels), of queries and keys.
         attention_type: "self" or "cross".
         layer_number: whose cache in `inference_params` is this one's; None is 1.
         name: accepted as in Transformer Engine, without effect.
@@ -69,7 +71,7 @@ class DotProductAttention(FP8Attention):
     def __init__(
         self,
         num_attention_heads: int,
-        kv_channels: int,
+        kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
@@ -99,16 +101,21 @@ class DotProductAttention(FP8Attention):
         super().__init__()
         self.num_attention_heads = int(num_attention_heads)
         self.num_gqa_groups = check_groups("DotProductAttention", num_gqa_groups, self.num_attention_heads)
-        self.kv_channels = int(kv_channels)
+        sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        of_keys, of_values = map(int, sizes)
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = of_keys, of_values
+        self.kv_channels = of_keys if of_keys == of_values else (of_keys, of_values)
         self.attention_dropout = float(attention_dropout)
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
         self.layer_number = 1 if layer_number is None else int(layer_number)
-        self.softmax_scale = self.kv_channels**-0.5 if softmax_scale is None else float(softmax_scale)
+        usual = of_keys**-0.5
+        self.softmax_scale = usual if softmax_scale is None else float(softmax_scale)
         self.attention_backend = attention_backend
         if attention_backend == "cudnn":
+            check_equal_heads(of_keys, of_values)
             say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
         device = self.resolve_device(device)
         self._set_device(device)
@@ -163,7 +170,7 @@ class DotProductAttention(FP8Attention):
             query_layer: `[s, b, h, d]` ("sbhd"), `[b, s, h, d]` ("bshd") or `[t, h, d]` ("thd": sequences one after the
                 other; see `reference.nn.attention_lengths`), bf16 or fp16. fp32 is cast to
                 torch.autocast's dtype; without torch.autocast attention is PyTorch's own.
-            key_layer, value_layer: the same with the keys' length and heads.
+            key_layer, value_layer: the same with the keys' length and heads; values have their own d.
             attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair, queries' and keys') with a
                 padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types ignore it.
             qkv_format, attn_mask_type, window_size: None is the constructor's.
@@ -179,7 +186,7 @@ class DotProductAttention(FP8Attention):
             pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
-            `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`.
+            `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`, d of the values.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
         if not (
@@ -240,15 +247,15 @@ class DotProductAttention(FP8Attention):
         if inference_params is not None:
             cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
             core, mask, qkv = entered(*cached, core._replace(softmax=self.softmax_type), q, k, v)
-            out = run(*qkv, core, mask, None, None).reshape(q.shape)
+            out = run(*qkv, core, mask, None, None).reshape(*q.shape[:3], v.shape[3])
         else:
             arguments = (q, k, v, core, mask, bias.values, slopes)
             out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
             out = to_tokens(out, maps)
-            return out.reshape(out.shape[0], self.num_attention_heads * self.kv_channels)
-        return out.reshape(*out.shape[:2], self.num_attention_heads * self.kv_channels)
+        lead = out.shape[: 1 if maps is not None else 2]
+        return out.reshape(*lead, self.num_attention_heads * self.hidden_size_per_attention_head_v)
 
     def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
         """[b, h, sq, skv] of queries and keys in a layout."""

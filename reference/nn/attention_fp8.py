@@ -158,12 +158,16 @@ class FP8Attention(TransformerEngineBaseModule):
         """Refuse what attention in FP8 does not take, if a forward now would run in it; `layer` names the caller."""
         core: Any = self
         exact, vanilla = core.attention_backend == "exact", core.softmax_type == "vanilla"
-        usual = exact and vanilla and dtype != torch.float32 and not (bias or cached or core.kv_channels % 16)
+        alike = not isinstance(core.kv_channels, tuple)
+        usual = alike and exact and vanilla and dtype != torch.float32 and not (bias or cached or core.kv_channels % 16)
         if usual or not self.attends_in_fp8():
             return
-        self._check_fp8_sizes("under a recipe with fp8_dpa=True")
+        if alike:
+            self._check_fp8_sizes("under a recipe with fp8_dpa=True")
         what = (
-            f"attention_backend={core.attention_backend!r}"
+            f"kv_channels={core.kv_channels}"
+            if not alike
+            else f"attention_backend={core.attention_backend!r}"
             if not exact
             else f"softmax_type={core.softmax_type!r}"
             if not vanilla

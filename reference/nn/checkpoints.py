@@ -96,7 +96,7 @@ class Checkpointed(WithFP8State):
     def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """`check_checkpoint` of the FP8 state."""
         name = prefix + checkpoint_format.STATE
-        if self.fp8_weights:
+        if self.fp8_weights or self.keeps_scales:
             checkpoint_format.check_present(state_dict, prefix, self.state_columns())
             checkpoint_format.check_no_codes(state_dict, prefix, self.fp8_weights)
         elif name in state_dict:
@@ -122,7 +122,7 @@ class Checkpointed(WithFP8State):
         self._fp8_workspaces.clear()
         state_dict = dict(state_dict)
         own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
-        if self.fp8_weights:
+        if self.fp8_weights or self.keeps_scales:
             device = own[0].device if own and assign else self._parameter_device()
             state = checkpoint_format.take(state_dict, prefix, self.state_columns(), device)
             if own if state is None else checkpoint_format.is_fresh(state):

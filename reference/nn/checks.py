@@ -223,9 +223,19 @@ def check_cudnn(
         raise RuntimeError(f"{name} on {device}; 'cuda' is accepted, or attention_backend='exact'.")
 
 
+def check_equal_heads(of_keys: int, of_values: int) -> None:
+    """Refuse attention_backend="cudnn" for a pair of sizes."""
+    if of_keys != of_values:
+        raise NotImplementedError(
+            f"DotProductAttention: kv_channels={(of_keys, of_values)} with attention_backend='cudnn' is not offered; "
+            f"'exact' is accepted."
+        )
+
+
 def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
     """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not fit together."""
-    heads, groups, channels = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+    heads, groups = core.num_attention_heads, core.num_gqa_groups
+    channels, of_values = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
     batch = 1 if sequence_first else 0
     if (
         type(q) in _PLAIN
@@ -246,16 +256,17 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
             and sizes[3] == channels == kv_sizes[3]
             and kv_sizes[2] == groups
             and kv_sizes[batch] == sizes[batch]
-            and v.shape == kv_sizes
+            and v.shape == (kv_sizes if of_values == channels else (*kv_sizes[:3], of_values))
             and q.layout is k.layout is v.layout is torch.strided
         ):
             return
     layer = "DotProductAttention"
     order = "[s, b" if sequence_first else "[b, s"
-    for name, x, count in (("query_layer", q, heads), ("key_layer", k, groups), ("value_layer", v, groups)):
+    named = (("query_layer", q, heads, channels), ("key_layer", k, groups, channels))
+    for name, x, count, size in (*named, ("value_layer", v, groups, of_values)):
         check_tensor(layer, name, x)
-        if x.dim() != 4 or x.shape[2] != count or x.shape[3] != channels:
-            raise ValueError(f"{layer}: {name} has shape {list(x.shape)}; {order}, {count}, {channels}] is accepted.")
+        if x.dim() != 4 or x.shape[2] != count or x.shape[3] != size:
+            raise ValueError(f"{layer}: {name} has shape {list(x.shape)}; {order}, {count}, {size}] is accepted.")
         if x.dtype != q.dtype or x.device != q.device:
             raise TypeError(
                 f"{layer}: {name} is {x.dtype} on {x.device} and query_layer {q.dtype} on {q.device}; one dtype and "
@@ -265,8 +276,8 @@ def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
             raise ValueError(
                 f"{layer}: {name} has batch {x.shape[batch]}, query_layer {q.shape[batch]}; equal batches are accepted."
             )
-    if k.shape != v.shape:
-        raise ValueError(f"{layer}: key_layer is {list(k.shape)}, value_layer {list(v.shape)}; one shape is accepted.")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"{layer}: key_layer is {list(k.shape)}, value_layer {list(v.shape)}; one length is accepted.")
 
 
 def check_grid(layer: str, batch: int, heads: int, device: torch.device) -> None:

@@ -45,10 +45,14 @@ _SHARED = (aten.detach.default, aten.alias.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _CAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
+NO_MEMORY = "Float8Tensor: it has no memory of its own; `dequantize()` gives a tensor that has."
 
 
 class _Readable(torch.Tensor):
-    """A tensor whose ops read `dequantize()` and write in-place changes by `quantize_`."""
+    """A tensor whose ops read `dequantize()` and write in-place changes by `quantize_`.
+
+    It has no memory of its own. What hands memory out, such as `to_dlpack`, raises an error, not address 0.
+    """
 
     def dequantize(self) -> torch.Tensor:
         """Its numbers, as a plain tensor without history."""
@@ -58,6 +62,14 @@ class _Readable(torch.Tensor):
         """Write `values`, broadcast to its shape."""
         write([(self, values)])
         return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise BufferError(NO_MEMORY)
+
+    def data_ptr(self) -> int:
+        """0, by which torch's `deepcopy` knows a tensor without memory."""
+        return 0
 
     def _shared(self) -> "_Readable":
         """Another tensor of the same memory, as `detach` gives it."""
@@ -152,6 +164,7 @@ class Float8Tensor(_Readable):
         """Wrap codes; `dtype` is T."""
         shape, device = kept.codes.shape, kept.codes.device
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self._kept, self._column = kept, column
         return self
 
@@ -215,10 +228,6 @@ class Float8Tensor(_Readable):
     def is_shared(self) -> bool:
         """Whether processes share its codes' memory; always true on CUDA."""
         return self._data.is_shared()
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: its storage is empty."""
-        raise BufferError("Float8Tensor: it has no memory of its own; `dequantize()` gives a tensor that has.")
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor | None]:
@@ -284,6 +293,7 @@ class _View(_Readable):
         self: _View = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self._source, self._make = source, make
         return self
 

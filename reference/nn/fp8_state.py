@@ -23,6 +23,7 @@ class WithFP8State(torch.nn.Module):
         fp8: whether the last forward ran in FP8.
         fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
         fp8_weights: names of the weights, and their columns of `scaling_fwd`.
+        keeps_scales: whether checkpoints have its state although it has no such weights.
         quantized_init: the settings of the `quantized_model_init` that it was made in; None outside of one.
         own_recipe, in_high_precision: what it runs in, whatever autocast says (`reference.recipes.by_layer`).
     """
@@ -30,6 +31,7 @@ class WithFP8State(torch.nn.Module):
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
     fp8_weights: ClassVar[dict[str, int]] = {}
+    keeps_scales = False
     fp8: bool
     fp8_meta: dict[str, Any]
     quantized_init: model_init.QuantizedInit | None

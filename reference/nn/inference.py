@@ -32,14 +32,14 @@ class InferenceParams(DeviceDefault):
         max_batch_size: sequences at a time.
         max_sequence_length: tokens of a sequence, its prompt included.
         num_heads_kv, head_dim_k: heads of keys and their size: a layer's num_gqa_groups and kv_channels.
+        head_dim_v: size of a head of values; None is head_dim_k.
         dtype: of the caches: the activations' dtype, or torch.autocast's.
-        head_dim_v: None or head_dim_k.
         qkv_format, max_ctx_len: accepted as in Transformer Engine, without effect; a layer's own format counts.
         is_paged, total_num_pages, page_size, custom_cache_manager: only "off" is offered.
         device: of the caches; None is the package's own.
 
     Attributes:
-        cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k].
+        cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k or _v].
         sequences: the length of each sequence in the batch, its new tokens included, in the order of the batch.
         batch_size: how many they are.
         pre_step_seqlens: int32 [max_batch_size], their lengths before the step, on the device.
@@ -66,17 +66,12 @@ class InferenceParams(DeviceDefault):
         device: torch.device | str | None = None,
     ) -> None:
         check_arguments("InferenceParams", locals())
-        if head_dim_v not in (None, head_dim_k):
-            raise NotImplementedError(
-                f"InferenceParams: head_dim_v={head_dim_v} with head_dim_k={head_dim_k} is not offered; None and "
-                f"{head_dim_k} are accepted."
-            )
         assert num_heads_kv is not None
         assert head_dim_k is not None
         assert dtype is not None
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k, self.dtype = int(num_heads_kv), int(head_dim_k), dtype
-        self.head_dim_v, self.is_paged = self.head_dim_k, False
+        self.head_dim_v, self.is_paged = self.head_dim_k if head_dim_v is None else int(head_dim_v), False
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.sequences: dict[Hashable, int] = {}
         self._starts: list[int] = []
@@ -96,7 +91,7 @@ class InferenceParams(DeviceDefault):
         self._hidden: dict[int, torch.Tensor] = {}  # with one token of each sequence, by the window's left side
 
     def __repr__(self) -> str:
-        names = ("max_batch_size", "max_sequence_length", "num_heads_kv", "head_dim_k", "dtype", "device")
+        names = ("max_batch_size", "max_sequence_length", "num_heads_kv", "head_dim_k", "head_dim_v", "dtype", "device")
         return f"InferenceParams({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
@@ -115,9 +110,10 @@ class InferenceParams(DeviceDefault):
         if layer_number in self.cache:
             return
         self._check_begun("InferenceParams", layer_number)
-        shape = (self.max_batch_size, self.max_sequence_length, self.num_heads_kv, self.head_dim_k)
+        shape = (self.max_batch_size, self.max_sequence_length, self.num_heads_kv)
         with torch.inference_mode(False):
-            made = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+            sizes = (self.head_dim_k, self.head_dim_v)
+            made = [torch.zeros(*shape, size, dtype=self.dtype, device=self.device) for size in sizes]
         self.cache[int(layer_number)] = (made[0], made[1])
 
     def reset(self) -> None:
@@ -244,11 +240,13 @@ class InferenceParams(DeviceDefault):
             raise ValueError(
                 f"{layer}: attention_mask with inference_params; None is accepted (pre_step gives lengths)."
             )
-        ours, theirs = (self.num_heads_kv, self.head_dim_k), (core.num_gqa_groups, core.kv_channels)
-        if ours != theirs:
+        ours = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
+        heads = (core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v)
+        if ours != (core.num_gqa_groups, *heads):
             raise ValueError(
-                f"{layer}: num_gqa_groups and kv_channels are {theirs}, and inference_params has num_heads_kv and "
-                f"head_dim_k {ours}; equal ones are accepted."
+                f"{layer}: num_gqa_groups={core.num_gqa_groups} and heads of {heads[0]} (keys) and {heads[1]} (values) "
+                f"channels, and inference_params has num_heads_kv, head_dim_k and head_dim_v {ours}; equal ones are "
+                f"accepted."
             )
         if dtype != self.dtype or device != self.device:
             raise TypeError(

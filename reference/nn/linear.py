@@ -171,7 +171,9 @@ class Linear(LinearBase):
         parallel_mode, sequence_parallel, tp_group, tp_size: tensor parallelism over one rank, which has no effect; a
             group of more ranks is refused.
         delay_wgrad_compute: backward leaves dw out, and `backward_dw()` computes it (`reference.nn.delayed`).
-        ub_*, symmetric_ar_type, save_original_input: only "off" is offered.
+        save_original_input: what Transformer Engine's backward reads, x or its codes; here always the codes in FP8. The
+            numbers are the same, so it has no effect.
+        ub_*, symmetric_ar_type: only "off" is offered.
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
@@ -210,6 +212,7 @@ class Linear(LinearBase):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
+        self.save_original_input = save_original_input
         rng = (get_rng_state_tracker, rng_tracker_name)
         self._set_up(in_features, out_features, parameters_split, params_dtype, device, init_method, *rng)
         self.delays(delay_wgrad_compute)

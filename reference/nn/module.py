@@ -26,6 +26,7 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
 
     fuse_wgrad_accumulation = False
     tp_size = 1
+    reuses_weights = False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graph`)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
@@ -123,6 +124,8 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
         if self.delay_wgrad_compute:
             self.refuse_compilers()
         state, checkpointed = self.init_fp8_metadata()
+        if self.reuses_weights:
+            is_first_microbatch = False
         if state.enabled:
             return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed), is_first_microbatch)
         if state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():

@@ -16,7 +16,7 @@ import torch
 from reference.arguments import check_arguments
 from reference.nn.checks import check_tensor
 from reference.nn.parameters import DeviceDefault
-from reference.nn.rotated import rotated
+from reference.nn.rotated import rotated, rotated_at
 
 
 class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
@@ -100,25 +100,84 @@ def apply_rotary_pos_emb(
     """Rotate `t` by angles: the op of the layers (`twin::rotary`), differentiable with respect to `t`.
 
     Args:
-        t: `[s, b, h, d]`, or `[b, s, h, d]` with "bshd"; fp32, bf16 or fp16.
-        freqs: fp32 `[positions, 1, 1, d2]`, at least s positions, d2 even and at most d.
+        t: `[s, b, h, d]`, `[b, s, h, d]` with "bshd" or `[t, h, d]` with "thd"; fp32, bf16 or fp16.
+        freqs: fp32 `[positions, 1, 1, d2]`, one for each position, d2 even and at most d.
+        start_positions: int32 or int64 `[b]`, the position of each sequence's first token; None is 0. On a GPU it is
+            checked there: an assertion ends the program.
         interleaved: pair neighbouring channels.
         fused: accepted as in Transformer Engine; the numbers are always the fused ones, with one rounding.
-        start_positions, cu_seqlens, cp_size, cp_rank: only None, 1 and 0 are offered.
+        cu_seqlens: with "thd" int32 `[b + 1]`: where each sequence begins, and t, where the last one ends.
+        cp_size, cp_rank: only 1 and 0 are offered.
     """
     name = "apply_rotary_pos_emb"
     check_arguments(name, locals())
     check_tensor(name, "t", t)
     check_tensor(name, "freqs", freqs)
-    length = t.shape[0 if tensor_format == "sbhd" else 1] if t.dim() == 4 else -1
-    if length < 0:
+    if t.dim() != len(tensor_format):
         raise ValueError(f"{name}: t has shape {list(t.shape)}; {list(tensor_format)} is accepted.")
+    length = 0 if tensor_format == "thd" else t.shape[tensor_format.index("s")]  # of "thd" not known here
     fits = freqs.dtype == torch.float32 and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
-    if not fits or freqs.shape[0] < length or freqs.shape[3] % 2 or freqs.shape[3] > t.shape[3]:
+    if not fits or freqs.shape[0] < length or freqs.shape[3] % 2 or freqs.shape[3] > t.shape[-1]:
         raise ValueError(
             f"{name}: freqs is {freqs.dtype} {list(freqs.shape)}; float32 [positions, 1, 1, channels] is accepted, "
-            f"with {length} positions or more and an even number of channels up to {t.shape[3]}."
+            f"with {length} positions or more and an even number of channels up to {t.shape[-1]}."
         )
     if freqs.device != t.device:
         raise RuntimeError(f"{name}: freqs is on {freqs.device} and t on {t.device}; one device is accepted.")
-    return rotated(t, freqs.detach(), interleaved, tensor_format)
+    if tensor_format != "thd" and cu_seqlens is not None:
+        raise ValueError(f"{name}: cu_seqlens goes with tensor_format='thd'; None is accepted.")
+    if tensor_format == "thd":
+        batch = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1 else 0
+        _check_ints(name, "cu_seqlens", cu_seqlens, (torch.int32,), batch + 1 if batch > 0 else -1, t.device)
+    else:
+        batch = t.shape[tensor_format.index("b")]
+    if start_positions is not None:
+        _check_ints(name, "start_positions", start_positions, (torch.int32, torch.int64), batch, t.device)
+    elif tensor_format != "thd":
+        return rotated(t, freqs.detach(), interleaved, tensor_format)
+    positions = _positions(name, t, freqs.shape[0], tensor_format, cu_seqlens, start_positions)
+    return rotated_at(t, freqs.detach(), interleaved, positions)
+
+
+def _check_ints(
+    name: str, which: str, x: Any, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device
+) -> None:
+    """Refuse what is not a dense vector of `length` (-1: of 2 or more) integers on `device`."""
+    accepted = f"{' or '.join(map(str, dtypes))} [{length if length >= 0 else 'sequences + 1'}] is accepted"
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested:
+        raise TypeError(f"{name}: {which}={x!r}; {accepted}.")
+    if x.dtype not in dtypes or x.shape != (length,):
+        raise ValueError(f"{name}: {which} is {x.dtype} {list(x.shape)}; {accepted}.")
+    if x.device != device:
+        raise RuntimeError(f"{name}: {which} is on {x.device} and t on {device}; one device is accepted.")
+
+
+def _positions(
+    name: str, t: torch.Tensor, count: int, tensor_format: str, ends: torch.Tensor | None, starts: torch.Tensor | None
+) -> torch.Tensor:
+    """int64, each token's row of the `count` angles, in the order of t's first dimensions."""
+    if ends is not None:
+        token = torch.arange(t.shape[0], dtype=torch.int64, device=t.device)
+        ends = ends.long()
+        batch = torch.searchsorted(ends[1:].contiguous(), token, right=True).clamp(max=ends.shape[0] - 2)
+        positions = token - ends[batch]
+        fits = (ends.diff() >= 0).all() & (ends[0] == 0) & (ends[-1] == t.shape[0])
+        _require(fits, f"{name}: cu_seqlens must start with 0, not fall, and end with t's {t.shape[0]} tokens.")
+        positions = positions if starts is None else positions + starts.long()[batch]
+    else:
+        assert starts is not None
+        place = torch.arange(t.shape[tensor_format.index("s")], dtype=torch.int64, device=t.device)
+        first, second = (place, starts.long()) if tensor_format == "sbhd" else (starts.long(), place)
+        positions = first[:, None] + second
+    fits = ((positions >= 0) & (positions < count)).all()
+    _require(fits, f"{name}: freqs has {count} positions, and a token's position is not among them.")
+    return positions
+
+
+def _require(fits: torch.Tensor, sentence: str) -> None:
+    """Raise the sentence if not `fits`; on a GPU without waiting for it."""
+    if fits.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not bool(fits):
+            raise ValueError(sentence)
+    elif fits.device.type != "meta":
+        torch._assert_async(fits, sentence)

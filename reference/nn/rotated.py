@@ -34,6 +34,17 @@ def angles_of(freqs: torch.Tensor) -> torch.Tensor:
     return freqs.reshape(freqs.shape[0], -1).contiguous()
 
 
+def _turn(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    plan, context = RotaryPlan(wanted(x), interleaved), BlockContext(reads=(angles,))
+    return differentiable(rotary_forward, rotary_backward, plan, context, x)
+
+
+def rotated_at(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, positions: torch.Tensor) -> torch.Tensor:
+    """x `[.., h, d]` rotated, each token by its row of `freqs [s, 1, 1, d]`; positions int64, as x without `h, d`."""
+    rows = x.reshape(-1, 1, *x.shape[-2:])
+    return _turn(rows, angles_of(freqs).index_select(0, positions.reshape(-1)), interleaved).view(x.shape)
+
+
 def rotated(
     x: torch.Tensor,
     freqs: torch.Tensor,
@@ -51,9 +62,5 @@ def rotated(
     if maps is not None:
         x, angles = x[:, None], angles[maps.position]
     x = (x.transpose(0, 1) if qkv_format == "bshd" else x).contiguous()
-    if step is None:
-        plan, context = RotaryPlan(wanted(x), interleaved), BlockContext(reads=(angles,))
-        out = differentiable(rotary_forward, rotary_backward, plan, context, x)
-    else:
-        out = turned(*step, x, angles, interleaved)
+    out = _turn(x, angles, interleaved) if step is None else turned(*step, x, angles, interleaved)
     return out[:, 0] if maps is not None else out.transpose(0, 1) if qkv_format == "bshd" else out

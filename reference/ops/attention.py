@@ -1,7 +1,8 @@
 """`twin::attention`: softmax(q kᵀ · scale) v, as a blocked online softmax, with masks, dropout and grouped heads.
 
-q `[b, h, sq, d]`; k, v `[b, hkv, skv, d]`; head n reads key head n // (h / hkv). For each head and each block of 128
-queries, over its key blocks of 128 in order, with c = fp32(scale · log2 e) and G = 384:
+q `[b, h, sq, d]`; k `[b, hkv, skv, d]`; v `[b, hkv, skv, e]`, e = d but in multi-head latent attention; head n reads
+key head n // (h / hkv). For each head and each block of 128 queries, over its key blocks of 128 in order, with
+c = fp32(scale · log2 e) and G = 384:
 
     S = q kᵀ                              tensor-core chain over d, fp32; hidden pairs are -inf
     m' = max(m, floor(max S · c))         an integer, per query; m starts at -2^100
@@ -169,12 +170,13 @@ def check_attention(
         if x.stride(3) != 1 and x.numel():
             raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
     b, h, _, d = q.shape
-    if d % 8 or not 8 <= d <= MAX_HEAD_DIM:
-        raise ValueError(f"{op}: head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; got {d}.")
-    if k.shape != v.shape or k.shape[0] != b or k.shape[3] != d:
+    for whose, channels in (("", d), ("v's ", v.shape[3])):
+        if channels % 8 or not 8 <= channels <= MAX_HEAD_DIM:
+            raise ValueError(f"{op}: {whose}head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; got {channels}.")
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != b or k.shape[3] != d:
         raise ValueError(
-            f"{op}: k and v must be [batch, key heads, keys, head_dim] with q's batch {b} and head_dim {d}; "
-            f"got {list(k.shape)} and {list(v.shape)}."
+            f"{op}: k and v must be [batch, key heads, keys, head_dim] with q's batch {b}, and k with q's head_dim "
+            f"{d}; got {list(k.shape)} and {list(v.shape)}."
         )
     if k.shape[1] == 0 or h % k.shape[1]:
         raise ValueError(f"{op}: q's {h} heads must be a multiple of k's heads; k has {k.shape[1]}.")
@@ -277,8 +279,8 @@ def _query_block(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [rows, d] against the blocks `seen` of k and v: (O, m, 1 / l), before the last rounding."""
-    rows, d = q.shape
-    total = torch.zeros(rows, d, dtype=torch.float32, device="cpu")
+    rows = q.shape[0]
+    total = torch.zeros(rows, v.shape[1], dtype=torch.float32, device="cpu")
     m = np.full(rows, LOWEST)
     l = np.zeros((rows, 4), np.float32)  # noqa: E741
     alpha = np.empty(rows, np.float32)
@@ -298,12 +300,23 @@ def _query_block(
     return total, torch.from_numpy(m), inverse(sums)
 
 
+def with_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """An empty tensor like `x` `[b, h, s, d]`, its dimensions in memory in the same order, of other `channels`."""
+    if channels == x.shape[3]:
+        return torch.empty_like(x)
+    strides, step = [1] * 4, channels
+    for n in sorted(range(3), key=lambda n: (x.stride(n), -n)):
+        strides[n] = step
+        step = step * max(x.shape[n], 1)
+    return x.new_empty_strided((*x.shape[:3], channels), strides)
+
+
 def outputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_attention("twin::attention", q, k, v, *options)
     row = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return torch.empty_like(q), row, torch.empty_like(row)
+    return with_channels(q, v.shape[3]), row, torch.empty_like(row)
 
 
 @define(outputs, mutates=("rng_state",))
@@ -322,11 +335,11 @@ def attention(
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
+    """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]` of q's dtype, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
 
     Args:
-        q: `[b, h, sq, d]` bf16 or fp16, any strides with d contiguous; d a multiple of 8, at most 256.
-        k, v: `[b, hkv, skv, d]`, hkv dividing h.
+        q: `[b, h, sq, d]` bf16 or fp16, any strides with d contiguous; d and e multiples of 8, at most 256.
+        k, v: `[b, hkv, skv, d]` and `[b, hkv, skv, e]`, hkv dividing h.
         scale: of the scores, positive.
         mask_type: "none", "causal" (query i sees keys j <= i), "causal_bottom_right" (j <= i + skv - sq).
         left, right: the window, -1 on a side where it has no limit; (-1, -1) is no window.

@@ -3,8 +3,8 @@
 c, G, the key blocks and `keep` are those of `reference.ops.attention`; m and inv are its results. For each tile of 128
 queries by 128 keys that the forward visits (the others, which would add zeros, are not visited):
 
-    S  = q kᵀ,  dP = grad vᵀ                       tensor-core chains over d, fp32
-    D  = Σ_d grad · out                            per query, in the order below
+    S  = q kᵀ,  dP = grad vᵀ                       tensor-core chains over d and e, fp32
+    D  = Σ_e grad · out                            per query, in the order below
     a  = 2^(fma(S, c, G - m) - G) · inv            the weights; +0 where a pair is hidden
     ds = a · fma(keep ? dP : 0, keep_scale, -D)    +0 where a pair is hidden
     P  = keep ? round(a) : +0,  dS = round(ds)     to q's dtype
@@ -19,7 +19,7 @@ another to add, not to multiply. They are added from the last block to the first
 key block that a query sees is the first to reach it. The first share is taken as it is. The query blocks that visit a
 key block are neighbours too, and are added to dk and dv in order. Where nothing is visited, gradients are zeros.
 
-D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of d (missing ones are 0). It computes t = fma(grad, out, t) from +0, in
+D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of e (missing ones are 0). It computes t = fma(grad, out, t) from +0, in
 order. Then a halving tree adds the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
 """
 
@@ -85,17 +85,19 @@ def softmax_backward_tile(
 def check_results(
     op: str,
     q: torch.Tensor,
+    v: torch.Tensor,
     dtype: torch.dtype,
     grad: torch.Tensor,
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
 ) -> None:
-    """Refuse what are not the results of a forward of q in `dtype`, and the gradient of its first."""
+    """Refuse what are not the results of a forward of q and v in `dtype`, and the gradient of its first."""
+    shape = (*q.shape[:3], v.shape[3])
     for name, x in (("grad", grad), ("out", out)):
-        if x.shape != q.shape or x.dtype != dtype or x.device != q.device:
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
             raise ValueError(
-                f"{op}: {name} must be {dtype} {list(q.shape)} on {q.device} as q is; "
+                f"{op}: {name} must be {dtype} {list(shape)} on {q.device}, as the forward's out was; "
                 f"got {x.dtype} {list(x.shape)} on {x.device}."
             )
         if x.stride(3) != 1 and x.numel():
@@ -116,7 +118,7 @@ def outputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_backward"
     attention.check_attention(op, q, k, v, *options)
-    check_results(op, q, q.dtype, grad, out, m, inv)
+    check_results(op, q, v, q.dtype, grad, out, m, inv)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -186,7 +188,7 @@ def attention_backward(
     """-> (dq like q, dk like k, dv like v).
 
     Args:
-        grad: the gradient of out, `[b, h, sq, d]` of q's dtype.
+        grad: the gradient of out, `[b, h, sq, e]` of q's dtype.
         q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks: those of the forward.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
@@ -199,7 +201,7 @@ def attention_backward(
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
-        sum_k, sum_v = (torch.zeros(skv, d, dtype=torch.float32, device="cpu") for _ in range(2))
+        sum_k, sum_v = (torch.zeros(skv, n, dtype=torch.float32, device="cpu") for n in (d, v.shape[3]))
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
             keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
             tensors = _of_head((batch, head, key_head), grad, q, k, v, out, m, inv)

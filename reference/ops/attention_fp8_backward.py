@@ -44,7 +44,7 @@ def outputs(
     check_options(op, q, k, *options)
     if grad.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: grad is {grad.dtype}; torch.bfloat16 and torch.float16 are accepted.")
-    in_16_bits.check_results(op, q, grad.dtype, grad, out, m, inv)
+    in_16_bits.check_results(op, q, v, grad.dtype, grad, out, m, inv)
     return tuple([torch.empty_like(x, dtype=grad.dtype) for x in (q, k, v)])  # type: ignore[return-value]
 
 

@@ -4,7 +4,7 @@ Names, defaults and meaning are Transformer Engine's (`transformer_engine.common
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class DelayedScaling(Recipe):
         backward_override: another precision in backward; only None is offered.
         override_linear_precision: older Transformer Engine's switches for GEMMs in 16 bits (fprop, dgrad, wgrad); only
             False three times is offered.
+        params_dtype, device: accepted without effect, as in Transformer Engine: Megatron-Core gives them.
     """
 
     margin: int = 0
@@ -53,8 +54,10 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
     override_linear_precision: tuple[bool, bool, bool] = field(default=(False, False, False), kw_only=True, repr=False)
+    params_dtype: InitVar[Any] = field(default=None, kw_only=True)
+    device: InitVar[Any] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, params_dtype: Any, device: Any) -> None:
         too_far = " (from 19 on, E4M3 rounds a tensor's largest number to 0)"
         for name, least, most, why in (("margin", 0, MAX_MARGIN, too_far), ("amax_history_len", 1, MAX_HISTORY, "")):
             value = getattr(self, name)

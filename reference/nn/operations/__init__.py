@@ -6,7 +6,9 @@
     Linear           x·wᵀ + b, as `te.Linear`: one rounding
     Bias             T(x + b)                                        db in the order of `twin::dbias`
     LayerNorm, RMSNorm                                               as `te.LayerNorm`, `te.RMSNorm`
+    L2Normalization  `twin::norm`                                    `reference.nn.layernorm`
     GELU, GEGLU, ...                                                 `twin::activation`
+    Quantize         T(fp32(q) · scale_inv) of q = cast(x)           in `te.autocast`; outside x
     Dropout          `twin::bias_dropout_add`, in training
     ConstantScale    T(x · scale)            scale in fp32
     Reshape, Identity
@@ -19,19 +21,34 @@ Names, arguments and defaults are Transformer Engine's; weights of linears start
 (`reference.philox.uniform`). docs/operations.md has more.
 """
 
-from reference.nn.operations.activation import GEGLU, GELU, GLU, QGEGLU, QGELU, ReGLU, ReLU, SiLU, SReGLU, SReLU, SwiGLU
+from reference.nn.operations.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    SiLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from reference.nn.operations.basic import (
     AddExtraInput,
     Bias,
     ConstantScale,
     Dropout,
     Identity,
+    L2Normalization,
     LayerNorm,
     MakeExtraOutput,
     Reshape,
     RMSNorm,
 )
 from reference.nn.operations.linear import BasicLinear, Linear
+from reference.nn.operations.quantize import Quantize
 from reference.nn.operations.sequential import Sequential
 
 __all__ = [
@@ -43,12 +60,15 @@ __all__ = [
     "AddExtraInput",
     "BasicLinear",
     "Bias",
+    "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
     "Identity",
+    "L2Normalization",
     "LayerNorm",
     "Linear",
     "MakeExtraOutput",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",

@@ -1,6 +1,6 @@
 """Activations: y = T(act(x)), or T(act(x1) · x2) of x's halves (`reference.ops.activation`)."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -8,7 +8,7 @@ from reference.arguments import check_arguments
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_tensor
 from reference.nn.context import BlockContext, Saved
-from reference.ops.activation import GATED
+from reference.ops.activation import Clamp, is_gated
 from reference.ops.library import twin
 from reference.quantized import as_dtype, rows_of
 
@@ -39,7 +39,8 @@ class _Activation(torch.nn.Module):
         cache_quantized_input: only False is offered.
     """
 
-    kind: ClassVar[str]
+    kind: str
+    interleave: int | None = None  # channels of x1 that are followed by as many of x2; None: x1 comes first
 
     def __init_subclass__(cls) -> None:
         cls.kind = cls.__name__.lower()
@@ -49,12 +50,16 @@ class _Activation(torch.nn.Module):
         super().__init__()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        name, gated = type(self).__name__, self.kind in GATED
+        name, gated = type(self).__name__, is_gated(self.kind)
         check_tensor(f"ops.{name}", "input", input)
-        if input.dim() == 0 or (gated and input.shape[-1] % 2):
-            accepted = "[..., an even number]" if gated else "[..., features]"
+        multiple = 2 * (self.interleave or 1)
+        if input.dim() == 0 or (gated and input.shape[-1] % multiple):
+            accepted = "an even number" if multiple == 2 else f"a multiple of {multiple}"
+            accepted = f"[..., {accepted if gated else 'features'}]"
             raise ValueError(f"ops.{name}: input has shape {list(input.shape)}; {accepted} is accepted.")
         x = rows_of(input)
+        if self.interleave is not None:
+            x = x.view(len(x), -1, 2, self.interleave).transpose(1, 2).reshape(x.shape)
         y = differentiable(forward, backward, Plan(activation_dtype(input), wanted(x), self.kind), BlockContext(), x)
         return y.view(*input.shape[:-1], input.shape[-1] // 2 if gated else input.shape[-1])
 
@@ -100,8 +105,39 @@ class SiLU(_Activation):
 
 
 class SwiGLU(_Activation):
-    """silu(x1) · x2; `glu_interleave_size`: only None is offered."""
+    """silu(x1) · x2.
+
+    Args:
+        glu_interleave_size: n, where n channels of x1 are followed by n of x2; None is half of the channels.
+    """
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
         check_arguments("ops.SwiGLU", locals())
         super().__init__(cache_quantized_input=cache_quantized_input)
+        self.interleave = None if glu_interleave_size is None else int(glu_interleave_size)
+
+
+class ClampedSwiGLU(_Activation):
+    """c1 · sigmoid(alpha c1) · (c2 + offset) of x's halves limited to c1 <= limit, |c2| <= limit, as in GPT-OSS.
+
+    Args:
+        limit, alpha, glu_linear_offset: as in `reference.ops.activation`'s clamped_swiglu.
+        glu_interleave_size: as in `SwiGLU`.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        check_arguments("ops.ClampedSwiGLU", locals())
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.kind = Clamp(float(limit), float(alpha), float(glu_linear_offset)).kind
+        self.interleave = None if glu_interleave_size is None else int(glu_interleave_size)
+
+    def extra_repr(self) -> str:
+        return self.kind

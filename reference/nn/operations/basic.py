@@ -10,6 +10,7 @@ from reference.nn import layernorm
 from reference.nn.checks import activation_dtype, check_input, check_tensor
 from reference.nn.dropout import Generator, bias_dropout_add
 from reference.nn.parameters import DeviceDefault, parameter_dtype
+from reference.ops.norm import MAX_HIDDEN
 from reference.quantized import as_dtype
 
 
@@ -178,6 +179,35 @@ class RMSNorm(layernorm.RMSNorm):
         sm_margin: int = 0,
     ) -> None:
         super().__init__(**_norm_arguments(locals()))
+
+
+class L2Normalization(layernorm.L2Normalization):
+    """x / sqrt(Σx² + eps) over the last dimension, of any size: `reference.nn.layernorm.L2Normalization`.
+
+    Args:
+        eps: added to the sum of squares.
+        seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
+    """
+
+    def __init__(
+        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
+        check_arguments("ops.L2Normalization", locals())
+        super().__init__(1, eps)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_tensor("ops.L2Normalization", "input", input)
+        if input.dim() == 0 or not 1 <= input.shape[-1] <= MAX_HIDDEN:
+            raise ValueError(
+                f"ops.L2Normalization: input has shape {list(input.shape)}; [..., from 1 to {MAX_HIDDEN}] is accepted."
+            )
+        if self.hidden_size != input.shape[-1]:
+            self.hidden_size = input.shape[-1]
+            self._put(input.device)
+        return super().forward(input)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
 
 
 def _norm_arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""`Quantize`: x as FP8 holds it, y = T( fp32(q) · scale_inv ) with q = cast(x), inside `te.autocast`."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.arguments import check_arguments
+from reference.autocast import current
+from reference.nn import transformer_engine_state
+from reference.nn.autograd import differentiable, wanted
+from reference.nn.checks import activation_dtype, check_tensor
+from reference.nn.context import ModuleContext, Saved
+from reference.nn.float8_tensor import dequantized
+from reference.nn.module import TransformerEngineBaseModule
+from reference.quantized import Quantized, as_dtype, rows_of
+
+
+class Plan(NamedTuple):
+    """T, whether the gradient is wanted, which ways are quantized, and the kind of the quantizers."""
+
+    dtype: torch.dtype
+    needs: tuple[bool, ...]
+    ways: tuple[bool, bool]
+    kind: Hashable
+
+
+def _read(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    return x.codes if x.scales is None else dequantized(x.codes, x.scales, dtype)
+
+
+def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """y `[rows, n]` of x `[rows, n]`."""
+    if not plan.ways[0]:
+        return as_dtype(x, plan.dtype).clone(), ()
+    return _read(context.gemms[0].input.quantize(x, transpose=False), plan.dtype), ()
+
+
+def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """dx of dL/dy."""
+    if not plan.ways[1]:
+        return (grad,)
+    g, _ = context.gemms[0].grad.grad(grad.contiguous(), transpose=False, dbias=False)
+    return (_read(g, plan.dtype),)
+
+
+class Quantize(TransformerEngineBaseModule):
+    """Inside `te.autocast` x, or its gradient, as FP8 holds it; outside x itself.
+
+    The scale is this module's own, by the recipe: of an input forward (E4M3), of a gradient backward. The result is a
+    plain tensor of T, where Transformer Engine's holds the codes: a linear after it casts once more.
+
+    Args:
+        forward: quantize x.
+        backward: quantize the gradient.
+    """
+
+    keeps_scales = True
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        check_arguments("ops.Quantize", locals())
+        super().__init__()
+        self.quantized_init = None  # it has no weight
+        self._ways = (forward, backward)
+        self._device = torch.device("cpu")  # of its state: that of the last input
+
+    def _parameter_device(self) -> torch.device:
+        return self._device
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Follow the module's device."""
+        self._device = fn(torch.empty(1, dtype=torch.uint8, device=self._device)).device
+        return super()._apply(fn, recurse)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        check_tensor("ops.Quantize", "input", input)
+        enabled = current().enabled and not self.in_high_precision
+        if input.dim() == 0 or (enabled and input.shape[-1] % 16):
+            raise ValueError(
+                f"ops.Quantize: input has shape {list(input.shape)}; [..., features] is accepted, features a multiple "
+                f"of 16 under FP8 autocast."
+            )
+        if self._device != input.device:
+            self._device, self._history_rows = input.device, None
+        dtype = activation_dtype(input)
+        context = self.context(dtype, None)
+        if not any(self._ways) or not (context.fp8 or self.calibrates(context)):
+            return input
+        x = rows_of(input)
+        return differentiable(forward, backward, Plan(dtype, wanted(x), self._ways, context.kind), context, x).view(
+            input.shape
+        )
+
+    def calibrates(self, context: ModuleContext) -> bool:
+        """Whether amaxes are recorded for a later run in FP8."""
+        return bool(context.state(False)[1])
+
+    def extra_repr(self) -> str:
+        return f"forward={self._ways[0]}, backward={self._ways[1]}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if transformer_engine_state.is_writing():
+            raise NotImplementedError(
+                f"transformer_engine_state_dict: model has {prefix.rstrip('.') or 'the module'!r}, a te.ops.Quantize, "
+                f"whose state has other names in Transformer Engine; a model without one is accepted."
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
