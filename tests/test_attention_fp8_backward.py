@@ -64,7 +64,7 @@ _, GOOD = both(Case(b=2, hkv=2, group=2, sq=20, skv=30, d=32))
         ({0: GOOD[0].float()}, "grad is torch.float32; torch.bfloat16 and torch.float16 are accepted"),
         (
             {0: GOOD[0].half()},
-            "out must be torch.float16 [2, 4, 20, 32] on cpu, as the forward.s out was; got torch.bfloat16",
+            "out must be torch.float16 [2, 4, 20, 32] on cpu, as the forward's out was",
         ),
         ({1: GOOD[1].bfloat16()}, "q is torch.bfloat16; q, k and v must be torch.float8_e4m3fn"),
         ({3: transposed(GOOD[3])}, "v must be [2, 2, 30, 32], for k of [2, 2, 30, 32]; got [2, 2, 32, 30]"),
