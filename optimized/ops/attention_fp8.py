@@ -11,7 +11,6 @@ from optimized.ops.attention import (
     EITHER,
     FORMATS,
     L2,
-    QUERIES,
     SLACK,
     arguments,
     capacity,
@@ -25,6 +24,7 @@ from reference.ops.cast_transpose import ceil16
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
+QUERIES = 192  # of a tile: 64 for each consumer warpgroup
 _THREADS = 512
 
 

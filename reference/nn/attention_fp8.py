@@ -157,22 +157,22 @@ class FP8Attention(TransformerEngineBaseModule):
     def refuse_in_fp8(self, layer: str, dtype: torch.dtype, bias: bool, cached: bool) -> None:
         """Refuse what attention in FP8 does not take, if a forward now would run in it; `layer` names the caller."""
         core: Any = self
-        exact, vanilla = core.attention_backend == "exact", core.softmax_type == "vanilla"
-        usual = exact and vanilla and dtype != torch.float32 and not (bias or cached or core.kv_channels % 16)
-        if usual or not self.attends_in_fp8():
+        exact, vanilla, channels = core.attention_backend == "exact", core.softmax_type == "vanilla", core.kv_channels
+        fits = isinstance(channels, int) and channels % 16 == 0
+        if (
+            exact and vanilla and fits and dtype != torch.float32 and not (bias or cached)
+        ) or not self.attends_in_fp8():
             return
-        self._check_fp8_sizes("under a recipe with fp8_dpa=True")
-        what = (
-            f"attention_backend={core.attention_backend!r}"
-            if not exact
-            else f"softmax_type={core.softmax_type!r}"
-            if not vanilla
-            else "a bias"
-            if bias
-            else "inference_params"
-            if cached
-            else "torch.float32 activations without torch.autocast"
-        )
+        if not exact:
+            what = f"attention_backend={core.attention_backend!r}"
+        elif not vanilla:
+            what = f"softmax_type={core.softmax_type!r}"
+        elif not fits:
+            what = f"kv_channels={channels} (no multiple of 16: rows of FP8 operands start at multiples of 16 bytes)"
+        elif bias or cached:
+            what = "a bias" if bias else "inference_params"
+        else:
+            what = "torch.float32 activations without torch.autocast"
         raise NotImplementedError(
             f"{layer}: {what} under a recipe with fp8_dpa=True is not offered; fp8_dpa=False is accepted, or a recipe "
             f"of the attention's own (te.recipe.by_layer)."
