@@ -3,9 +3,9 @@
     out = `twin::attention_fp8` of c(q), c(k), c(v)            c(t) is the cast to E4M3, with t ≈ c(t)·t_inv
     dq, dk, dv = `twin::attention_fp8_backward` of the same codes and the forward's results
 
-T is the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight` of a first
-GEMM (q and k) and `weight` of a second (v). The second's `input` are the weights P, whose scale is fixed by
-`reference.ops.attention_fp8`; that column and those of the backward stay unused.
+Results are in the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight` of a
+first GEMM (q and k) and `weight` of a second (v). The second's `input` are the softmax's weights, which need none
+(`reference.ops.attention_fp8` says why); that column and those of the backward stay unused.
 
 The state enters checkpoints as that of other layers, under `_extra_state`, from the first run in FP8 on. Transformer
 Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
@@ -157,26 +157,22 @@ class FP8Attention(TransformerEngineBaseModule):
     def refuse_in_fp8(self, layer: str, dtype: torch.dtype, bias: bool, cached: bool) -> None:
         """Refuse what attention in FP8 does not take, if a forward now would run in it; `layer` names the caller."""
         core: Any = self
-        exact, vanilla = core.attention_backend == "exact", core.softmax_type == "vanilla"
-        alike = not isinstance(core.kv_channels, tuple)
-        usual = alike and exact and vanilla and dtype != torch.float32 and not (bias or cached or core.kv_channels % 16)
-        if usual or not self.attends_in_fp8():
+        exact, vanilla, channels = core.attention_backend == "exact", core.softmax_type == "vanilla", core.kv_channels
+        fits = isinstance(channels, int) and channels % 16 == 0
+        if (
+            exact and vanilla and fits and dtype != torch.float32 and not (bias or cached)
+        ) or not self.attends_in_fp8():
             return
-        if alike:
-            self._check_fp8_sizes("under a recipe with fp8_dpa=True")
-        what = (
-            f"kv_channels={core.kv_channels}"
-            if not alike
-            else f"attention_backend={core.attention_backend!r}"
-            if not exact
-            else f"softmax_type={core.softmax_type!r}"
-            if not vanilla
-            else "a bias"
-            if bias
-            else "inference_params"
-            if cached
-            else "torch.float32 activations without torch.autocast"
-        )
+        if not exact:
+            what = f"attention_backend={core.attention_backend!r}"
+        elif not vanilla:
+            what = f"softmax_type={core.softmax_type!r}"
+        elif not fits:
+            what = f"kv_channels={channels} (no multiple of 16: rows of FP8 operands start at multiples of 16 bytes)"
+        elif bias or cached:
+            what = "a bias" if bias else "inference_params"
+        else:
+            what = "torch.float32 activations without torch.autocast"
         raise NotImplementedError(
             f"{layer}: {what} under a recipe with fp8_dpa=True is not offered; fp8_dpa=False is accepted, or a recipe "
             f"of the attention's own (te.recipe.by_layer)."
