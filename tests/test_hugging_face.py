@@ -199,6 +199,36 @@ def test_weights_kept_in_fp8_are_saved_and_loaded(name: str, tmp_path: Path, sam
     same_bits(logits(loaded, name), logits(model, name))
 
 
+def test_a_weight_in_fp8_that_the_checkpoint_lacks_is_drawn(tmp_path: Path, same_bits: Any) -> None:
+    model = converted("llama", kept=True, dtype=BF16)
+    train(model)
+    model.save_pretrained(tmp_path)
+    kind = converting(library().LlamaForSequenceClassification, kept=True)
+    loaded, info = kind.from_pretrained(tmp_path, num_labels=64, pad_token_id=0, output_loading_info=True)
+    assert {key for key in info["missing_keys"] if "lm_head" not in key} == {"score.weight", "score._extra_state"}
+    assert isinstance(loaded.score.weight, Float8Tensor)
+    assert 0.015 < float(loaded.score.weight.std()) < 0.025  # initializer_range is 0.02
+    assert 0 < float(loaded.score.fp8_meta["scaling_fwd"].amax_history.max()) < 0.2  # of no undefined numbers
+    there = loaded.state_dict()
+    for key, value in model.model.state_dict(prefix="model.").items():
+        same_bits(there[key], value, key)
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_numbers_are_not_read_as_codes(state: bool, tmp_path: Path, same_bits: Any) -> None:
+    """`from_pretrained` casts them to FP8 without a scale, since the model's `state_dict` has codes."""
+    model = plain("llama", BF16)
+    if state:
+        te.convert(model, recipe=RECIPE)
+        train(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^from_pretrained: in the checkpoint weight has no weight_scale_inv"):
+        converting(kind_of("llama"), kept=True).from_pretrained(tmp_path)
+    right = converted("llama", kept=True, dtype=BF16)
+    right.load_state_dict(model.state_dict())
+    assert sum(isinstance(p, Float8Tensor) for p in right.parameters()) == 14
+
+
 def test_codes_are_not_read_as_numbers(tmp_path: Path, same_bits: Any) -> None:
     """`from_pretrained` converts them to the dtype of a plain layer's weight, and drops their scale_inv."""
     model = converted("llama", kept=True, dtype=BF16)

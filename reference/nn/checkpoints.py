@@ -1,5 +1,6 @@
 """How a layer's FP8 state, and its weights that are kept in FP8, enter checkpoints and are loaded."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,13 @@ from reference.scaling import FP8TensorMeta
 
 class Checkpointed(WithFP8State):
     """`state_dict` and `load_state_dict` of one layer; `reference.nn.checkpoint_format` defines the entries."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
+        super().__init_subclass__(**kwargs)
+        for name in cls.__dict__.get("fp8_weights", ()):
+            read, write = functools.partial(_scale_inv, name=name), functools.partial(_set_scale_inv, name=name)
+            setattr(cls, f"{name}_scale_inv", property(read, write))
 
     def get_extra_state(self) -> torch.Tensor:
         """The FP8 state as `reference.nn.checkpoint_format` packs it; a fresh one before the first run in FP8."""
@@ -71,7 +79,10 @@ class Checkpointed(WithFP8State):
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Take codes and scale_inv of a weight that is kept in FP8, as Hugging Face's `from_pretrained` sets them."""
+        """Take what Hugging Face's `from_pretrained` sets for a weight that is kept in FP8: its codes and scale_inv.
+
+        Of a weight that the checkpoint lacks it sets undefined numbers here, and draws others.
+        """
         weight = self._parameters.get(name.removesuffix("_scale_inv"))
         if param is None or not isinstance(weight, Float8Tensor) or isinstance(param, Float8Tensor):
             super().register_parameter(name, param)
@@ -80,10 +91,20 @@ class Checkpointed(WithFP8State):
         elif param.dtype == FP8:
             state, column = self.fp8_meta["scaling_fwd"], self.fp8_weights[name]
             kept = Float8Tensor.of_codes(param.detach(), weight._scale_inv, weight.dtype, state, column)
-            self._parameters[name] = made = torch.nn.Parameter(kept, requires_grad=weight.requires_grad)
-            vars(made).update((key, value) for key, value in vars(param).items() if key not in vars(made))
+            self._put(name, kept, param)
+        elif weight.is_meta and type(param) is torch.nn.Parameter and not param.is_meta:
+            if self.fp8_meta["scaling_fwd"].scale.is_meta:
+                self._fresh_state(param.device)
+            self._put(name, Float8Tensor(weight._kept.moved(param.device), weight.dtype, weight._column), param)
+            self._bind_weights()
         else:
             super().register_parameter(name, param)
+
+    def _put(self, name: str, weight: Float8Tensor, param: torch.nn.Parameter) -> None:
+        """Replace a weight that is kept in FP8; the new one has the marks that a loader has put on `param`."""
+        before: Any = self._parameters[name]
+        self._parameters[name] = made = torch.nn.Parameter(weight, requires_grad=before.requires_grad)
+        vars(made).update((key, value) for key, value in vars(param).items() if key not in vars(made))
 
     def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
         """Refuse broken entries of this module in a checkpoint; `assign`: they will replace the parameters."""
@@ -160,3 +181,29 @@ class Checkpointed(WithFP8State):
                 value = value.dequantize() if isinstance(value, Float8Tensor) else value.detach()
                 value = Float8Tensor.of(value, state, column)
             state_dict[prefix + name] = value
+
+
+# --- weight_scale_inv ------------------------------------------------------------------------------------
+
+
+def _scale_inv(module: Checkpointed, name: str) -> torch.nn.Parameter:
+    """The scale_inv of a weight that is kept in FP8. transformers asks for it by name, as for every other parameter."""
+    weight = module._parameters.get(name)
+    if not isinstance(weight, Float8Tensor):
+        raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
+    found = torch.nn.Parameter(weight._scale_inv, requires_grad=False)
+    # Whether transformers shall not count it among the missing: it is there, or will be drawn with its weight.
+    found._is_hf_initialized = weight.is_meta or not found.is_meta  # type: ignore[attr-defined]
+    return found
+
+
+def _set_scale_inv(module: Checkpointed, value: Any, name: str) -> None:
+    """Refused. transformers comes here where a checkpoint has a weight and no scale_inv."""
+    weight: Any = module._parameters.get(name)
+    if isinstance(weight, Float8Tensor) and weight._scale_inv.is_meta and not weight.is_meta:
+        raise ValueError(
+            f"from_pretrained: in the checkpoint {name} has no {name}_scale_inv, and {type(module).__name__} keeps it "
+            f"in FP8: transformers has rounded numbers to codes without a scale. Such a checkpoint is accepted by "
+            f"load_state_dict, or by from_pretrained of a model that is converted afterwards."
+        )
+    raise AttributeError(f"{type(module).__name__}: {name}_scale_inv is written with {name} alone.")

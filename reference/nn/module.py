@@ -1,6 +1,5 @@
 """What all layers have in common: construction, and the quantizers of a forward."""
 
-import functools
 from collections import deque
 from typing import Any
 
@@ -27,12 +26,6 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
     fuse_wgrad_accumulation = False
     tp_size = 1
     reuses_weights = False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graph`)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
-        super().__init_subclass__(**kwargs)
-        for name in cls.__dict__.get("fp8_weights", ()):
-            setattr(cls, f"{name}_scale_inv", property(functools.partial(_scale_inv, name=name)))
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,14 +194,6 @@ def _in_high_precision(dtype: torch.dtype, gemms: int) -> Precision:
 
 # A table instead of a cache, which a compiler would trace into, and warn.
 _HIGH_PRECISION = {(dtype, gemms): _in_high_precision(dtype, gemms) for dtype in WIDE_DTYPES for gemms in (1, 2)}
-
-
-def _scale_inv(module: TransformerEngineBaseModule, name: str) -> torch.Tensor:
-    weight = module._parameters.get(name)
-    if not isinstance(weight, Float8Tensor):
-        raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
-    found: torch.Tensor = weight._scale_inv
-    return found
 
 
 def _as_bytes(t: Any) -> Any:
