@@ -231,8 +231,9 @@ def test_what_a_gpu_launches() -> None:
                 assert core(q[:n], k[:n], v[:n], inference_params=cache).shape == (n, 2, 512)
     assert [x.shape[-1] for x in (out, q.grad, k.grad, v.grad)] == [512, 192, 192, 128]
     kernels = [(one.kernel.kernel, one.kernel.name) for one in gpu.launches]
-    backward = [("attention_backward_wide", name) for name in ("dots", "attention_backward", "attention_backward")]
-    forward = ("attention", "attention")
+    forward, ends = ("attention_wide", "attention"), "attention_backward_ends"
+    backward = [(ends, "dots"), (ends, "attention_keep"), ("attention_backward_wide", "attention_backward")]
+    backward.append((ends, "attention_dq"))
     assert kernels == [forward, ("dropout", "advance"), *backward, forward, forward, forward]
 
 
