@@ -48,7 +48,10 @@ __device__ __forceinline__ float widen(const Vector<kCount>& vector, int i) {
 template <int kCount>
 __device__ __forceinline__ Vector<kCount> load_once(const wide_t* address) {
     Vector<kCount> v;
-    load_read_only(v.words, address);
+    if constexpr (sizeof(v) == 16)
+        load_read_only(v.words[0], v.words[1], v.words[2], v.words[3], address);
+    else
+        load_read_only(v.words[0], v.words[1], address);
     return v;
 }
 
