@@ -9,8 +9,8 @@
 
 namespace twin {
 
-constexpr int kKeys = 64;         // of a block
-constexpr int kRows = 64 * 128;   // bytes of 64 rows and 64 channels
+constexpr int kKeys = 64;           // of a block
+constexpr int kRows = 64 * 128;     // bytes of 64 rows and 64 channels
 constexpr int kMatrix = 4 * kRows;  // and of all channels
 static_assert(QUERIES == 64 && N_OUT == 256, "what the tiles are made for");
 

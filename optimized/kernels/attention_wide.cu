@@ -3,8 +3,8 @@
 // q [b, h, sq, d], k and v [b, hkv, skv, d] of bf16 or fp16 through tensor maps (any strides); out the same; m and
 // inv fp32 [b, h, sq]. Definition, order and rounding points: reference/ops/attention.py.
 //
-// A tile is 128 queries of one head, a block of the definition: 64 for each of two consumer warpgroups, while a producer
-// keeps keys and values coming. A warpgroup multiplies with 128 keys, weighs, and multiplies with their 256 channels of
+// A tile is 128 queries of one head, a block of the definition: 64 for each of two consumer warpgroups, while producers
+// keep keys and values coming. A warpgroup multiplies with 128 keys, weighs, and multiplies with their 256 channels of
 // values: scores are computed once. O and the scores take 192 registers of a thread.
 //
 // Queries take 64 KB of shared memory. Keys and values pass through a ring of five parts of 32 KB, each the columns of d
@@ -30,11 +30,11 @@
 
 using namespace twin;
 
-constexpr int kConsumers = 2;         // warpgroups
-constexpr int kParts = 5;             // of keys and values, in shared memory
-constexpr int kChannels = 256;        // of a tile; those beyond d are zeros
-constexpr int kRows = 64 * 128;       // bytes of 64 rows and 64 channels
-constexpr int kPart = 4 * kRows;      // of 128 keys and 128 channels, or of 64 values and all channels
+constexpr int kConsumers = 2;     // warpgroups
+constexpr int kParts = 5;         // of keys and values, in shared memory
+constexpr int kChannels = 256;    // of a tile; those beyond d are zeros
+constexpr int kRows = 64 * 128;   // bytes of 64 rows and 64 channels
+constexpr int kPart = 4 * kRows;  // of 128 keys and 128 channels, or of 64 values and all channels
 
 // Queries from `first` of a head, and the blocks of keys that they visit. Without a head (-1), there is no tile.
 struct Tile {
@@ -53,8 +53,8 @@ struct __align__(1024) Shared {
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
-// The tile of a rank, for this block of a cluster. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
-// first, which have most to do.
+// The tile of a rank, for this block of a cluster. Heads are taken `together` at a time, so that their keys stay in L2,
+// and of those the last queries first, which have most to do.
 __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank, int block) {
     constexpr int kQueries = CLUSTER * kTileRows;
     const int query_blocks = (a.sq + kQueries - 1) / kQueries, all_heads = a.batches * a.heads;
