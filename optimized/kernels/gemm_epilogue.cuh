@@ -10,6 +10,7 @@
 #include "gemm_tile.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/load.cuh"
 
 namespace twin {
 
@@ -140,23 +141,6 @@ __device__ __forceinline__ float stored(const char* row, int column) {
     if constexpr (same_type<Out, FP32>) return reinterpret_cast<const float*>(row)[column];
     return widen_bias(reinterpret_cast<const unsigned short*>(row)[column],
                       same_type<Out, BF16> ? kBiasBF16 : kBiasFP16);
-}
-
-// 8 or 16 bytes of an output; zeros where they do not exist. By a predicate, since loads after a branch wait for each
-// other.
-template <int kWords>
-__device__ __forceinline__ void load_if(unsigned (&words)[kWords], const char* pointer, bool exists) {
-    for (unsigned& word : words) word = 0;
-    if constexpr (kWords == 4)
-        asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %5, 0;\n @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                     : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-                     : "l"(pointer), "r"(static_cast<int>(exists))
-                     : "memory");
-    else
-        asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %3, 0;\n @p ld.global.v2.u32 {%0, %1}, [%2];\n}"
-                     : "+r"(words[0]), "+r"(words[1])
-                     : "l"(pointer), "r"(static_cast<int>(exists))
-                     : "memory");
 }
 
 // In place: acc -> fp32(stored + acc). There are as many loads in flight as the main loop leaves registers for.

@@ -3,6 +3,7 @@
 // WIDE selects the element type: 0 fp32, 1 bf16, 2 fp16. A vector is 16 bytes, kLanes elements.
 #pragma once
 #include "ptx/cvt.cuh"
+#include "ptx/load.cuh"
 
 namespace twin {
 
@@ -43,17 +44,11 @@ __device__ __forceinline__ float widen(const Vector<kCount>& vector, int i) {
 }
 
 // A vector that is read once: 8 or 16 bytes, aligned to its size. No cache hint: those made for such data
-// (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/log/cast.md). `volatile` keeps the loads of an
-// unrolled loop together and ahead of their uses.
+// (L1::no_allocate, .cs, L1::evict_first) cost 4 to 10 % here (docs/log/cast.md).
 template <int kCount>
 __device__ __forceinline__ Vector<kCount> load_once(const wide_t* address) {
     Vector<kCount> v;
-    if constexpr (sizeof(v) == 16)
-        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-                     : "l"(address));
-    else
-        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.words[0]), "=r"(v.words[1]) : "l"(address));
+    load_read_only(v.words, address);
     return v;
 }
 

@@ -47,9 +47,9 @@ import numpy as np
 import torch
 
 from reference import elementary, philox, tensor_core
-from reference.elementary import GRID15, ZERO, fma
+from reference.elementary import GRID15, ZERO
 from reference.elementary import power_on_grid as power
-from reference.numba_jit import jit
+from reference.numba_jit import fma, jit
 from reference.ops.attention_bias import add_bias, bias_tile, check_bias
 from reference.ops.attention_sinks import check_sinks, sink_weights
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
