@@ -3,9 +3,9 @@
     out = `twin::attention_fp8` of c(q), c(k), c(v)            c(t) is the cast to E4M3, with t ≈ c(t)·t_inv
     dq, dk, dv = `twin::attention_fp8_backward` of the same codes and the forward's results
 
-Results are in the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight`
-of a first GEMM (q and k) and `weight` of a second (v). The second's `input` are the softmax's weights, which need
-none (`reference.ops.attention_fp8` says why); that column and those of the backward stay unused.
+Results are in the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight` of
+a first GEMM (q and k) and `weight` of a second (v). The second's `input` are the softmax's weights, which need none
+(`reference.ops.attention_fp8` says why); that column and those of the backward stay unused.
 
 The state enters checkpoints as that of other layers, under `_extra_state`, from the first run in FP8 on. Transformer
 Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
