@@ -47,9 +47,9 @@ struct Walk {
     }
 };
 
-__device__ __forceinline__ Walk walk(const Arguments& a, int first) {
-    const Range range = DQ ? visited(a, first) : visitors(a, first);
-    if constexpr (DQ) return {1, range.from * kTileRows, min(a.skv, range.to * kTileRows)};
+__device__ __forceinline__ Walk walk(const Arguments& a, const Limits& limits, int first) {
+    const Range range = DQ ? visited(limits, first) : visitors(limits, first);
+    if constexpr (DQ) return {1, range.from * kTileRows, min(limits.skv, range.to * kTileRows)};
     return {a.group, range.from, range.to};
 }
 
@@ -132,8 +132,8 @@ __device__ __forceinline__ void store(const float (&acc)[kAcc], float scale, con
     }
 }
 
-__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Walk& todo, const Stats& stats,
-                                        void* first_out, void* second_out, int first, int batch, int head) {
+__device__ __forceinline__ void consume(unsigned shared, const Arguments& a, const Limits& limits, const Walk& todo,
+                                        const Stats& stats, void* first_out, void* second_out, int first, int batch, int head) {
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     unsigned x1 = shared + Map::kX1 + warpgroup * (64 * 128);
     const int padded = (a.sq + kTileRows - 1) / kTileRows * kTileRows;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, con
             at.column = from;
             // Opaque, or the compiler keeps what it derives from them in registers that the tiles need, and spills.
             asm volatile("" : "+r"(at.row), "+r"(at.head), "+r"(x1));
-            prepare(at, a);
+            prepare(at, a, limits);
             mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
             const unsigned y1 = shared + Map::kY1 + stage.index * 2 * Map::kStreamed, y2 = y1 + Map::kStreamed;
             float s[32], dp[32];
@@ -174,7 +174,7 @@ __device__ __forceinline__ void consume(unsigned shared, const Arguments& a, con
             wgmma_commit();
             wgmma_wait<1>();
             wgmma_hold(s);
-            weigh(s, a, at, own, softmax + at.thread_column());
+            weigh(s, a, limits, at, own, softmax + at.thread_column());
             const unsigned chunk = blockIdx.z * (N_OUT / 64 * Map::kChunk);
             unsigned weights[4][4], gradients[4][4];
             constexpr bool kEarly = !DQ && !DROPOUT;  // with dropout's mask beside them the registers would spill
@@ -254,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
     const int batch = blockIdx.y / heads, head = blockIdx.y % heads;
     // Causal: the blocks with most to do first.
     const int first = (DQ ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kTileRows;
-    const Walk todo = walk(a, first);
+    const Limits& limits = limits_of(a, batch);
+    const Walk todo = walk(a, limits, first);
     if (threadIdx.x == 0) {
         mbarrier_init(shared + Map::kFixedFull, 1);
         for (int s = 0; s < STAGES; s++) {
@@ -276,6 +277,6 @@ extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
         }
     } else {
         setmaxnreg_inc<240>();
-        consume(shared, a, todo, {stats_softmax, stats_dots}, first_out, second_out, first, batch, head);
+        consume(shared, a, limits, todo, {stats_softmax, stats_dots}, first_out, second_out, first, batch, head);
     }
 }

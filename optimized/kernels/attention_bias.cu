@@ -73,17 +73,22 @@ extern "C" __global__ void __launch_bounds__(256)
     // The heads that share the matrix: a step of `heads` from batch to batch, all of a batch or one.
     const int matrix_batch = blockIdx.z / bias_heads, matrix_head = blockIdx.z % bias_heads;
     const int batches = bias_batches == 1 ? a.batches : 1, heads = bias_heads == 1 ? a.heads : 1;
-    const Range keys = visited(a, first);
-    const int block = key / kTileRows;
-    const int count = block >= keys.from && block < keys.to ? batches * heads : 0;
+    const auto visits = [&](const Limits& limits) {
+        const Range keys = visited(limits, first);
+        const int block = key / kTileRows;
+        return block >= keys.from && block < keys.to;
+    };
+    const int count = LENGTHS || visits(limits_of(a, matrix_batch)) ? batches * heads : 0;
 
     Pairs at{0, first + static_cast<int>(threadIdx.x) / 32 * 16, key, 0, 0};
     float sum[32];
 #pragma unroll
     for (int n = 0; n < 32; n++) sum[n] = 0.0f;
     unsigned parity = 0;
-    for (int n = 0; n < count; n++, parity ^= 1) {
+    for (int n = 0; n < count; n++) {
         const int batch = matrix_batch + n / heads, head = matrix_head + n % heads;
+        const Limits& limits = limits_of(a, batch);
+        if (LENGTHS && !visits(limits)) continue;
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(full, D_CHUNKS * 2 * (kQueryChunk + kKeyChunk));
             for (int c = 0; c < D_CHUNKS; c++) {
@@ -94,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
         at.head = batch * a.heads + head;
-        prepare(at, a);
+        prepare(at, a, limits);
         const long long row = static_cast<long long>(at.head) * padded + at.thread_row();
         const float2 own[2] = {softmax[row], softmax[row + 8]};
         const float own_dots[2] = {dots[row], dots[row + 8]};
@@ -106,9 +111,10 @@ extern "C" __global__ void __launch_bounds__(256)
         wgmma_wait<0>();
         wgmma_hold(s);
         wgmma_hold(dp);
-        weigh(s, a, at, own, nullptr);
+        weigh(s, a, limits, at, own, nullptr);
         add_gradients(sum, s, dp, a, at, own_dots);
         __syncthreads();  // the tiles have been read
+        parity ^= 1;
     }
     store(sum, a, at, dbias);
 }

@@ -31,25 +31,26 @@ struct Pairs {
     __device__ __forceinline__ int thread_column() const { return column + threadIdx.x % 4 * 2; }
 };
 
-__device__ __forceinline__ bool is_hidden(const Arguments& a, const unsigned char* mask, int row, int column) {
+__device__ __forceinline__ bool is_hidden(const Arguments& a, const Limits& limits, const unsigned char* mask, int row,
+                                          int column) {
     const int query = DQ ? row : column, key = DQ ? column : row;
-    bool hidden = query >= a.sq || unseen(a, query, key);
+    bool hidden = query >= limits.sq || unseen(limits, query, key);
     if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
     return hidden;
 }
 
 // Fill at.hidden and at.keep, ahead of the GEMMs, whose accumulators will need the registers.
-__device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
+__device__ __forceinline__ void prepare(Pairs& at, const Arguments& a, const Limits& limits) {
     const int first_query = DQ ? at.row : at.column, first_key = DQ ? at.column : at.row;
     const int last_query = first_query + (DQ ? 15 : kStreamRows - 1);
     const int last_key = first_key + (DQ ? kStreamRows - 1 : 15);
     at.hidden = 0, at.keep = ~0u;
-    if (a.mask != nullptr || last_query >= a.sq || last_key >= key_limit(a, first_query) ||
-        first_key < key_from(a, last_query)) {
+    if (a.mask != nullptr || last_query >= limits.sq || last_key >= key_limit(limits, first_query) ||
+        first_key < key_from(limits, last_query)) {
         const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {
-            const bool hidden = is_hidden(a, mask, at.thread_row() + n / 2 % 2 * 8,
+            const bool hidden = is_hidden(a, limits, mask, at.thread_row() + n / 2 % 2 * 8,
                                           at.thread_column() + n / 4 * 8 + n % 2);
             at.hidden |= static_cast<unsigned>(hidden) << n;
         }
@@ -73,10 +74,10 @@ struct Stats {
 };
 
 // The scores s become the weights, in place; +0 where a pair is hidden.
-__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Pairs& at, const float2 (&own)[2],
-                                      const float2* of_column) {
+__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Limits& limits, const Pairs& at,
+                                      const float2 (&own)[2], const float2* of_column) {
 #if BIAS
-    add_bias<!DQ>(s, a, at.head / a.heads, at.head % a.heads, at.thread_row(), at.thread_column());
+    add_bias<!DQ>(s, a, limits, at.head / a.heads, at.head % a.heads, at.thread_row(), at.thread_column());
 #endif
 #pragma unroll
     for (int pair = 0; pair < 16; pair++) {  // the two rows of a column

@@ -30,13 +30,11 @@ ARGUMENTS = np.dtype(
     + [(name, "f4") for name in ("c", "kept", "scale")],
     align=True,
 )
-# What follows where BIAS is 1; an array of this type has all fields.
-BIASED = np.dtype(
-    [(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()]
-    + [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
-    + [("bias_is_fp32", "i4"), ("diagonal", "i4")],
-    align=True,
-)
+# What follows where BIAS, SINK or LENGTHS is 1.
+_BIAS = [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
+_BIAS += [("bias_is_fp32", "i4"), ("diagonal", "i4")]
+_SINK = [("sinks", "u8")]
+_LENGTHS = [("q_lengths", "u8"), ("kv_lengths", "u8"), ("ends_align", "i4")]
 
 
 CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
@@ -53,19 +51,23 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
     return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
 
 
-SUNK = np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + [("sinks", "u8")], align=True)  # SINK = 1
+@functools.cache
+def argument_type(biased: bool, sunk: bool, lengths: bool) -> np.dtype:
+    """The type of struct Arguments with these macros."""
+    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths
+    return np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + more, align=True)
 
 
-def bias_macro(biased: bool) -> dict[str, int]:
-    """The macro of kernels that add a bias."""
-    return {"BIAS": 1} if biased else {}
+def option_macros(biased: bool, lengths: bool, sunk: bool = False) -> dict[str, int]:
+    """The macros of kernels that add a bias, have sinks, or whose entries of a batch have lengths."""
+    return {name: 1 for name, has in (("BIAS", biased), ("SINK", sunk), ("LENGTHS", lengths)) if has}
 
 
 @functools.cache
 def _kernels(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool = False
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, lengths: bool
 ) -> tuple[launch.Kernel, launch.Kernel]:
-    more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
+    more = option_macros(biased, lengths, sunk)
     macros = defines(dtype, d, dropout, Q_STAGES=1 if d == 256 else 2, **more)
     chunks, columns, stages, q_stages = (macros[name] for name in ("D_CHUNKS", "N_OUT", "STAGES", "Q_STAGES"))
     rows = q_stages * chunks * QUERIES + (stages * chunks + stages * columns // 64) * BLOCK
@@ -75,7 +77,8 @@ def _kernels(
 
 EITHER = (False, True)
 CONFIGURATIONS = [
-    _kernels(*case, *more)[0].configuration
+    _kernels(*case, *more, lengths)[0].configuration
+    for lengths in EITHER
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
 ]
@@ -111,10 +114,13 @@ def arguments(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides."""
     (b, h, sq, d), (_, heads, skv, _) = q.shape, k.shape
-    a = np.zeros((), SUNK if sinks is not None else ARGUMENTS if bias is slopes is None else BIASED)
+    lengths = not q_lengths is kv_lengths is None
+    a = np.zeros((), argument_type(not bias is slopes is None, sinks is not None, lengths))
     if sinks is not None:
         a["sinks"] = sinks.data_ptr()
     if bias is not None:
@@ -132,6 +138,9 @@ def arguments(
     a["out_strides"] = out.stride()[:3]
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
     a["together"] = max(1, L2 // (4 * skv * capacity(d))) * a["group"]  # heads whose keys and values fit
+    if lengths:
+        a["q_lengths"], a["kv_lengths"] = (0 if x is None else x.data_ptr() for x in (q_lengths, kv_lengths))
+        a["ends_align"], sq, skv = mask_type != "causal", 0, 0  # kernels add the difference
     a["lower"], a["upper"] = limits(mask_type, left, right, sq, skv)
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
@@ -149,15 +158,20 @@ def readable(options: Options) -> Options:
 
     torch leaves out the last ones that are None.
     """
-    bias, slopes, sinks = (*options[7:], None, None, None)[:3]
+    bias, slopes, sinks, *lengths = (*options[7:], *[None] * 5)[:5]
     if bias is not None and bias.stride(3) != 1 and bias.numel():
         bias = bias.contiguous()
-    return *options[:7], bias, None if slopes is None else slopes.contiguous(), sinks
+    return *options[:7], bias, None if slopes is None else slopes.contiguous(), sinks, *lengths
 
 
 def is_biased(options: Options) -> bool:
     """Whether the options have a bias, or slopes."""
     return any(x is not None for x in options[7:9])
+
+
+def has_lengths(options: Options) -> bool:
+    """Whether the options have lengths."""
+    return any(x is not None for x in options[10:])
 
 
 @on_cuda
@@ -174,7 +188,7 @@ def attention(
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, *options)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, (QUERIES, BLOCK, BLOCK), strict=True)]
-        more = (is_biased(options), options[9] is not None)
+        more = (is_biased(options), options[9] is not None, has_lengths(options))
         kernel, reset = _kernels(q.dtype, capacity(d), threshold(dropout) > 0, *more)
         tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))

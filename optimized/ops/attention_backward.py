@@ -38,9 +38,9 @@ def queries_of(d: int) -> int:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> launch.Kernel:
+def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool, lengths: bool) -> launch.Kernel:
     queries = queries_of(d)
-    macros = attention.defines(dtype, d, dropout, QUERIES=queries, **attention.bias_macro(biased))
+    macros = attention.defines(dtype, d, dropout, QUERIES=queries, **attention.option_macros(biased, lengths))
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     keys, streamed = 2 * chunks * BLOCK * 128, stages * 2 * (chunks * queries * 128 + 6 * queries)
     ds, dq = 2 * queries * BLOCK * 2, (2 if d == 128 else 1) * queries * d * 4
@@ -49,16 +49,16 @@ def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> launch.K
 
 
 @functools.cache
-def _end_kernel(dtype: torch.dtype, d: int, name: str) -> launch.Kernel:
+def _end_kernel(dtype: torch.dtype, d: int, lengths: bool, name: str) -> launch.Kernel:
     sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
-    return launch.function("attention_backward_ends", name, sizes)
+    return launch.function("attention_backward_ends", name, sizes | attention.option_macros(False, lengths))
 
 
 @functools.cache
 def _wide_kernel(
-    dtype: torch.dtype, dropout: bool, biased: bool, dq: bool, name: str = "attention_backward"
+    dtype: torch.dtype, dropout: bool, biased: bool, lengths: bool, dq: bool, name: str = "attention_backward"
 ) -> launch.Kernel:
-    macros = attention.defines(dtype, WIDE, dropout, DQ=int(dq), **attention.bias_macro(biased))
+    macros = attention.defines(dtype, WIDE, dropout, DQ=int(dq), **attention.option_macros(biased, lengths))
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     shared = 2 * chunks * BLOCK * 128 + stages * 2 * chunks * _STREAM_ROWS * 128 + 8 + 16 * stages
     return launch.function("attention_backward_wide", name, macros, shared if name == "attention_backward" else 0)
@@ -66,9 +66,9 @@ def _wide_kernel(
 
 _EITHER = attention.EITHER
 CONFIGURATIONS = [
-    *(_kernel(*case).configuration for case in itertools.product(attention.FORMATS, (64, 128), _EITHER, _EITHER)),
-    *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, (64, 128))),
-    *(_wide_kernel(*case).configuration for case in itertools.product(attention.FORMATS, _EITHER, _EITHER, _EITHER)),
+    *(_kernel(*case).configuration for case in itertools.product(attention.FORMATS, (64, 128), *[_EITHER] * 3)),
+    *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, (64, 128), _EITHER)),
+    *(_wide_kernel(*case).configuration for case in itertools.product(attention.FORMATS, *[_EITHER] * 4)),
 ]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -91,7 +91,8 @@ def attention_backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
-    options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
+    options = attention.readable(options)
+    options = (*options[:9], None, *options[10:])  # 1 / l has what sinks take
     # One stride serves both dk and dv.
     dv_written = dv if dv.stride() == dk.stride() else torch.empty_like(dk)
     run = _wide if attention.capacity(q.shape[3]) == WIDE else _narrow
@@ -124,19 +125,21 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
     for name, tensor in zip(POINTERS, (*stats, sums, turns, turns[-1:], keep), strict=True):
         scratch[name] = tensor.data_ptr()
 
-    def of(written: torch.Tensor, options: Any = options[:7]) -> launch.ByValue:
+    lengths = attention.has_lengths(options)
+
+    def of(written: torch.Tensor, options: Any = (*options[:7], *[None] * 3, *options[10:])) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
         a["together"] = together
         return launch.by_value(a)
 
     args = [of(out), grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, "dots")
+    kernel = _end_kernel(q.dtype, capacity, lengths, "dots")
     grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
     launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=index)
 
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, BLOCK), (v, BLOCK), (grad, queries))]
-    kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options))
-    draw = _end_kernel(q.dtype, capacity, "attention_keep")
+    kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options), lengths)
+    draw = _end_kernel(q.dtype, capacity, lengths, "attention_keep")
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
         scratch["first_head"], scratch["works"] = first * group, (first + count) * blocks
@@ -149,7 +152,7 @@ def _narrow(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensor
         launch.launch(kernel, (works,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=not drops)
 
     args = [of(dq), space, dq.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, "attention_dq")
+    kernel = _end_kernel(q.dtype, capacity, lengths, "attention_dq")
     launch.launch(kernel, (tiles, b * h), (256,), args, device=index, early=True)
 
 
@@ -162,7 +165,7 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
     dots = torch.empty((b * h, padded), dtype=torch.float32, device=q.device)
     args: list[Any] = [launch.by_value(attention.arguments(q, k, out, *options[:7])), grad.data_ptr(), out.data_ptr()]
     args += [*grad.stride()[:3], m.data_ptr(), inv.data_ptr(), softmax.data_ptr(), dots.data_ptr()]
-    kernel = _wide_kernel(q.dtype, False, False, True, "dots")
+    kernel = _wide_kernel(q.dtype, False, False, False, True, "dots")
     launch.launch(kernel, (padded // _DOT_ROWS, b * h), (32 * _DOT_ROWS,), args, device=q.device.index)
     return softmax, dots
 
@@ -178,7 +181,8 @@ def _wide(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors,
         (False, (k, v), (q, grad), (dv, dk), skv, heads),
         (True, (q, grad), (k, v), (dq, dq), sq, h),
     ):
-        kernel = _wide_kernel(q.dtype, threshold(options[5]) > 0, attention.is_biased(options), is_dq)
+        more = (threshold(options[5]) > 0, attention.is_biased(options), attention.has_lengths(options))
+        kernel = _wide_kernel(q.dtype, *more, is_dq)
         maps = [attention.tensor_map(x, BLOCK) for x in fixed]
         maps += [attention.tensor_map(x, _STREAM_ROWS) for x in streamed]
         arguments = attention.arguments(q, k, written[1], *options)

@@ -19,13 +19,13 @@ _THREADS = 256
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
-    macros = attention.defines(dtype, d, dropout, DQ=1, BIAS=1)
+def _kernel(dtype: torch.dtype, d: int, dropout: bool, lengths: bool) -> launch.Kernel:
+    macros = attention.defines(dtype, d, dropout, DQ=1, **attention.option_macros(True, lengths))
     tiles = 2 * macros["D_CHUNKS"] * (BLOCK + _KEYS) * 128
     return launch.function("attention_bias", "attention_bias", macros, tiles + attention.SLACK)
 
 
-_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER)
+_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER, attention.EITHER)
 CONFIGURATIONS = [_kernel(*case).configuration for case in _CASES]
 
 
@@ -48,7 +48,7 @@ def attention_bias_backward(
     grad, q, k, v, out = inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     options = attention.readable(options)
     softmax, dots = attention_backward.row_statistics(inputs, m, inv, options)
-    kernel = _kernel(q.dtype, attention.capacity(q.shape[3]), threshold(options[5]) > 0)
+    kernel = _kernel(q.dtype, attention.capacity(q.shape[3]), threshold(options[5]) > 0, attention.has_lengths(options))
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, BLOCK), (grad, BLOCK), (k, _KEYS), (v, _KEYS))]
     args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, *options))]
     args += [softmax.data_ptr(), dots.data_ptr(), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]

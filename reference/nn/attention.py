@@ -17,6 +17,7 @@ from reference.nn.attention_lengths import (
     Lengths,
     check_lengths,
     lengths_mask,
+    lengths_of,
     maps_of,
     packed,
     to_sequences,
@@ -61,11 +62,14 @@ class CorePlan(NamedTuple):
     bias: str = "no_bias"
     softmax: str = "vanilla"
 
-    def further(self, more: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def further(
+        self, more: torch.Tensor | None, slopes: torch.Tensor | None, lengths: tuple[Any, ...] = ()
+    ) -> tuple[torch.Tensor | None, ...]:
         """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks."""
         if self.softmax != "vanilla":
-            return None, None, more
-        return () if self.bias == "no_bias" else (more, slopes)
+            return None, None, more, *lengths
+        biased: Any = () if self.bias == "no_bias" else (more, slopes)
+        return (*biased, *[None] * (3 - len(biased)), *lengths) if lengths else biased
 
     def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
         """Arguments of `twin::attention` after q, k and v."""
@@ -110,17 +114,17 @@ def forward(
     more: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
     """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
-    mask, slopes = context.reads
-    of_bias = plan.core.further(more, slopes)
+    mask, slopes, *lengths = context.reads
+    of_bias = plan.core.further(more, slopes, tuple(lengths))
     out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
     return out, (q, k, v, *saved, more)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
-    mask, slopes = context.reads
+    mask, slopes, *lengths = context.reads
     qkv, attended, more = saved[:3], saved[3:7], saved[7]
-    of_bias = plan.core.further(more, slopes)
+    of_bias = plan.core.further(more, slopes, tuple(lengths))
     grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
     if len(plan.needs) == 3:
         return grads
@@ -308,13 +312,16 @@ class DotProductAttention(DeviceDefault, WithoutState):
             check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
-        mask = attention_mask
+        mask, of_entries = attention_mask, ()
         if lengths.given:
             shape = self._shape(given, layout, lengths)
             more = (attention_mask, core_attention_bias_type)
             check_lengths("DotProductAttention", lengths, kind, shape, tokens, given[0].device, more)
-            kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
-            core = core._replace(mask_type=kind, window=window)
+            if given[0].dtype == torch.float32:
+                kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
+                core = core._replace(mask_type=kind, window=window)
+            else:
+                of_entries = lengths_of(lengths)
         maps = None
         if tokens is not None:
             maps, of_keys = maps_of(lengths, tokens)
@@ -344,7 +351,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
             out = run(*qkv, core, mask, None, None).reshape(q.shape)
         else:
             full: Any = mask if lengths.given else full_mask(kind, mask)
-            arguments = (q, k, v, core, full, bias.values, slopes)
+            arguments = (q, k, v, core, full, bias.values, slopes, *of_entries)
             out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
@@ -385,12 +392,13 @@ class DotProductAttention(DeviceDefault, WithoutState):
         mask: torch.Tensor | None,
         bias: torch.Tensor | None,
         slopes: torch.Tensor | None,
+        *lengths: torch.Tensor,
     ) -> torch.Tensor:
         if q.dtype == torch.float32:
             return torch_attention(q, k, v, core, mask, bias, slopes)
         if core.backend == "cudnn":
             return cudnn_attention(q, k, v, core)
-        context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
+        context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes, *lengths))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias
         tensors = (q, k, v) if more is None else (q, k, v, more)

@@ -4,7 +4,8 @@ Sequence n of a batch has cu_seqlens[n + 1] - cu_seqlens[n] tokens. In "sbhd" an
 follows. In "thd" the sequences lie one after the other; sequence n starts at cu_seqlens_padded[n], and tokens between
 its end and the next one's start belong to none: their outputs and gradients are +0.
 
-The lengths become a mask, so that a sequence has the bits that it has alone, without dropout. "thd" is first gathered
+The ops of attention take the lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
+alone, without dropout; for fp32, which is PyTorch's, they become a mask. "thd" is first gathered
 into `[b, max_seqlen, h, d]`, with zeros behind each sequence, and the output is gathered back. Lengths stay on their
 device: nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
 """
@@ -140,6 +141,11 @@ def _check_numbers(layer: str, x: torch.Tensor, padded: torch.Tensor, longest: i
             raise ValueError(sentence)
     elif x.device.type != "meta":
         torch._assert_async(fits, sentence)
+
+
+def lengths_of(given: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many queries and keys each sequence has, int32 `[b]`."""
+    return given.q.diff(), given.kv.diff()
 
 
 def lengths_mask(
