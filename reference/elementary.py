@@ -30,13 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from reference import files
 from reference.denormals import check_denormals
-from reference.numba_jit import jit
+from reference.numba_jit import fma, from_word, jit, word_of
 
 TABLES = Path(__file__).parent / "tables" / "elementary_h200.npz"
 ACTIVATIONS = ("gelu", "dgelu", "silu", "dsilu")
@@ -65,28 +62,6 @@ LOG_LN2, LOG_LN2_LOW = _F(6.9313812256e-01), _F(9.0580006145e-06)  # k times the
 LOG1, LOG2, LOG3, LOG4 = _F(0.66666662693), _F(0.40000972152), _F(0.28498786688), _F(0.24279078841)
 HALF, TWO, NAN = _F(0.5), _F(2.0), _F(np.nan)
 SMALLEST_NORMAL, FROM_SUBNORMAL = _F(2.0**-126), _F(2.0**25)
-_intrinsic: Any = intrinsic  # numba types the result by the emitter, not by the call
-
-
-@_intrinsic
-def fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
-    """`a · b + c`, rounded once (LLVM's llvm.fma, which never becomes two operations)."""
-    signature = types.float32(types.float32, types.float32, types.float32)
-    return signature, lambda context, builder, signature, args: builder.fma(*args)
-
-
-@_intrinsic
-def from_word(typingctx, word):  # type: ignore[no-untyped-def]
-    """The fp32 value whose bits are an int32."""
-    signature = types.float32(types.int32)
-    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
-
-
-@_intrinsic
-def word_of(typingctx, x):  # type: ignore[no-untyped-def]
-    """The bits of an fp32 value, as an int32."""
-    signature = types.int32(types.float32)
-    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @cache

@@ -9,6 +9,8 @@ their code. So compiled code is kept here instead:
 There is one file for each file of source, function, signature, CPU and version of Python, numba and llvmlite (the
 hash). The stamp is a digest of every file of this package that mentions `reference.numba_jit`, which covers all that
 compiled code can contain; code with another stamp is replaced. A call is as fast as numba's own.
+
+`fma`, `from_word` and `word_of` are for compiled code: operations that numba lacks.
 """
 
 import contextlib
@@ -21,12 +23,16 @@ from typing import Any
 
 import llvmlite
 import numba
+from llvmlite import ir
+from numba import types
 from numba.core import compiler, serialize
+from numba.extending import intrinsic as _intrinsic
 
 from reference import files
 
 # error_model: division by zero gives inf as in IEEE 754. fastmath stays off: every operation rounds once.
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "boundscheck": False}
+intrinsic: Any = _intrinsic  # numba types what it makes by the emitter, not by the call
 _VERSIONS = (sys.version, numba.__version__, llvmlite.__version__)
 
 
@@ -96,3 +102,24 @@ def jit(function: Any) -> Any:
     if function.__closure__ is None and Path(function.__code__.co_filename).is_file():
         compiled._cache = _Kept(function)
     return compiled
+
+
+@intrinsic
+def fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
+    """`a · b + c`, rounded once (LLVM's llvm.fma, which never becomes two operations)."""
+    signature = types.float32(types.float32, types.float32, types.float32)
+    return signature, lambda context, builder, signature, args: builder.fma(*args)
+
+
+@intrinsic
+def from_word(typingctx, word):  # type: ignore[no-untyped-def]
+    """The fp32 value whose bits are an int32."""
+    signature = types.float32(types.int32)
+    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def word_of(typingctx, x):  # type: ignore[no-untyped-def]
+    """The bits of an fp32 value, as an int32."""
+    signature = types.int32(types.float32)
+    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))

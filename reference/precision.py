@@ -24,7 +24,8 @@ from reference.arguments import is_int, is_real
 from reference.recipes.base import Format, Recipe
 from reference.recipes.by_layer import AUTOCAST, by_layer, layers_of, matching
 from reference.recipes.current_scaling import Float8CurrentScaling
-from reference.statistics import Sample, Statistics, collect_stats, recipe_name, shown
+from reference.sample import Sample, recipe_name, shown
+from reference.statistics import Statistics, collect_stats
 
 __all__ = ["PrecisionPlan", "auto_precision"]
 

@@ -16,14 +16,12 @@ read.
 
 import copy
 import json
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from reference import formats, recompute
+from reference import recompute
 from reference.arguments import is_int
 from reference.nn.autograd import Backward, Context, Forward
 from reference.nn.context import BlockContext, ModuleContext, Saved
@@ -33,85 +31,11 @@ from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Quantized
 from reference.quantizer import Quantizer
 from reference.recipe import Recipe
+from reference.sample import GEMMS, Sample
 
 __all__ = ["Sample", "Statistics", "collect_stats"]
 
-GEMMS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
-"""Role → the GEMMs that read it."""
 _FIELDS = {"input": "input", "weight": "weight", "grad_output": "grad"}  # of `reference.quantizer.Gemm`
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one quantizer did to one role of one linear map, in one step or in several.
-
-    Attributes:
-        layer: the layer's name in the model; "" is the model itself.
-        part: "fc1" or "fc2" of an MLP; "" of a layer with one linear map.
-        role: "input", "weight" or "grad_output".
-        recipe: the recipe of the quantizer; None for 16 bits.
-        ran: whether the layer ran in it; otherwise it was measured beside, and nothing of it was used.
-        dtype: of the codes; of the numbers in 16 bits.
-        step: the forward of the model, from 0, in which it was measured; the last one of several.
-        elements: how many there are; zeros and elements that are not finite count.
-        amax: the largest magnitude that is not NaN.
-        scale: what elements were multiplied by before they were rounded to FP8; the last one of several.
-        saturated, underflowed, nan, inf: how many elements.
-        signal, noise: sums of squares of the elements and of what quantization added.
-    """
-
-    layer: str
-    part: str
-    role: str
-    recipe: Recipe | None
-    ran: bool
-    dtype: torch.dtype
-    step: int
-    elements: int
-    amax: float
-    scale: float | None
-    saturated: int
-    underflowed: int
-    nan: int
-    inf: int
-    signal: float
-    noise: float
-
-    @property
-    def gemms(self) -> tuple[str, str]:
-        """The GEMMs that read it."""
-        return GEMMS[self.role]
-
-    @property
-    def saturated_share(self) -> float:
-        """Of all elements."""
-        return self.saturated / max(1, self.elements)
-
-    @property
-    def underflowed_share(self) -> float:
-        """Of all elements."""
-        return self.underflowed / max(1, self.elements)
-
-    @property
-    def sqnr(self) -> float | None:
-        """10·log10(signal / noise) in dB; infinite where nothing was lost, None in 16 bits."""
-        if self.recipe is None:
-            return None
-        if self.noise == 0:
-            return math.inf
-        ratio = self.signal / self.noise
-        return 10 * math.log10(ratio) if ratio > 0 else ratio - math.inf  # NaN stays NaN
-
-    @property
-    def format(self) -> str:
-        """ "E4M3", "E5M2", or the dtype."""
-        return str(self.dtype).removeprefix("torch.") if self.recipe is None else formats.format_of(self.dtype).name
-
-    def merged(self, later: "Sample") -> "Sample":
-        """This and a later sample of the same quantizer as one."""
-        summed = ("elements", "saturated", "underflowed", "nan", "inf", "signal", "noise")
-        sums: dict[str, Any] = {name: getattr(self, name) + getattr(later, name) for name in summed}
-        return replace(later, amax=max(self.amax, later.amax), **sums)
 
 
 class _Key(NamedTuple):
@@ -281,7 +205,7 @@ class Statistics:
     def table(self, first: int = 0) -> str:
         """The summary as text. In parentheses: recipes that were measured beside the layer's own."""
         head = ("layer", "role", "GEMMs", "recipe", "format", "amax", "scale", "saturated", "underflowed", "SQNR dB")
-        rows = [(*head, "NaN", "inf"), *map(_row, self.summary(first))]
+        rows = [(*head, "NaN", "inf"), *map(Sample.row, self.summary(first))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         left = 5
         lines = (
@@ -295,7 +219,7 @@ class Statistics:
 
     def to_json(self) -> str:
         """All samples as a JSON object: `{"samples": [...]}`. A number that is not finite is a string."""
-        return json.dumps({"samples": [_plain(one) for one in self.samples()]}, indent=1)
+        return json.dumps({"samples": [one.plain() for one in self.samples()]}, indent=1)
 
 
 def _read(measured: Sequence[_Measured]) -> list[Sample]:
@@ -315,46 +239,6 @@ def _read(measured: Sequence[_Measured]) -> list[Sample]:
         of_all = (one.dtype, one.step, one.elements, amax, scale)
         found.append(Sample(*one.key, *of_all, saturated, underflowed, nan, inf, signal, noise))
     return found
-
-
-def shown(layer: str, part: str = "") -> str:
-    """A layer's name in texts."""
-    return ".".join(filter(None, (layer, part))) or "(the model)"
-
-
-def recipe_name(recipe: Recipe | None) -> str:
-    """A recipe in texts; its format where that is not HYBRID."""
-    if recipe is None:
-        return "16 bits"
-    name = type(recipe).__name__
-    return name if recipe.fp8_format.name == "HYBRID" else f"{name} {recipe.fp8_format.name}"
-
-
-def _row(one: Sample) -> tuple[str, ...]:
-    name, fp8 = recipe_name(one.recipe), one.recipe is not None
-    return (
-        shown(one.layer, one.part),
-        one.role,
-        ", ".join(one.gemms),
-        name if one.ran else f"({name})",
-        one.format,
-        f"{one.amax:.4g}",
-        "" if one.scale is None else f"{one.scale:.4g}",
-        f"{one.saturated_share:.2%}" if fp8 else "",
-        f"{one.underflowed_share:.2%}" if fp8 else "",
-        f"{one.sqnr:.1f}" if one.sqnr is not None else "",
-        str(one.nan),
-        str(one.inf),
-    )
-
-
-def _plain(one: Sample) -> dict[str, Any]:
-    """A sample as JSON has it."""
-    found = dict(vars(one))
-    found |= {"recipe": None if one.recipe is None else repr(one.recipe), "dtype": str(one.dtype)}
-    found |= {"gemms": list(one.gemms), "saturated_share": one.saturated_share}
-    found |= {"underflowed_share": one.underflowed_share, "sqnr": one.sqnr}
-    return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in found.items()}
 
 
 def collect_stats(model: torch.nn.Module, every: int = 100, recipes: Iterable[Recipe] = ()) -> Statistics:

@@ -1,20 +1,23 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
-import gc
+import contextlib
 import hashlib
 import itertools
 import os
 import random
 import time
 from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import hypothesis
 import pytest
 import torch
 from driver_stub import cuda  # noqa: F401  (a fixture)
+from simulator import Simulator
 
 from optimized import device, measure
 from reference import files, scaling
+from reference.nn import autograd
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -29,18 +32,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="turn every skip into an error: for the run on a Hopper GPU whose summary is committed",
     )
 
+    parser.addoption(
+        "--simulate",
+        action="store_true",
+        help="without a GPU, run the tests for one in the simulator (tests/simulator)",
+    )
     parser.addoption("--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test) goes on")
     parser.addoption("--fuzz-seed", type=int, help="run a fuzzer for this seed alone: the one that a failure printed")
 
 
 @pytest.fixture(autouse=True)
-def modules_without_numbers_go() -> Iterator[None]:
-    """Modules that ran on a pretended GPU (`dry_gpu`) are garbage then; a later test's autocast would update them."""
-    yield
-    alive = (reference() for reference in list(scaling._MODULES))
-    ran = (module for module in alive if module is not None and module._membership is not None)
-    if any("scaling_fwd" in one.fp8_meta and one.fp8_meta["scaling_fwd"].scale.is_meta for one in ran):
-        gc.collect()
+def no_module_of_another_test_is_updated() -> None:
+    """An autocast updates every module that ran in its thread and is still alive: garbage too, until it is collected.
+
+    So a test's steps would not be the same each time, and modules of a pretended GPU (`dry_gpu`) have no numbers.
+    """
+    for module in (reference() for reference in list(scaling._MODULES)):
+        if module is not None:
+            module._membership = None
 
 
 @pytest.fixture
@@ -67,10 +76,13 @@ def has_hopper() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--require-gpu") or has_hopper():
         return
-    skip = pytest.mark.skip(reason="needs a Hopper GPU")
+    skip, everything = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(skip)
+            if everything or "simulated" in item.keywords:
+                item.fixturenames.insert(0, "simulated")  # type: ignore[attr-defined]
+            else:
+                item.add_marker(skip)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -146,6 +158,44 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") ->
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes on so many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture
+def same_player() -> Iterator[None]:
+    """Whatever a test does, the usual player is back."""
+    before = autograd.player
+    yield
+    assert autograd.player is before
+
+
+@pytest.fixture
+def simulated() -> Iterator[None]:
+    """Tensors on "cuda" without a GPU: kernels run on the CPU. What needs streams or graphs is skipped."""
+
+    def skip(*args: object, **kwargs: object) -> None:
+        pytest.skip("streams, events and graphs are not simulated")
+
+    with Simulator(cuda=True), contextlib.ExitStack() as stack:
+        for name in ("Stream", "Event", "CUDAGraph", "graph", "current_stream", "set_sync_debug_mode"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, skip))
+        yield
 
 
 @pytest.fixture

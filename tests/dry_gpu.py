@@ -103,7 +103,7 @@ class Launched(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A launch to be made again: noted again, behind `again`."""
+    """A launch to be made again: noted again, after `again`."""
 
     lines: list[str]
     line: str
@@ -160,7 +160,7 @@ class DryGpu(contextlib.ExitStack):
         return self
 
     def taken(self, *before: str) -> list[str]:
-        """What was noted since the last time, behind lines that name the same storages; `lines` is empty then."""
+        """What was noted since the last time, after lines that name the same storages; `lines` is empty then."""
         text = renumbered("\n".join((*before, *self.lines)))
         self.lines.clear()
         return text.split("\n") if text else []

@@ -13,7 +13,7 @@ WIDE, HALVES, FP8 = (FP32, BF16, FP16), (BF16, FP16), (E4M3, E5M2)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16, start: int = 0) -> torch.Tensor:
-    """A matrix on the pretended GPU, `start` elements behind a multiple of 16 bytes."""
+    """A matrix on the pretended GPU, `start` elements after a multiple of 16 bytes."""
     size = torch.Size(shape).numel()
     return torch.empty(size + start, dtype=dtype, device="cuda")[start:].view(shape)
 

@@ -41,7 +41,7 @@ def numbers(seed: int, size: int, dtype: torch.dtype, special: bool) -> torch.Te
 def compare(
     sizes: list[int], kind: str, decoupled: bool, offset: int = 0, special: bool = False, seed: int = 0
 ) -> None:
-    """Three steps of tensors that begin `offset` elements behind a multiple of 16 bytes."""
+    """Three steps of tensors that begin `offset` elements after a multiple of 16 bytes."""
     wide, param, copies = KINDS[kind]
     sides = []
     for device in ("cpu", "cuda"):

@@ -37,7 +37,7 @@ PARAMS = {
 def case(
     sizes: list[int], name: str, pair: tuple[torch.dtype, torch.dtype], offset: int, special: bool, seed: int
 ) -> list[list[torch.Tensor]]:
-    """The op's lists on the CPU: views that begin `offset` elements behind the start of their memory."""
+    """The op's lists on the CPU: views that begin `offset` elements after the start of their memory."""
     wide, param, master = PARAMS[name]
 
     def room(x: torch.Tensor) -> torch.Tensor:

@@ -92,19 +92,6 @@ def test_a_scaler_steps_by_itself() -> None:
     with pytest.raises(NotImplementedError, match=r"grad_scaler=.* is not offered; None is accepted"):
         optimizer.step(grad_scaler=torch.amp.GradScaler("cpu"))
     assert not optimizer.state
-    scaled, plain = parameter(), parameter()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = FusedAdam([scaled], lr=0.1)
-    for overflow in (False, True):
-        scaled.grad = plain.grad * 4
-        scaler.scale(torch.ones(()))
-        if overflow:
-            scaled.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-    FusedAdam([plain], lr=0.1).step()
-    assert_same_bits(scaled, plain)
-    assert optimizer.param_groups[0]["step"] == 1
 
 
 def test_schedulers_change_the_rate() -> None:

@@ -5,16 +5,15 @@ import math
 import re
 from types import SimpleNamespace
 
-import numba
 import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, LAYOUTS, MASKS, Case, check_against_float64, exact, hidden_pairs, inputs, run
-from conftest import assert_same_bits
+from conftest import assert_same_bits, torch_threads
 from hypothesis import given, settings
+from numba_code import assert_no_double
 
 from reference import elementary, tensor_core
-from reference.numba_jit import OPTIONS
 from reference.ops import attention, attention_backward
 from reference.ops.dropout import threshold
 
@@ -182,14 +181,10 @@ def test_layouts_change_no_bit() -> None:
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     case = Case(b=1, hkv=2, sq=200, skv=200, dropout=0.1)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
+    for count in (1, 2):
+        with torch_threads(count):
             results.append(run(case, inputs(case)))
-    finally:
-        torch.set_num_threads(threads)
     for name, value in results[0].items():
         assert_same_bits(value, results[1][name], name)
 
@@ -238,11 +233,7 @@ def test_no_double_arithmetic() -> None:
     run(Case(sq=5, skv=5, dropout=0.1), inputs(Case(sq=5, skv=5, dropout=0.1)))
     functions = (attention.softmax_block, attention_backward.row_dots, attention_backward.softmax_backward_tile)
     for function in functions:
-        compiled = numba.njit(**OPTIONS)(function.py_func)
-        for signature in function.signatures:
-            compiled.compile(signature)
-        code = "".join(compiled.inspect_llvm().values())
-        assert not re.search(r"= f(add|sub|mul|div|neg|cmp)\b.*\bdouble\b", code), function.__name__
+        assert_no_double(function)
 
 
 @pytest.mark.parametrize("case", [Case(sq=20, skv=30), Case(sq=20, skv=30, dropout=0.5, layout="sbhd")])

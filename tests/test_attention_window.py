@@ -13,8 +13,7 @@ from conftest import assert_same_bits
 
 import reference as te
 from reference.nn import attention_block, blocks
-from reference.nn.attention import MASK_NAMES
-from reference.nn.checks import window_of
+from reference.nn.checks import MASK_NAMES, window_of
 from reference.ops.attention import MASK_TYPES, limits, visited
 
 WINDOWS = [(0, 0), (5, -1), (-1, 5), (127, 1), (128, 128), (0, 200), (200, 0), (10**6, 3), (2**31 - 1, 2**31 - 1)]

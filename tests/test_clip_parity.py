@@ -20,7 +20,7 @@ WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compare(sizes: list[int], dtypes: list[torch.dtype], offset: int = 0, special: bool = False, seed: int = 0) -> None:
-    """Norms of both kinds and the clipped gradients, which begin `offset` elements behind a multiple of 16 bytes."""
+    """Norms of both kinds and the clipped gradients, which begin `offset` elements after a multiple of 16 bytes."""
     values = [awkward(seed + i, size, dtypes[i % len(dtypes)], special, finite=True) for i, size in enumerate(sizes)]
     sides = []
     for device in ("cpu", "cuda"):

@@ -4,16 +4,15 @@ import itertools
 import math
 import re
 
-import numba
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba_code import assert_no_double
 
 from reference import elementary
-from reference.numba_jit import OPTIONS
 from reference.ops import cross_entropy as definition
 
 twin = torch.ops.twin
@@ -258,11 +257,7 @@ def test_no_double_arithmetic() -> None:
     twin.cross_entropy_backward(torch.ones(()), None, logits, target, *stats, IGNORED, 0.1)
     twin.cross_entropy_mean(loss, target, IGNORED, "mean")
     for function in (definition.loss_rows, definition.gradient_rows, definition.mean_lanes):
-        compiled = numba.njit(**OPTIONS)(function.py_func)
-        for signature in function.signatures:
-            compiled.compile(signature)
-        code = "".join(compiled.inspect_llvm().values())
-        assert not re.search(r"= f(add|sub|mul|div|neg|cmp)\b.*\bdouble\b", code), function.__name__
+        assert_no_double(function)
 
 
 def test_fake_tensors() -> None:

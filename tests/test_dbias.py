@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, torch_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,13 +69,9 @@ def test_another_order_would_be_noticed():
 
 def test_it_does_not_depend_on_threads_or_on_how_the_work_is_cut(monkeypatch):
     grad = gradient(2000, 1200, torch.bfloat16)
-    threads = torch.get_num_threads()
     whole = twin.dbias(grad)
-    try:
-        torch.set_num_threads(1)
+    with torch_threads(1):
         assert_same_bits(twin.dbias(grad), whole, "one thread")
-    finally:
-        torch.set_num_threads(threads)
     assert_same_bits(twin.dbias(grad[:, :5].contiguous()), whole[:5], "fewer columns")
     for elements in (1, 64 * 1200 * 3):
         monkeypatch.setattr(reference.ops.dbias, "_CHUNK", elements)

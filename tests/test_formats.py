@@ -342,14 +342,6 @@ def test_expected_codes_is_the_oracle():
             assert np.array_equal(expected_codes(first, x.size, fmt), oracle(x, fmt)), hex(first)
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.slow
 @BOTH
 @pytest.mark.usefixtures("one_thread")

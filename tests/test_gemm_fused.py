@@ -32,7 +32,7 @@ def backward(kind: str, dtype: torch.dtype) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_activation_behind_a_product_is_the_two_ops(kind: str, dtype: torch.dtype) -> None:
+def test_an_activation_after_a_product_is_the_two_ops(kind: str, dtype: torch.dtype) -> None:
     product = forward(kind)
     for bias in (None, normal(6, product[1].shape[0]).to(dtype)):
         fused, apart = state(), state()
@@ -46,7 +46,7 @@ def test_an_activation_behind_a_product_is_the_two_ops(kind: str, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_activations_backward_behind_a_product_is_the_two_ops(kind: str, dtype: torch.dtype) -> None:
+def test_an_activations_backward_after_a_product_is_the_two_ops(kind: str, dtype: torch.dtype) -> None:
     *product, x, _ = backward(kind, dtype)
     fused, apart = state(), state()
     found = twin.gemm_fp8_activation_backward(*product, x, kind, *fused, E5M2)
@@ -59,7 +59,7 @@ def test_an_activations_backward_behind_a_product_is_the_two_ops(kind: str, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("p", [0.0, 0.25])
-def test_dropout_behind_a_product_is_the_two_ops(p: float, dtype: torch.dtype) -> None:
+def test_dropout_after_a_product_is_the_two_ops(p: float, dtype: torch.dtype) -> None:
     product = forward("gelu")
     bias, residual = normal(7, COLS).to(dtype), normal(8, M, COLS).to(dtype)
     for b, r in ((None, None), (bias, None), (None, residual), (bias, residual)):

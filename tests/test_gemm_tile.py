@@ -59,7 +59,7 @@ def test_select_tile_is_a_sensible_function_of_the_problem() -> None:
 
 
 def tiles_of_clusters(tile: Tile, m: int, n: int, cut: int, sms: int) -> list[list[tuple[int, int, int]]]:
-    """What kernels/gemm_tile.cuh's Schedule gives each cluster: rows of tiles, first columns, the columns behind."""
+    """What Schedule of kernels/gemm_tile.cuh gives a cluster: rows of tiles, first columns, the columns after them."""
     high, rows, less = 8 // (1 if tile.across else tile.cluster), tile.rows(m), tile.block_n - tile.narrow
     clusters = tile.blocks(cut, sms) // tile.cluster
 

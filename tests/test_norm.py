@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, torch_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -315,13 +315,9 @@ def test_it_does_not_depend_on_threads_or_on_how_the_work_is_cut(monkeypatch):
         return y, mean, rstd, *twin.norm_backward(grad, x, weight, mean, rstd, False, "layernorm", x)
 
     whole = results()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with torch_threads(1):
         for a, b in zip(results(), whole, strict=True):
             assert_same_bits(a, b, "one thread")
-    finally:
-        torch.set_num_threads(threads)
     for elements in (1, 80 * 9):
         monkeypatch.setattr(reference.ops.norm, "_CHUNK", elements)
         for a, b in zip(results(), whole, strict=True):

@@ -113,7 +113,7 @@ def test_a_case_that_was_never_recorded_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [outputs.WHOLE, 1000])
 def test_a_recording_sees_every_word(tmp_path: Path, size: int) -> None:
-    """Words stored whole and words behind a digest; NaN is NaN, -0 is not 0."""
+    """Words stored whole and words for which a digest stands; NaN is NaN, -0 is not 0."""
     out = torch.linspace(-1, 1, size)
     out[5] = float("nan")
     out[7] = 0.0
@@ -169,7 +169,7 @@ def test_parity_records_what_it_replays(
     assert not results["rmsnorm"].equal
 
 
-def test_the_recorder_goes_on_behind_a_case_that_fails(
+def test_the_recorder_goes_on_after_a_case_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(where: torch.device) -> dict[str, torch.Tensor]:

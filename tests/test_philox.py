@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
+from conftest import torch_threads
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
 from reference import philox
@@ -69,13 +70,9 @@ def test_an_element_is_its_index_under_the_seed():
 
 
 def test_elements_do_not_depend_on_the_shape_or_the_thread_count():
-    threads = torch.get_num_threads()
     flat = philox.normal((100_000,), seed=9)
-    try:
-        torch.set_num_threads(1)
+    with torch_threads(1):
         alone = philox.normal((100_000,), seed=9)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(alone, flat)
     assert torch.equal(philox.normal((250, 400), seed=9), flat.view(250, 400))
     assert torch.equal(philox.normal((77,), seed=9), flat[:77])

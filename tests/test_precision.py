@@ -1,6 +1,7 @@
 """`auto_precision`: a layer that FP8 does not suit is found, and a plan is applied, saved and loaded without a loss."""
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -14,7 +15,8 @@ import torch
 from conftest import assert_same_bits
 
 import reference as te
-from reference import files, precision, statistics
+from reference import files, precision
+from reference.sample import Sample
 
 BF16 = torch.bfloat16
 DELAYED, CURRENT = te.DelayedScaling(amax_history_len=4), te.recipe.Float8CurrentScaling()
@@ -181,12 +183,10 @@ def test_disabled_layers_run_in_16_bits(pattern: Any, expected: list[str]) -> No
     assert plan.layers[expected[0]].why == f"It is disabled by {first!r}."
 
 
-def sample(**changes: Any) -> statistics.Sample:
+def sample(**changes: Any) -> Sample:
     """A healthy one."""
-    one = statistics.Sample(
-        "2", "", "input", DELAYED, True, torch.float8_e4m3fn, 1, 1000, 1.0, 448.0, 0, 0, 0, 0, 1000.0, 1.0
-    )
-    return statistics.replace(one, **changes)
+    one = Sample("2", "", "input", DELAYED, True, torch.float8_e4m3fn, 1, 1000, 1.0, 448.0, 0, 0, 0, 0, 1000.0, 1.0)
+    return dataclasses.replace(one, **changes)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_three_parameters_of_qkv_are_copies():
     SHARE["layer, three"](model, basic)
     qkv = model.self_attention.layernorm_qkv
     channels = HIDDEN // HEADS
-    # Head 2's keys stand behind two heads of (q, k, v) and its own q.
+    # Head 2's keys stand after two heads of (q, k, v) and its own q.
     rows = basic.qkv_projection.weight[2 * 3 * channels + channels :][:channels]
     assert torch.equal(qkv.key_weight[2 * channels : 3 * channels], rows)
     basic.qkv_projection.weight.data.zero_()

@@ -176,7 +176,7 @@ def test_what_is_not_saved_lies_elsewhere_and_shares_room(copied: list[int]) -> 
     def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
         wide = x.new_empty(2, 1024)
         del wide
-        temporary = x.clone()  # where `wide` was, and the next of them behind it
+        temporary = x.clone()  # where `wide` was, and the next of them after it
         kept = temporary.clone()
         for _ in range(8):
             temporary = temporary.clone()

@@ -4,14 +4,12 @@ import copy
 import inspect
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from adams import (
-    BAD_PARAMETERS,
     BF16,
     assert_unchanged,
     everything,
@@ -150,33 +148,6 @@ def test_state_keeps_every_bit(kind: Any, dtype: torch.dtype, way: Callable[[Any
     assert not other.param_groups[0].keys() & {"maximize", "foreach", "differentiable", "fused"}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_a_copy_steps_as_the_original(copied: Callable[[Any], Any]) -> None:
-    optimizer = FusedSGD([parameter()], 0.1, momentum=0.9, weight_decay=0.5, wd_after_momentum=True)
-    optimizer.step()
-    other = copied(optimizer)
-    p, q = (one.param_groups[0]["params"][0] for one in (optimizer, other))
-    q.grad = p.grad.clone()
-    for one in (optimizer, other):
-        one.step()
-    assert_same_bits(p, q)
-
-
-def test_a_scaler_unscales_for_it() -> None:
-    scaled, plain = parameter(), parameter()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = FusedSGD([scaled], 0.1, momentum=0.9)
-    for overflow in (False, True):
-        scaled.grad = plain.grad * 4
-        scaler.scale(torch.ones(()))
-        if overflow:
-            scaled.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-    FusedSGD([plain], 0.1, momentum=0.9).step()
-    assert_same_bits(scaled, plain)
-
-
 def test_set_grad_none_is_deprecated_and_obeyed() -> None:
     for kind in (FusedSGD, te.optimizers.FusedAdam):
         p = parameter()
@@ -189,21 +160,6 @@ def test_set_grad_none_is_deprecated_and_obeyed() -> None:
             optimizer.zero_grad(True)
         optimizer.zero_grad(False)
         assert p.grad is not None
-
-
-@pytest.mark.parametrize(("make", "error", "sentence"), BAD_PARAMETERS)
-def test_one_bad_parameter_refuses_the_step_and_nothing_moves(
-    make: Callable[[], Any], error: type[Exception], sentence: str
-) -> None:
-    optimizer = FusedSGD([{"params": [parameter(seed=0)]}, {"params": [parameter(seed=1)]}], 0.1, momentum=0.9)
-    for _ in range(2):
-        optimizer.param_groups[1]["params"].append(make())
-        before = everything(optimizer)
-        with pytest.raises(error, match=f"FusedSGD: .*parameter 1 of group 1.*{sentence}"):
-            optimizer.step()
-        assert_unchanged(before, optimizer)
-        optimizer.param_groups[1]["params"].pop()
-        optimizer.step()
 
 
 def test_memory_is_not_shared() -> None:

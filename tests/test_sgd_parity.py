@@ -29,7 +29,7 @@ def compare(
     special: bool = False,
     seed: int = 0,
 ) -> None:
-    """Three steps of tensors that begin `offset` elements behind a multiple of 16 bytes; `flags`: Nesterov's, last."""
+    """Three steps of tensors that begin `offset` elements after a multiple of 16 bytes; `flags`: Nesterov's, last."""
     wide, dtype = KINDS[kind]
     sides = []
     for device in ("cpu", "cuda"):

@@ -3,16 +3,15 @@
 import math
 import re
 
-import numba
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba_code import assert_no_double
 
 from reference import elementary
-from reference.numba_jit import OPTIONS
 from reference.ops import softmax
 from reference.ops.attention import MASK_TYPES
 
@@ -130,11 +129,7 @@ def test_no_double_arithmetic() -> None:
     y = twin.softmax(scores((1, 1, 2, 3), torch.float32), 1.0, "none", None)
     twin.softmax_backward(y, y, 1.0)
     for function in (softmax.softmax_rows, softmax.softmax_backward_rows):
-        compiled = numba.njit(**OPTIONS)(function.py_func)
-        for signature in function.signatures:
-            compiled.compile(signature)
-        code = "".join(compiled.inspect_llvm().values())
-        assert not re.search(r"= f(add|sub|mul|div|neg|cmp)\b.*\bdouble\b", code), function.__name__
+        assert_no_double(function)
 
 
 @pytest.mark.parametrize(

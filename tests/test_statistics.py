@@ -1,9 +1,9 @@
 """`collect_stats`: its counts are NumPy's, and what it measures is what the GEMMs read."""
 
 import copy
+import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,15 +15,8 @@ from measured import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
 
 import reference as te
 from reference import formats, statistics
-from reference.nn import autograd
 
-
-@pytest.fixture(autouse=True)
-def same_player() -> Iterator[None]:
-    """Whatever a test does, the usual player is back."""
-    before = autograd.player
-    yield
-    assert autograd.player is before
+pytestmark = pytest.mark.usefixtures("same_player")
 
 
 # --- the numbers -------------------------------------------------------------------------------------
@@ -169,9 +162,9 @@ def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
 def test_sqnr_without_noise_or_signal() -> None:
     one = statistics.Sample("", "", "input", DELAYED, True, torch.float8_e4m3fn, 0, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0, 0.0)
     assert (one.sqnr, one.saturated_share, one.underflowed_share) == (math.inf, 0.0, 0.0)
-    assert statistics.replace(one, noise=1.0).sqnr == -math.inf
-    assert statistics.replace(one, signal=1.0, noise=math.inf).sqnr == -math.inf
-    assert math.isnan(statistics.replace(one, signal=1.0, noise=math.nan).sqnr or 0.0)
+    assert dataclasses.replace(one, noise=1.0).sqnr == -math.inf
+    assert dataclasses.replace(one, signal=1.0, noise=math.inf).sqnr == -math.inf
+    assert math.isnan(dataclasses.replace(one, signal=1.0, noise=math.nan).sqnr or 0.0)
 
 
 # --- texts -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What statistics cost where nothing is measured: nothing. The hook before the player, and observed quantizers."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,14 +17,7 @@ from reference.nn import autograd, hook
 from reference.nn.observed import Observed
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def same_player() -> Iterator[None]:
-    """Whatever a test does, the usual player is back."""
-    before = autograd.player
-    yield
-    assert autograd.player is before
+pytestmark = pytest.mark.usefixtures("same_player")
 
 
 def made() -> Any:

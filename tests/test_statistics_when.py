@@ -1,7 +1,7 @@
 """`collect_stats`: which forwards and modules it measures, and that no bit of training changes."""
 
 import copy
-from collections.abc import Iterator
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,13 +13,7 @@ import reference as te
 from reference import statistics
 from reference.nn import autograd
 
-
-@pytest.fixture(autouse=True)
-def same_player() -> Iterator[None]:
-    """Whatever a test does, the usual player is back."""
-    before = autograd.player
-    yield
-    assert autograd.player is before
+pytestmark = pytest.mark.usefixtures("same_player")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -83,7 +77,7 @@ def test_a_checkpoints_recomputation_is_not_measured_again() -> None:
             step(model, forward=forward)
         prefix = "" if whole else "0."
         expected = [one for one in stats.summary() if one.layer.startswith(prefix)]
-        found = [statistics.replace(one, layer=prefix + one.layer) for one in again.summary()]
+        found = [dataclasses.replace(one, layer=prefix + one.layer) for one in again.summary()]
         assert found == expected
         assert again.forwards == 1
 

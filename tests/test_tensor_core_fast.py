@@ -11,6 +11,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from conftest import torch_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,14 +202,10 @@ def test_strides_do_not_matter():
 def test_the_bits_do_not_depend_on_the_threads():
     a, b = (torch.randn(300, 512).to(torch.float8_e5m2) for _ in range(2))
     h = torch.randn(300, 512).to(torch.float16)
-    before = torch.get_num_threads()
     seen = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3, 7):
+        with torch_threads(threads):
             seen.append((tensor_core.gemm(a, b), tensor_core.gemm(a, b, "split"), tensor_core.gemm(h, h)))
-    finally:
-        torch.set_num_threads(before)
     for other in seen[1:]:
         assert all(torch.equal(x, y) for x, y in zip(seen[0], other, strict=True))
 

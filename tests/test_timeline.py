@@ -55,7 +55,7 @@ def test_a_kernel_has_a_short_name_and_a_category(name: str) -> None:
     assert (timeline.short(name), timeline.category(name)) == NAMES[name]
 
 
-def test_steps_begin_behind_the_kernel_that_spins() -> None:
+def test_steps_begin_after_the_kernel_that_spins() -> None:
     events: list[Event] = [("b", 5, 7), (SPIN, 1, 4), ("early", 0, 1), ("c", 6, 9), (SPIN, 10, 12), ("d", 13, 14)]
     steps = timeline.steps_of(events)
     assert steps == [[("b", 5, 7), ("c", 6, 9)], [("d", 13, 14)]]

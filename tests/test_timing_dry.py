@@ -41,7 +41,7 @@ def notes(bench: DryBench, name: str, count: int = 1) -> Callable[..., None]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_interleave(bench: DryBench, ahead: bool) -> None:
-    """Warm-ups, then rounds in which each variant is timed once, behind an untimed flush."""
+    """Warm-ups, then rounds in which each variant is timed once, after an untimed flush."""
     variants = {"a": notes(bench, "a"), "b": notes(bench, "b", 3)}
     found = REAL["interleave"](variants, repeats=4, warmup=2, flush=notes(bench, "flush"), ahead=ahead)
     half = MS_PER_NOTE / 2  # what the event itself takes
@@ -128,7 +128,7 @@ def test_blocks_in_turn(bench: DryBench) -> None:
     found = REAL["timed"]({"a": block("a", 1), "b": block("b", 2)}, repeats=3, inner=8, before=4)
     assert asked == [(name, n) for order in measure.rounds("ab", 4) for name in order for n in (4, 8)]
     step = {"a": 8 * MS_PER_NOTE, "b": 16 * MS_PER_NOTE}
-    for name, times in found.items():  # the synchronisation behind is noted too
+    for name, times in found.items():  # the synchronisation after it is noted too
         assert times == pytest.approx([(step[name] + MS_PER_NOTE) / 8] * 3)
 
 

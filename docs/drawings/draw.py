@@ -8,9 +8,9 @@ and on black; text in boxes is nearly black on a fill of its own.
 `tests/test_docs.py` compares the files with what this script draws.
 """
 
-from itertools import pairwise
 from pathlib import Path
 
+import machinery
 from canvas import GRAD, GREY, HOLLOW, PALE, Drawing, W, X, Y
 
 FOLDER = Path(__file__).parent
@@ -213,118 +213,6 @@ def layer() -> Drawing:
     return d
 
 
-def replay() -> Drawing:
-    """Three calls of one kind, and where the memory lies."""
-    d = Drawing(820, 450, "Replay: the first call is measured, the second recorded, later ones are replayed")
-    d.text(20, 50, "first call of a kind", bold=True)
-    d.text(20, 67, "measured", 12.5)
-    d.text(20, 132, "second call", bold=True)
-    d.text(20, 149, "recorded", 12.5)
-    d.text(20, 214, "same addresses", bold=True)
-    d.text(20, 231, "replayed", 12.5)
-    for y in (30, 112):
-        d.box(170, y, 210, 52, "Python of the layer runs", PALE)
-        d.arrow(380, y + 26, 407, y + 26)
-        d.box(410, y, 180, 52, "launches, one by one")
-        d.arrow(590, y + 26, 637, y + 26, dashed=True)
-    d.box(170, 194, 210, 52, "no Python of the layer", HOLLOW)
-    d.box(410, 194, 180, 52, "launches from the list;\nsoon one CUDA graph", GREY)
-    d.arrow(380, 220, 407, 220)
-    d.box(640, 30, 160, 52, "sizes and lives\nof its tensors", HOLLOW, 12)
-    d.box(640, 112, 160, 52, "list of launches\nwith their arguments", HOLLOW, 12)
-    d.arrow(720, 164, 720, 220, 594, 220, dashed=True)
-
-    d.text(20, 290, "Where a call's tensors lie", bold=True)
-    d.text(20, 321, "results", 12.5)
-    d.box(110, 304, 110, 24, "y", Y)
-    d.text(500, 321, "live as long as the caller keeps them", 12)
-    d.text(20, 361, "arena", 12.5)
-    d.box(110, 344, 170, 24, "codes of x, transposed", X, 12)
-    d.box(280, 344, 130, 24, "codes of w", W, 12)
-    d.box(410, 344, 70, 24, "mean, rstd", PALE, 11)
-    d.text(500, 361, "what backward reads: freed after it", 12)
-    d.text(20, 410, "scratch", 12.5)
-    d.box(110, 384, 110, 24, "temporary 1", PALE, 12)
-    d.box(220, 384, 110, 24, "temporary 2", PALE, 12)
-    d.box(110, 410, 150, 24, "temporary 3, later", PALE, 12)
-    d.text(500, 401, "temporaries: freed when the call returns;", 12)
-    d.text(500, 417, "lives that do not overlap share room", 12)
-    return d
-
-
-def record() -> Drawing:
-    """What a recorded step leaves in the file, and what a replay compares."""
-    d = Drawing(830, 390, "Record and replay: a step leaves one file, and a CPU runs its ops again")
-    boxes = ((124, 76), (228, 140), (396, 56), (480, 110), (618, 36), (686, 124))  # left edges and widths
-    rows = (("on a GPU", "te.record", 24), ("one file", "safetensors", 144), ("on any CPU", "twin replay", 284))
-    for bold, plain, y in rows:
-        d.text(16, y + 20, bold, bold=True)
-        d.text(16, y + 37, plain, 12.5)
-    for y in (24, 284):
-        labels = ("weights, x,\nscales", "twin::cast_transpose", "codes", "twin::gemm_fp8", "y", "a loss of torch's")
-        fills = (W, GREY, X, GREY, Y, PALE if y == 24 else HOLLOW)
-        for (x, w), label, fill in zip(boxes, labels, fills, strict=True):
-            d.box(x, y, w, 44, label, fill)
-        for (x, w), (following, _) in pairwise(boxes):
-            d.arrow(x + w, y + 22, following - 3, y + 22)
-    kept = (
-        "whole",
-        "name, arguments,\nmodule",
-        "digests",
-        "name, arguments,\nmodule",
-        "digest",
-        "gradient of y,\nwhole",
-    )
-    for (x, w), label, fill in zip(boxes, kept, (W, PALE, PALE, PALE, PALE, GRAD), strict=True):
-        d.box(x, 144, w, 56, label, fill, 11)
-    says = ("fed", "run again", "compared", "run again", "compared", "fed, not run")
-    for (x, w), label in zip(boxes, says, strict=True):
-        middle = x + w / 2
-        d.arrow(middle, 68, middle, 141)
-        d.arrow(middle, 200, middle, 281, both=label == "compared", dashed=label == "run again")
-        d.text(middle + 6, 245, label, 12)
-    d.text(124, 366, "An op that computed other bits is named, and so is memory that changed between two ops.", 12.5)
-    return d
-
-
-def compile_() -> Drawing:
-    """From a step that needs kernels to their cubins, side by side."""
-    d = Drawing(
-        820, 390, "Compiling: a dry pass finds a step's kernels, NVRTC compiles them side by side, a cache keeps them"
-    )
-    d.text(20, 22, "Before a pair of functions runs on new shapes", bold=True)
-    d.box(20, 46, 152, 62, "forward and backward\nrun dry: launches\nare collected", PALE, 12)
-    d.box(200, 46, 136, 62, "kernels and macros\nof the step", PALE, 12)
-    d.box(364, 46, 116, 62, "those that the\ncache lacks", PALE, 12)
-    for x in (172, 336, 480):
-        d.arrow(x, 77, x + 25, 77)
-    bars = ((230, "GEMM + GELU"), (150, "GEMM + residual"), (110, "GEMM, fast"), (90, "the others"))
-    for i, (width, label) in enumerate(bars):
-        d.box(510, 40 + 24 * i, width, 20, label, size=11)
-    d.arrow(510, 144, 770, 144)
-    d.text(510, 162, "NVRTC, one thread each: the step", 12)
-    d.text(510, 178, "waits for the slowest only", 12)
-    d.text(20, 138, "No kernel runs, nothing is drawn; of PyTorch's\nops only shapes are computed.", 12)
-
-    d.text(20, 212, "One configuration", bold=True)
-    d.box(20, 230, 160, 66, "kernel.cu and headers,\ntheir include lines\nresolved", PALE, 12)
-    d.box(20, 304, 160, 30, "macros: types, tile", PALE, 12)
-    d.box(20, 342, 160, 30, "flags, NVRTC's build", PALE, 12)
-    d.box(240, 292, 84, 40, "SHA-256")
-    d.arrow(180, 263, 210, 263, 210, 304, 237, 304)
-    d.arrow(180, 319, 200, 319, 200, 312, 237, 312)
-    d.arrow(180, 357, 220, 357, 220, 320, 237, 320)
-    d.arrow(324, 312, 371, 312)
-    d.text(347, 304, "key", 12, "middle")
-    d.box(374, 280, 130, 64, "cache entry:\ndigest, ptxas's\nlog, cubin", GREY, 12)
-    d.arrow(504, 312, 531, 312)
-    d.box(534, 290, 112, 44, "module, loaded\nonce a device", PALE, 12)
-    d.arrow(646, 312, 673, 312)
-    d.box(676, 290, 134, 44, "launch: arguments\nkept and refilled", PALE, 12)
-    d.text(240, 372, "What is hashed is what is compiled: NVRTC opens no file.", 12)
-    return d
-
-
 def cast() -> Drawing:
     """A thread's rows, the transposition, and the order of the column sums."""
     d = Drawing(820, 410, "Cast and transpose: a thread's 16 rows, both copies of the codes, the order of column sums")
@@ -366,12 +254,13 @@ def cast() -> Drawing:
 DRAWINGS = {
     "attention": attention,
     "cast": cast,
-    "compile": compile_,
+    "compile": machinery.compile_,
     "gemm": gemm,
     "layer": layer,
     "norm": norm,
-    "record": record,
-    "replay": replay,
+    "record": machinery.record,
+    "replay": machinery.replay,
+    "simulator": machinery.simulator,
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from optimized import measure
 from optimized.bench import Payload, plots
 from optimized.bench.single_gpu_tables import GIB, gib, ladder, speed
 
-INK, QUIET, PALE = "#101418", "#5b6876", "#dfe3e8"
+INK, QUIET = "#101418", "#5b6876"
 # Okabe and Ito's colours, as in docs/drawings: x blue, w orange, y green, gradients purple.
 PARTS = {
     "weights": ("#e69f00", "weights"),

@@ -241,17 +241,18 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
     Stage<2> tiles;
     for (;; queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_full(tiles.parity);
+#if LENGTHS
+        const Tile& tile = shared.tile[tiles.index];  // read from there each time, as registers are few
+        const Limits& limits = tile.limits;
+#else
         const Tile tile = shared.tile[tiles.index];
-        shared.tile_box[tiles.index].arrive_empty();
+        const Limits& limits = a;
+#endif
+        if (!LENGTHS) shared.tile_box[tiles.index].arrive_empty();
         if (tile.head < 0) break;
         const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
         const unsigned char* mask = head_mask(a, tile.batch, tile.head);
-#if LENGTHS
-        const Limits& limits = tile.limits;
-#else
-        const Limits& limits = a;
-#endif
         Rows rows{{kLowest, kLowest}, {0.0f, 0.0f}};
         float o[N_OUT / 2];
 #pragma unroll
@@ -310,6 +311,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         shared.q_box[queries.index].arrive_empty();
         store(o, rows, a, out, m, inv, row, tile);
         skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
+        if (LENGTHS) shared.tile_box[tiles.index].arrive_empty();
     }
 }
 

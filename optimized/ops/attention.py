@@ -158,10 +158,11 @@ def readable(options: Options) -> Options:
 
     torch leaves out the last ones that are None.
     """
-    bias, slopes, sinks, *lengths = (*options[7:], *[None] * 5)[:5]
+    bias, slopes, sinks, q_lengths, kv_lengths = (*options[7:], None, None, None, None, None)[:5]
     if bias is not None and bias.stride(3) != 1 and bias.numel():
         bias = bias.contiguous()
-    return *options[:7], bias, None if slopes is None else slopes.contiguous(), sinks, *lengths
+    slopes = None if slopes is None else slopes.contiguous()
+    return *options[:7], bias, slopes, sinks, q_lengths, kv_lengths
 
 
 def is_biased(options: Options) -> bool:

@@ -16,7 +16,7 @@ ELEMENTS_PER_BLOCK = THREADS * 8
 Tensor = tuple[tuple[int, ...], int, tuple[int, ...]]  # addresses, count, numbers
 
 
-def entries(pointers: Sequence[str], numbers: Sequence[str] = (), size: int = 0) -> np.dtype:
+def entries(pointers: Sequence[str], numbers: Sequence[str] = ()) -> np.dtype:
     """The dtype of a table's row: 8-byte addresses, `count`, `first_block`, 4-byte numbers, `aligned`, padding."""
     fields = [*((name, "u8") for name in pointers), ("count", "i8"), ("first_block", "i4")]
     row = np.dtype([*fields, *((name, "i4") for name in numbers), ("aligned", "i4")])

@@ -6,6 +6,7 @@ replay, in the order in which the layers drew them, so the bits are those of a s
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ class Step:
     """The microbatches of a step: the first one, which casts the weights and makes the gradients, and all others.
 
     Args:
-        run: from windows and the number of a microbatch to its loss.
+        run: from the number of a microbatch and its windows to its loss.
         parameters: their gradients are None now; each replay of the first microbatch writes them anew.
         windows: of any microbatch.
         count: microbatches of a step.
@@ -53,16 +54,16 @@ class Step:
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, int], torch.Tensor],
+        run: Callable[[int, torch.Tensor], torch.Tensor],
         parameters: list[torch.nn.Parameter],
         windows: torch.Tensor,
         count: int,
     ) -> None:
         pool = torch.cuda.graph_pool_handle()
-        self.graphs = [Graph(lambda x, i=number: run(x, i), windows, pool) for number in range(min(count, 2))]  # type: ignore[misc]
+        self.graphs = [Graph(partial(run, number), windows, pool) for number in range(min(count, 2))]
         self.gradients = [(p, p.grad) for p in parameters]
 
-    def __call__(self, windows: torch.Tensor, number: int) -> torch.Tensor:
+    def __call__(self, number: int, windows: torch.Tensor) -> torch.Tensor:
         """The loss of microbatch `number`; its gradients are added to those of the ones before it."""
         if number == 0:
             for parameter, gradient in self.gradients:

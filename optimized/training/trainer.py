@@ -88,7 +88,7 @@ class Trainer:
                     windows = self._windows(self.seen, self.step * count)
                     self._captured = captured.Step(self._microbatch, parameters, windows, count)
                 microbatch = self._captured
-            losses = [microbatch(self._windows(self.seen, self.step * count + i), i) for i in range(count)]
+            losses = [microbatch(i, self._windows(self.seen, self.step * count + i)) for i in range(count)]
             self._loaded = True
             if self.settings.clip > 0:
                 self.norm = te.optimizers.clip_grad_norm_(parameters, self.settings.clip)
@@ -100,7 +100,7 @@ class Trainer:
         self.step += 1
         return torch.stack(losses)
 
-    def _microbatch(self, windows: torch.Tensor, number: int) -> torch.Tensor:
+    def _microbatch(self, number: int, windows: torch.Tensor) -> torch.Tensor:
         first = None if self.settings.accumulate == 1 else number == 0
         loss = self.model.loss(windows, self.recipe, first)
         loss.backward(self._share)  # a division of the loss would be a product on a GPU

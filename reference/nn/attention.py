@@ -1,142 +1,42 @@
 """`DotProductAttention`: softmax(q·kᵀ·scale, masked)·v per head.
 
-Arithmetic: `reference.ops.attention`. As in Transformer Engine, True in a mask means hidden, and a query that sees no
-key gives zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's, which is
-faster; both are outside the bit contract. Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
+Checks and layouts are here, the pair of functions in `reference.nn.core_attention`, its arithmetic in
+`reference.ops.attention`. As in Transformer Engine, True in a mask means hidden, and a query that sees no key gives
+zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's, which is faster; both are
+outside the bit contract. Source: Transformer Engine's `pytorch/attention/dot_product_attention`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.compiled import before
-from reference.nn.attention_bias import Bias, check_bias, check_sinks
-from reference.nn.attention_lengths import (
-    Lengths,
-    check_lengths,
-    lengths_mask,
-    lengths_of,
-    maps_of,
-    packed,
-    to_sequences,
-    to_tokens,
-)
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, lengths_mask, lengths_of, maps_of, packed, to_sequences, to_tokens
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
-from reference.nn.attention_options import Options
+from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
+from reference.nn.cached import entered
 from reference.nn.checkpoints import WithoutState
 from reference.nn.checks import (
+    MASK_NAMES,
     Window,
     activation_dtype,
-    check_cudnn,
-    check_grid,
-    check_mask,
+    check_groups,
     check_mask_type,
     check_qkv,
     window_of,
 )
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
+from reference.nn.core_attention import CorePlan, Mask, Plan, backward, forward, full_mask
 from reference.nn.dropout import Generator
-from reference.nn.inference import InferenceParams, entered
+from reference.nn.inference import InferenceParams
 from reference.nn.parameters import DeviceDefault
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
-from reference.ops.library import twin
 from reference.quantized import as_dtype
 from reference.recompute import checkpoint
-
-Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-MASK_NAMES = ("attention_mask", "attn_mask_type", "window_size")
-
-
-class CorePlan(NamedTuple):
-    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's kind."""
-
-    scale: float
-    mask_type: str
-    window: tuple[int, int]
-    p: float
-    backend: str
-    bias: str = "no_bias"
-    softmax: str = "vanilla"
-
-    def further(
-        self, more: torch.Tensor | None, slopes: torch.Tensor | None, lengths: tuple[Any, ...] = ()
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks."""
-        if self.softmax != "vanilla":
-            return None, None, more, *lengths
-        biased: Any = () if self.bias == "no_bias" else (more, slopes)
-        return (*biased, *[None] * (3 - len(biased)), *lengths) if lengths else biased
-
-    def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
-        """Arguments of `twin::attention` after q, k and v."""
-        return self.scale, MASK_TYPES[self.mask_type][0], *self.window, mask, self.p
-
-
-class Plan(NamedTuple):
-    """Which gradients are wanted (q, k, v and a bias, if any), and how to attend."""
-
-    needs: tuple[bool, ...]
-    core: CorePlan
-
-
-def attend(
-    core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: Any
-) -> tuple[torch.Tensor, Saved]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
-
-    `bias`: nothing, or a bias and slopes.
-    """
-    state_before = before(state)
-    out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state, *bias)
-    return out, (out, m, inv, state_before)
-
-
-def attend_backward(
-    core: CorePlan, mask: torch.Tensor | None, qkv: Saved, saved: Saved, grad: torch.Tensor, *bias: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv."""
-    *tensors, state_before = saved
-    if grad.stride(-1) != 1:  # an expanded gradient, such as a sum's
-        grad = grad.contiguous()
-    return twin.attention_backward(grad, *qkv, *tensors, *core.arguments(mask), state_before, *bias)
-
-
-def forward(
-    plan: Plan,
-    context: BlockContext,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    more: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Saved]:
-    """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
-    mask, slopes, *lengths = context.reads
-    of_bias = plan.core.further(more, slopes, tuple(lengths))
-    out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
-    return out, (q, k, v, *saved, more)
-
-
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
-    """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
-    mask, slopes, *lengths = context.reads
-    qkv, attended, more = saved[:3], saved[3:7], saved[7]
-    of_bias = plan.core.further(more, slopes, tuple(lengths))
-    grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
-    if len(plan.needs) == 3:
-        return grads
-    if not plan.needs[3]:
-        return *grads, None
-    *tensors, state_before = attended
-    if plan.core.softmax != "vanilla":
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        return *grads, twin.attention_sink_backward(grad, *tensors, more)
-    arguments = (*qkv, *tensors, *plan.core.arguments(mask), state_before, *of_bias)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    return *grads, twin.attention_bias_backward(grad, *arguments)
 
 
 class DotProductAttention(DeviceDefault, WithoutState):
@@ -279,6 +179,7 @@ class DotProductAttention(DeviceDefault, WithoutState):
         Returns:
             `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`.
         """
+        options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
         if not (
             cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
             and max_seqlen_kv is bottom_right_diagonal is softcap is core_attention_bias is None
@@ -293,65 +194,55 @@ class DotProductAttention(DeviceDefault, WithoutState):
             and type(checkpoint_core_attention) is bool
             and qkv_format in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
-            check_arguments("DotProductAttention.forward", locals())
+            options = Options.checked("DotProductAttention", locals())
         layout = self.qkv_format if qkv_format is None else qkv_format
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_mask_type("DotProductAttention", "attn_mask_type", kind)
         core = self.core_plan(kind, window_size)
-        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        lengths = Lengths(
-            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
-        )
-        Options(bias, lengths, inference_params).check_cache("DotProductAttention", layout)
+        options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
         tokens = None
         if layout == "thd":
-            lengths, tokens = packed("DotProductAttention", given, lengths)
+            lengths, tokens = packed("DotProductAttention", given, options.lengths)
+            options = options._replace(lengths=lengths)
             check_qkv(self, given[0][None], given[1][None], given[2][None], False)
         else:
             check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
-        mask, of_entries = attention_mask, ()
-        if lengths.given:
-            shape = self._shape(given, layout, lengths)
-            more = (attention_mask, core_attention_bias_type)
-            check_lengths("DotProductAttention", lengths, kind, shape, tokens, given[0].device, more)
-            if given[0].dtype == torch.float32:
-                kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
-                core = core._replace(mask_type=kind, window=window)
-            else:
-                of_entries = lengths_of(lengths)
+        bias, lengths, _ = options
+        mask: Any = attention_mask
+        x, shape = given[0], self._shape(given, layout, lengths)
+        if inference_params is not None:
+            sizes = (shape[0], shape[2])
+            inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, kind, True)
+        masked = (kind, core.window, mask)
+        options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
+        of_entries: tuple[torch.Tensor, ...] = ()
+        if lengths.given and x.dtype != torch.float32:
+            of_entries = lengths_of(lengths)
+        elif lengths.given:
+            kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
+            core = core._replace(mask_type=kind, window=window)
+        elif inference_params is None:
+            mask = full_mask(kind, mask)
         maps = None
         if tokens is not None:
             maps, of_keys = maps_of(lengths, tokens)
             given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)
-        if inference_params is not None:
-            check_inference("DotProductAttention", inference_params, self, given[0], layout, attention_mask, kind, True)
-        elif MASK_TYPES[kind][1] and not lengths.given:
-            shape = (*q.shape[:3], k.shape[2])
-            check_mask("DotProductAttention", MASK_NAMES, kind, attention_mask, core.window, shape, q.device)
-        if self.attention_backend == "cudnn":
-            check_cudnn(q.dtype, q.device, (q.shape[2], k.shape[2]), kind, core.window, bias.kind)
-        elif q.is_cuda and q.dtype != torch.float32:
-            check_grid("DotProductAttention", q.shape[0], q.shape[1], q.device)
         slopes = None
         if bias.given:
-            shape = (*q.shape[:3], k.shape[2])
-            check_bias("DotProductAttention", bias, q.dtype, shape, q.device, kind, attention_mask)
             core = core._replace(bias=bias.kind)
             slopes = self._slopes(bias, q.device)
-        check_sinks("DotProductAttention", self, bias, q.dtype)
         run = self._attend
         if inference_params is not None:
             cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
             core, mask, qkv = entered(*cached, core._replace(softmax=self.softmax_type), q, k, v)
             out = run(*qkv, core, mask, None, None).reshape(q.shape)
         else:
-            full: Any = mask if lengths.given else full_mask(kind, mask)
-            arguments = (q, k, v, core, full, bias.values, slopes, *of_entries)
+            arguments = (q, k, v, core, mask, bias.values, slopes, *of_entries)
             out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
@@ -416,40 +307,3 @@ class DotProductAttention(DeviceDefault, WithoutState):
             return None
         self.generator.draw(inp.device)
         return self.generator.take()
-
-
-def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
-    """The number of heads of keys and values, checked."""
-    groups = heads if num_gqa_groups is None else int(num_gqa_groups)
-    if heads % groups:
-        raise ValueError(f"{layer}: num_gqa_groups={groups} with num_attention_heads={heads}; a divisor is accepted.")
-    return groups
-
-
-def check_inference(
-    layer: str,
-    params: Any,
-    core: Any,
-    x: torch.Tensor,
-    layout: str,
-    mask: Any,
-    kind: str,
-    alone: bool = False,
-) -> None:
-    """`InferenceParams.check` of activations x [s, b, ...] or [b, s, ...]."""
-    if not isinstance(params, InferenceParams):
-        raise TypeError(f"{layer}: inference_params={params!r}; None or InferenceParams is accepted.")
-    if not isinstance(core, DotProductAttention):
-        raise TypeError(f"{layer}: inference_params with core_attention={core!r}; a DotProductAttention is accepted.")
-    sizes = (x.shape[1], x.shape[0]) if layout == "sbhd" else (x.shape[0], x.shape[1])
-    params.check(layer, core, activation_dtype(x), x.device, sizes, mask, kind, alone)
-
-
-def full_mask(kind: str, mask: Any) -> torch.Tensor | None:
-    """The mask over pairs, broadcastable to `[b, h, sq, skv]`; a padded query's whole row is hidden."""
-    if not MASK_TYPES[kind][1]:
-        return None
-    if kind == "arbitrary":
-        return mask
-    queries, keys = mask if isinstance(mask, tuple) else (mask, mask)
-    return queries.transpose(2, 3) | keys

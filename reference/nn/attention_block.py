@@ -19,15 +19,16 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.compiled import before
-from reference.nn import attention, attention_of_torch, layernorm_linear, linear
-from reference.nn.attention import CorePlan, Mask, full_mask
+from reference.nn import attention_of_torch, core_attention, layernorm_linear, linear
 from reference.nn.autograd import wanted
+from reference.nn.cached import Cached, StepTensors, entered, turned
 from reference.nn.checks import Window
 from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
+from reference.nn.core_attention import CorePlan, Mask, full_mask
 from reference.nn.dropout import Generator
-from reference.nn.inference import Cached, InferenceParams, StepTensors, entered, turned
+from reference.nn.heads import Heads, dense_rows
+from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import norm_plan
-from reference.nn.multihead_attention import Heads
 from reference.nn.rotated import angles_of
 from reference.ops.library import twin
 from reference.quantized import Quantized, fprop_residual, rows_of
@@ -83,8 +84,7 @@ class Plan(NamedTuple):
         """q or k `[b, heads, s, channels]` (or its gradient) rotated by the angles `[s, channels]`."""
         if self.rotary is None or angles is None:
             return x
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        return twin.rotary(x.permute(2, 0, 1, 3), angles, self.rotary, backward).permute(1, 2, 0, 3)
+        return twin.rotary(dense_rows(x).permute(2, 0, 1, 3), angles, self.rotary, backward).permute(1, 2, 0, 3)
 
 
 def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -100,7 +100,7 @@ def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> 
 def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, Saved]:
     if plan.core.backend == "cudnn":
         return attention_of_torch.cudnn_attend(plan.core, plan.proj.needs[0], *qkv)
-    return attention.attend(plan.core, mask, state, *qkv)
+    return core_attention.attend(plan.core, mask, state, *qkv)
 
 
 def _attend_from_cache(
@@ -114,7 +114,7 @@ def _attend_from_cache(
             for t, one in zip((q, k), angles, strict=True)
         )
     core, hidden, qkv = entered(plan.cached, step, plan.core, q, k, v)
-    return attention.attend(core, hidden, state, *qkv)[0].reshape(q.shape)
+    return core_attention.attend(core, hidden, state, *qkv)[0].reshape(q.shape)
 
 
 def forward(
@@ -198,7 +198,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     if plan.core.backend == "cudnn":
         found: Any = attention_of_torch.cudnn_attend_backward(plan.core, qkv, tuple(saved_core), by_head)
     else:
-        found = attention.attend_backward(plan.core, mask, qkv, tuple(saved_core), by_head)
+        found = core_attention.attend_backward(plan.core, mask, qkv, tuple(saved_core), by_head)
     dq, dk, dv = found
     turned = (plan.turned(t, one, True) for t, one in zip((dq, dk), angles, strict=True))
     pieces = [plan.tokens(t) for t in (*turned, dv)]

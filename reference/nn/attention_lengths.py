@@ -4,10 +4,10 @@ Sequence n of a batch has cu_seqlens[n + 1] - cu_seqlens[n] tokens. In "sbhd" an
 follows. In "thd" the sequences lie one after the other; sequence n starts at cu_seqlens_padded[n], and tokens between
 its end and the next one's start belong to none: their outputs and gradients are +0.
 
-The ops of attention take the lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
-alone, without dropout; for fp32, which is PyTorch's, they become a mask. "thd" is first gathered
-into `[b, max_seqlen, h, d]`, with zeros behind each sequence, and the output is gathered back. Lengths stay on their
-device: nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
+The ops of attention take lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
+alone, without dropout. In fp32, where attention is PyTorch's, lengths become a mask. "thd" is first gathered into
+`[b, max_seqlen, h, d]`, with zeros after each sequence, and the output is gathered back. Lengths stay on their device:
+nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ class Lengths(NamedTuple):
     @property
     def given(self) -> bool:
         """Whether any of them is."""
-        return any(x is not None for x in self)
+        q, kv, q_padded, kv_padded, max_q, max_kv = self
+        return not (q is kv is q_padded is kv_padded is max_q is max_kv is None)
 
     @property
     def first(self) -> str:
@@ -239,7 +240,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
 
 
 def to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    """x `[t, h, d]` as `[b, s, h, d]`, zeros behind each sequence; differentiable."""
+    """x `[t, h, d]` as `[b, s, h, d]`, zeros after each sequence; differentiable."""
     return differentiable(forward, backward, Plan(wanted(x), True), BlockContext(reads=maps), x)
 
 

@@ -1,6 +1,6 @@
 """Attention outside the bit contract: PyTorch's own, for fp32, and cuDNN's through PyTorch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -9,11 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from reference.arguments import MASK_TYPES
 from reference.nn.attention_bias import alibi
 from reference.nn.context import Saved
+from reference.nn.core_attention import CorePlan
 from reference.notice import say_once
 from reference.ops.attention import NO_LIMIT, limits
-
-if TYPE_CHECKING:
-    from reference.nn.attention import CorePlan
 
 
 def _say_fp32() -> None:
@@ -27,7 +25,7 @@ def torch_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    core: "CorePlan",
+    core: CorePlan,
     mask: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
@@ -58,7 +56,7 @@ def torch_attention(
     return out.masked_fill(blind, 0.0)
 
 
-def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: "CorePlan") -> torch.Tensor:
+def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
     """cuDNN's attention, differentiable, outside the bit contract."""
     shared: dict[str, Any] = {"dropout_p": core.p, "is_causal": core.mask_type == "causal", "scale": core.scale}
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -66,7 +64,7 @@ def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: "Co
 
 
 def cudnn_attend(
-    core: "CorePlan", trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    core: CorePlan, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
     """What SDPA calls on its cuDNN backend, without autograd; for as many heads of keys as of queries."""
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -76,7 +74,7 @@ def cudnn_attend(
     return out, (out, sums, *drawn, *lengths)
 
 
-def cudnn_attend_backward(core: "CorePlan", qkv: Saved, saved: Saved, grad: torch.Tensor) -> Saved:
+def cudnn_attend_backward(core: CorePlan, qkv: Saved, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv."""
     q, k, _ = qkv
     assert q is not None

@@ -12,6 +12,7 @@ from torch.masked import MaskedTensor
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
+from reference.ops.attention import MAX_HEAD_DIM
 
 MAX_ATTENTIONS = 65535  # batch times heads on a GPU, a dimension of the grid
 CUDNN_MASK_TYPES = ("no_mask", "causal")
@@ -19,6 +20,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Shape = tuple[int, ...]
 Names = tuple[str, str, str]
 """An attention's arguments as its layer calls them: the mask's, the mask type's, the window's."""
+MASK_NAMES = ("attention_mask", "attn_mask_type", "window_size")
 Window = tuple[int, int] | None
 NO_WINDOWS = ((-1, -1), (-1, 0))
 
@@ -286,3 +288,22 @@ def check_fp8_sizes(*parts: Any) -> None:
         casts = isinstance(part, TransformerEngineBaseModule) and not part.in_high_precision
         if casts and not is_prepared(part):
             part._check_fp8_sizes("under FP8 autocast")
+
+
+def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:
+    """The size of a head, checked."""
+    channels = int(hidden_size // heads if kv_channels is None else kv_channels)
+    if kv_channels is None and (hidden_size % heads or channels % 8 or not 8 <= channels <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"{layer}: hidden_size={hidden_size} with num_attention_heads={heads}; a quotient that is a multiple of 8 "
+            f"from 8 to {MAX_HEAD_DIM} is accepted, or a kv_channels that is one."
+        )
+    return channels
+
+
+def check_groups(layer: str, num_gqa_groups: int | None, heads: int) -> int:
+    """The number of heads of keys and values, checked."""
+    groups = heads if num_gqa_groups is None else int(num_gqa_groups)
+    if heads % groups:
+        raise ValueError(f"{layer}: num_gqa_groups={groups} with num_attention_heads={heads}; a divisor is accepted.")
+    return groups

@@ -4,34 +4,26 @@ Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
-from reference.nn.attention import (
-    MASK_NAMES,
-    DotProductAttention,
-    Mask,
-    check_groups,
-    check_inference,
-)
-from reference.nn.attention_bias import Bias, check_bias, check_sinks
-from reference.nn.attention_lengths import Lengths, check_lengths, maps_of, with_longest
+from reference.nn.attention import DotProductAttention
+from reference.nn.attention_lengths import maps_of, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.checks import MAX_ATTENTIONS
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
+from reference.nn.core_attention import Mask
+from reference.nn.heads import Heads, SplitPlan, split_backward, split_forward
 from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import head_norms
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
-from reference.ops.attention import MAX_HEAD_DIM
-from reference.ops.cat_cast_transpose import side_by_side
 
 
 class MultiheadAttention(DeviceDefault, torch.nn.Module):
@@ -111,8 +103,8 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         attention_backend: str = "exact",
     ) -> None:
         check_arguments("MultiheadAttention", locals())
-        channels = check_channels("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
-        groups = check_groups("MultiheadAttention", num_gqa_groups, int(num_attention_heads))
+        channels = checks.check_channels("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
+        groups = checks.check_groups("MultiheadAttention", num_gqa_groups, int(num_attention_heads))
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.hidden_size = int(hidden_size)
@@ -222,6 +214,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
+        options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
         if not (
             bottom_right_diagonal is core_attention_bias is alibi_slopes is None
             and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
@@ -232,17 +225,12 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            check_arguments("MultiheadAttention.forward", locals())
+            options = Options.checked("MultiheadAttention", locals())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        lengths = Lengths(
-            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
-        )
         if self.qkv_format == "thd":
-            lengths = with_longest("MultiheadAttention", lengths)
+            options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
         arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
-        options = Options(bias, lengths, inference_params)
         self.check("MultiheadAttention", *arguments, options=options)
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
@@ -261,7 +249,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             layout = (self.rotary_pos_interleaved, self.qkv_format)
-            maps = (None, None) if self.qkv_format != "thd" else maps_of(lengths, (q.shape[0], k.shape[0]))
+            maps = (None, None) if self.qkv_format != "thd" else maps_of(options.lengths, (q.shape[0], k.shape[0]))
             q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, maps, strict=True))
         q, k = self._normed(q, k, before_rope=False)
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
@@ -281,43 +269,43 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
         kind: Any,
         window: Any,
         angles: Any = None,
-        names: checks.Names = MASK_NAMES,
+        names: checks.Names = checks.MASK_NAMES,
         options: Options = NO_OPTIONS,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
-        bias, cu_seqlens, inference = options
-        packed = self.qkv_format == "thd"
+        inference, packed = options.inference, self.qkv_format == "thd"
         first = self._modules[self._first_name]
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, packed)
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
-        ours = isinstance(core, DotProductAttention)
+        ours, plain = isinstance(core, DotProductAttention), True
         if ours:
-            check_sinks(layer, core, bias, checks.activation_dtype(hidden_states))
             checks.check_mask_type(layer, names[1], kind)
             window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
+            plain = not MASK_TYPES[kind][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
+        batch, sequence = self._batch, 1 - self._batch
+        shape, device, dtype = hidden_states.shape, hidden_states.device, checks.activation_dtype(hidden_states)
         if inference is not None:
             options.check_cache(layer, self.qkv_format)
-            check_inference(layer, inference, core, hidden_states, self.qkv_format, mask, kind)
+            if not ours:
+                accepted = "a DotProductAttention is accepted"
+                raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
+            inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, kind)
         elif (
             encoder_output is angles is None
             and options.fuses
-            and not (ours and (MASK_TYPES[kind][1] or core.attention_backend == "cudnn"))
-            and (
-                not hidden_states.is_cuda
-                or hidden_states.shape[self._batch] * self.num_attention_heads <= MAX_ATTENTIONS
-            )
+            and plain
+            and (not hidden_states.is_cuda or shape[batch] * self.num_attention_heads <= checks.MAX_ATTENTIONS)
         ):
             return
-        batch, sequence = self._batch, 1 - self._batch
-        shape = source = hidden_states.shape
+        source = shape
         if encoder_output is not None:
             of_batch = None if packed else batch
             checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, of_batch)
             source = encoder_output.shape
-        tokens, device = (shape[0], source[0]) if packed else None, hidden_states.device
+        tokens, cu_seqlens = (shape[0], source[0]) if packed else None, options.lengths
         lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
         count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
         if inference is not None:
@@ -326,17 +314,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
             full = (count, self.num_attention_heads, *lengths)
-            if cu_seqlens.given:
-                check_lengths(layer, cu_seqlens, kind, full, tokens, device, (mask, bias.kind))
-            elif inference is None:
-                checks.check_mask(layer, names, kind, mask, window, full, device)
-            dtype = checks.activation_dtype(hidden_states)
-            if bias.given:
-                check_bias(layer, bias, dtype, full, device, kind, mask)
-            if core.attention_backend == "cudnn":
-                checks.check_cudnn(dtype, device, lengths, kind, window, bias.kind)
-            elif dtype != torch.float32 and device.type == "cuda":
-                checks.check_grid(layer, count, self.num_attention_heads, device)
+            options.check(layer, names, core, kind, window, mask, full, tokens, dtype, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""
@@ -349,65 +327,7 @@ class MultiheadAttention(DeviceDefault, torch.nn.Module):
             return q, k
         return self.q_norm(q), self.k_norm(k)
 
-    def heads(self, queries: int) -> "Heads":
+    def heads(self, queries: int) -> Heads:
         """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
         return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
-
-
-def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:
-    """The size of a head, checked."""
-    channels = int(hidden_size // heads if kv_channels is None else kv_channels)
-    if kv_channels is None and (hidden_size % heads or channels % 8 or not 8 <= channels <= MAX_HEAD_DIM):
-        raise ValueError(
-            f"{layer}: hidden_size={hidden_size} with num_attention_heads={heads}; a quotient that is a multiple of 8 "
-            f"from 8 to {MAX_HEAD_DIM} is accepted, or a kv_channels that is one."
-        )
-    return channels
-
-
-class Heads(NamedTuple):
-    """Layout of q, k and v in a projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
-
-    parts: tuple[int, ...]
-    groups: int
-    channels: int
-    interleaved: bool
-
-    @property
-    def rows(self) -> int:
-        """The number of groups for `side_by_side`."""
-        return self.groups if self.interleaved else 1
-
-    def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k and v `[.., .., heads, channels]` of the projection."""
-        rows, lead = sum(self.parts), mixed.shape[:-1]
-        whole = (self.groups, rows) if self.interleaved else (rows, self.groups)
-        pieces = mixed.unflatten(-1, (*whole, self.channels)).split(self.parts, dim=-2 if self.interleaved else -3)
-        sizes = [(*lead, self.groups * part, self.channels) for part in self.parts]
-        return tuple([piece.reshape(size) for piece, size in zip(pieces, sizes, strict=True)])
-
-
-class SplitPlan(NamedTuple):
-    """Whether the gradient is wanted, and the layout of the heads."""
-
-    needs: tuple[bool, ...]
-    heads: Heads
-
-
-def _rows_whole(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient whose last dimension is contiguous; PyTorch's own attention gives any strides."""
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
-
-
-def split_forward(plan: SplitPlan, context: BlockContext, mixed: torch.Tensor) -> tuple[Any, Saved]:
-    """q, k and v `[.., .., heads, channels]`."""
-    return plan.heads.split(mixed), ()
-
-
-def split_backward(plan: SplitPlan, context: BlockContext, saved: Saved, *grads: torch.Tensor) -> Saved:
-    """The gradients of q, k and v, side by side."""
-    heads, lead = plan.heads, grads[0].shape[:-2]
-    grads = tuple(_rows_whole(grad) for grad in grads)
-    rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
-    return (side_by_side(rows, heads.rows).view(*lead, sum(heads.parts) * heads.groups * heads.channels),)

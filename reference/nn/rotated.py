@@ -6,8 +6,9 @@ import torch
 
 from reference.nn.attention_lengths import Maps
 from reference.nn.autograd import differentiable, wanted
+from reference.nn.cached import Cached, StepTensors, turned
 from reference.nn.context import BlockContext, Saved
-from reference.nn.inference import Cached, StepTensors, turned
+from reference.nn.heads import dense_rows
 from reference.ops.library import twin
 
 
@@ -25,8 +26,7 @@ def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> 
 
 def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """The gradient, rotated back."""
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # PyTorch's own attention gives any strides
-    return (twin.rotary(grad, context.reads[0], plan.interleaved, True),)
+    return (twin.rotary(dense_rows(grad), context.reads[0], plan.interleaved, True),)
 
 
 def angles_of(freqs: torch.Tensor) -> torch.Tensor:

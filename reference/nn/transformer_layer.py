@@ -20,27 +20,19 @@ from typing import Any
 
 import torch
 
-from reference.arguments import check_arguments
-from reference.autocast import current
 from reference.nn import blocks, checks
-from reference.nn.attention import Mask, check_groups
-from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths, with_longest
-from reference.nn.attention_options import Options
+from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import rounded_gradient
+from reference.nn.core_attention import Mask
 from reference.nn.dropout import DropPath, Generator, bias_dropout_add
 from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import LayerNorm, RMSNorm
-from reference.nn.layernorm_mlp import LayerNormMLP, check_activation_params
-from reference.nn.multihead_attention import MultiheadAttention, check_channels
+from reference.nn.layernorm_mlp import LayerNormMLP
+from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.parameters import DeviceDefault, InitMethod
+from reference.nn.transformer_layer_checks import check_construction, check_forward
 from reference.quantized import as_dtype
-
-
-def _checks(attention: Any) -> bool:
-    """Whether a part is one of ours, whose arguments can be checked before it runs."""
-    return isinstance(attention, MultiheadAttention) and not checks.is_prepared(attention)
-
 
 # Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
 _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
@@ -48,21 +40,6 @@ _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
 _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
-
-
-def _check_parallel(given: dict[str, Any]) -> None:
-    """Refuse what does not go with parallel_attention_mlp, as Transformer Engine does."""
-    if given["parallel_attention_mlp"]:
-        for name, accepted in (
-            ("layer_type", "encoder"),
-            ("apply_residual_connection_post_layernorm", False),
-            ("output_layernorm", False),
-        ):
-            if given[name] != accepted:
-                raise ValueError(
-                    f"TransformerLayer: parallel_attention_mlp=True with {name}={given[name]!r}; {accepted!r} is "
-                    f"accepted."
-                )
 
 
 class TransformerLayer(DeviceDefault, torch.nn.Module):
@@ -154,11 +131,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         if use_fp8 is not None:
             raise TypeError(f"TransformerLayer: use_fp8={use_fp8!r} is not offered; autocast() switches FP8 on.")
         given = dict(locals())
-        check_arguments("TransformerLayer", given)
-        check_channels("TransformerLayer", hidden_size, num_attention_heads, kv_channels)
-        check_groups("TransformerLayer", num_gqa_groups, int(num_attention_heads))
-        check_activation_params("TransformerLayer", activation, activation_params)
-        _check_parallel(given)
+        check_construction(given)
         super().__init__()
         device = self.resolve_device(device)
         self.hidden_size = int(hidden_size)
@@ -270,6 +243,7 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
         Returns:
             a tensor like hidden_states.
         """
+        options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
         if not (
             bottom_right_diagonal is core_attention_bias is alibi_slopes is None
             and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
@@ -281,20 +255,16 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            check_arguments("TransformerLayer.forward", locals())
+            options = Options.checked("TransformerLayer", locals())
         mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
         cross_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
         window = self.window_size if window_size is None else window_size
         cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
-        bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        lengths = Lengths(
-            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
-        )
         if self.attn_input_format == "thd":
-            lengths = with_longest("TransformerLayer", lengths, 2 if self.layer_type == "decoder" else 1)
-        options = Options(bias, lengths, inference_params)
-        self._check(hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, options)
+            sides = 2 if self.layer_type == "decoder" else 1
+            options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
+        check_forward(self, hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, options)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -378,38 +348,6 @@ class TransformerLayer(DeviceDefault, torch.nn.Module):
             shared["window_size"] = window
         shared |= options.arguments()
         return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
-
-    def _check(
-        self,
-        hidden_states: Any,
-        mask: Any,
-        mask_type: Any,
-        window: Any,
-        angles: Any,
-        cross: tuple[Any, Any, Any, Any],
-        options: Options,
-    ) -> None:
-        """Refuse what a part of the layer would refuse, before anything changes."""
-        modules: Any = self._modules
-        attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], self.layer_type == "decoder"
-        packed = self.attn_input_format == "thd"
-        checks.check_input(mlp, hidden_states, self.hidden_size, "hidden_states", "TransformerLayer", packed)
-        lengths = options.lengths
-        if lengths.given and lengths.q is None:
-            raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
-        if (cross[0] is not None) != decodes:
-            wanted = "an encoder_output" if decodes else "no encoder_output"
-            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} takes {wanted}.")
-        if _checks(attention):
-            names = ("attention_mask", "self_attn_mask_type", "window_size")
-            of_self = options.of_self()
-            attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, of_self)
-        if decodes and _checks(modules["inter_attention"]):
-            names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-            modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, options.of_cross())
-        if current().enabled and not checks.has_run_in_fp8(mlp):
-            attentions = [part for part in modules.values() if _checks(part)]
-            checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
 
     def _add(
         self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool, drops_path: bool = True

@@ -28,7 +28,7 @@ A query block visits the key blocks that hold a key which, by these limits, one 
 neighbours. It does not visit the others. A block that is hidden altogether would change no bit, as long as v is finite:
 its p are +0 and its alpha is 1. Where a query block visits nothing, l is 0.
 
-With lengths, an entry of a batch is attention of its own numbers of queries and keys: `reference.ops.attention_lengths`.
+With lengths, each entry of a batch has its own sq and skv: `reference.ops.attention_lengths`.
 
 With sinks, 1 / l has one more term (`reference.ops.attention_sink`). With a bias, which is added to the scores, S and c
 become what `reference.ops.attention_bias` says.
@@ -48,9 +48,9 @@ import numpy as np
 import torch
 
 from reference import elementary, philox, tensor_core
-from reference.elementary import GRID15, ZERO, fma
+from reference.elementary import GRID15, ZERO
 from reference.elementary import power_on_grid as power
-from reference.numba_jit import jit
+from reference.numba_jit import fma, jit
 from reference.ops.attention_bias import add_bias, bias_tile, check_bias
 from reference.ops.attention_lengths import check_lengths, entries
 from reference.ops.attention_sinks import check_sinks, sink_weights
@@ -63,8 +63,8 @@ MAX_HEAD_DIM = 256
 
 Tensor = torch.Tensor | None
 Options = tuple[float, str, int, int, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths,
-kv_lengths. The last five may be left out."""
+"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks,
+q_lengths, kv_lengths. The last five may be left out."""
 
 Limits = tuple[int, int]
 """Query i sees key j if i + lower <= j <= i + upper: (lower, upper)."""

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from reference import elementary, tensor_core
-from reference.elementary import GRID15, ZERO, fma
+from reference.elementary import GRID15, ZERO
 from reference.elementary import power_on_grid as power
-from reference.numba_jit import jit
+from reference.numba_jit import fma, jit
 from reference.ops import attention
 from reference.ops.attention import Options
 from reference.ops.attention_bias import add_bias, bias_tile

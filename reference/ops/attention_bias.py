@@ -27,8 +27,8 @@ import math
 import numpy as np
 import torch
 
-from reference.elementary import LOG2E, fma
-from reference.numba_jit import jit
+from reference.elementary import LOG2E
+from reference.numba_jit import fma, jit
 
 
 def default_slopes(heads: int) -> torch.Tensor:

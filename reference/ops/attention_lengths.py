@@ -14,7 +14,7 @@ None is all of sq, or all of skv. A length may be 0.
 
 A mask that hides all other pairs gives the same bits, if q, k, v and grad are finite: a pair that is hidden adds +0 to
 everything, and a sum that starts with +0 is +0 or not zero. So the order in which the mask's blocks are visited is that
-of the blocks which lengths leave. Beyond the lengths numbers must be finite, because kernels multiply some of them by 0.
+of the blocks which lengths leave. Beyond lengths numbers must be finite, because kernels multiply some of them by 0.
 On a GPU, where nothing waits to look at them, a length outside of its range counts as the nearest number inside.
 """
 

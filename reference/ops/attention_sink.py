@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from reference import elementary
-from reference.elementary import LOG2E, ZERO, exp2_grid_scalar, fma
-from reference.numba_jit import jit
+from reference.elementary import LOG2E, ZERO, exp2_grid_scalar
+from reference.numba_jit import fma, jit
 from reference.ops.attention_backward import row_dots
 from reference.ops.checks import check_like
 from reference.ops.library import define

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from reference import elementary
-from reference.elementary import ZERO, exp_scalar, fma
-from reference.numba_jit import jit
+from reference.elementary import ZERO, exp_scalar
+from reference.numba_jit import fma, jit
 from reference.ops.attention import causal_shift, check_mask, check_scale
 from reference.ops.checks import check_like, check_wide
 from reference.ops.library import define

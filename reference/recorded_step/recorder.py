@@ -19,7 +19,6 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import graph
 from reference.nn import autograd
-from reference.nn.dropout import Generator
-from reference.nn.float8_tensor import Float8Tensor
 from reference.random import get_state
 from reference.recorded_step.digest import digest
 from reference.recorded_step.file import Access, Op, Recording, Region
 from reference.recorded_step.modules import Modules
+from reference.recorded_step.named import named_tensors
 from reference.recorded_step.ops import ALLOCATIONS, changed_by, dtype_name, encoded, has_numbers, kind_of, tensors_of
-from reference.scaling import KEYS
 
 OPS = ("digests", "outputs")
 _recording: "weakref.ref[Recorder] | None" = None
@@ -156,7 +153,7 @@ class Recorder(TorchDispatchMode):
         if self.made.start or self.made.ops:
             raise RuntimeError("record: this recording has been made; te.record(...) for each step is accepted.")
         self._random = {f"random/{name}": state for name, state in get_state(self.model).items()}
-        for name, owner, x in self._named():
+        for name, owner, x in named_tensors(self.model, self.optimizer):
             region = self._region(x)
             self._storage(x).owner = owner
             self.made.names.setdefault((region.storage, region.offset), name)
@@ -189,7 +186,7 @@ class Recorder(TorchDispatchMode):
                 "record: no op of twin ran in this thread's block, so there is nothing to replay and nothing was "
                 "written; a step of a model with layers of this package, in 16 bits or FP8, is accepted."
             )
-        for name, _, x in self._named(gradients=True):
+        for name, _, x in named_tensors(self.model, self.optimizer, gradients=True):
             storage, region = self._storage(x), self._region(x)
             made.names.setdefault((region.storage, region.offset), name)
             if storage.known or region in storage.fed:
@@ -198,49 +195,6 @@ class Recorder(TorchDispatchMode):
         made.digests = _on_host(self._digests)
         made.about = self._about()
         made.write(self.path)
-
-    def _named(self, gradients: bool = False) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Every tensor with a name: the name, its module's path, the tensor; those that appear twice once."""
-        seen: set[tuple[int, int]] = set()
-        for name, owner, x in self._every_named():
-            if not has_numbers(x):
-                continue
-            where = (x.untyped_storage()._cdata, int(x.storage_offset()))
-            if x.numel() and where not in seen:
-                seen.add(where)
-                yield name, owner, x
-        if gradients:
-            for name, parameter in self.model.named_parameters():
-                grad = parameter.grad
-                if grad is not None and type(grad) is torch.Tensor and has_numbers(grad):
-                    yield f"{name}.grad", name.rpartition(".")[0], grad
-
-    def _every_named(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        parameters = list(self.model.named_parameters())
-        for name, x in (*parameters, *self.model.named_buffers()):
-            owner = name.rpartition(".")[0]
-            if isinstance(x, Float8Tensor):
-                yield name, owner, x._data
-                yield f"{name}_scale_inv", owner, x._scale_inv
-            elif type(x) in (torch.Tensor, torch.nn.Parameter):
-                yield name, owner, x.detach()
-            main_grad = getattr(x, "main_grad", None)
-            if isinstance(main_grad, torch.Tensor):
-                yield f"{name}.main_grad", owner, main_grad
-        for path, module in self.model.named_modules():
-            prefix = f"{path}." if path else ""
-            for key in KEYS:
-                meta = getattr(module, "fp8_meta", {}).get(key)
-                if meta is not None:
-                    yield f"{prefix}{key}.scale", path, meta.scale
-                    yield f"{prefix}{key}.amax_history", path, meta.amax_history
-            if isinstance(module, Generator):
-                yield f"{prefix}state", path.rpartition(".")[0], module.state
-        of = {id(x): name for name, x in parameters}
-        for p, state in self.optimizer.state.items() if self.optimizer is not None else ():
-            for name, x in state.items():
-                if type(x) is torch.Tensor:
-                    yield f"{of.get(id(p), 'parameter')}.{name}", of.get(id(p), "").rpartition(".")[0], x
 
     def _about(self) -> dict[str, Any]:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None

@@ -23,11 +23,9 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from reference.numba_jit import jit
+from reference.numba_jit import intrinsic, jit
 
-_intrinsic: Any = intrinsic  # numba types what it makes by the emitter, not by the call
 _HOST = binding.get_host_cpu_features()
 FLOAT_LANES = 16 if _HOST.get("avx512f") else 8 if _HOST.get("avx2") else 4
 FP8_WIDTH = 4 * FLOAT_LANES  # columns of a tile; their int8 exponents fill one register
@@ -197,14 +195,14 @@ def _emit_half_step(context: Any, builder: Any, signature: Any, args: Any) -> An
     return context.get_dummy_value()
 
 
-@_intrinsic
+@intrinsic
 def _step(typingctx, a, a_exponent, a_at, b, b_exponent, c, c_at):  # type: ignore[no-untyped-def]
     """The step of the operands' values: fp32 holds those of FP8, float64 those of 16 bits."""
     emit = _emit_fp8_step if a.dtype == types.float32 else _emit_half_step
     return types.void(a, a_exponent, a_at, b, b_exponent, c, c_at), emit
 
 
-@_intrinsic
+@intrinsic
 def _constants(typingctx, values):  # type: ignore[no-untyped-def]
     """K of a step, columns of a tile and the exponent of no term, known at compile time so that loops unroll."""
     found = (FP8_K, FP8_WIDTH, FP8_NO_TERM) if values.dtype == types.float32 else (HALF_K, HALF_WIDTH, HALF_NO_TERM)

@@ -1,4 +1,4 @@
-"""A Hopper GPU on a CPU: runs the kernels' own source, thread by thread, so that their bits can be tested without a GPU.
+"""A Hopper GPU on a CPU: it runs the kernels' own source, thread by thread, and so tests their bits without a GPU.
 
     with Simulator():
         torch.ops.twin.amax(x, history, 0)     # optimized/ops/amax.py on tensors of the CPU
@@ -18,19 +18,20 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimized  # noqa: F401  (registers the ops)
 from optimized import compiler, launch, tensor_map
 from optimized import device as device_checks
+from optimized.replay import calls
+from optimized.replay.launches import Copy, Launches
 from reference.elementary import powers_of_two
-from reference.ops.library import _IMPLEMENTATIONS
+from simulator.cuda import PretendedCuda
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-strict-aliasing", "-w"]
@@ -38,7 +39,7 @@ ENGINE_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 AT_ONCE, LATE, AT_RANDOM = range(3)  # when asynchronous copies and products happen
 _SHARED = 232448  # bytes of dynamic shared memory
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w ]+?)\s+(\w+)\[\];")
-_CLUSTER = re.compile(r"^#define TWIN_CLUSTER __cluster_dims__\((\w+), 1, 1\)|__cluster_dims__\((\w+), 1, 1\)", re.M)
+_CLUSTER = r"__global__[^;{{}}]*?(?:(TWIN_CLUSTER)|__cluster_dims__\((\w+), 1, 1\))[^;{{}}]*?\b{}\s*\("
 
 
 def _cache() -> Path:
@@ -95,7 +96,8 @@ def _text(kernel: str, function: str, defines: Mapping[str, int | str], root: Pa
 
     body = whole(names[0])
     body = _DYNAMIC.sub(r'extern __thread \1\2 \3[] __asm__("simulator_dynamic");', body)
-    cluster = next((one or other for one, other in _CLUSTER.findall(body)), "1")
+    found = re.search(_CLUSTER.format(function), body)
+    cluster = "1" if found is None else "CLUSTER" if found[1] else found[2]
     macros = "".join(f"#define {name} {value}\n" for name, value in sorted(defines.items()))
     return f"""{macros}#include "prelude.h"
 #include "kernel.h"
@@ -119,6 +121,13 @@ def _three(extent: Sequence[int]) -> Any:
     return (ctypes.c_uint * 3)(*extent, *[1] * (3 - len(extent)))
 
 
+class _Again(NamedTuple):
+    """A launch that can be made again, for a tape."""
+
+    replay: Callable[[int], None]
+    capturable: bool = True
+
+
 class Simulator(contextlib.ExitStack):
     """Launches run on the CPU while this is entered.
 
@@ -126,10 +135,12 @@ class Simulator(contextlib.ExitStack):
         processors: multiprocessors, as persistent kernels see them; so many blocks run at once.
         when: when asynchronous work is done: `AT_ONCE`, `LATE` (as late as the kernel allows) or `AT_RANDOM`.
         seed: of what is random.
+        cuda: tensors on "cuda" exist, and ops run in the simulator where theirs are; otherwise all ops of `twin` do.
     """
 
-    def __init__(self, processors: int = 4, when: int = LATE, seed: int = 0) -> None:
+    def __init__(self, processors: int = 4, when: int = LATE, seed: int = 0, cuda: bool = False) -> None:
         super().__init__()
+        self._cuda = cuda
         self.processors, self.when, self.seed = processors, when, seed
         self.launches: list[str] = []
 
@@ -143,10 +154,14 @@ class Simulator(contextlib.ExitStack):
             (tensor_map, "_driver", lambda: _encode),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (calls, "_kinds", {}),
+            (calls, "counts", calls.Counts()),
+            (Launches, "replay", lambda launches, device: [one.replay(0) for one in launches._entries]),
+            (Copy, "replay", lambda copy, stream: ctypes.memmove(*copy._arguments)),
         ]
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value))
-        self.enter_context(_Routes())
+        self.enter_context(PretendedCuda(everything=not self._cuda))
         tensor_map.encode.cache_clear()
         self.callback(tensor_map.encode.cache_clear)
         return self
@@ -162,8 +177,26 @@ class Simulator(contextlib.ExitStack):
         device: int | None = None,
         early: bool = False,
     ) -> None:
+        if launch._thread.tape is not None:
+            again = functools.partial(self._launch, kernel, grid, block, args, smem, device=device)
+            launch._thread.tape.append(_Again(lambda stream: again()))  # type: ignore[arg-type]
+        self.run(kernel, grid, block, args)
+
+    def run(
+        self,
+        kernel: launch.Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Any],
+        root: Path = compiler.KERNELS,
+    ) -> None:
+        """Run a kernel of a file in `root`; `args` as for `launch.launch`.
+
+        Raises:
+            RuntimeError: g++ refuses the file, or a thread did what no GPU permits, or no thread goes on.
+        """
         self.launches.append(f"{kernel.kernel}.{kernel.name}")
-        library = _library(kernel.kernel, kernel.name, tuple(sorted(kernel.defines.items())), compiler.KERNELS)
+        library = _library(kernel.kernel, kernel.name, tuple(sorted(kernel.defines.items())), root)
         arguments = launch._Arguments(kernel, args)
         message = ctypes.create_string_buffer(4096)
         failed = engine().simulator_launch(
@@ -197,16 +230,6 @@ def _encode(words: int, kind: int, rank: int, pointer: int, shape: Any, strides:
     )
     ctypes.memmove(words, packed, len(packed))
     return 0
-
-
-class _Routes(TorchDispatchMode):
-    """The ops of `twin` on tensors of the CPU run as on a GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "twin":
-            return func(*args, **(kwargs or {}))
-        with self:
-            return _IMPLEMENTATIONS["CUDA"][func._schema.name.removeprefix("twin::")](*args)
 
 
 available = shutil.which("g++") is not None

@@ -220,11 +220,12 @@ std::string name_of(const Thread* thread) {
 
 void leave() { swap(fiber()->context, fiber()->block->slot->scheduler); }
 
+void leave_stores();
+
 void start_thread() {
     machine->entry(machine->args);
     Fiber* one = fiber();
-    bulk_commit();
-    bulk_wait(0, false);
+    leave_stores();
     one->done = true;
     one->block->alive--;
     one->block->slot->group->ended++;
@@ -658,6 +659,13 @@ void do_store(const Bulk& bulk) {
     machine->progress++;
 }
 
+// Those that a thread has not waited for are made all the same.
+void leave_stores() {
+    bulk_commit();
+    for (auto& group : fiber()->groups)
+        for (Bulk& bulk : group) later_or_now([bulk = std::move(bulk)] { do_store(bulk); });
+}
+
 }  // namespace
 
 void bulk_store(void* to, unsigned source, unsigned bytes, bool adds) {
@@ -843,6 +851,10 @@ extern "C" int simulator_launch(void (*entry)(void**), void (*bind)(unsigned cha
     here.random.seed(seed);
     const long long blocks = static_cast<long long>(grid[0]) * grid[1] * grid[2];
     here.clusters = blocks / cluster;
+    if (grid[0] % cluster != 0) {
+        snprintf(message, room, "a grid of %u blocks in clusters of %u", grid[0], cluster);
+        return 1;
+    }
     const size_t groups = std::min<long long>(std::max(1u, at_once / cluster), here.clusters);
     if (groups == 0) return 0;
     here.groups.resize(groups);

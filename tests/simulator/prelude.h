@@ -8,6 +8,10 @@
 
 #include "engine.h"
 
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+
 #define __global__
 #define __device__
 #define __host__

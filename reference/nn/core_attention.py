@@ -1,0 +1,111 @@
+"""Attention's core as a pair of functions: out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`.
+
+Arithmetic: `reference.ops.attention`. `reference.nn.attention` and `reference.nn.attention_block` call it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.arguments import MASK_TYPES
+from reference.compiled import before
+from reference.nn.context import BlockContext, Saved
+from reference.nn.heads import dense_rows
+from reference.ops.library import twin
+
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class CorePlan(NamedTuple):
+    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's kind."""
+
+    scale: float
+    mask_type: str
+    window: tuple[int, int]
+    p: float
+    backend: str
+    bias: str = "no_bias"
+    softmax: str = "vanilla"
+
+    def further(
+        self, more: torch.Tensor | None, slopes: torch.Tensor | None, *lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks. `lengths`: none, or two."""
+        if self.softmax != "vanilla":
+            return None, None, more, *lengths
+        biased = () if self.bias == "no_bias" else (more, slopes)
+        return (*biased, *[None] * (3 - len(biased)), *lengths) if lengths else biased
+
+    def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
+        """Arguments of `twin::attention` after q, k and v."""
+        return self.scale, MASK_TYPES[self.mask_type][0], *self.window, mask, self.p
+
+
+class Plan(NamedTuple):
+    """Which gradients are wanted (q, k, v and a bias, if any), and how to attend."""
+
+    needs: tuple[bool, ...]
+    core: CorePlan
+
+
+def attend(
+    core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: Any
+) -> tuple[torch.Tensor, Saved]:
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
+
+    `bias`: nothing, or what `CorePlan.further` gives.
+    """
+    state_before = before(state)
+    out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state, *bias)
+    return out, (out, m, inv, state_before)
+
+
+def attend_backward(
+    core: CorePlan, mask: torch.Tensor | None, qkv: Saved, saved: Saved, grad: torch.Tensor, *bias: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv."""
+    *tensors, state_before = saved
+    return twin.attention_backward(dense_rows(grad), *qkv, *tensors, *core.arguments(mask), state_before, *bias)
+
+
+def forward(
+    plan: Plan,
+    context: BlockContext,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    more: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Saved]:
+    """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
+    mask, slopes, *lengths = context.reads
+    of_bias = plan.core.further(more, slopes, *lengths)
+    out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
+    return out, (q, k, v, *saved, more)
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+    """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
+    mask, slopes, *lengths = context.reads
+    qkv, attended, more = saved[:3], saved[3:7], saved[7]
+    of_bias = plan.core.further(more, slopes, *lengths)
+    grad = dense_rows(grad)
+    grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
+    if len(plan.needs) == 3:
+        return grads
+    if not plan.needs[3]:
+        return *grads, None
+    *tensors, state_before = attended
+    if plan.core.softmax != "vanilla":
+        return *grads, twin.attention_sink_backward(grad, *tensors, more)
+    arguments = (*qkv, *tensors, *plan.core.arguments(mask), state_before, *of_bias)
+    return *grads, twin.attention_bias_backward(grad, *arguments)
+
+
+def full_mask(kind: str, mask: Any) -> torch.Tensor | None:
+    """The mask over pairs, broadcastable to `[b, h, sq, skv]`; a padded query's whole row is hidden."""
+    if not MASK_TYPES[kind][1]:
+        return None
+    if kind == "arbitrary":
+        return mask
+    queries, keys = mask if isinstance(mask, tuple) else (mask, mask)
+    return queries.transpose(2, 3) | keys

@@ -1,0 +1,68 @@
+"""What a `TransformerLayer` refuses: arguments of its constructor, and those of a forward that a part would refuse."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from reference.arguments import check_arguments
+from reference.autocast import current
+from reference.nn import checks
+from reference.nn.attention_options import Options
+from reference.nn.layernorm_mlp import check_activation_params
+from reference.nn.multihead_attention import MultiheadAttention
+
+
+def check_construction(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that do not go together, as Transformer Engine does."""
+    layer = "TransformerLayer"
+    check_arguments(layer, given)
+    checks.check_channels(layer, given["hidden_size"], given["num_attention_heads"], given["kv_channels"])
+    checks.check_groups(layer, given["num_gqa_groups"], int(given["num_attention_heads"]))
+    check_activation_params(layer, given["activation"], given["activation_params"])
+    if given["parallel_attention_mlp"]:
+        for name, accepted in (
+            ("layer_type", "encoder"),
+            ("apply_residual_connection_post_layernorm", False),
+            ("output_layernorm", False),
+        ):
+            if given[name] != accepted:
+                raise ValueError(
+                    f"{layer}: parallel_attention_mlp=True with {name}={given[name]!r}; {accepted!r} is accepted."
+                )
+
+
+def _checks(attention: Any) -> bool:
+    """Whether a part is one of ours, whose arguments can be checked before it runs."""
+    return isinstance(attention, MultiheadAttention) and not checks.is_prepared(attention)
+
+
+def check_forward(
+    layer: Any,
+    hidden_states: Any,
+    mask: Any,
+    mask_type: Any,
+    window: Any,
+    angles: Any,
+    cross: tuple[Any, Any, Any, Any],
+    options: Options,
+) -> None:
+    """Refuse what a part of the layer would refuse, before anything changes."""
+    modules: Any = layer._modules
+    attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], layer.layer_type == "decoder"
+    packed = layer.attn_input_format == "thd"
+    checks.check_input(mlp, hidden_states, layer.hidden_size, "hidden_states", "TransformerLayer", packed)
+    lengths = options.lengths
+    if lengths.given and lengths.q is None:
+        raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
+    if (cross[0] is not None) != decodes:
+        wanted = "an encoder_output" if decodes else "no encoder_output"
+        raise ValueError(f"TransformerLayer: layer_type={layer.layer_type!r} takes {wanted}.")
+    if _checks(attention):
+        names = ("attention_mask", "self_attn_mask_type", "window_size")
+        of_self = options.of_self()
+        attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, of_self)
+    if decodes and _checks(modules["inter_attention"]):
+        names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
+        modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, options.of_cross())
+    if current().enabled and not checks.has_run_in_fp8(mlp):
+        attentions = [part for part in modules.values() if _checks(part)]
+        checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

@@ -1,0 +1,69 @@
+"""What the optimizers have in common: copies, torch's gradient scaler, and a step that one parameter refuses."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from adams import BAD_PARAMETERS, assert_unchanged, everything, parameter
+from conftest import assert_same_bits
+
+import reference as te
+
+Make = Callable[[Any], Any]
+OPTIMIZERS: dict[str, Make] = {
+    "FusedSGD": partial(te.optimizers.FusedSGD, lr=0.1, momentum=0.9, weight_decay=0.5, wd_after_momentum=True),
+    "Adafactor": partial(te.optimizers.Adafactor, lr=0.1),
+    "FusedAdam": partial(te.optimizers.FusedAdam, lr=0.1),
+}
+WITHOUT_MASTERS = ("FusedSGD", "Adafactor")  # FusedAdam's masters belong to a copy and to what is refused
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", WITHOUT_MASTERS)
+def test_a_copy_steps_as_the_original(name: str, copied: Callable[[Any], Any]) -> None:
+    optimizer = OPTIMIZERS[name]([parameter()])
+    optimizer.step()
+    other = copied(optimizer)
+    p, q = (one.param_groups[0]["params"][0] for one in (optimizer, other))
+    q.grad = p.grad.clone()
+    for one in (optimizer, other):
+        one.step()
+    assert_same_bits(p, q)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_scaler_unscales_and_leaves_out_a_step_that_overflows(name: str) -> None:
+    scaled, plain = parameter(), parameter()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = OPTIMIZERS[name]([scaled])
+    for overflow in (False, True):
+        scaled.grad = plain.grad * 4
+        scaler.scale(torch.ones(()))
+        if overflow:
+            scaled.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+    once = OPTIMIZERS[name]([plain])
+    once.step()
+    assert_same_bits(scaled, plain)
+    assert optimizer.param_groups[0].get("step") == once.param_groups[0].get("step")
+
+
+@pytest.mark.parametrize(("bad", "error", "sentence"), BAD_PARAMETERS)
+@pytest.mark.parametrize("name", WITHOUT_MASTERS)
+def test_one_bad_parameter_refuses_the_step_and_nothing_moves(
+    name: str, bad: Callable[[], Any], error: type[Exception], sentence: str
+) -> None:
+    optimizer = OPTIMIZERS[name]([{"params": [parameter(seed=0)]}, {"params": [parameter(seed=1)]}])
+    for _ in range(2):
+        optimizer.param_groups[1]["params"].append(bad())
+        before = everything(optimizer)
+        with pytest.raises(error, match=f"{name}: .*parameter 1 of group 1.*{sentence}"):
+            optimizer.step()
+        assert_unchanged(before, optimizer)
+        optimizer.param_groups[1]["params"].pop()
+        optimizer.step()
