@@ -93,7 +93,7 @@ def attentions(note: Notes) -> None:
     for d, dropout in ((64, 0.1), (128, 0.0), (256, 0.1)):
         both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(None, None, empty(4, dtype=FP32)))
     lengths = (empty(2, dtype=torch.int32), empty(2, dtype=torch.int32))
-    for d, dropout in ((64, 0.0), (128, 0.1), (256, 0.0)):
+    for d, dropout in ((64, 0.1), (256, 0.0)):
         both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(None, None, None, *lengths), mask_type="causal")
     both((2, 4, 2, 130, 150, 64), bias=(empty(1, 4, 130, 150), None, None, *lengths), window=(40, 5))
     both((2, 4, 2, 130, 150, 128), bias=(None, None, empty(4, dtype=FP32), None, lengths[1]))

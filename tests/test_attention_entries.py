@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import simulator
 import torch
-from attention_cases import BIASES, CASES, Case, check_against_float64, inputs, run, to_cuda, without_lengths
+from attention_cases import BIASES, CASES, Case, check_against_float64, exact, inputs, run, to_cuda, without_lengths
 from conftest import assert_same_bits
 from hypothesis import HealthCheck, given, settings
 from simulator import Simulator
 
 from reference.ops.attention import LOWEST, MASK_TYPES
+from reference.recorded_step.float64 import evaluated
 
 twin = torch.ops.twin
 GIVEN = ("queries", "keys", "both")
@@ -92,6 +93,30 @@ def test_an_entry_has_the_bits_that_it_has_alone(mask_type: str) -> None:
 def test_against_float64(mask_type: str) -> None:
     for seed, more in enumerate(OPTIONS):
         check_against_float64(Case(2, 1, 2, 150, 140, 24, mask_type=mask_type, lengths="both", seed=seed, **more))
+
+
+@pytest.mark.parametrize("more", OPTIONS[:2])
+def test_a_recorded_steps_float64_knows_lengths(more: dict[str, Any]) -> None:
+    case = Case(3, 1, 2, 50, 70, 16, mask_type="causal_bottom_right", window=(30, 0), lengths="both", **more)
+    cpu = inputs(case)
+    rest = (
+        case.softmax_scale,
+        case.mask_type,
+        *case.window,
+        cpu["mask"],
+        case.dropout,
+        cpu["rng_state"],
+        None,
+        None,
+        None,
+    )
+    args = [cpu["q"], cpu["k"], cpu["v"], *rest, cpu["q_lengths"], cpu["kv_lengths"]]
+    truth, _ = exact(case, cpu)
+    assert torch.allclose(evaluated("attention", args)[0], truth["out"])
+    found = evaluated("attention_backward", [cpu["grad"], *args[:3], cpu["q"], cpu["q"], cpu["q"], *args[3:]])
+    for name, value in zip(("dq", "dk", "dv"), found, strict=True):
+        assert torch.allclose(value, truth[name]), name
+    assert evaluated("attention", [*args[:12], torch.ones(2), None, None]) == []
 
 
 def int32(*numbers: int) -> torch.Tensor:
