@@ -73,22 +73,25 @@ extern "C" __global__ void __launch_bounds__(256)
     // The heads that share the matrix: a step of `heads` from batch to batch, all of a batch or one.
     const int matrix_batch = blockIdx.z / bias_heads, matrix_head = blockIdx.z % bias_heads;
     const int batches = bias_batches == 1 ? a.batches : 1, heads = bias_heads == 1 ? a.heads : 1;
-    const auto visits = [&](const Limits& limits) {
-        const Range keys = visited(limits, first);
-        const int block = key / kTileRows;
-        return block >= keys.from && block < keys.to;
-    };
-    const int count = LENGTHS || visits(limits_of(a, matrix_batch)) ? batches * heads : 0;
+    const Range keys = visited(limits_of(a, matrix_batch), first);
+    const int block = key / kTileRows;
+    const int count = LENGTHS || (block >= keys.from && block < keys.to) ? batches * heads : 0;
 
     Pairs at{0, first + static_cast<int>(threadIdx.x) / 32 * 16, key, 0, 0};
     float sum[32];
 #pragma unroll
     for (int n = 0; n < 32; n++) sum[n] = 0.0f;
     unsigned parity = 0;
-    for (int n = 0; n < count; n++) {
+    for (int n = 0; n < count; n++, parity ^= 1) {
         const int batch = matrix_batch + n / heads, head = matrix_head + n % heads;
         const Limits& limits = limits_of(a, batch);
-        if (LENGTHS && !visits(limits)) continue;
+        if constexpr (LENGTHS) {
+            const Range own = visited(limits, first);
+            if (block < own.from || block >= own.to) {
+                parity ^= 1;  // nothing has arrived
+                continue;
+            }
+        }
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(full, D_CHUNKS * 2 * (kQueryChunk + kKeyChunk));
             for (int c = 0; c < D_CHUNKS; c++) {
@@ -114,7 +117,6 @@ extern "C" __global__ void __launch_bounds__(256)
         weigh(s, a, limits, at, own, nullptr);
         add_gradients(sum, s, dp, a, at, own_dots);
         __syncthreads();  // the tiles have been read
-        parity ^= 1;
     }
     store(sum, a, at, dbias);
 }
