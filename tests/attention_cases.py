@@ -4,7 +4,7 @@ And what float64 makes of them, with a bound for each number.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from reference.ops.dropout import keep_scale, threshold
 LAYOUTS = ("bhsd", "bshd", "sbhd", "interleaved")
 MASKS = ("none", "padding", "all queries", "arbitrary", "everything")
 BIASES = ("none", "bhss", "1hss", "b1ss", "11ss", "h slopes", "bh slopes")  # which dimensions a bias has
+LENGTHS = ("none", "queries", "keys", "both")  # what entries of a batch have lengths of
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Case:
     bias_is_fp32: bool = False
     sinks: bool = False
     e: int = 0
+    lengths: str = "none"
 
     @property
     def h(self) -> int:
@@ -89,11 +91,21 @@ def _bias(case: Case) -> dict[str, torch.Tensor | None]:
     return {"bias": _numbers(generator, shape, torch.float32 if case.bias_is_fp32 else case.dtype), "slopes": None}
 
 
+def _lengths(case: Case) -> dict[str, torch.Tensor | None]:
+    """q_lengths and kv_lengths of a case, drawn apart; some are nothing, or everything."""
+    generator, found = np.random.default_rng(case.seed + 3), {}
+    for name, of, most in (("q_lengths", "queries", case.sq), ("kv_lengths", "keys", case.skv)):
+        drawn = np.clip(generator.integers(-most // 4, most + most // 4 + 2, size=case.b), 0, most)
+        found[name] = torch.from_numpy(drawn.astype(np.int32)) if case.lengths in (of, "both") else None
+    return found
+
+
 def inputs(case: Case) -> dict[str, torch.Tensor | None]:
-    """q, k, v, grad, mask, rng_state, bias and slopes of a case, on the CPU."""
+    """q, k, v, grad, mask, rng_state, bias, slopes, sinks and lengths of a case, on the CPU."""
     generator = np.random.default_rng(case.seed)
     sinks = torch.from_numpy(np.random.default_rng(case.seed + 2).normal(size=case.h).astype(np.float32))
-    return _bias(case) | {
+    more = _bias(case) | _lengths(case)
+    return more | {
         "sinks": 2 * sinks if case.sinks else None,
         "q": _view(generator, case.b, case.h, case.sq, case.d, case),
         "k": _view(generator, case.b, case.hkv, case.skv, case.d, case),
@@ -117,8 +129,9 @@ def run(case: Case, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
     q, k, v, grad, mask, state = (given[name] for name in ("q", "k", "v", "grad", "mask", "rng_state"))
     before = None if state is None else state.clone()
     rest = (case.softmax_scale, case.mask_type, *case.window, mask, case.dropout)
-    bias = () if given.get("bias") is given.get("slopes") is None else (given["bias"], given["slopes"])
-    bias = bias if given.get("sinks") is None else (None, None, given["sinks"])
+    bias = [given.get(name) for name in ("bias", "slopes", "sinks", "q_lengths", "kv_lengths")]
+    while bias and bias[-1] is None:
+        bias.pop()
     out, m, inv = twin.attention(q, k, v, *rest, state, *bias)
     dq, dk, dv = twin.attention_backward(grad, q, k, v, out, m, inv, *rest, before, *bias)
     found = {"out": out, "m": m, "inv": inv, "dq": dq, "dk": dk, "dv": dv}
@@ -132,15 +145,41 @@ def run(case: Case, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
 def hidden_pairs(case: Case, mask: torch.Tensor | None) -> torch.Tensor:
     """bool [b, h, sq, skv], from the definitions of the masks."""
     i, j = torch.arange(case.sq)[:, None], torch.arange(case.skv)[None, :]
-    shift, (left, right) = 0 if case.mask_type == "causal" else case.skv - case.sq, case.window
+    queries, keys = _sizes(case)
+    shift, (left, right) = _shift(case), case.window
     right = right if case.mask_type == "none" else 0
-    hidden = torch.zeros(case.sq, case.skv, dtype=torch.bool)
+    hidden = (i >= queries) | (j >= keys)
     if left >= 0:
         hidden = hidden | (j < i + shift - left)
     if right >= 0:
         hidden = hidden | (j > i + shift + right)
     hidden = hidden.expand(case.b, case.h, -1, -1)
     return hidden if mask is None else hidden | mask
+
+
+def _sizes(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many queries and keys each entry has, int64 [b, 1, 1, 1]."""
+    lengths = (x if x is None else x.long() for x in _lengths(case).values())
+    sizes = zip(lengths, (case.sq, case.skv), strict=True)
+    queries, keys = (torch.full((case.b,), most) if x is None else x for x, most in sizes)
+    return queries.view(-1, 1, 1, 1), keys.view(-1, 1, 1, 1)
+
+
+def _shift(case: Case) -> torch.Tensor:
+    """Of each entry's diagonal, int64 [b, 1, 1, 1]."""
+    queries, keys = _sizes(case)
+    return (keys - queries) * (case.mask_type != "causal")
+
+
+def without_lengths(case: Case) -> tuple[Case, dict[str, torch.Tensor | None]]:
+    """The same call with a mask in place of lengths, mask type and window, and with a tensor in place of slopes."""
+    given = inputs(case)
+    given |= {"mask": hidden_pairs(case, given["mask"]), "q_lengths": None, "kv_lengths": None}
+    if given["slopes"] is not None:
+        distance = (torch.arange(case.sq)[:, None] + _shift(case) - torch.arange(case.skv)).abs()
+        given |= {"bias": given["slopes"].view(-1, case.h, 1, 1) * (-distance).float(), "slopes": None}
+        given["bias"] = given["bias"].expand(case.b, -1, -1, -1)
+    return replace(case, lengths="none", mask_type="none", window=(-1, -1)), given
 
 
 def kept_pairs(case: Case, state: torch.Tensor | None) -> torch.Tensor:
@@ -155,8 +194,7 @@ def _bias_values(case: Case, given: dict) -> torch.Tensor:
     """float64, broadcastable to [b, h, sq, skv]."""
     if given["slopes"] is None:
         return torch.zeros(1, 1, 1, 1).double() if given["bias"] is None else given["bias"].detach().double()
-    shift = 0 if case.mask_type == "causal" else case.skv - case.sq
-    apart = (torch.arange(case.sq)[:, None] + shift - torch.arange(case.skv)).abs()
+    apart = (torch.arange(case.sq)[:, None] + _shift(case) - torch.arange(case.skv)).abs()
     return -given["slopes"].double().view(-1, case.h, 1, 1) * apart
 
 
@@ -269,5 +307,6 @@ CASES = st.builds(
     bias=st.sampled_from(("none", *BIASES)),
     bias_is_fp32=st.booleans(),
     e=st.one_of(st.just(0), st.integers(1, 32).map(lambda eighths: 8 * eighths)),
+    lengths=st.sampled_from(("none", *LENGTHS)),
     seed=st.integers(0, 2**31),
 )

@@ -67,7 +67,7 @@ def attentions(note: Notes) -> None:
         out, m, inv = note(twin.attention, q, k, v, *rest, *bias)
         grad = of(h, sq, e)
         note(twin.attention_backward, grad, q, k, v, out, m, inv, *rest, *bias)
-        if bias[:1] != (None,) and bias:
+        if bias and bias[0] is not None:
             note(twin.attention_bias_backward, grad, q, k, v, out, m, inv, *rest, *bias)
 
     for d, dropout in itertools.product((64, 128, 256), (0.0, 0.1)):
@@ -94,6 +94,11 @@ def attentions(note: Notes) -> None:
     both((2, 2, 1, 0, 70, 32), bias=(empty(2, 2, 0, 70), None))
     for d, dropout in ((64, 0.1), (128, 0.0), (256, 0.1)):
         both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(None, None, empty(4, dtype=FP32)))
+    lengths = (empty(2, dtype=torch.int32), empty(2, dtype=torch.int32))
+    for d, dropout in ((64, 0.1), (256, 0.0)):
+        both((2, 4, 2, 130, 150, d), dropout=dropout, bias=(None, None, None, *lengths), mask_type="causal")
+    both((2, 4, 2, 130, 150, 64), bias=(empty(1, 4, 130, 150), None, None, *lengths), window=(40, 5))
+    both((2, 4, 2, 130, 150, 128), bias=(None, None, empty(4, dtype=FP32), None, lengths[1]))
     for sizes in ((2, 4, 130, 64), (1, 2, 40, 200), (0, 2, 40, 64)):
         row = empty(*sizes[:3], dtype=FP32)
         note(twin.attention_sink_backward, empty(*sizes), empty(*sizes), row, row, empty(sizes[1], dtype=FP32))

@@ -33,7 +33,8 @@ ALL = list(configurations())
 SPILLING = [
     (kernel, defines)
     for kernel, defines in ALL
-    if kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1)
+    if (kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1))
+    or (kernel == "attention" and "LENGTHS" in defines)
 ]
 
 
@@ -86,12 +87,15 @@ def test_it_compiles_without_spill_or_warning(configuration: Configuration, buil
 
 
 SPILLED = 48  # bytes, by heads of 64 channels with dropout: docs/log/attention.md
+WITH_LENGTHS = 96  # of the same, and of other heads with a bias
 
 
 @pytest.mark.parametrize("configuration", SPILLING, ids=label)
 def test_what_spills_a_dozen_registers_spills_no_more(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
     build = builds[label(configuration)]
-    assert max(max(usage.spill_stores, usage.spill_loads) for usage in ptxas.usage(build.log)) <= SPILLED
+    assert max(max(usage.spill_stores, usage.spill_loads) for usage in ptxas.usage(build.log)) <= (
+        WITH_LENGTHS if "LENGTHS" in configuration[1] else SPILLED
+    )
     assert not [line for line in ptxas.complaints(build.log) if "spill" not in line and "stack" not in line]
 
 

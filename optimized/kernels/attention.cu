@@ -14,7 +14,7 @@
 // A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1), SINK (0 | 1).
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1).
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
 
@@ -29,6 +29,9 @@ constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128;
 struct Tile {
     int first, batch, head, column;
     Range blocks;
+#if LENGTHS
+    Limits limits;
+#endif
 };
 
 struct __align__(1024) Shared {
@@ -41,12 +44,13 @@ struct __align__(1024) Shared {
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
 // The blocks of keys that the block of queries with this one visits; none if there is no such query.
-__device__ __forceinline__ Range visited_by(const Arguments& a, int query) {
+__device__ __forceinline__ Range visited_by(const Limits& a, int query) {
     return query < a.sq ? visited(a, query & -kTileRows) : Range{0, 0};
 }
 
 // Those that one of a tile's queries visits: of its first query's block, or of its last one's.
-__device__ __forceinline__ Range visited_by_tile(const Arguments& a, int first) {
+__device__ __forceinline__ Range visited_by_tile(const Limits& a, int first) {
+    if (LENGTHS && first >= a.sq) return {0, 0};
     const Range one = visited_by(a, first);
     const Range other = visited_by(a, min(first + kQueries, a.sq) - 1);
     if (!other.any()) return one;
@@ -63,7 +67,12 @@ __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
     const int first = (query_blocks - 1 - block / columns) * kQueries;
-    return {first, head / a.heads, head % a.heads, block % columns * N_OUT, visited_by_tile(a, first)};
+    const Limits& limits = limits_of(a, head / a.heads);
+    Tile tile{first, head / a.heads, head % a.heads, block % columns * N_OUT, visited_by_tile(limits, first)};
+#if LENGTHS
+    tile.limits = limits;
+#endif
+    return tile;
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
@@ -86,7 +95,8 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
                 load_chunk(shared_address(to) + c * bytes, map, full, x + 64 * c, row, head, tile.batch);
         };
         const int key_head = tile.head / a.group, s = queries.index;
-        load(shared.q_box[s], queries.parity, shared.q[s], q, D_CHUNKS, kQueryChunk, 0, tile.first, tile.head);
+        const int q_chunks = LENGTHS && !tile.blocks.any() ? 0 : D_CHUNKS;
+        load(shared.q_box[s], queries.parity, shared.q[s], q, q_chunks, kQueryChunk, 0, tile.first, tile.head);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
             load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, kChunk, 0, j * kTileRows, key_head);
@@ -125,8 +135,14 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
     Stage<2> tiles;
     for (;; queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_full(tiles.parity);
+#if LENGTHS
+        const Tile& tile = shared.tile[tiles.index];  // read from there each time, as registers are few
+        const Limits& limits = tile.limits;
+#else
         const Tile tile = shared.tile[tiles.index];
-        shared.tile_box[tiles.index].arrive_empty();
+        const Limits& limits = a;
+#endif
+        if (!LENGTHS) shared.tile_box[tiles.index].arrive_empty();
         if (tile.head < 0) break;
         const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
@@ -139,10 +155,11 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
             const int key = j * kTileRows + 2 * (threadIdx.x % 4);
 #if BIAS
-            add_bias<false>(s, a, tile.batch, tile.head, row, key);
+            add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
 #endif
-            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
-            if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
+            const bool ends = LENGTHS && warp_row + 16 > limits.sq;
+            if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
+            if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
             if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
             weigh(s, rows, alpha, factor(a));
             if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
@@ -157,7 +174,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
                 shared.v_box[values.index].arrive_empty();
             }
         };
-        const Range blocks = visited_by(a, tile.first + 64 * warpgroup);
+        const Range blocks = visited_by(limits, tile.first + 64 * warpgroup);
         if (blocks.any()) skip(blocks.from - tile.blocks.from);
         unsigned p[8][4];
         float s[64], alpha[2];
@@ -188,6 +205,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         shared.q_box[queries.index].arrive_empty();
         store(o, rows, a, out, m, inv, row, tile);
         skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
+        if (LENGTHS) shared.tile_box[tiles.index].arrive_empty();
     }
 }
 

@@ -35,7 +35,18 @@ constexpr int kAdders = kTiles;              // warps that add dq to global memo
 struct Work {
     int batch, key_head, first;
     Range queries;
+#if LENGTHS
+    Limits limits;
+#endif
 };
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Work& work) {
+#if LENGTHS
+    return work.limits;
+#else
+    return a;
+#endif
+}
 
 struct __align__(1024) Shared {
     unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
@@ -57,7 +68,12 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int rank, int works)
     const int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
     const int head = before + place % heads;
     const int first = (key_blocks - 1 - place / heads) * kTileRows;
-    return {head / key_heads, head % key_heads, first, visitors(a, first)};
+    const Limits& limits = limits_of(a, head / key_heads);
+    Work work{head / key_heads, head % key_heads, first, visitors(limits, first)};
+#if LENGTHS
+    work.limits = limits;
+#endif
+    return work;
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
@@ -73,9 +89,10 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         if (work.key_head < 0) return;
         const auto load_keys = [&] {
             const unsigned keys_full = shared_address(&shared.keys_box.full);
+            const int chunks = LENGTHS && !work.queries.any() ? 0 : D_CHUNKS;
             shared.keys_box.wait_empty(keys.parity);
-            mbarrier_arrive_expect_tx(keys_full, 2 * sizeof(shared.k));
-            for (int c = 0; c < D_CHUNKS; c++) {
+            mbarrier_arrive_expect_tx(keys_full, chunks * 2 * kKeyChunk);
+            for (int c = 0; c < chunks; c++) {
                 load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c, work.first, work.key_head,
                            work.batch);
                 load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c, work.first, work.key_head,
@@ -127,7 +144,7 @@ __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const
             for (int row = work.queries.from; row < work.queries.to; row += QUERIES, count++) {
                 if (count % kAdders != place) continue;
                 const long long tile = head * (padded / QUERIES) + row / QUERIES;
-                const unsigned turn = visited(a, row & -kTileRows).to - 1 - work.first / kTileRows;
+                const unsigned turn = visited(limits_of(a, work), row & -kTileRows).to - 1 - work.first / kTileRows;
                 float* to = scratch.dq + tile * (2 * kPiece);
                 if (turn > 0) {
                     wait_for_turn(scratch.turns + tile, turn);
@@ -177,6 +194,13 @@ struct Consumer {
     Stage<2> ds;
     Stage<kTiles> dq;
     float dk[kAcc], dv[kAcc];
+#if LENGTHS
+    Limits of_work;
+
+    __device__ __forceinline__ const Limits& limits() const { return of_work; }
+#else
+    __device__ __forceinline__ const Limits& limits() const { return a; }
+#endif
 
     // Issue this warpgroup's half of the previous tile's dq = dS k: 64 channels, or 64 queries.
     __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 128]) {
@@ -216,20 +240,20 @@ struct Consumer {
             float acc[kPiece / 128];
             multiply_dq(acc);
             next.advance();
-            if (some_hidden) hide(at, a);
+            if (some_hidden) hide(at, a, limits());
             if constexpr (DROPOUT) read_kept(at, a, scratch);
             wgmma_wait<1>();
             wgmma_hold(s);
-            weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+            weigh(s, a, limits(), at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
             wgmma_wait<0>();
             wgmma_hold(acc);
             send_dq(acc);
         } else {
-            if (some_hidden) hide(at, a);
+            if (some_hidden) hide(at, a, limits());
             if constexpr (DROPOUT) read_kept(at, a, scratch);
             wgmma_wait<0>();
             wgmma_hold(s);
-            weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+            weigh(s, a, limits(), at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
         }
         float dp[kScores];
         shared.grad_box[place].wait_full(stage.parity);
@@ -286,13 +310,17 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
         for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
         shared.keys_box.wait_full(keys_stage.parity);
         keys_stage.advance();
+#if LENGTHS
+        consumer.of_work = work.limits;
+#endif
+        const Limits& limits = consumer.limits();
         bool is_first = true;
         for (int n = 0; n < a.group; n++, at.head++) {
             for (int first = work.queries.from; first < work.queries.to; first += QUERIES) {
                 at.query = first + threadIdx.x % 4 * 2;
-                const bool some_hidden = a.mask != nullptr || first + QUERIES > a.sq ||
-                                         work.first + kTileRows > key_limit(a, first) ||
-                                         work.first < key_from(a, first + QUERIES - 1);
+                const bool some_hidden = a.mask != nullptr || first + QUERIES > limits.sq ||
+                                         work.first + kTileRows > key_limit(limits, first) ||
+                                         work.first < key_from(limits, first + QUERIES - 1);
                 if (is_first)
                     consumer.tile<true>(at, some_hidden), is_first = false;
                 else

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     attention_keep(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned first) {
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *scratch.ticket = first;
-    const Range keys = visited(a, blockIdx.y * kTileRows);
+    const Range keys = visited(limits_of(a, (scratch.first_head + blockIdx.z) / a.heads), blockIdx.y * kTileRows);
     if (static_cast<int>(blockIdx.x) < keys.from || static_cast<int>(blockIdx.x) >= keys.to) return;
     const Generator generator = read_state_once(a.rng_state);
     const int head = scratch.first_head + blockIdx.z, key = blockIdx.x * kTileRows + threadIdx.x / 32 * 16;
@@ -84,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const int half = kHalves > 1 ? blockIdx.z : 0, column = kWords > 1 ? 0 : 128 * half + 64 * piece;
     const long long tile = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * kHalves + half;
     const float4* from = reinterpret_cast<const float4*>(scratch.dq + tile * (2 * kPiece) + piece * kPiece);
-    const bool any = first < a.sq && visited(a, first & -kTileRows).any();
+    const Limits& limits = limits_of(a, batch);
+    const bool any = first < limits.sq && visited(limits, first & -kTileRows).any();
     float sum[32];
 #pragma unroll
     for (int j = 0; j < 8; j++) {

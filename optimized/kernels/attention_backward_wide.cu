@@ -150,11 +150,11 @@ struct DkConsumer {
         score(s, shared_address(shared.k), q);
         shared.grad_box.wait_full(tiles.parity);
         score(dp, shared_address(shared.v), shared_address(shared.grad));
-        if (some_hidden) hide(at, a);
+        if (some_hidden) hide(at, a, a);
         if constexpr (DROPOUT) read_kept(at, a, scratch);
         wgmma_wait<1>();
         wgmma_hold(s);
-        weigh(s, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+        weigh(s, a, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
         give_weights(s, at);
         // Read again, or the compiler keeps each bit that the weights have asked for in a register.
         if constexpr (DROPOUT) read_kept(at, a, scratch);

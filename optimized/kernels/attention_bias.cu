@@ -44,15 +44,15 @@ struct Pairs {
 };
 
 // Fill at.hidden and at.keep, ahead of the GEMMs, whose accumulators will need the registers.
-__device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
+__device__ __forceinline__ void prepare(Pairs& at, const Arguments& a, const Limits& limits) {
     at.hidden = 0, at.keep = ~0u;
-    if (a.mask != nullptr || at.row + 16 > a.sq || at.column + kStreamRows > key_limit(a, at.row) ||
-        at.column < key_from(a, at.row + 15)) {
+    if (a.mask != nullptr || at.row + 16 > limits.sq || at.column + kStreamRows > key_limit(limits, at.row) ||
+        at.column < key_from(limits, at.row + 15)) {
         const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {
             const int query = at.thread_row() + n / 2 % 2 * 8, key = at.thread_column() + n / 4 * 8 + n % 2;
-            bool hidden = query >= a.sq || unseen(a, query, key);
+            bool hidden = query >= limits.sq || unseen(limits, query, key);
             if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
             at.hidden |= static_cast<unsigned>(hidden) << n;
         }
@@ -69,9 +69,9 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a) {
 }
 
 // The scores s become the weights, in place; +0 where a pair is hidden. Of the two rows: 384 - m and 1 / l.
-__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Pairs& at, const float (&base)[2],
-                                      const float (&inv)[2]) {
-    add_bias<false>(s, a, at.head / a.heads, at.head % a.heads, at.thread_row(), at.thread_column());
+__device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const Limits& limits, const Pairs& at,
+                                      const float (&base)[2], const float (&inv)[2]) {
+    add_bias<false>(s, a, limits, at.head / a.heads, at.head % a.heads, at.thread_row(), at.thread_column());
 #pragma unroll
     for (int n = 0; n < 32; n++) {
         const float weighed = __fmul_rn(weight(s[n], factor(a), base[n / 2 % 2]), inv[n / 2 % 2]);
@@ -132,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(256)
     // The heads that share the matrix: a step of `heads` from batch to batch, all of a batch or one.
     const int matrix_batch = blockIdx.z / bias_heads, matrix_head = blockIdx.z % bias_heads;
     const int batches = bias_batches == 1 ? a.batches : 1, heads = bias_heads == 1 ? a.heads : 1;
-    const Range keys = visited(a, first);
+    const Range keys = visited(limits_of(a, matrix_batch), first);
     const int block = key / kTileRows;
-    const int count = block >= keys.from && block < keys.to ? batches * heads : 0;
+    const int count = LENGTHS || (block >= keys.from && block < keys.to) ? batches * heads : 0;
 
     Pairs at{0, first + static_cast<int>(threadIdx.x) / 32 * 16, key, 0, 0};
     float sum[32];
@@ -143,6 +143,14 @@ extern "C" __global__ void __launch_bounds__(256)
     unsigned parity = 0;
     for (int n = 0; n < count; n++, parity ^= 1) {
         const int batch = matrix_batch + n / heads, head = matrix_head + n % heads;
+        const Limits& limits = limits_of(a, batch);
+        if constexpr (LENGTHS) {
+            const Range own = visited(limits, first);
+            if (block < own.from || block >= own.to) {
+                parity ^= 1;  // nothing has arrived
+                continue;
+            }
+        }
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(full, D_CHUNKS * 2 * (kQueryChunk + kKeyChunk));
             for (int c = 0; c < D_CHUNKS; c++) {
@@ -153,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
         at.head = batch * a.heads + head;
-        prepare(at, a);
+        prepare(at, a, limits);
         const long long row = static_cast<long long>(at.head) * padded + at.thread_row();
         const float own_base[2] = {base[row], base[row + 8]}, own_inv[2] = {inv[row], inv[row + 8]};
         const float own_dots[2] = {dots[row], dots[row + 8]};
@@ -165,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(256)
         wgmma_wait<0>();
         wgmma_hold(s);
         wgmma_hold(dp);
-        weigh(s, a, at, own_base, own_inv);
+        weigh(s, a, limits, at, own_base, own_inv);
         add_gradients(sum, s, dp, a, at, own_dots);
         __syncthreads();  // the tiles have been read
     }

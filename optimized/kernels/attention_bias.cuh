@@ -51,13 +51,13 @@ __device__ __forceinline__ void add_bias_values(float (&s)[kCount], const Argume
 
 // Accumulator 4 t + 2 r + e is of row `row` + 8 r and column `column` + 8 t + e; rows are queries, or keys.
 template <bool kKeysAreRows, int kCount>
-__device__ __forceinline__ void add_bias(float (&s)[kCount], const Arguments& a, int batch, int head, int row,
-                                         int column) {
+__device__ __forceinline__ void add_bias(float (&s)[kCount], const Arguments& a, const Limits& limits, int batch,
+                                         int head, int row, int column) {
     // So that the forward keeps no address from tile to tile, for which it has no registers.
     if constexpr (!kKeysAreRows) asm volatile("" : "+r"(row), "+r"(column), "+r"(head));
     if (a.bias == nullptr) {
         const float slope = __ldg(a.slopes + batch * a.slope_b + head);
-        const int apart = kKeysAreRows ? column + a.diagonal - row : row + a.diagonal - column;
+        const int apart = kKeysAreRows ? column + limits.diagonal - row : row + limits.diagonal - column;
         in_columns<kCount>((kKeysAreRows ? a.sq : a.skv) - (column & -8), [&](int n) {
             const int down = n / 2 % 2 * 8, across = n / 4 * 8 + n % 2;
             const int distance = apart + (kKeysAreRows ? across - down : down - across);

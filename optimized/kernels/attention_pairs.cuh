@@ -16,7 +16,7 @@ struct Pairs {
 };
 
 // Fill `hidden`, for a tile in which some pair is hidden.
-__device__ __forceinline__ void hide(Pairs& at, const Arguments& a) {
+__device__ __forceinline__ void hide(Pairs& at, const Arguments& a, const Limits& limits) {
     const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
 #pragma unroll
     for (int word = 0; word < kWords; word++) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void hide(Pairs& at, const Arguments& a) {
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {
             const int key = at.key + n / 2 % 2 * 8, query = at.query + 64 * word + n / 4 * 8 + n % 2;
-            bool hidden = query >= a.sq || unseen(a, query, key);
+            bool hidden = query >= limits.sq || unseen(limits, query, key);
             if (mask != nullptr && !hidden) hidden = masked(a, mask, query, key);
             bits |= static_cast<unsigned>(hidden) << n;
         }
@@ -42,10 +42,10 @@ __device__ __forceinline__ void read_kept(Pairs& at, const Arguments& a, const S
 __device__ __forceinline__ bool is_set(const unsigned (&bits)[kWords], int n) { return bits[n / 32] >> n % 32 & 1; }
 
 // The scores s become the weights, in place: +0 where a pair is hidden.
-__device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Pairs& at, bool some_hidden,
-                                      const float* base, const float* inv) {
+__device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Limits& limits, const Pairs& at,
+                                      bool some_hidden, const float* base, const float* inv) {
 #if BIAS
-    add_bias<true>(s, a, at.head / a.heads, at.head % a.heads, at.key, at.query);
+    add_bias<true>(s, a, limits, at.head / a.heads, at.head % a.heads, at.key, at.query);
 #endif
 #pragma unroll
     for (int t = 0; t < kScores / 4; t++) {

@@ -13,16 +13,20 @@ struct Rows {
 };
 
 // Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key. Here those of keys beyond
-// a query's last one, ...
-__device__ __forceinline__ void hide_after(float (&s)[64], const Arguments& a, int row, int key) {
-    const int limits[2] = {key_limit(a, row), key_limit(a, row + 8)};
+// a query's last one, which are all keys if there is no such query, ...
+__device__ __forceinline__ void hide_after(float (&s)[64], const Limits& a, int row, int key) {
+    int limits[2] = {key_limit(a, row), key_limit(a, row + 8)};
+    if constexpr (LENGTHS) {
+        if (row >= a.sq) limits[0] = 0;
+        if (row + 8 >= a.sq) limits[1] = 0;
+    }
 #pragma unroll
     for (int i = 0; i < 64; i++)
         if (key + i / 4 * 8 + i % 2 >= limits[i / 2 % 2]) s[i] = TWIN_HIDDEN;
 }
 
 // ... here those of keys before a query's first one ...
-__device__ __forceinline__ void hide_before(float (&s)[64], const Arguments& a, int row, int key) {
+__device__ __forceinline__ void hide_before(float (&s)[64], const Limits& a, int row, int key) {
     const int limits[2] = {key_from(a, row), key_from(a, row + 8)};
 #pragma unroll
     for (int i = 0; i < 64; i++)

@@ -7,7 +7,8 @@
 // Arithmetic: reference/ops/attention.py and attention_backward.py.
 //
 // Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
-// whether heads have a sink.
+// whether heads have a sink. LENGTHS (the same): whether entries of the batch have lengths
+// (reference/ops/attention_lengths.py).
 #pragma once
 
 #ifndef BIAS
@@ -15,6 +16,9 @@
 #endif
 #ifndef SINK
 #define SINK 0
+#endif
+#ifndef LENGTHS
+#define LENGTHS 0
 #endif
 
 #include "elementary.cuh"
@@ -42,7 +46,7 @@ struct Arguments {
     long long out_b, out_h, out_s;             // strides of the tensor(s) written, in elements
     int batches, heads, group, sq, skv, d;
     int together;        // heads that the kernels take at a time
-    int lower, upper;    // query i sees key j if i + lower <= j <= i + upper; -2^30 and 2^30 are no limits
+    int lower, upper;    // query i sees key j if i + lower <= j <= i + upper; -2^30 and 2^30 are no limits; see Limits
     unsigned threshold;  // of dropout
     float c, kept, scale;
 #if BIAS
@@ -55,7 +59,37 @@ struct Arguments {
 #if SINK
     const float* sinks;  // [heads]
 #endif
+#if LENGTHS
+    const int *q_lengths, *kv_lengths;  // [batches]; null: all of sq, all of skv
+    int ends_align;                     // whether the diagonal ends at an entry's last query and key, not starts at (0, 0)
+#endif
 };
+
+// The queries and keys that an entry of the batch has, and which of them see each other; a part of Arguments, or what
+// lengths leave of it.
+#if LENGTHS
+struct Limits {
+    int sq, skv, lower, upper;
+#if BIAS
+    int diagonal;
+#endif
+};
+
+__device__ __forceinline__ Limits limits_of(const Arguments& a, int batch) {
+    const int sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
+    const int skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
+    const int shift = a.ends_align ? skv - sq : 0;
+#if BIAS
+    return {sq, skv, a.lower + shift, a.upper + shift, shift};
+#else
+    return {sq, skv, a.lower + shift, a.upper + shift};
+#endif
+}
+#else
+using Limits = Arguments;
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, int) { return a; }
+#endif
 
 // What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
 __device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
@@ -114,15 +148,15 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low
 }
 
 // A query sees keys from this one, which may be negative, ...
-__device__ __forceinline__ int key_from(const Arguments& a, int query) { return query + a.lower; }
+__device__ __forceinline__ int key_from(const Limits& a, int query) { return query + a.lower; }
 
 // ... up to this one, not included.
-__device__ __forceinline__ int key_limit(const Arguments& a, int query) {
+__device__ __forceinline__ int key_limit(const Limits& a, int query) {
     return min(a.skv, query + a.upper + 1);
 }
 
 // Whether a query does not see a key, or there is no such key. One comparison for both limits: below `lower` wraps.
-__device__ __forceinline__ bool unseen(const Arguments& a, int query, int key) {
+__device__ __forceinline__ bool unseen(const Limits& a, int query, int key) {
     const unsigned lower = static_cast<unsigned>(a.lower);
     return key >= a.skv || static_cast<unsigned>(key - query) - lower > static_cast<unsigned>(a.upper) - lower;
 }
@@ -135,13 +169,15 @@ struct Range {
 };
 
 // Key blocks that the block of queries from `first` on visits.
-__device__ __forceinline__ Range visited(const Arguments& a, int first) {
+__device__ __forceinline__ Range visited(const Limits& a, int first) {
+    if (LENGTHS && first >= a.sq) return {0, 0};
     const int from = max(key_from(a, first), 0), limit = key_limit(a, min(first + kTileRows, a.sq) - 1);
     return {from / kTileRows, from < limit ? (limit + kTileRows - 1) / kTileRows : 0};
 }
 
 // Queries whose blocks visit the block of keys from `first` on.
-__device__ __forceinline__ Range visitors(const Arguments& a, int first) {
+__device__ __forceinline__ Range visitors(const Limits& a, int first) {
+    if (LENGTHS && first >= a.skv) return {0, 0};
     const int from = first - a.upper, limit = min(first + kTileRows, a.skv) - a.lower;
     return {from >= a.sq ? a.sq : max(from, 0) & -kTileRows, min(a.sq, (max(limit, 0) + kTileRows - 1) & -kTileRows)};
 }

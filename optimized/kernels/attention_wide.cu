@@ -225,7 +225,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             consumer.score(s);
             if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
 #if BIAS
-            add_bias<false>(s, a, tile.batch, tile.head, row, key);
+            add_bias<false>(s, a, a, tile.batch, tile.head, row, key);
 #endif
             if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
             if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);

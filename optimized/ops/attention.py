@@ -15,6 +15,7 @@ from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.attention import BLOCK, LOWEST, NO_LIMIT, Options, factor, limits, outputs
 from reference.ops.attention_bias import diagonal
+from reference.ops.attention_lengths import without_lengths
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
@@ -32,13 +33,11 @@ ARGUMENTS = np.dtype(
     + [(name, "f4") for name in ("c", "kept", "scale")],
     align=True,
 )
-# What follows where BIAS is 1; an array of this type has all fields.
-BIASED = np.dtype(
-    [(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()]
-    + [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
-    + [("bias_is_fp32", "i4"), ("diagonal", "i4")],
-    align=True,
-)
+# What follows where BIAS, SINK or LENGTHS is 1.
+_BIAS = [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
+_BIAS += [("bias_is_fp32", "i4"), ("diagonal", "i4")]
+_SINK = [("sinks", "u8")]
+_LENGTHS = [("q_lengths", "u8"), ("kv_lengths", "u8"), ("ends_align", "i4")]
 
 
 CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
@@ -55,12 +54,16 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
     return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
 
 
-SUNK = np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + [("sinks", "u8")], align=True)  # SINK = 1
+@functools.cache
+def argument_type(biased: bool, sunk: bool, lengths: bool) -> np.dtype:
+    """The type of struct Arguments with these macros."""
+    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths
+    return np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + more, align=True)
 
 
-def bias_macro(biased: bool) -> dict[str, int]:
-    """The macro of kernels that add a bias."""
-    return {"BIAS": 1} if biased else {}
+def option_macros(biased: bool, lengths: bool, sunk: bool = False) -> dict[str, int]:
+    """The macros of kernels that add a bias, have sinks, or whose entries of a batch have lengths."""
+    return {name: 1 for name, has in (("BIAS", biased), ("SINK", sunk), ("LENGTHS", lengths)) if has}
 
 
 def queries_of(d: int) -> int:
@@ -70,9 +73,9 @@ def queries_of(d: int) -> int:
 
 @functools.cache
 def _kernels(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, cluster: int = 1
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, lengths: bool, cluster: int = 1
 ) -> tuple[launch.Kernel, launch.Kernel]:
-    more = bias_macro(biased) | ({"SINK": 1} if sunk else {})
+    more = option_macros(biased, lengths, sunk)
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
         macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
@@ -85,9 +88,11 @@ def _kernels(
 
 EITHER = (False, True)
 CONFIGURATIONS = [
-    _kernels(*case, *more, cluster)[0].configuration
+    _kernels(*case, *more, lengths, cluster)[0].configuration
+    for lengths in EITHER
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
+    if not (lengths and case[1] == WIDE)
     for cluster in ((1, 2) if case[1] == WIDE else (1,))
 ]
 
@@ -122,10 +127,13 @@ def arguments(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels."""
     (b, h, sq, d), (_, heads, skv, _) = (*q.shape[:3], out.shape[3]), k.shape
-    a = np.zeros((), SUNK if sinks is not None else ARGUMENTS if bias is slopes is None else BIASED)
+    lengths = not q_lengths is kv_lengths is None
+    a = np.zeros((), argument_type(not bias is slopes is None, sinks is not None, lengths))
     if sinks is not None:
         a["sinks"] = sinks.data_ptr()
     if bias is not None:
@@ -144,6 +152,9 @@ def arguments(
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
     channels = capacity(max(d, k.shape[3]))
     a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
+    if lengths:
+        a["q_lengths"], a["kv_lengths"] = (0 if x is None else x.data_ptr() for x in (q_lengths, kv_lengths))
+        a["ends_align"], sq, skv = mask_type != "causal", 0, 0  # kernels add the difference
     a["lower"], a["upper"] = limits(mask_type, left, right, sq, skv)
     a["threshold"] = threshold(dropout)
     a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
@@ -164,20 +175,30 @@ def check_grid(op: str, q: torch.Tensor) -> None:
         raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {q.shape[0] * q.shape[1]}.")
 
 
-def readable(options: Options) -> Options:
+def readable(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Options:
     """All options, with a bias and slopes that the kernels can read: rows of neighbours, or copies.
 
-    torch leaves out the last ones that are None.
+    torch leaves out the last ones that are None. For wide heads, whose kernels know no lengths, these become the mask
+    that hides all other pairs (and ALiBi a bias, where its diagonal ends with each entry), which changes no bit.
     """
-    bias, slopes, sinks = (*options[7:], None, None, None)[:3]
+    bias, slopes, sinks, q_lengths, kv_lengths = (*options[7:], None, None, None, None, None)[:5]
     if bias is not None and bias.stride(3) != 1 and bias.numel():
         bias = bias.contiguous()
-    return *options[:7], bias, None if slopes is None else slopes.contiguous(), sinks
+    slopes = None if slopes is None else slopes.contiguous()
+    options = (*options[:7], bias, slopes, sinks, q_lengths, kv_lengths)
+    if has_lengths(options) and widest(q, v) == WIDE:
+        return without_lengths((*q.shape[:3], k.shape[2]), options)
+    return options
 
 
 def is_biased(options: Options) -> bool:
     """Whether the options have a bias, or slopes."""
     return any(x is not None for x in options[7:9])
+
+
+def has_lengths(options: Options) -> bool:
+    """Whether the options have lengths."""
+    return any(x is not None for x in options[10:])
 
 
 @on_cuda
@@ -186,7 +207,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     out, m, inv = outputs(q, k, v, *options)
-    options = readable(options)
+    options = readable(options, q, k, v)
     dropout, rng_state = options[5:7]
     check_grid("twin::attention", q)
     b, h, sq, _ = out.shape
@@ -199,7 +220,7 @@ def attention(
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
         # Two tiles that visit the same keys share them.
         cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
-        more = (is_biased(options), options[9] is not None, cluster)
+        more = (is_biased(options), options[9] is not None, has_lengths(options), cluster)
         kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:

@@ -39,8 +39,8 @@ def queries_of(d: int) -> int:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> launch.Kernel:
-    queries, more = queries_of(d), attention.bias_macro(biased)
+def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool, lengths: bool) -> launch.Kernel:
+    queries, more = queries_of(d), attention.option_macros(biased, lengths)
     if d == WIDE:
         macros: dict[str, Any] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries}
         macros |= {"DROPOUT": int(dropout), **more}
@@ -54,16 +54,17 @@ def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool) -> launch.K
 
 
 @functools.cache
-def _end_kernel(dtype: torch.dtype, d: int, name: str) -> launch.Kernel:
+def _end_kernel(dtype: torch.dtype, d: int, lengths: bool, name: str) -> launch.Kernel:
     sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
-    return launch.function("attention_backward_ends", name, sizes)
+    return launch.function("attention_backward_ends", name, sizes | attention.option_macros(False, lengths))
 
 
 _EITHER = attention.EITHER
-_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER, _EITHER)
+_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, *[_EITHER] * 3)
+_ENDS = itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER)
 CONFIGURATIONS = [
-    *(_kernel(*case).configuration for case in _CASES),
-    *(_end_kernel(*case, "dots").configuration for case in itertools.product(attention.FORMATS, attention.CAPACITIES)),
+    *(_kernel(*case).configuration for case in _CASES if not (case[1] == WIDE and case[4])),
+    *(_end_kernel(*case, "dots").configuration for case in _ENDS if case[1:] != (WIDE, True)),
 ]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -86,7 +87,8 @@ def attention_backward(
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
-    options = attention.readable(options[:9])  # type: ignore[arg-type]  # 1 / l has what sinks take
+    options = attention.readable(options, q, k, v)
+    options = (*options[:9], None, *options[10:])  # 1 / l has what sinks take
     # One stride, and one number of channels, serve both dk and dv.
     dk_written = dk if dk.shape[3] >= dv.shape[3] else torch.empty_like(dv)
     alike = dv.shape == dk_written.shape and dv.stride() == dk_written.stride()
@@ -121,7 +123,7 @@ def _make_statistics(
     b, h, sq, _ = q.shape
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     args = [arguments, grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, "dots")
+    kernel = _end_kernel(q.dtype, capacity, False, "dots")
     grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
     launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=q.device.index)
 
@@ -153,15 +155,17 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once -= at_once % together
     scratch, _held = _scratch(inputs, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
-    def of(written: torch.Tensor, options: Any = options[:7]) -> launch.ByValue:
+    lengths = attention.has_lengths(options)
+
+    def of(written: torch.Tensor, options: Any = (*options[:7], *[None] * 3, *options[10:])) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
         a["together"] = together
         return launch.by_value(a)
 
-    _make_statistics(inputs, m, inv, of(out), scratch)
+    _make_statistics(inputs, m, inv, of(out, options[:7]), scratch)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
-    kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options))
-    draw = _end_kernel(q.dtype, capacity, "attention_keep")
+    kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options), lengths)
+    draw = _end_kernel(q.dtype, capacity, lengths, "attention_keep")
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
         scratch["first_head"], scratch["works"] = first * group, (first + count) * blocks
@@ -176,6 +180,6 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
     args = [of(dq), space, dq.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, "attention_dq")
+    kernel = _end_kernel(q.dtype, capacity, lengths, "attention_dq")
     all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
     launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)

@@ -19,14 +19,14 @@ _THREADS = 256
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool) -> launch.Kernel:
-    macros = attention.defines(dtype, d, dropout, BIAS=1)
+def _kernel(dtype: torch.dtype, d: int, dropout: bool, lengths: bool) -> launch.Kernel:
+    macros = attention.defines(dtype, d, dropout, **attention.option_macros(True, lengths))
     tiles = 2 * macros["D_CHUNKS"] * (BLOCK + _KEYS) * 128
     return launch.function("attention_bias", "attention_bias", macros, tiles + attention.SLACK)
 
 
-_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER)
-CONFIGURATIONS = [_kernel(*case).configuration for case in _CASES]
+_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER, attention.EITHER)
+CONFIGURATIONS = [_kernel(*case).configuration for case in _CASES if not (case[1] == attention.WIDE and case[3])]
 
 
 @on_cuda
@@ -46,9 +46,9 @@ def attention_bias_backward(
     if not q.numel() or not k.numel():
         return dbias.zero_()
     grad, q, k, v, out = inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
-    options = attention.readable(options)
+    options = attention.readable(options, q, k, v)
     statistics = attention_backward.row_statistics(inputs, m, inv, options)
-    kernel = _kernel(q.dtype, attention.widest(q, v), threshold(options[5]) > 0)
+    kernel = _kernel(q.dtype, attention.widest(q, v), threshold(options[5]) > 0, attention.has_lengths(options))
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, BLOCK), (grad, BLOCK), (k, _KEYS), (v, _KEYS))]
     args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, *options))]
     args += [*(x.data_ptr() for x in statistics), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]

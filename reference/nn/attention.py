@@ -16,7 +16,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.nn import attention_fp8
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_fp8 import FP8Attention
-from reference.nn.attention_lengths import Lengths, lengths_mask, maps_of, packed, to_sequences, to_tokens
+from reference.nn.attention_lengths import Lengths, lengths_mask, lengths_of, maps_of, packed, to_sequences, to_tokens
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
@@ -229,7 +229,10 @@ class DotProductAttention(FP8Attention):
         masked = (kind, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, bias.given, inference_params is not None)
-        if lengths.given:
+        of_entries: tuple[torch.Tensor, ...] = ()
+        if lengths.given and x.dtype != torch.float32 and not self.attends_in_fp8():
+            of_entries = lengths_of(lengths)
+        elif lengths.given:
             kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
             core = core._replace(mask_type=kind, window=window)
         elif inference_params is None:
@@ -250,7 +253,7 @@ class DotProductAttention(FP8Attention):
             core, mask, qkv = entered(*cached, core._replace(softmax=self.softmax_type), q, k, v)
             out = run(*qkv, core, mask, None, None).reshape(*q.shape[:3], v.shape[3])
         else:
-            arguments = (q, k, v, core, mask, bias.values, slopes)
+            arguments = (q, k, v, core, mask, bias.values, slopes, *of_entries)
             out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
@@ -291,6 +294,7 @@ class DotProductAttention(FP8Attention):
         mask: torch.Tensor | None,
         bias: torch.Tensor | None,
         slopes: torch.Tensor | None,
+        *lengths: torch.Tensor,
     ) -> torch.Tensor:
         if q.dtype == torch.float32:
             return torch_attention(q, k, v, core, mask, bias, slopes)
@@ -301,7 +305,7 @@ class DotProductAttention(FP8Attention):
                 self._set_device(q.device)
             context = BlockContext((self.context(q.dtype, None),), (self.random_state(q, core),), (mask,))
             return attention_fp8.attend(core, context, q, k, v)
-        context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes))
+        context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes, *lengths))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias
         tensors = (q, k, v) if more is None else (q, k, v, more)

@@ -4,9 +4,10 @@ Sequence n of a batch has cu_seqlens[n + 1] - cu_seqlens[n] tokens. In "sbhd" an
 follows. In "thd" the sequences lie one after the other; sequence n starts at cu_seqlens_padded[n], and tokens between
 its end and the next one's start belong to none: their outputs and gradients are +0.
 
-The lengths become a mask, so that a sequence has the bits that it has alone, without dropout. "thd" is first gathered
-into `[b, max_seqlen, h, d]`, with zeros after each sequence, and the output is gathered back. Lengths stay on their
-device: nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
+The ops of attention take lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
+alone, without dropout. In fp32, where attention is PyTorch's, lengths become a mask. "thd" is first gathered into
+`[b, max_seqlen, h, d]`, with zeros after each sequence, and the output is gathered back. Lengths stay on their device:
+nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from reference.arguments import MASK_TYPES
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import Shape
 from reference.nn.context import BlockContext, Saved
+from reference.ops.attention_lengths import hidden_by_lengths
 
 
 class Lengths(NamedTuple):
@@ -143,6 +145,11 @@ def _check_numbers(layer: str, x: torch.Tensor, padded: torch.Tensor, longest: i
         torch._assert_async(fits, sentence)
 
 
+def lengths_of(given: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many queries and keys each sequence has, int32 `[b]`."""
+    return given.q.diff(), given.kv.diff()
+
+
 def lengths_mask(
     kind: str, window: tuple[int, int], given: Lengths, shape: Shape
 ) -> tuple[str, tuple[int, int], torch.Tensor]:
@@ -150,22 +157,9 @@ def lengths_mask(
 
     Without top-left alignment a sequence's diagonal ends at its own last query and key.
     """
-    sq, skv = shape[2:]
-    of_queries, of_keys = (x.diff().view(-1, 1, 1, 1) for x in given[:2])
-    i = torch.arange(sq, dtype=torch.int64, device=of_queries.device).view(1, 1, sq, 1)
-    j = torch.arange(skv, dtype=torch.int64, device=of_keys.device).view(1, 1, 1, skv)
-    hidden = (i >= of_queries) | (j >= of_keys)
-    rule, (left, right) = MASK_TYPES[kind][0], window
-    if rule == "causal":
-        return kind, window, hidden
-    diagonal = i + of_keys - of_queries
-    if rule != "none":
-        hidden = hidden | (j > diagonal)
-    elif right >= 0:
-        hidden = hidden | (j > diagonal + right)
-    if left >= 0:
-        hidden = hidden | (j < diagonal - left)
-    return "padding", (-1, -1), hidden
+    b, h, sq, skv = shape
+    rule, left, right, hidden = hidden_by_lengths(MASK_TYPES[kind][0], *window, (b, h, sq, skv), *lengths_of(given))
+    return kind if rule == "causal" else "padding", (left, right), hidden
 
 
 class Maps(NamedTuple):

@@ -27,11 +27,14 @@ class CorePlan(NamedTuple):
     bias: str = "no_bias"
     softmax: str = "vanilla"
 
-    def further(self, more: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks."""
+    def further(
+        self, more: torch.Tensor | None, slopes: torch.Tensor | None, *lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks. `lengths`: none, or two."""
         if self.softmax != "vanilla":
-            return None, None, more
-        return () if self.bias == "no_bias" else (more, slopes)
+            return None, None, more, *lengths
+        biased = () if self.bias == "no_bias" else (more, slopes)
+        return (*biased, *[None] * (3 - len(biased)), *lengths) if lengths else biased
 
     def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
         """Arguments of `twin::attention` after q, k and v."""
@@ -50,7 +53,7 @@ def attend(
 ) -> tuple[torch.Tensor, Saved]:
     """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
 
-    `bias`: nothing, or a bias and slopes.
+    `bias`: nothing, or what `CorePlan.further` gives.
     """
     state_before = before(state)
     out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state, *bias)
@@ -74,17 +77,17 @@ def forward(
     more: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
     """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
-    mask, slopes = context.reads
-    of_bias = plan.core.further(more, slopes)
+    mask, slopes, *lengths = context.reads
+    of_bias = plan.core.further(more, slopes, *lengths)
     out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
     return out, (q, k, v, *saved, more)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
-    mask, slopes = context.reads
+    mask, slopes, *lengths = context.reads
     qkv, attended, more = saved[:3], saved[3:7], saved[7]
-    of_bias = plan.core.further(more, slopes)
+    of_bias = plan.core.further(more, slopes, *lengths)
     grad = dense_rows(grad)
     grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
     if len(plan.needs) == 3:

@@ -29,6 +29,8 @@ A query block visits the key blocks that hold a key which, by these limits, one 
 neighbours. It does not visit the others. A block that is hidden altogether would change no bit, as long as v is finite:
 its p are +0 and its alpha is 1. Where a query block visits nothing, l is 0.
 
+With lengths, each entry of a batch has its own sq and skv: `reference.ops.attention_lengths`.
+
 With sinks, 1 / l has one more term (`reference.ops.attention_sink`). With a bias, which is added to the scores, S and c
 become what `reference.ops.attention_bias` says.
 
@@ -51,6 +53,7 @@ from reference.elementary import GRID15, ZERO
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import fma, jit
 from reference.ops.attention_bias import add_bias, bias_tile, check_bias
+from reference.ops.attention_lengths import check_lengths, entries
 from reference.ops.attention_sinks import check_sinks, sink_weights
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define
@@ -60,10 +63,9 @@ MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
 
 Tensor = torch.Tensor | None
-Options = tuple[float, str, int, int, Tensor, float, Tensor, Tensor, Tensor, Tensor]
-"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks.
-
-The last three may be left out."""
+Options = tuple[float, str, int, int, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks,
+q_lengths, kv_lengths. The last five may be left out."""
 
 Limits = tuple[int, int]
 """Query i sees key j if i + lower <= j <= i + upper: (lower, upper)."""
@@ -153,6 +155,8 @@ def check_attention(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> None:
     """Refuse what attention does not accept, on either device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -186,6 +190,7 @@ def check_attention(
     check_bias(op, q, k.shape[2], bias, slopes)
     check_sinks(op, q, sinks, biased=not bias is slopes is None)
     check_dropout(op, "q", q, dropout, rng_state)
+    check_lengths(op, q, q_lengths, kv_lengths)
 
 
 def hidden_pairs(
@@ -334,6 +339,8 @@ def attention(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]` of q's dtype, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
 
@@ -349,25 +356,27 @@ def attention(
         bias: `[1 or b, 1 or h, sq, skv]` fp32 or q's dtype, added to the scaled scores; or
         slopes: fp32 `[h]` or `[b, h]`, ALiBi's. See `reference.ops.attention_bias`.
         sinks: fp32 `[h]`, see `reference.ops.attention_sink`; not with a bias or slopes.
+        q_lengths, kv_lengths: int32 `[b]`, of each entry's queries and keys: `reference.ops.attention_lengths`.
     """
-    out, m, inv = outputs(q, k, v, scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
-    b, h, sq, _ = q.shape
-    skv, group = k.shape[2], h // k.shape[1]
-    seeing = limits(mask_type, left, right, sq, skv)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    out, m, inv = outputs(q, k, v, *options)
+    (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
+    found = entries("twin::attention", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
+    out.zero_(), m.fill_(float(LOWEST)), inv.zero_()  # of queries beyond a length
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, head in np.ndindex(b, h):
         keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-        sink = None if sinks is None else sinks[head]
-        for rows in blocks(sq):
-            seen = visited(rows.start, sq, skv, seeing)
-            pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
-            hidden = [hidden_pairs(*pairs, keys.start) for keys in seen]
-            biased = ((b, h, sq, skv), mask_type, bias, slopes, (batch, head), rows)
+        sink, entry = None if sinks is None else sinks[head], found[batch]
+        shape, seeing = (b, h, entry.sq, entry.skv), limits(mask_type, left, right, entry.sq, entry.skv)
+        for rows in blocks(entry.sq):
+            seen = visited(rows.start, entry.sq, entry.skv, seeing)
+            hidden = [hidden_pairs(shape, seeing, entry.mask, batch, head, rows.start, keys.start) for keys in seen]
+            biased = (shape, mask_type, entry.bias, slopes, (batch, head), rows)
             biases = [bias_tile(*biased, keys) for keys in seen]
-            tensors = (q[batch, head, rows], k[batch, head // group], v[batch, head // group])
+            tensors = (q[batch, head, rows], k[batch, head // (h // heads)], v[batch, head // (h // heads)])
             kept = None if keep is None else keep[rows]
-            found = _query_block(*tensors, factor(scale), seen, hidden, biases, kept, sink)
-            total, m[batch, head, rows], inverses = found
+            of_block = _query_block(*tensors, factor(scale), seen, hidden, biases, kept, sink)
+            total, m[batch, head, rows], inverses = of_block
             inv[batch, head, rows] = inverses
             out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
     if threshold(dropout):

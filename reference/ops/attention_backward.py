@@ -33,6 +33,7 @@ from reference.numba_jit import fma, jit
 from reference.ops import attention
 from reference.ops.attention import Options
 from reference.ops.attention_bias import add_bias, bias_tile
+from reference.ops.attention_lengths import entries
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
@@ -184,33 +185,38 @@ def attention_backward(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v).
 
     Args:
         grad: the gradient of out, `[b, h, sq, e]` of q's dtype.
-        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks: those of the forward.
+        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks, q_lengths, kv_lengths: those of the
+            forward.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
-    seeing = attention.limits(mask_type, left, right, sq, skv)
+    found = entries("twin::attention_backward", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
     for batch, key_head in np.ndindex(b, heads):
         sum_k, sum_v = (torch.zeros(skv, n, dtype=torch.float32, device="cpu") for n in (d, v.shape[3]))
+        entry, shape = found[batch], (b, h, found[batch].sq, found[batch].skv)
+        seeing = attention.limits(mask_type, left, right, entry.sq, entry.skv)
         for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
             keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
             tensors = _of_head((batch, head, key_head), grad, q, k, v, out, m, inv)
             one = _Head(tensors, attention.factor(scale), dropout, keep)
             sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
-            for rows in attention.blocks(sq):
-                seen = attention.visited(rows.start, sq, skv, seeing)
-                pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
-                biased = ((b, h, sq, skv), mask_type, bias, slopes, (batch, head), rows)
+            for rows in attention.blocks(entry.sq):
+                seen = attention.visited(rows.start, entry.sq, entry.skv, seeing)
+                pairs = (shape, seeing, entry.mask, batch, head, rows.start)
+                biased = (shape, mask_type, entry.bias, slopes, (batch, head), rows)
                 for keys in reversed(seen):
                     hidden = attention.hidden_pairs(*pairs, keys.start)
                     p, ds = one.tile(rows, keys, hidden, bias_tile(*biased, keys))
@@ -260,25 +266,29 @@ def attention_bias_backward(
     bias: torch.Tensor | None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """-> dbias, contiguous, of bias's shape and dtype: the sum of ds, in the order of `reference.ops.attention_bias`.
 
     Args: those of `twin::attention_backward`; bias is needed.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks)
+    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
     dbias = bias_outputs(grad, q, k, v, out, m, inv, *options)
     (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
-    seeing = attention.limits(mask_type, left, right, sq, skv)
+    found = entries("twin::attention_bias_backward", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     total = torch.zeros(*dbias.shape, dtype=torch.float32, device="cpu")
     every = total.expand(b, h, sq, skv)  # each pair of batch and head sees the matrix that it shares
     for batch, head in np.ndindex(b, h):
         keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
         place = (batch, head, head // (h // heads))
         one = _Head(_of_head(place, grad, q, k, v, out, m, inv), attention.factor(scale), dropout, keep)
-        for rows in attention.blocks(sq):
-            pairs = ((b, h, sq, skv), seeing, mask, batch, head, rows.start)
-            for keys in attention.visited(rows.start, sq, skv, seeing):
-                tile = bias_tile((b, h, sq, skv), mask_type, bias, slopes, (batch, head), rows, keys)
+        entry, shape = found[batch], (b, h, found[batch].sq, found[batch].skv)
+        seeing = attention.limits(mask_type, left, right, entry.sq, entry.skv)
+        for rows in attention.blocks(entry.sq):
+            pairs = (shape, seeing, entry.mask, batch, head, rows.start)
+            for keys in attention.visited(rows.start, entry.sq, entry.skv, seeing):
+                tile = bias_tile(shape, mask_type, entry.bias, slopes, (batch, head), rows, keys)
                 _, ds, _ = one.gradients(rows, keys, attention.hidden_pairs(*pairs, keys.start), tile)
                 every[batch, head, rows, keys] += ds
     return dbias.copy_(total)

@@ -16,6 +16,7 @@ from torch.nn.functional import gelu, silu
 from reference import formats
 from reference.ops.activation import clamp_of, is_gated
 from reference.ops.attention import NO_LIMIT, keep_pairs, limits
+from reference.ops.attention_lengths import entries
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.dropout import dropped, keep_scale, threshold
 
@@ -111,7 +112,17 @@ def _bias_dropout_add(x: T, bias: T | None, residual: T | None, p: float, rng_st
     return _added(x, residual, p, rng_state)
 
 
-def _hidden(shape: tuple[int, ...], mask_type: str, left: int, right: int, mask: T | None) -> T:
+def _hidden(
+    shape: tuple[int, int, int, int], mask_type: str, left: int, right: int, mask: T | None, *lengths: T | None
+) -> T:
+    if any(x is not None for x in lengths):
+        q_lengths, kv_lengths = (*lengths, None)[:2]
+        hidden = torch.ones(shape, dtype=torch.bool, device="cpu")
+        for one, entry in zip(hidden, entries("attention", shape, None, None, q_lengths, kv_lengths), strict=True):
+            one[:, : entry.sq, : entry.skv] = _hidden((1, shape[1], entry.sq, entry.skv), mask_type, left, right, None)[
+                0
+            ]
+        return hidden if mask is None else hidden | mask
     lower, upper = limits(mask_type, left, right, *shape[2:])
     distance = torch.arange(shape[3], device="cpu")[None, :] - torch.arange(shape[2], device="cpu")[:, None]
     hidden = (distance < max(lower, -NO_LIMIT)) | (distance > upper)
@@ -150,19 +161,22 @@ def _attention(
     mask: T | None,
     dropout: float,
     rng_state: Any,
+    *more: T | None,
 ) -> Results:
-    if _is_large(q, k):
+    if _is_large(q, k) or any(x is not None for x in more[:3]):  # a bias, slopes, sinks
         return []
-    hidden = _hidden((*q.shape[:3], k.shape[2]), mask_type, left, right, mask)
+    b, h, sq, _ = q.shape
+    hidden = _hidden((b, h, sq, k.shape[2]), mask_type, left, right, mask, *more[3:])
     keep = _kept(q, k, dropout, rng_state)
     return [_attend(q.double(), k.double(), v.double(), scale, hidden, keep)]
 
 
 def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, scale: float, *rest: Any) -> Results:
-    mask_type, left, right, mask, dropout, rng_state = rest
-    if _is_large(q, k):
+    mask_type, left, right, mask, dropout, rng_state, *more = rest
+    if _is_large(q, k) or any(x is not None for x in more[:3]):
         return []
-    hidden = _hidden((*q.shape[:3], k.shape[2]), mask_type, left, right, mask)
+    b, h, sq, _ = q.shape
+    hidden = _hidden((b, h, sq, k.shape[2]), mask_type, left, right, mask, *more[3:])
     keep = _kept(q, k, dropout, rng_state)
     return [*_gradients(lambda q, k, v: _attend(q, k, v, scale, hidden, keep), [q, k, v], grad)]
 
