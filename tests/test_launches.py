@@ -94,7 +94,8 @@ def test_blocks_cover_matrices_and_no_more(seen: tuple[str, str, DryGpu]) -> Non
             shape = args[3 if kernel.name == "attention" else 4].storage[()]
             b, h, group, sq, skv, d = (int(shape[name]) for name in ("batches", "heads", "group", "sq", "skv", "d"))
             wide = kernel.kernel.endswith("_wide")
-            assert 128 < d <= 256 if wide else d <= int(kernel.defines["N_OUT"]) == 64 * int(kernel.defines["D_CHUNKS"])
+            # Those of v may be fewer than those of q and k, which took the kernel.
+            assert d <= 256 if wide else d <= int(kernel.defines["N_OUT"]) == 64 * int(kernel.defines["D_CHUNKS"])
             cluster = int(kernel.defines.get("CLUSTER", 2 if wide else 1))
             if kernel.name == "attention":
                 works = -(-sq // (128 * cluster if wide else 192)) * b * h
