@@ -201,6 +201,13 @@ def test_kernels_with_few_multiprocessors_and_many_entries(d: int) -> None:
 
 
 @simulated
+@pytest.mark.parametrize("more", OPTIONS)
+def test_wide_heads_take_a_mask_of_them(more: dict[str, Any]) -> None:
+    case = Case(3, 1, 1, 140, 150, 136, mask_type="causal_bottom_right", window=(60, 0), lengths="both", e=40, **more)
+    check_in_simulator(case)
+
+
+@simulated
 def test_lengths_out_of_range_are_the_nearest_ones_in_kernels() -> None:
     case = Case(3, 1, 1, 70, 90, 64, lengths="both")
     cpu = inputs(case) | {"q_lengths": int32(70, 0, 33), "kv_lengths": int32(0, 90, 90)}
