@@ -54,6 +54,14 @@ def test_a_large_vocabulary(dtype: torch.dtype) -> None:
     compare(*batch(40, 128256, dtype, 5), 0.0)
 
 
+@pytest.mark.simulated
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [4, 12, 260])
+def test_rows_that_end_with_half_a_group(classes: int, smoothing: float) -> None:
+    """Of eight fp32 logits that are loaded at a time, the last four belong to the next row, or to nobody."""
+    compare(*batch(3, classes, torch.float32, 0, 3.0), smoothing)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     rows=st.integers(0, 40),
