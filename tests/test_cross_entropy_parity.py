@@ -96,6 +96,7 @@ def test_special_values(dtype: torch.dtype, classes: int) -> None:
         compare(logits, target, smoothing)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("rows", [0, 1, 31, 1023, 1025, 70000])
 def test_the_mean_of_many_rows(rows: int) -> None:
     loss = torch.rand(rows)
@@ -108,6 +109,7 @@ def test_the_mean_of_many_rows(rows: int) -> None:
             assert_same_bits(a, b, kind)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_target_that_is_no_class_makes_its_row_nan(smoothing: float) -> None:
     logits = torch.randn(4, 9001, device="cuda", dtype=torch.bfloat16)
