@@ -76,13 +76,15 @@ def has_hopper() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--require-gpu") or has_hopper():
         return
-    skip, everything = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")
+    skip, simulate = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")
+    outside = pytest.mark.skip(reason="runs in the simulator, with --simulate")
     for item in items:
-        if "gpu" in item.keywords:
-            if everything or "simulated" in item.keywords:
-                item.fixturenames.insert(0, "simulated")  # type: ignore[attr-defined]
-            else:
-                item.add_marker(skip)
+        if "gpu" in item.keywords and simulate:
+            item.fixturenames.insert(0, "simulated")  # type: ignore[attr-defined]
+        elif "gpu" in item.keywords:
+            item.add_marker(skip)
+        elif "simulated" in item.keywords and not simulate:
+            item.add_marker(outside)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -60,6 +60,7 @@ def compare(
         assert_same_bits(b, a, f"{kind}, tensor {i % len(sizes)} of list {i // len(sizes)}")
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(kind: str, decoupled: bool) -> None:

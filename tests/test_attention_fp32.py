@@ -141,7 +141,7 @@ def test_the_first_program_of_every_introduction(variant: str, fp8: bool) -> Non
             p.main_grad = torch.zeros(p.shape)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
         x, more = numbers(1, *shape).requires_grad_(), extras(variant)
-        for _ in range(4):
+        for _ in range(2):  # the second has scales other than 1
             optimizer.zero_grad()
             with te.autocast(enabled=fp8, recipe=RECIPE):
                 if way == "whole":
@@ -154,7 +154,7 @@ def test_the_first_program_of_every_introduction(variant: str, fp8: bool) -> Non
             optimizer.step()
         assert y.dtype == torch.float32
         results.append((y, x.grad, *layer.parameters(), *(p.main_grad for p in layer.parameters())))
-    assert losses[3] < losses[0]
+    assert losses[1] < losses[0]
     for one, two, three in zip(*results, strict=True):
         assert bool(one.isfinite().all())
         assert torch.equal(one, two)

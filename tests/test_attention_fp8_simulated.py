@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import simulator
 import torch
 from attention_cases import Case, inputs
 from attention_fp8_cases import CASES, arguments, transposed
@@ -14,7 +13,7 @@ from simulator import AT_ONCE, AT_RANDOM, LATE, Simulator
 import reference as te
 from reference.ops import library
 
-pytestmark = pytest.mark.skipif(not simulator.available, reason="needs g++")
+pytestmark = pytest.mark.simulated
 twin = torch.ops.twin
 
 

@@ -74,6 +74,7 @@ def test_a_mask_of_keys(sq: int, skv: int, d: int, dropout: float) -> None:
     compare(Case(b=3, hkv=2, sq=sq, skv=skv, d=d, dropout=dropout), change)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     compare(Case(b=2, hkv=2, group=1, sq=130, skv=130, d=40, layout=layout, mask_type="causal", dropout=0.1))

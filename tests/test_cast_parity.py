@@ -125,6 +125,7 @@ def test_all_fp32_words(out: torch.dtype, scale: float) -> None:
         assert torch.equal(transposed.view(torch.uint8), expected.t()), f"q_t of the words from {start:#x}"
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", WIDE)
 def test_amax(dtype: torch.dtype) -> None:
     for seed, (rows, cols) in enumerate(itertools.product((0, 1, 3, 700), (0, 1, 5, 16, 1001))):
@@ -157,6 +158,7 @@ def test_a_tall_and_a_wide_matrix() -> None:
             compare(op, numbers(rows, cols, torch.bfloat16), FP8[0])
 
 
+@pytest.mark.simulated
 def test_a_view_off_the_16_byte_boundary() -> None:
     whole = numbers(1, 33 * 48 + 1, torch.bfloat16)[0]
     view, on_gpu = whole[1:].view(33, 48), whole.cuda()[1:].view(33, 48)
@@ -169,6 +171,7 @@ def test_a_view_off_the_16_byte_boundary() -> None:
         assert_same_bits(twin.dbias(device_x), twin.dbias(x))
 
 
+@pytest.mark.simulated
 def test_strided_state_is_read_and_written_in_place() -> None:
     x = numbers(20, 32, torch.float32)
     for device in ("cpu", "cuda"):

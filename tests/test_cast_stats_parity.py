@@ -10,7 +10,7 @@ from test_cast_stats import E4M3, E5M2, WIDE, numbers
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
 
 twin = torch.ops.twin
 SHAPES = [(0, 16), (1, 16), (255, 16), (256, 16), (257, 16), (37, 4096), (130, 272), (4160, 272), (3, 5)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
 
 twin = torch.ops.twin
 WIDE = (torch.float32, torch.bfloat16, torch.float16)

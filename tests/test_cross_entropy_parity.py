@@ -54,6 +54,14 @@ def test_a_large_vocabulary(dtype: torch.dtype) -> None:
     compare(*batch(40, 128256, dtype, 5), 0.0)
 
 
+@pytest.mark.simulated
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [4, 12, 260])
+def test_rows_that_end_with_half_a_group(classes: int, smoothing: float) -> None:
+    """Of eight fp32 logits that are loaded at a time, the last four belong to the next row, or to nobody."""
+    compare(*batch(3, classes, torch.float32, 0, 3.0), smoothing)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     rows=st.integers(0, 40),
@@ -88,6 +96,7 @@ def test_special_values(dtype: torch.dtype, classes: int) -> None:
         compare(logits, target, smoothing)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("rows", [0, 1, 31, 1023, 1025, 70000])
 def test_the_mean_of_many_rows(rows: int) -> None:
     loss = torch.rand(rows)
@@ -100,6 +109,7 @@ def test_the_mean_of_many_rows(rows: int) -> None:
             assert_same_bits(a, b, kind)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_target_that_is_no_class_makes_its_row_nan(smoothing: float) -> None:
     logits = torch.randn(4, 9001, device="cuda", dtype=torch.bfloat16)

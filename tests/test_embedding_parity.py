@@ -11,7 +11,7 @@ from test_embedding import DTYPES, lookups
 
 import optimized
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
 twin = torch.ops.twin
 
 

@@ -1,4 +1,4 @@
-"""Converted Hugging Face models: trained, generated from, saved, loaded, and under PEFT, by unmodified libraries."""
+"""Converted Hugging Face models: trained, generated from, saved and loaded, by unmodified libraries."""
 
 import copy
 import json
@@ -100,6 +100,11 @@ def train(model: Any, steps: int = 2, name: str = "llama") -> list[torch.Tensor]
         optimizer.step()
         losses.append(loss.detach())
     return losses
+
+
+def base_weights(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
+    return {name: (p.dequantize() if isinstance(p, Float8Tensor) else p).clone() for name, p in found.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -356,51 +361,3 @@ def test_the_trainer_wraps_forward_in_turn(options: dict[str, Any], tmp_path: Pa
     trainer = trained_by_trainer(tmp_path, 2, **options)
     assert all(layer.fp8 for layer in trainer.model.modules() if isinstance(layer, te.Linear))
     assert trainer.model.lm_head.fp8_meta["recipe"] is RECIPE
-
-
-# --- PEFT ------------------------------------------------------------------------------------------------
-
-TARGETS = [("llama", "all-linear"), ("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_fc"])]
-
-
-def adapted(model: Any, target: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=target, lora_dropout=0.0))
-
-
-def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
-    return {name: (p.dequantize() if isinstance(p, Float8Tensor) else p).clone() for name, p in found.items()}
-
-
-@pytest.mark.parametrize("kept", FORMS)
-@pytest.mark.parametrize(("name", "target"), TARGETS)
-def test_lora_trains_over_frozen_weights(name: str, target: Any, kept: bool, tmp_path: Path, same_bits: Any) -> None:
-    peft = pytest.importorskip("peft")
-    base = converted(name, kept, BF16)
-    model = adapted(copy.deepcopy(base), target)
-    before = base_weights(model)
-    losses = train(model, 4, name)
-    assert losses[-1] < losses[0]
-    assert all(layer.fp8 for layer in model.modules() if isinstance(layer, te.Linear))
-    for key, value in base_weights(model).items():
-        same_bits(value, before[key], key)
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
-    with te.autocast(enabled=False):  # the scales of the base have moved
-        same_bits(logits(loaded, name), logits(model, name))
-
-
-def test_lora_is_merged_into_a_converted_model(tmp_path: Path) -> None:
-    model = adapted(converted("gpt2"), ["c_attn"])
-    train(model, 2, "gpt2")
-    with te.autocast(enabled=False):
-        expected = logits(model, "gpt2")
-        merged = model.merge_and_unload()
-        torch.testing.assert_close(logits(merged, "gpt2"), expected)  # one product instead of three
-    assert isinstance(merged.transformer.h[0].attn.c_attn, te.Linear)
-    merged.save_pretrained(tmp_path)
-    with te.autocast(enabled=False):
-        again = kind_of("gpt2").from_pretrained(tmp_path)
-        torch.testing.assert_close(logits(again, "gpt2"), expected)

@@ -5,7 +5,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ptxas
@@ -44,17 +44,29 @@ def label(configuration: Configuration) -> str:
 
 
 class Builds:
-    """All of them, compiled side by side (NVRTC runs without the interpreter's lock), by label."""
+    """Each of them, compiled once, by label; NVRTC runs without the interpreter's lock.
+
+    They compile side by side, except in a worker of pytest-xdist: that compiles what its own tests ask for, because the
+    other workers would compile the rest at the same time.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._futures = {label(c): self._pool.submit(compiler.build, *c) for c in ALL}
+        self._configurations = {label(one): one for one in ALL}
+        self._futures: dict[str, Future[compiler.Build]] = {}
+        for name in self._configurations if "PYTEST_XDIST_WORKER" not in os.environ else ():
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self._futures[name] = self._pool.submit(compiler.build, *self._configurations[name])
 
     def __getitem__(self, name: str) -> compiler.Build:
+        if name not in self._futures:
+            self._begin(name)
         return self._futures[name].result()
 
     def named(self, start: str) -> list[str]:
-        return [name for name in self._futures if name.startswith(start)]
+        return [name for name in self._configurations if name.startswith(start)]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

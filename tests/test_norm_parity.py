@@ -176,6 +176,7 @@ def test_every_configuration_to_its_end(kind, dtype, short):
             check(twin.norm_backward, grad, x, weight, mean, rstd, True, kind, residual)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 17, 33, 64, 65, 131, 200])
 def test_tiles_shared_by_blocks(rows, kind):
@@ -195,6 +196,7 @@ def test_several_tiles_to_a_block(kind):
         check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
 @pytest.mark.parametrize("hidden", [1, 48, 1024, 4096, 8200])

@@ -12,8 +12,7 @@ from dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from reference.nn import layernorm, operations
-from reference.ops.activation import Clamp
+from reference.nn import operations
 from reference.ops.library import twin
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -155,107 +154,6 @@ def test_shapes_and_extras() -> None:
     same([y, dx, dother], [x + other, numbers(100, (4, 6)), numbers(100, (4, 6))])
     y, extra, dx = run(te.ops.MakeExtraOutput(), x)
     same([y, extra, dx], [x, x, numbers(100, (4, 6)) + numbers(101, (4, 6))])
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
-@pytest.mark.parametrize("given", [{}, CLAMP])
-def test_clamped_swiglu_is_the_op_with_its_parameters(given: dict[str, float], dtype: torch.dtype) -> None:
-    x = numbers(1, (3, 5, 32), dtype)
-    y, dx = run(te.ops.ClampedSwiGLU(**given), x)
-    flat, kind = x.view(-1, 32), Clamp(**given).kind
-    assert_same_bits(y.view(-1, 16), twin.activation(flat, kind))
-    grad = numbers(100, (3, 5, 16), dtype).view(-1, 16)
-    assert_same_bits(dx.view(-1, 32), twin.activation_backward(grad, flat, kind))
-
-
-@pytest.mark.parametrize("size", [1, 2, 8, 16])
-@pytest.mark.parametrize("make", [te.ops.SwiGLU, te.ops.ClampedSwiGLU])
-def test_interleaved_halves(make: Any, size: int) -> None:
-    """n channels of x1, n of x2, and so on: the bits of the same channels in two halves."""
-    x = numbers(1, (3, 5, 32))
-    order = torch.arange(32).view(-1, 2, size).transpose(0, 1).flatten()  # of the halves in the interleaved x
-    y, dx = run(make(glu_interleave_size=size), x)
-    apart, dapart = run(make(), x[..., order])
-    same([y, dx[..., order]], [apart, dapart])
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
-@pytest.mark.parametrize("n", [1, 24, 128])
-def test_l2_normalization_is_that_of_heads(n: int, dtype: torch.dtype) -> None:
-    """Of any size; its length is 1, and its gradient that of float64."""
-    x = numbers(1, (7, 3, n), dtype)
-    module = te.ops.L2Normalization(eps=1e-5)
-    y, dx = run(module, x)
-    same([y, dx], run(layernorm.L2Normalization(n, 1e-5), x))
-    wide = x.double().requires_grad_()
-    exact = wide / (wide.square().sum(-1, keepdim=True) + 1e-5).sqrt()
-    exact.backward(numbers(100, tuple(x.shape), dtype).double())
-    unit = {BF16: 2**-8, FP16: 2**-11, torch.float32: 2**-21}[dtype]
-    assert (y.double() - exact).norm() <= unit * exact.norm()
-    assert (dx.double() - wide.grad).norm() <= 4 * unit * wide.grad.norm() + 1e-3 * (n == 1)
-    same(run(module, numbers(2, (4, 40), dtype)), run(layernorm.L2Normalization(40, 1e-5), numbers(2, (4, 40), dtype)))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
-@pytest.mark.parametrize("ways", [(True, False), (False, True), (True, True), (False, False)])
-@pytest.mark.parametrize("recipe", RECIPES[1:])
-def test_quantize_gives_what_fp8_holds(recipe: Any, ways: tuple[bool, bool], dtype: torch.dtype) -> None:
-    """x, or its gradient, through codes and scale_inv; the scale of a step comes from the steps before, or from x."""
-    module = te.ops.Quantize(*ways)
-    scales, largest, formats = [1.0, 1.0], [torch.zeros(()), torch.zeros(())], (torch.float8_e4m3fn, torch.float8_e5m2)
-    for step in range(3):
-        x, grad = numbers(step, (4, 3, 32), dtype), numbers(100, (4, 3, 32), dtype)
-        found = run(module, x, recipe=recipe)
-        for way, (given, fp8) in enumerate(zip((x, grad), formats, strict=True)):
-            top = torch.finfo(fp8).max
-            amax = given.float().abs().max()
-            scale = torch.tensor(scales[way]) if recipe.delayed() else torch.tensor(top) / amax  # one rounding
-            codes = saturated(given.float() * scale, fp8)
-            held = (codes.float() * (1 / scale)).to(dtype)
-            assert_same_bits(found[way], held if ways[way] else given, f"way {way} of step {step}")
-            largest[way] = torch.maximum(largest[way], amax)
-            scales[way] = (torch.tensor(top) / largest[way]).item()
-    assert module.eval()(x) is x
-
-
-def saturated(x: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
-    """x rounded to an FP8 format, saturating."""
-    top = torch.finfo(fp8).max
-    return x.clamp(-top, top).to(fp8)
-
-
-def test_quantize_in_a_model() -> None:
-    """Its state is in checkpoints and follows the module; amaxes are calibrated; a recomputation has the same bits."""
-    recipe = te.DelayedScaling(amax_history_len=3)
-    torch.manual_seed(1)
-    whole = te.ops.Sequential(te.ops.Quantize(True, True), te.ops.Linear(32, 32, dtype=BF16), te.ops.Quantize())
-    x = numbers(1, (16, 32))
-    with te.autocast(enabled=False, calibrating=True, recipe=recipe):
-        whole(x)
-    assert whole[0].fp8_meta["scaling_fwd"].amax_history[0, 0] == x.abs().max()
-    for _ in range(2):
-        run(whole, x, recipe=recipe)
-    other = te.ops.Sequential(te.ops.Quantize(True, True), te.ops.Linear(32, 32, dtype=BF16), te.ops.Quantize())
-    other.load_state_dict(whole.state_dict(), strict=True)
-    copies = [other, copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
-
-    class Again(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.whole = copy.deepcopy(whole)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return te.checkpoint(self.whole, x)
-
-    expected = run(whole, x, recipe=recipe)
-    for one in (*copies, Again()):
-        same(run(one, x, recipe=recipe), expected)
-    meta = whole.to("meta")[0]
-    assert meta.fp8_meta["scaling_fwd"].scale.is_meta
-    with pytest.raises(
-        NotImplementedError, match=r"^transformer_engine_state_dict: model has '0', a te.ops.Quantize, w"
-    ):
-        te.transformer_engine_state_dict(other)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -76,6 +76,7 @@ def test_an_activation_in_fp32(activation: str) -> None:
         assert_same_bits(one, other)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
 def test_extra_inputs_and_outputs(dtype: torch.dtype) -> None:
     results = []

@@ -52,6 +52,7 @@ def test_whole_vectors(dtype: torch.dtype, backward: bool, interleaved: bool, d:
     )
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("b", "h", "d", "d2"), [(1, 1, 4352, 4096), (3, 100, 128, 128), (1, 1, 8, 8), (2, 70, 80, 48)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.ops.scale_update import CAPACITIES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
 
 twin = torch.ops.twin
 SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, 1e-45, 1e-38, 3e38, 448.0], dtype=np.float32)

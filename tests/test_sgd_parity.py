@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.ops.sgd import CAPACITIES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
 
 twin = torch.ops.twin
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

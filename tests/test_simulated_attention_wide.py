@@ -3,8 +3,6 @@
 Copies and products happen at once, as late as the kernel allows, or at random, so that a missing wait shows.
 """
 
-import shutil
-
 import pytest
 import simulator
 import torch
@@ -13,7 +11,7 @@ from conftest import assert_same_bits
 from hypothesis import HealthCheck, given, settings
 from simulator import Simulator
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
+pytestmark = pytest.mark.simulated
 WHEN = {"at once": simulator.AT_ONCE, "late": simulator.LATE, "at random": simulator.AT_RANDOM}
 
 

@@ -63,6 +63,7 @@ def test_every_configuration(dtype: torch.dtype, skv: int) -> None:
         compare(1, 2, 9, skv, dtype, mask_type, mask_shape, 1.0, 3, specials=True)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_view_off_the_16_byte_boundary(dtype: torch.dtype) -> None:
     whole = torch.randn(3 * 264 + 1).to(dtype)

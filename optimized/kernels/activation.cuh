@@ -26,12 +26,15 @@ __device__ __forceinline__ float relu(float x) { return x <= 0.0f ? 0.0f : x; } 
 
 #if KIND == 11
 constexpr float kLimit = LIMIT, kAlpha = ALPHA, kAlphaLog2e = ALPHA_LOG2E, kOffset = OFFSET;
+constexpr bool kZerosGiveMinusZeros = kOffset < 0.0f;  // dx of +0, +0 and +0
 
 __device__ __forceinline__ Evaluated swish(float x) {
     const float e = exp2_nonpositive(fmaxf(fabsf(x) * -kAlphaLog2e, -127.0f));
     const float r = reciprocal_1_2(1.0f + e), h = e * r;
     return {(x * (x < 0.0f ? e : 1.0f)) * r, __fmaf_rn((r * h) * kAlpha, x, x < 0.0f ? h : r)};
 }
+#else
+constexpr bool kZerosGiveMinusZeros = false;
 #endif
 
 __device__ __forceinline__ float act(float x) {

@@ -60,13 +60,14 @@ struct Rows {
 };
 
 // Casts rows kRow, kRow + kStep, kRow + 2 kStep, ... and sums them: every other one, and the rest, by the same rule.
+// The first `left` rows exist; the others count as +0 in a sum.
 template <int kStep = 1, int kRow = 0>
 __device__ __forceinline__ void cast_rows(
-    const unsigned char* fetched, float scale, Rows& rows, float (&sum)[kOutputs][kColumns]) {
+    const unsigned char* fetched, float scale, int left, Rows& rows, float (&sum)[kOutputs][kColumns]) {
     if constexpr (kStep < kRunRows) {
         float other[kOutputs][kColumns];
-        cast_rows<2 * kStep, kRow>(fetched, scale, rows, sum);
-        cast_rows<2 * kStep, kRow + kStep>(fetched, scale, rows, other);
+        cast_rows<2 * kStep, kRow>(fetched, scale, left, rows, sum);
+        cast_rows<2 * kStep, kRow + kStep>(fetched, scale, left, rows, other);
 #pragma unroll
         for (int o = 0; o < kOutputs; o++)
 #pragma unroll
@@ -87,6 +88,7 @@ __device__ __forceinline__ void cast_rows(
 #endif
 #pragma unroll
             for (int o = 0; o < kOutputs; o++) {
+                if constexpr (BACKWARD && kZerosGiveMinusZeros) v[o] = kRow < left ? v[o] : 0.0f;
                 rows.amax = amax_of(rows.amax, v[o]);
                 sum[o][c] = v[o];
             }
@@ -129,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) activation_cast_t
     Rows mine;
     mine.amax = 0.0f;
     float sums[kOutputs][kColumns];
-    cast_rows(fetched + run * kRunBytes + group * kColumns * sizeof(wide_t), scale, mine, sums);
+    cast_rows(fetched + run * kRunBytes + group * kColumns * sizeof(wide_t), scale, left, mine, sums);
     __syncthreads();  // all have read
     Columns* const staged = reinterpret_cast<Columns*>(fetched);
 #pragma unroll

@@ -68,7 +68,14 @@ __device__ __forceinline__ Eight load_shifted(const wide_t* address) {
 template <bool kWhole>
 __device__ __forceinline__ Eight load_group(const wide_t* x, int left) {
 #if VECTOR
-    return kWhole || left > 0 ? load8(x) : Eight{};
+    if (kWhole || left >= kElements) return load8(x);
+#if WIDE == 0
+    if (left > 0) {  // half a group: what follows belongs to the next row
+        const Vector<4> low = load_once<4>(x);
+        return {low.words[0], low.words[1], low.words[2], low.words[3]};
+    }
+#endif
+    return {};
 #else
     if constexpr (kWhole) return load_shifted(x);
     return load_elements<kElements>(x, left);

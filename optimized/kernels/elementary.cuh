@@ -4,7 +4,7 @@
 //   exp(x)          e^x, x <= 0                      fp32 -> fp32
 //   exp2_grid(y)    2^(y rounded to 2^-15)           fp32 -> fp32   for attention's inner loop
 //   rsqrt(x)        1 / sqrt(x), two IEEE roundings  fp32 -> fp32   once a row
-//   gelu, dgelu, silu, dsilu                         a 16-bit value -> fp32, the recorded fast forms
+//   gelu, dgelu, silu, dsilu                         a 16-bit value -> fp32, the recorded fast forms: elementary_16.cuh
 //   gelu_f32, dgelu_f32, silu_f32, dsilu_f32         fp32 -> fp32
 //   sigmoid, dsigmoid, qgelu, dqgelu                 fp32 -> fp32; a 16-bit value is widened, exactly
 //
@@ -17,22 +17,17 @@
 // Both were compared on the whole of those domains.
 #pragma once
 
+#include "elementary_16.cuh"
 #include "ptx/approx.cuh"
 
 namespace twin {
 
-constexpr float kLog2e = 1.44269502162933349609375f;
 constexpr float kLn2 = 0.693147182464599609375f;
 constexpr float kLn2Low = -1.90465429995776788e-9f;  // ln 2 - kLn2
 constexpr float kGrid11 = 6144.0f;                    // 1.5 2^12: adding it rounds to a multiple of 2^-11
 constexpr float kGrid15 = 384.0f;                     // 1.5 2^8: to a multiple of 2^-15
-// tanh-GELU is x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) = x (kGelu1 + kGelu3 x^2).
-constexpr float kGelu1 = 1.5957691216057308f;
-constexpr float kGeluSlope = 0.21406444881780075f;     // z' = kGelu1 + kGeluSlope x^2
 constexpr float kQGelu = 1.702f;                      // qgelu is x sigmoid(kQGelu x)
 constexpr float kQGeluLog2e = 2.4554669595930155f;  // the same times log2(e)
-constexpr float kGelu1Log2e = 2.302208198144325f;  // the same times log2(e)
-constexpr float kGelu3Log2e = 0.1029432395800235f;
 
 // e^x for x <= 0, NaN where x is; 0 where e^x < 2^-126. At most 2.7 ulp above that (docs/elementary.md).
 __device__ __forceinline__ float exp(float x) {
@@ -61,37 +56,6 @@ __device__ __forceinline__ float exp2_nonpositive(float y) {
     const float n = (y + kGrid11) - kGrid11;
     const float power = ex2_approx(n);
     return __fmaf_rn(power, (y - n) * kLn2, power);
-}
-
-// A function's value and its derivative, at one x. The clamp of x^2 in gelu's changes no bit of the value: where x^2 is
-// greater, its sigmoid is 0 or 1.
-struct Evaluated {
-    float value, slope;
-};
-
-// ---- functions of a 16-bit value (x holds a bf16 or fp16 value; other x give Hopper's own words) ----
-
-__device__ __forceinline__ float gelu(float x) {
-    const float w = x * __fmaf_rn(x * x, -kGelu3Log2e, -kGelu1Log2e);
-    return x * rcp_approx(1.0f + ex2_approx(w));
-}
-
-// gelu and its derivative s + x s (1 - s) z'(x), s = sigmoid(z).
-__device__ __forceinline__ Evaluated gelu_and_slope(float x) {
-    const float square = fminf(x * x, 128.0f);  // keeps z' finite: 0 times it must be 0
-    const float w = x * __fmaf_rn(square, -kGelu3Log2e, -kGelu1Log2e);
-    const float s = rcp_approx(1.0f + ex2_approx(w));
-    const float slope = __fmaf_rn(square, kGeluSlope, kGelu1);
-    return {x * s, __fmaf_rn(__fmaf_rn(-s, s, s) * slope, x, s)};  // s (1 - s) as s - s^2
-}
-
-__device__ __forceinline__ float dgelu(float x) { return gelu_and_slope(x).slope; }
-
-__device__ __forceinline__ float silu(float x) { return x * rcp_approx(1.0f + ex2_approx(x * -kLog2e)); }
-
-__device__ __forceinline__ float dsilu(float x) {
-    const float s = rcp_approx(1.0f + ex2_approx(x * -kLog2e));
-    return __fmaf_rn(__fmaf_rn(-s, s, s), x, s);
 }
 
 // ---- functions of an fp32 value ----

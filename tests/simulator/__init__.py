@@ -30,7 +30,7 @@ from optimized import compiler, launch, tensor_map
 from optimized import device as device_checks
 from optimized.replay import calls
 from optimized.replay.launches import Copy, Launches
-from reference.elementary import powers_of_two
+from reference.elementary import ACTIVATIONS, _recorded, powers_of_two
 from simulator.cuda import PretendedCuda
 
 HERE = Path(__file__).parent
@@ -72,7 +72,9 @@ def engine() -> ctypes.CDLL:
     """The engine, which every kernel uses."""
     path = _compiled("engine", (HERE / "engine.cpp").read_text(), [*FLAGS, *ENGINE_FLAGS])
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    library.simulator_powers(ctypes.c_void_p(powers_of_two().ctypes.data))  # which stays alive
+    tables = [_recorded()[f"{name}_{dtype}"] for name in ACTIVATIONS for dtype in ("bf16", "fp16")]  # which stay alive
+    addresses = (ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables))
+    library.simulator_tables(ctypes.c_void_p(powers_of_two().ctypes.data), addresses)
     return library
 
 
@@ -86,7 +88,7 @@ def _text(kernel: str, function: str, defines: Mapping[str, int | str], root: Pa
         if name in seen:
             return ""
         seen.add(name)
-        if name.startswith("ptx/"):
+        if (HERE / name).is_file():
             return f'#include "{name}"\n'
         lines = []
         for line in texts[name].splitlines():

@@ -32,6 +32,7 @@ namespace simulator {
 
 __thread Thread* self;
 const int* powers;
+const float* activations[8];
 
 namespace {
 
@@ -832,7 +833,10 @@ void multiply_wait(int pending) {
 
 // --- a launch ---------------------------------------------------------------------------------------------------------
 
-extern "C" void simulator_powers(const int* words) { simulator::powers = words; }
+extern "C" void simulator_tables(const int* powers, const float* const* activations) {
+    simulator::powers = powers;
+    for (int i = 0; i < 8; i++) simulator::activations[i] = activations[i];
+}
 
 // Runs a kernel. `entry` calls it in one thread, `bind` tells where a block's shared memory is. Returns 0, or 1 with an
 // error in `message`, of `room` bytes.

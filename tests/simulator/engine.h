@@ -33,6 +33,8 @@ void progressed();
 
 // The recorded words of ex2.approx on multiples of 2^-15 (reference.elementary.powers_of_two).
 extern const int* powers;
+// And those of gelu, dgelu, silu and dsilu of every bf16 value, and of every fp16 value.
+extern const float* activations[8];
 
 // --- shared memory: an address is an offset in the block's; rank + 1 of another block of the cluster in bits 24 up ---
 unsigned to_shared(const void* pointer);
