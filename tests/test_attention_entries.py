@@ -20,7 +20,7 @@ from reference.recorded_step.float64 import evaluated
 
 twin = torch.ops.twin
 GIVEN = ("queries", "keys", "both")
-simulated = pytest.mark.skipif(not simulator.available, reason="needs g++")
+simulated = pytest.mark.simulated
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
