@@ -8,7 +8,7 @@ from optimized import measure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, RED = "#56b4e9", "#e69f00", "#2fb58c", "#cc79a7", "#d55e00"
-GREY, INK, LABEL = "#b9c0c8", "#101418", "#5b6876"  # LABEL: text beside text
+GREY, PALE, INK, LABEL = "#b9c0c8", "#dfe3e8", "#101418", "#5b6876"  # LABEL: text beside text
 STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,

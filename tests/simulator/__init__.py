@@ -4,8 +4,8 @@
         torch.ops.twin.amax(x, history, 0)     # optimized/ops/amax.py on tensors of the CPU
 
 A kernel file is compiled by g++: `prelude.h` stands for what NVRTC knows by itself, the files of `ptx/` for those of
-`kernels/ptx`, instruction by instruction. `engine.cpp` runs the blocks. Registers, caches, times and the memory order
-of a real GPU are not simulated.
+`kernels/ptx`, instruction by instruction. `engine.cpp` runs the blocks; `machine.h` says what they remember.
+Registers, caches, times and the memory order of a real GPU are not simulated.
 """
 
 import contextlib
@@ -37,7 +37,6 @@ HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-strict-aliasing", "-w"]
 ENGINE_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 AT_ONCE, LATE, AT_RANDOM = range(3)  # when asynchronous copies and products happen
-_SHARED = 232448  # bytes of dynamic shared memory
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w ]+?)\s+(\w+)\[\];")
 _CLUSTER = r"__global__[^;{{}}]*?(?:(TWIN_CLUSTER)|__cluster_dims__\((\w+), 1, 1\))[^;{{}}]*?\b{}\s*\("
 
