@@ -251,9 +251,9 @@ def linear_backward(answer: Answer) -> Checks:
 def weights(s: torch.Tensor, m: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """p = 2^(s · c − m) [rows, keys] as Hopper computes it, and the sum of each row in four parts: [rows, 4]."""
     p, sums, top = np.empty(tuple(s.shape), np.float32), np.zeros((len(s), 4), np.float32), m.numpy().copy()
-    nothing = np.zeros(p.shape, np.bool_)
+    nothing, zero = np.zeros(p.shape, np.bool_), np.float32(0)
     attention.softmax_block(
-        s.numpy(), nothing, np.float32(c), top, sums, np.empty_like(top), p, elementary.powers_of_two()
+        s.numpy(), nothing, np.float32(c), top, sums, np.empty_like(top), p, elementary.powers_of_two(), zero
     )
     return torch.from_numpy(p), torch.from_numpy(sums)
 

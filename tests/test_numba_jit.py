@@ -20,6 +20,7 @@ from reference.ops import (
     attention,
     attention_backward,
     attention_bias,
+    attention_fp8,
     attention_sink,
     cross_entropy,
     rotary,
@@ -182,7 +183,7 @@ def test_processes_at_once(compiled_by_one: tuple[Path, Path, str], tmp_path: Pa
 
 # --- what the stamp covers -----------------------------------------------------------------------------------
 
-MODULES = (attention, attention_backward, attention_bias, attention_sink)
+MODULES = (attention, attention_backward, attention_bias, attention_fp8, attention_sink)
 MODULES += (cross_entropy, elementary, kernels, rotary, softmax)
 STAMPED = (*MODULES, numba_jit)  # which has operations that numba lacks
 

@@ -91,7 +91,7 @@ def test_a_notebook_is_shown_with_its_outputs(site: Path, path: Path) -> None:
 
 def test_what_is_broken_fails_the_build(tmp_path: Path) -> None:
     root = tmp_path / "copy"
-    for name in ("docs", "notebooks", "reference", "optimized", "examples"):
+    for name in ("docs", "notebooks", "reference", "optimized", "examples", "tests/simulator"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, root)
