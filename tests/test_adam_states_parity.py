@@ -137,6 +137,47 @@ def test_every_code_is_read_and_written() -> None:
         assert_same_bits(b, a)
 
 
+EDGES = (0.0, -0.0, 2.0**-149, 2.0**-126, 2.0**-100, 1.5 * 2.0**-100, 0.7, 2.0**24, 2.0**40, 3e38)
+
+
+@pytest.mark.parametrize("c", [1.0, 0.1, 2.0**-24, 2.0**-26, 1.5])
+@pytest.mark.parametrize("eps", [1e-8, 0.0, 2.0**-60, 2.0**-62, 2.0])
+def test_where_the_kernel_changes_to_divisions_that_take_any_number(c: float, eps: float) -> None:
+    """Each pair of a first and a second moment on both sides of every limit, alone among usual numbers."""
+    pairs = [*itertools.product((*EDGES, *(-x for x in EDGES)), EDGES), (math.nan, 1.0), (1.0, math.nan), (1.0, -1.0)]
+    moments = torch.full((8 * len(pairs), 2), 0.3)
+    moments[::8] = torch.tensor(pairs)
+    sides = []
+    for device in ("cpu", "cuda"):
+        m, v = (x.clone().to(device) for x in moments.T)
+        # Betas of 1 leave the moments as they are.
+        params, zeros = (torch.zeros(len(m), device=device) for _ in range(2))
+        rest = (1.0, 1.0, 1.0, eps, 0.0, c, c, True)
+        twin.adam_states([zeros], [params], [m], [v], [], [], [], [], *rest)
+        sides.append([params, m, v])
+    for a, b in zip(*sides, strict=True):
+        assert_same_bits(b, a)
+
+
+def test_a_bound_skips_no_largest_parameter() -> None:
+    """Masters with a scale: many tiles of like magnitudes, whose largest the step makes or takes away."""
+    sides = []
+    for device in ("cpu", "cuda"):
+        draw = torch.Generator().manual_seed(0)
+        size = 3 * 4 * 2048 + 5
+        near = 1 + torch.rand(size, generator=draw) * 2.0**-9
+        grad, first, second = (torch.randn(size, generator=draw) for _ in range(3))
+        scale = adam_states.scale_of(near, FP16)
+        lists = [[grad.to(BF16)], [adam_states.codes(near, scale, FP16)], [first], [second.square()]]
+        lists += [[torch.zeros(size, dtype=BF16)], [scale], [], []]
+        lists = [[x.to(device) for x in part] for part in lists]
+        for lr in (1e-3, 1e-5, 0.3, 0.0):
+            twin.adam_states(*lists, lr, 0.9, 0.999, 1e-8, 0.1, 0.1, 0.001, True)
+        sides.append([x for part in lists for x in part])
+    for a, b in zip(*sides, strict=True):
+        assert_same_bits(b, a)
+
+
 # --- on the device ---------------------------------------------------------------------------------------
 
 

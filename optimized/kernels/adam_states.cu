@@ -10,16 +10,22 @@
 //
 //     PARAM  0: WIDE   1: fp32   2: scaled fp16   3: int16 remainders of bf16 parameters
 //     FIRST, SECOND    the kinds of m and v: 0 fp32, 1 bf16, 2 scaled fp16, 3 scaled E4M3
+//     TILES            of 2048 numbers, of a block
 //
 // `control` is null, or [lr, c1, c2, inverse scale, skip] on the device (reference/ops/adam_capturable.py).
-#include "stored_state.cuh"
+#include "adam_update.cuh"
 
 using namespace twin;
 
 // Of a multiprocessor. Without it ptxas spills a register of some configurations to fit more blocks.
 constexpr int kBlocks = 4;
+// A block takes kTiles times 2048 numbers, one after the other: its scales and maxima cost it once.
+constexpr int kTiles = TILES;
 
 constexpr int kOwn = 0, kMaster = 1, kScaledMaster = 2, kRemainder = 3;
+constexpr int kWide = WIDE == 0 ? kFp32 : WIDE == 1 ? kBf16 : kFp16Scaled;  // how gradients and copies are kept
+constexpr int kParam = PARAM == kOwn ? kWide : PARAM == kMaster ? kFp32 : PARAM == kScaledMaster ? kFp16Scaled : kBf16;
+constexpr bool kScaled = PARAM == kScaledMaster || is_scaled(FIRST) || is_scaled(SECOND);
 
 struct Entry {
     wide_t* grad;
@@ -38,33 +44,62 @@ struct Table {
     Entry tensors[CAPACITY];
 };
 
-struct Scalars {
-    float lr, beta1, rest1, beta2, rest2, eps, decay, c1, c2;
-    int decoupled;
+// Eight numbers of each kind as they lie in memory.
+struct Raw {
+    Codes<kWide> grad;
+    Codes<kParam> param;
+    Codes<kBf16> high;  // of remainders only
+    Codes<FIRST> exp_avg;
+    Codes<SECOND> exp_avg_sq;
 };
 
-struct Numbers {
-    float g[kElements], p[kElements], m[kElements], v[kElements];
+// The scales with which a tensor's numbers are read.
+struct Scales {
+    float param = 1.0f, exp_avg = 1.0f, exp_avg_sq = 1.0f;
+
+    __device__ __forceinline__ explicit Scales(const Entry& t) {
+        if constexpr (PARAM == kScaledMaster) param = *t.param_scale;
+        if constexpr (is_scaled(FIRST)) exp_avg = *t.exp_avg_scale;
+        if constexpr (is_scaled(SECOND)) exp_avg_sq = *t.exp_avg_sq_scale;
+    }
 };
 
-__device__ __forceinline__ void load_param(float (&p)[kElements], const Entry& t, long long at, bool whole) {
-    if constexpr (PARAM == kOwn) load(p, static_cast<const wide_t*>(t.param), at, t.count, whole);
-    if constexpr (PARAM == kMaster) load(p, static_cast<const float*>(t.param), at, t.count, whole);
-    if constexpr (PARAM == kScaledMaster) load_state<kFp16Scaled>(p, t.param, t.param_scale, at, t.count, whole);
+__device__ __forceinline__ long long first_of(const Entry& t, int block) {
+    const long long tile = static_cast<long long>(block - t.first_block) * kTiles;
+    return (tile * kThreads + threadIdx.x) * kElements;
+}
+
+__device__ __forceinline__ bool whole(const Entry& t, long long at) { return t.aligned && at + kElements <= t.count; }
+
+__device__ __forceinline__ void load(Raw& raw, const Entry& t, long long at, bool with_param) {
+    if (at >= t.count) return;
+    const bool all = whole(t, at);
+    raw.grad = load_codes<kWide>(t.grad, at, t.count, all);
+    if (with_param) raw.param = load_codes<kParam>(t.param, at, t.count, all);
     if constexpr (PARAM == kRemainder) {
-        const Codes<kBf16> low = load_codes<kBf16>(t.param, at, t.count, whole);
-        const Codes<kBf16> high = load_codes<kBf16>(t.rounded, at, t.count, whole);
+        if (with_param) raw.high = load_codes<kBf16>(t.rounded, at, t.count, all);
+    }
+    raw.exp_avg = load_codes<FIRST>(t.exp_avg, at, t.count, all);
+    raw.exp_avg_sq = load_codes<SECOND>(t.exp_avg_sq, at, t.count, all);
+}
+
+__device__ __forceinline__ void decode(Numbers& x, const Raw& raw, const Scales& scales) {
+    twin::decode<kWide>(x.g, raw.grad);
+    twin::decode<FIRST>(x.m, raw.exp_avg, scales.exp_avg);
+    twin::decode<SECOND>(x.v, raw.exp_avg_sq, scales.exp_avg_sq);
+    if constexpr (PARAM == kScaledMaster) {
+        twin::decode<kParam>(x.p, raw.param, scales.param);
+    } else if constexpr (PARAM == kRemainder) {
 #pragma unroll
         for (int i = 0; i < kElements; i++)
-            p[i] = __uint_as_float(high.code(i) - (low.code(i) >> 15) << 16 | low.code(i));
+            x.p[i] = __uint_as_float(raw.high.code(i) - (raw.param.code(i) >> 15) << 16 | raw.param.code(i));
+    } else {
+        twin::decode<kParam>(x.p, raw.param);
     }
 }
 
-__device__ __forceinline__ void store_param(const float (&p)[kElements], const Entry& t, float scale, long long at,
-                                            bool whole) {
-    if constexpr (PARAM == kOwn) store(static_cast<wide_t*>(t.param), p, at, t.count, whole);
-    if constexpr (PARAM == kMaster) store(static_cast<float*>(t.param), p, at, t.count, whole);
-    if constexpr (PARAM == kScaledMaster) store_state<kFp16Scaled>(t.param, p, scale, at, t.count, whole);
+__device__ __forceinline__ void store_param(const float (&p)[kElements], const Entry& t, float inverse, long long at,
+                                            bool all) {
     if constexpr (PARAM == kRemainder) {
         Codes<kBf16> low = {}, high = {};
 #pragma unroll
@@ -73,42 +108,23 @@ __device__ __forceinline__ void store_param(const float (&p)[kElements], const E
             low.put(i, word & 0xFFFF);
             high.put(i, (word >> 16) + (word >> 15 & 1) & 0xFFFF);
         }
-        store_codes<kBf16>(t.param, low, at, t.count, whole);
-        store_codes<kBf16>(t.rounded, high, at, t.count, whole);
+        store_codes<kBf16>(t.param, low, at, t.count, all);
+        store_codes<kBf16>(t.rounded, high, at, t.count, all);
     } else {
-        if (t.rounded != nullptr) store(static_cast<wide_t*>(t.rounded), p, at, t.count, whole);
+        if constexpr (PARAM == kScaledMaster)
+            store_codes<kParam>(t.param, encode<kParam>(p, inverse), at, t.count, all);
+        else
+            store_codes<kParam>(t.param, encode<kParam>(p), at, t.count, all);
+        if (t.rounded != nullptr) store_codes<kWide>(t.rounded, encode<kWide>(p), at, t.count, all);
     }
 }
 
-__device__ __forceinline__ void load_all(Numbers& x, const Entry& t, long long at, bool whole, bool with_param) {
-    load(x.g, t.grad, at, t.count, whole);
-    if (with_param) load_param(x.p, t, at, whole);
-    load_state<FIRST>(x.m, t.exp_avg, t.exp_avg_scale, at, t.count, whole);
-    load_state<SECOND>(x.v, t.exp_avg_sq, t.exp_avg_sq_scale, at, t.count, whole);
-}
-
-// lr, c1 and c2 apart: NVRTC 13.0 reads the first field of the kernel's parameter where a changed copy of it is meant.
-__device__ __forceinline__ void update(Numbers& x, const Scalars& s, float lr, float c1, float c2) {
-#pragma unroll
-    for (int i = 0; i < kElements; i++) {
-        if (!s.decoupled) x.g[i] = x.g[i] + s.decay * x.p[i];
-        x.m[i] = s.beta1 * x.m[i] + s.rest1 * x.g[i];
-        x.v[i] = s.beta2 * x.v[i] + (s.rest2 * x.g[i]) * x.g[i];
-        float u = (x.m[i] / c1) / (sqrtf(x.v[i] / c2) + s.eps);
-        if (s.decoupled) u = u + s.decay * x.p[i];
-        x.p[i] = x.p[i] - lr * u;
-    }
-}
-
-__device__ __forceinline__ long long first_of(const Entry& t) {
-    return (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
+__device__ __forceinline__ void update(Numbers& x, const Scalars& s, const Rates& rates) {
+    if (!update_usual(x, s, rates)) update_any(x, s, rates);
 }
 
 // The block's largest magnitude into a slot, as integers: a maximum does not depend on which block comes first.
-__device__ __forceinline__ void commit(unsigned* slot, const float (&value)[kElements], unsigned* shared) {
-    float most = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kElements; i++) most = fmaxf(most, fabsf(value[i]));  // gives the other operand of a NaN
+__device__ __forceinline__ void commit(unsigned* slot, float most, unsigned* shared) {
     const unsigned word = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(most));
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = word;
     __syncthreads();
@@ -120,55 +136,115 @@ __device__ __forceinline__ void commit(unsigned* slot, const float (&value)[kEle
     }
 }
 
+__device__ __forceinline__ float largest(float so_far, const float (&value)[kElements]) {
+#pragma unroll
+    for (int i = 0; i < kElements; i++) so_far = fmaxf(so_far, fabsf(value[i]));  // gives the other operand of a NaN
+    return so_far;
+}
+
+// Bounds new parameters from above, in few instructions: most cannot be the largest, and need no division.
+//
+//     |new p| <= |p| (1 + |lr decay|) + |lr| sqrt(c2) / c1 |m| min(1 / sqrt(v), 1 / (eps sqrt(c2)))
+//
+// Both terms are enlarged by 2^-10, far more than the error of the approximate root and of all roundings.
+struct Bound {
+    float of_param, of_step, steepest;
+    bool usual;
+
+    __device__ __forceinline__ Bound(const Scalars& s, const Rates& rates) {
+        const float c = sqrtf(rates.c2), decay = fabsf(rates.lr * s.decay);
+        of_param = (1.0f + decay) * 1.0009765625f;
+        of_step = fabsf(rates.lr) * c / rates.c1 * 1.0009765625f;
+        steepest = 1.0f / (s.eps * c);
+        usual = rates.usual && decay <= 1.0f && of_step <= 1048576.0f;
+    }
+
+    // Whether new parameters may be larger than `most`. NaN never is; fmaxf drops it. Above 2^-100 no term of a bound
+    // is so small that its own rounding counts.
+    __device__ __forceinline__ bool may_exceed(float most, const Numbers& x) const {
+        float step = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kElements; i++) step = fmaxf(step, fabsf(x.m[i]) * fminf(rsqrt_approx(x.v[i]), steepest));
+        return !(usual && most >= 7.888609052210118e-31f && largest(0.0f, x.p) * of_param + step * of_step < most);
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states_amax(
     const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars, unsigned* amaxes) {
     __shared__ unsigned shared[3][kThreads / 32];
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
-    const long long first = first_of(t);
-    Numbers x = {};
-    if (first < t.count) {
-        const bool whole = t.aligned && first + kElements <= t.count;
-        load_all(x, t, first, whole, PARAM == kScaledMaster || !scalars.decoupled);
-        update(x, scalars, scalars.lr, scalars.c1, scalars.c2);
-        // What lies behind the end is no number.
-#pragma unroll
-        for (int i = 0; i < kElements; i++)
-            if (first + i >= t.count) x.p[i] = x.m[i] = x.v[i] = 0.0f;
-    }
     unsigned* slots = amaxes + 3 * t.index;
-    if constexpr (PARAM == kScaledMaster) commit(slots, x.p, shared[0]);
-    if constexpr (is_scaled(FIRST)) commit(slots + 1, x.m, shared[1]);
-    if constexpr (is_scaled(SECOND)) commit(slots + 2, x.v, shared[2]);
+    const bool with_param = PARAM == kScaledMaster || !scalars.decoupled;
+    long long at = first_of(t, blockIdx.x);
+    const Rates rates(scalars.lr, scalars.c1, scalars.c2, scalars.eps);
+    const Bound bound(scalars, rates);
+    const Scales scales(t);
+    float param = 0.0f, exp_avg = 0.0f, exp_avg_sq = 0.0f, known = 0.0f;
+    if constexpr (PARAM == kScaledMaster) known = __uint_as_float(*static_cast<volatile unsigned*>(slots));
+#pragma unroll 1
+    for (int tile = 0; tile < kTiles; tile++, at += kThreads * kElements) {
+        // What lies behind the end is zeros, and their new numbers, zero or NaN, are not the largest.
+        Raw raw = {};
+        load(raw, t, at, with_param);
+        Numbers x;
+        decode(x, raw, scales);
+        update_moments(x, scalars);
+        if constexpr (is_scaled(FIRST)) exp_avg = largest(exp_avg, x.m);
+        if constexpr (is_scaled(SECOND)) exp_avg_sq = largest(exp_avg_sq, x.v);
+        if constexpr (PARAM == kScaledMaster) {
+            if (__any_sync(0xFFFFFFFF, bound.may_exceed(known, x))) {
+                update_any(x, scalars, rates);
+                param = largest(param, x.p);
+                known = fmaxf(known, __uint_as_float(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(param))));
+            }
+        }
+    }
+    if constexpr (PARAM == kScaledMaster) commit(slots, param, shared[0]);
+    if constexpr (is_scaled(FIRST)) commit(slots + 1, exp_avg, shared[1]);
+    if constexpr (is_scaled(SECOND)) commit(slots + 2, exp_avg_sq, shared[2]);
+}
+
+// 1 / scale of what is written, by three threads for the block.
+__device__ __forceinline__ void invert_scales(float (&inverse)[3], const float* amax) {
+    if constexpr (PARAM == kScaledMaster)
+        if (threadIdx.x == 0) inverse[0] = 1.0f / scale_of<kFp16Scaled>(amax[0]);
+    if constexpr (is_scaled(FIRST))
+        if (threadIdx.x == 32) inverse[1] = 1.0f / scale_of<FIRST>(amax[1]);
+    if constexpr (is_scaled(SECOND))
+        if (threadIdx.x == 64) inverse[2] = 1.0f / scale_of<SECOND>(amax[2]);
+    if constexpr (kScaled) __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states(
     const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars, const float* amaxes,
     const float* control, int unscale) {
+    __shared__ float inverse[3];
     if (control != nullptr && control[4] != 0.0f) return;
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
-    const long long first = first_of(t);
-    if (first >= t.count) return;
-    const bool whole = t.aligned && first + kElements <= t.count;
-    Numbers x;
-    load_all(x, t, first, whole, true);
-    float lr = scalars.lr, c1 = scalars.c1, c2 = scalars.c2;
-    if (control != nullptr) {
-        lr = control[0], c1 = control[1], c2 = control[2];
+    long long at = first_of(t, blockIdx.x);
+    const bool given = control != nullptr;
+    const Rates rates(given ? control[0] : scalars.lr, given ? control[1] : scalars.c1, given ? control[2] : scalars.c2,
+                      scalars.eps);
+    const Scales scales(t);
+    invert_scales(inverse, amaxes + 3 * t.index);
+#pragma unroll 1
+    for (int tile = 0; tile < kTiles && at < t.count; tile++, at += kThreads * kElements) {
+        const bool all = whole(t, at);
+        Raw raw = {};
+        load(raw, t, at, true);
+        Numbers x;
+        decode(x, raw, scales);
         if (unscale) {
 #pragma unroll
             for (int i = 0; i < kElements; i++) x.g[i] = x.g[i] * control[3];
-            store(t.grad, x.g, first, t.count, whole);
+            store_codes<kWide>(t.grad, encode<kWide>(x.g), at, t.count, all);
         }
+        update_moments(x, scalars);
+        update(x, scalars, rates);
+        store_codes<FIRST>(t.exp_avg, encode<FIRST>(x.m, inverse[1]), at, t.count, all);
+        store_codes<SECOND>(t.exp_avg_sq, encode<SECOND>(x.v, inverse[2]), at, t.count, all);
+        store_param(x.p, t, inverse[0], at, all);
     }
-    update(x, scalars, lr, c1, c2);
-    float param = 1.0f, exp_avg = 1.0f, exp_avg_sq = 1.0f;
-    const float* amax = amaxes + 3 * t.index;
-    if constexpr (PARAM == kScaledMaster) param = scale_of<kFp16Scaled>(amax[0]);
-    if constexpr (is_scaled(FIRST)) exp_avg = scale_of<FIRST>(amax[1]);
-    if constexpr (is_scaled(SECOND)) exp_avg_sq = scale_of<SECOND>(amax[2]);
-    store_state<FIRST>(t.exp_avg, x.m, exp_avg, first, t.count, whole);
-    store_state<SECOND>(t.exp_avg_sq, x.v, exp_avg_sq, first, t.count, whole);
-    store_param(x.p, t, param, first, whole);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) adam_states_scales(

@@ -25,22 +25,6 @@ __device__ __forceinline__ float scale_of(float amax) {
 // Bytes of one number.
 __device__ constexpr int size_of(int kind) { return kind == kFp32 ? 4 : kind == kE4m3Scaled ? 1 : 2; }
 
-template <int kKind>
-__device__ __forceinline__ float decoded(unsigned code) {
-    if constexpr (kKind == kFp32) return __uint_as_float(code);
-    if constexpr (kKind == kBf16) return __uint_as_float(code << 16);
-    if constexpr (kKind == kFp16Scaled) return cvt_f32_f16(static_cast<unsigned short>(code));
-    return cvt_f32_f16(static_cast<unsigned short>(cvt_f16x2_e4m3x2(static_cast<unsigned short>(code))));
-}
-
-template <int kKind>
-__device__ __forceinline__ unsigned encoded(float x) {
-    if constexpr (kKind == kFp32) return __float_as_uint(x);
-    if constexpr (kKind == kBf16) return cvt_bf16_f32(x);
-    if constexpr (kKind == kFp16Scaled) return cvt_f16_f32(x);
-    return cvt_e4m3x2(x, 0.0f);
-}
-
 // Eight codes as they lie in memory: kWords words of 32 bits.
 template <int kKind>
 struct Codes {
@@ -108,31 +92,61 @@ __device__ __forceinline__ void store_codes(void* x, const Codes<kKind>& codes, 
     }
 }
 
-// Numbers that are kept as kKind, and back. `scale` is read where the kind has one; on the way back it is the new one.
+// The numbers of codes without their scale, two at a time.
 template <int kKind>
-__device__ __forceinline__ void load_state(float (&value)[kElements], const void* x, const float* scale, long long at,
-                                           long long count, bool whole) {
-    const Codes<kKind> codes = load_codes<kKind>(x, at, count, whole);
-    const float factor = is_scaled(kKind) ? *scale : 1.0f;
+__device__ __forceinline__ void decode(float (&value)[kElements], const Codes<kKind>& codes) {
 #pragma unroll
-    for (int i = 0; i < kElements; i++) {
-        value[i] = decoded<kKind>(codes.code(i));
-        if constexpr (is_scaled(kKind)) value[i] = value[i] * factor;
+    for (int i = 0; i < kElements; i += 2) {
+        if constexpr (kKind == kFp32) {
+            value[i] = __uint_as_float(codes.words[i]), value[i + 1] = __uint_as_float(codes.words[i + 1]);
+        } else if constexpr (kKind == kBf16) {
+            value[i] = __uint_as_float(codes.words[i / 2] << 16);
+            value[i + 1] = __uint_as_float(codes.words[i / 2] & 0xFFFF0000);
+        } else {
+            unsigned halves = codes.words[i / codes.kPerWord];
+            if constexpr (kKind == kE4m3Scaled)
+                halves = cvt_f16x2_e4m3x2(static_cast<unsigned short>(halves >> i % 4 * 8));
+            value[i] = cvt_f32_f16(static_cast<unsigned short>(halves));
+            value[i + 1] = cvt_f32_f16(static_cast<unsigned short>(halves >> 16));
+        }
+    }
+}
+
+// Codes of numbers that are divided by their scale.
+template <int kKind>
+__device__ __forceinline__ Codes<kKind> encode(const float (&value)[kElements]) {
+    Codes<kKind> codes = {};
+#pragma unroll
+    for (int i = 0; i < kElements; i += 2) {
+        const float low = value[i], high = value[i + 1];
+        if constexpr (kKind == kFp32) codes.put(i, __float_as_uint(low)), codes.put(i + 1, __float_as_uint(high));
+        if constexpr (kKind == kBf16) codes.words[i / 2] = cvt_bf16x2(low, high);
+        if constexpr (kKind == kFp16Scaled) codes.words[i / 2] = cvt_f16x2(low, high);
+        if constexpr (kKind == kE4m3Scaled) codes.words[i / 4] |= cvt_e4m3x2(low, high) << i % 4 * 8;
+    }
+    return codes;
+}
+
+// Numbers that are kept as kKind, from their codes, and back: with the tensor's scale, or the inverse of the new one.
+template <int kKind>
+__device__ __forceinline__ void decode(float (&value)[kElements], const Codes<kKind>& codes, float scale) {
+    decode<kKind>(value, codes);
+    if constexpr (is_scaled(kKind)) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) value[i] = value[i] * scale;
     }
 }
 
 template <int kKind>
-__device__ __forceinline__ void store_state(void* x, const float (&value)[kElements], float scale, long long at,
-                                            long long count, bool whole) {
-    Codes<kKind> codes = {};
-    const float inverse = is_scaled(kKind) ? 1.0f / scale : 1.0f;
+__device__ __forceinline__ Codes<kKind> encode(const float (&value)[kElements], float inverse) {
+    if constexpr (is_scaled(kKind)) {
+        float kept[kElements];
 #pragma unroll
-    for (int i = 0; i < kElements; i++) {
-        float kept = value[i];
-        if constexpr (is_scaled(kKind)) kept = kept * inverse;
-        codes.put(i, encoded<kKind>(kept));
+        for (int i = 0; i < kElements; i++) kept[i] = value[i] * inverse;
+        return encode<kKind>(kept);
+    } else {
+        return encode<kKind>(value);
     }
-    store_codes<kKind>(x, codes, at, count, whole);
 }
 
 }  // namespace twin

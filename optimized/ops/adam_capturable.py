@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from optimized import launch
-from optimized.ops.adam_states import _ROW, CAPACITIES, KINDS, MASTER, OWN, kernel, rows, scalars
+from optimized.ops.adam_states import _ROW, CAPACITIES, KINDS, MASTER, OWN, kernel, rows, scalars, tiles
 from optimized.ops.amax import WIDE, pointer
 from optimized.ops.multi_tensor import ELEMENTS_PER_BLOCK, THREADS, tables
 from reference.ops.adam_capturable import control_outputs, outputs
@@ -59,9 +59,11 @@ def adam_capturable(
     outputs(grads, params, exp_avgs, exp_avg_sqs, rounded, control)
     found = list(rows((grads, params, exp_avgs, exp_avg_sqs, rounded, [], [], [])))
     numbers = scalars(0.0, beta1, beta2, eps, weight_decay, 1.0, 1.0, decoupled)
-    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, ELEMENTS_PER_BLOCK):
-        moment = KINDS[exp_avgs[0].dtype]
-        given = (WIDE[grads[0].dtype], OWN if params[0].dtype == grads[0].dtype else MASTER, moment, moment)
+    if not found:
+        return
+    moment = KINDS[exp_avgs[0].dtype]
+    given = (WIDE[grads[0].dtype], OWN if params[0].dtype == grads[0].dtype else MASTER, moment, moment)
+    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, tiles(*given[1:]) * ELEMENTS_PER_BLOCK):
         chosen = kernel("adam_states", *given, capacity)
         more = [numbers, 0, control.data_ptr(), np.int32(unscale)]
         launch.launch(chosen, (blocks,), (THREADS,), [*args, *more], device=grads[0].device.index)

@@ -28,10 +28,17 @@ SCALARS = np.dtype(
 )
 
 
+def tiles(param: int, first: int, second: int) -> int:
+    """Tiles of ELEMENTS_PER_BLOCK that a block takes: more where it has scales to invert and maxima to write."""
+    if param == SCALED_MASTER:
+        return 8
+    return 4 if max(first, second) >= KINDS[torch.float16] else 1
+
+
 def kernel(name: str, wide: int, param: int, first: int, second: int, capacity: int) -> launch.Kernel:
     """The function `name` of kernels/adam_states.cu."""
     defines: dict[str, int | str] = {"WIDE": wide, "PARAM": param, "FIRST": first, "SECOND": second}
-    return launch.function("adam_states", name, {**defines, "CAPACITY": capacity})
+    return launch.function("adam_states", name, {**defines, "TILES": tiles(param, first, second), "CAPACITY": capacity})
 
 
 # What CI compiles of them: every kind of parameter with moments of one kind, every pair of moments for one of them.
@@ -90,7 +97,7 @@ def adam_states(
     scaled = bool(param_scales) or exp_avgs[0].dtype in RANGES or exp_avg_sqs[0].dtype in RANGES
     amaxes = torch.zeros(3 * len(found), dtype=torch.float32, device=device) if scaled else None
     address = 0 if amaxes is None else amaxes.data_ptr()
-    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, ELEMENTS_PER_BLOCK):
+    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, tiles(*given[1:]) * ELEMENTS_PER_BLOCK):
 
         def run(name: str, grid: int, *more: object) -> None:
             chosen = kernel(name, *given, capacity)  # noqa: B023  (called in the same turn)
