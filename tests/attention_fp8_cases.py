@@ -78,7 +78,7 @@ def _chain(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
 
 def _row(q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, c: F, hidden: np.ndarray, keep: np.ndarray) -> tuple:
     """(O [d], m, 1 / l) of one query q [1, d], over every block of keys."""
-    total, m, lanes = np.zeros(q.shape[1], F), F(-(2.0**100)), [F(0)] * 4
+    total, m, sum_ = np.zeros(q.shape[1], F), F(-(2.0**100)), np.zeros(1, F)
     for first in range(0, k.shape[0], 128):
         keys = slice(first, min(first + 128, k.shape[0]))
         s = np.where(hidden[keys], F(-np.inf), _chain(q, k[keys]))
@@ -88,18 +88,13 @@ def _row(q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, c: F, hidden: np.n
         alpha = _power(np.array([m - new]))[0]
         exponents = _fma(s, c, F(384) - new) - F(384)
         p = np.where(hidden[keys], F(0), _power(np.where(hidden[keys], F(0), exponents)))
-        for lane in range(4):
-            sums = [F(0), F(0)]
-            for e in (0, 1):
-                for column in range(2 * lane + e, len(p), 8):
-                    sums[e] = sums[e] + p[column]
-            lanes[lane] = _fma(lanes[lane], alpha, sums[0] + sums[1])
-        weights = formats.encode_by_integers(torch.from_numpy(p), formats.E4M3).numpy() * keep[keys]
-        weights = torch.from_numpy(weights.astype(np.uint8))[None].view(FP8)
+        codes = formats.encode_by_integers(torch.from_numpy(p), formats.E4M3).numpy().astype(np.uint8)
+        ones = torch.full((1, len(p)), 0x38, dtype=torch.uint8).view(FP8)
+        sum_ = _fma(sum_, alpha, _chain(torch.from_numpy(codes)[None].view(FP8), ones))
+        weights = torch.from_numpy(codes * keep[keys].astype(np.uint8))[None].view(FP8)
         total = _fma(total, alpha, _chain(weights, v_t[:, keys]))
         m = new
-    sum_ = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3])
-    return total, m, F(0) if sum_ == 0 else F(1) / sum_
+    return total, m, F(0) if sum_[0] == 0 else F(1) / sum_[0]
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")

@@ -237,11 +237,27 @@ def attentions() -> None:
         sinks, rest = torch.randn(2).cuda(), (0.1, "causal", -1, -1, None, 0.0, None)
         saved = twin.attention(q, k, v, *rest, None, None, sinks)
         twin.attention_sink_backward(grad, *saved, sinks)
+        lengths = torch.tensor([max(1, sq // 2)]).int().cuda(), torch.tensor([max(1, skv // 3)]).int().cuda()
+        rest = (0.1, "causal", -1, -1, None, 0.0, None)
+        saved = twin.attention(q, k, v, *rest, None, None, None, *lengths)
+        twin.attention_backward(grad, q, k, v, *saved, *rest, None, None, None, *lengths)
     # More tiles than multiprocessors, so that blocks take tickets; and turns of five key blocks.
     q, k, v, grad = (torch.randn(1, 40, 520, 64).bfloat16().cuda() for _ in range(4))
     for left in (-1, 150):
         rest = (0.1, "causal", left, -1, None, 0.0, None)
         twin.attention_backward(grad, q, k, v, *twin.attention(q, k, v, *rest), *rest)
+
+
+def fp8_attentions() -> None:
+    for (sq, skv), d, p in itertools.product(((1, 16), (130, 208), (520, 256)), (32, 64, 128, 208, 256), (0.0, 0.1)):
+        q = torch.randn(1, 40, sq, d).to(FP8[0]).cuda()
+        k, v = (torch.randn(1, 20, skv, d).to(FP8[0]).cuda() for _ in range(2))
+        v_t = v.view(torch.uint8).transpose(2, 3).contiguous().view(FP8[0])
+        grad, ones = torch.randn(1, 40, sq, d).bfloat16().cuda(), (torch.ones(1).cuda(),) * 3
+        before = torch.tensor([1, 2]).cuda()
+        rest = (0.1, "causal", -1, -1, None, p)
+        saved = twin.attention_fp8(q, k, v_t, *ones, *rest, before.clone(), torch.bfloat16)
+        twin.attention_fp8_backward(grad, q, k, v, *ones, *saved, *rest, before)
 
 
 def normals() -> None:
@@ -309,6 +325,7 @@ def main() -> None:
         "norms": norms,
         "activations": activations,
         "attentions": attentions,
+        "fp8_attentions": fp8_attentions,
         "around_attention": around_attention,
         "normals": normals,
         "losses": losses,

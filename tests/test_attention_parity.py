@@ -1,6 +1,7 @@
 """Attention on the H200 equals its definition on the CPU in every bit: results, statistics and all gradients."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import assert_same_bits
 from hypothesis import HealthCheck, given, settings
 
 import optimized  # noqa: F401  (registers the CUDA ops)
+from optimized import launch
 from optimized.ops import attention_backward
 from reference.ops.attention import MASK_TYPES
 
@@ -52,6 +54,19 @@ def test_dropout_where_bits_fit_of_some_heads_alone(keep: int, monkeypatch: pyte
     """Of one head of keys, or of three, whose 300 queries and keys take 384 * 48 bytes a head of queries."""
     monkeypatch.setattr(attention_backward, "KEEP", keep)
     compare(Case(b=2, hkv=4, group=1, sq=300, skv=300, d=128, mask_type="causal", dropout=0.1))
+
+
+@pytest.mark.parametrize(("d", "group", "dropout", "lengths"), [(128, 4, 0.0, "none"), (64, 5, 0.1, "both")])
+@pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right"])
+def test_parts_of_heads(
+    mask_type: str, d: int, group: int, dropout: float, lengths: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last heads of keys, two or all of them, are taken in parts, of one head of the group or of two."""
+    monkeypatch.setattr(attention_backward, "AT_LEAST", 7 / launch.processors(0))  # ... of four key blocks
+    case = Case(b=2, hkv=2, group=group, sq=400, skv=450, d=d, mask_type=mask_type, dropout=dropout, lengths=lengths)
+    compare(case)
+    monkeypatch.setattr(attention_backward, "KEEP", 3 * 512 * 64 * group)  # of two heads at a time, where three fit
+    compare(replace(case, b=1, hkv=5) if dropout else replace(case, b=1))
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -25,6 +25,7 @@ KERNELS = (
     "attention_backward",
     "attention_backward_ends",
     "attention_backward_wide",
+    "attention_fp8",
     "attention_wide",
     "dropout",
     "rotary",
@@ -38,6 +39,12 @@ CASES = (  # batch, heads, heads of keys and values, sequence, channels, mask, d
     *((4, 32, 32, s, 64, mask, 0.0) for s in (2048, 8192) for mask in ("causal", "none")),
     (4, 32, 32, 2048, 96, "causal", 0.0),
     *((4, 16, 16, 2048, 256, mask, 0.0) for mask in ("causal", "none")),
+)
+
+FP8_CASES = (  # batch, heads, sequence, channels, mask
+    *((4, 32, s, 128, mask) for s in (2048, 8192) for mask in ("causal", "none")),
+    (4, 32, 8192, 64, "none"),
+    (4, 16, 8192, 256, "none"),
 )
 
 
@@ -54,6 +61,17 @@ def _pair(b: int, h: int, hkv: int, s: int, d: int, mask_type: str, dropout: flo
         "cuDNN forward": lambda: theirs(q, k, v),
         "backward": lambda: twin.attention_backward(grad, q, k, v, out, m, inv, *rest),
         "cuDNN backward": lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True),
+    }
+
+
+def _in_fp8(b: int, h: int, s: int, d: int, mask_type: str) -> dict[str, Callable[[], object]]:
+    """The forward of FP8 codes, and of bf16 numbers."""
+    q, k, v = (torch.randn(s, b, h, d, device="cuda").bfloat16().permute(1, 2, 0, 3) for _ in range(3))
+    codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v.transpose(2, 3).contiguous())]
+    ones, rest = [torch.ones(1, device="cuda")] * 3, (d**-0.5, mask_type, -1, -1, None, 0.0, None)
+    return {
+        "bf16": lambda: twin.attention(q, k, v, *rest),
+        "FP8": lambda: twin.attention_fp8(*codes, *ones, *rest, torch.bfloat16),
     }
 
 
@@ -86,12 +104,16 @@ def _elementwise(repeats: int) -> dict[str, Any]:
 
 
 def run(progress: Progress = silent, repeats: int = 20) -> Payload:
-    found: dict[str, Any] = {"attention": {}}
+    found: dict[str, Any] = {"attention": {}, "FP8": {}}
     for case in each(CASES, lambda done: progress(0.8 * done)):
         # Launches are queued ahead: a short case is not the host's time. A long one needs fewer samples.
         samples = measure.interleave(_pair(*case), max(5, repeats * 2048 // max(2048, case[3])), ahead=True)
         name = "b={} h={} hkv={} s={} d={} {} dropout={}".format(*case)
         found["attention"][name] = {key: measure.summary(values) for key, values in samples.items()}
+    for b, h, s, d, mask in FP8_CASES:
+        samples = measure.interleave(_in_fp8(b, h, s, d, mask), max(5, repeats * 2048 // s), ahead=True)
+        name = f"b={b} h={h} hkv={h} s={s} d={d} {mask} dropout=0.0"
+        found["FP8"][name] = {key: measure.summary(values) for key, values in samples.items()}
     found["elementwise"] = _elementwise(repeats)
     progress(1.0)
     return {"ms": found, "provenance": measure.provenance(KERNELS)}
@@ -124,6 +146,12 @@ def tables(payload: Payload) -> list[Table]:
         "100 % is the speed of cuDNN's attention as torch calls it, in the same run; cuDNN's bits are its own, a CPU "
         "reproduces these. FLOP are counted as usual: two products forward, five backward, half of them where causal."
     )
+    in_fp8 = []
+    for name, times in payload["ms"]["FP8"].items():
+        fp8, bf16 = times["FP8"]["median"], times["bf16"]["median"]
+        speed = f"{flops(name, 'forward') / fp8 / 1e9:.0f}"
+        in_fp8.append((name.replace(" none", "").replace(" dropout=0.0", ""), f"{fp8:.3g}", speed, f"{bf16 / fp8:.2f}"))
+    of_codes = "The forward of E4M3 codes, without their cast, beside the exact forward in bf16, in the same run."
     around = payload["ms"]["elementwise"]
     others = [
         (name.replace("_", " "), f"{value['TB/s']:.2f}", percent(value["TB/s"] / around["copy"]["TB/s"]))
@@ -132,5 +160,6 @@ def tables(payload: Payload) -> list[Table]:
     copied = "Bandwidth, and its share of what `Tensor.copy_` of 512 MiB reaches in the same run."
     return [
         table(payload, "Exact attention, bf16", columns, rows, how),
+        table(payload, "Attention in FP8", ("case", "ms", "TFLOP/s", "bf16's time / FP8's"), in_fp8, of_codes),
         table(payload, "The ops around attention, bf16", ("kernel", "TB/s", "of a copy"), others, copied),
     ]

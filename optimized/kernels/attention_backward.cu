@@ -15,12 +15,12 @@
 //
 // Around it: attention_backward_ends.cu.
 //
-// Defines: as attention.cu, and QUERIES (64 | 128).
+// Defines: as attention.cu, QUERIES (64 | 128), and HEADS_APART (attention_works.cuh).
 #include "attention_pairs.cuh"
+#include "attention_works.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/turn.cuh"
 
 using namespace twin;
 
@@ -29,24 +29,6 @@ constexpr int kKeyChunk = kTileRows * 128;   // bytes of 128 keys and 64 channel
 constexpr int kChunk = QUERIES * 128;
 constexpr int kTiles = kWords > 1 ? 1 : 2;   // of dq, in shared memory
 constexpr int kAdders = kTiles;              // warps that add dq to global memory, a tile in turn
-
-// What a block does at a time: keys from `first`; of each of `group` heads, the queries of a range. Without a head: it
-// is done.
-struct Work {
-    int batch, key_head, first;
-    Range queries;
-#if LENGTHS
-    Limits limits;
-#endif
-};
-
-__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Work& work) {
-#if LENGTHS
-    return work.limits;
-#else
-    return a;
-#endif
-}
 
 struct __align__(1024) Shared {
     unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
@@ -59,23 +41,6 @@ struct __align__(1024) Shared {
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
-// The work of a rank. Heads are taken `together` at a time, their last keys first.
-__device__ __forceinline__ Work work_of(const Arguments& a, int rank, int works) {
-    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows, key_heads = a.heads / a.group;
-    const int all_heads = a.batches * key_heads;
-    if (rank >= works) return {0, -1, 0, {0, 0}};
-    const int before = rank / (a.together * key_blocks) * a.together;
-    const int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
-    const int head = before + place % heads;
-    const int first = (key_blocks - 1 - place / heads) * kTileRows;
-    const Limits& limits = limits_of(a, head / key_heads);
-    Work work{head / key_heads, head % key_heads, first, visitors(limits, first)};
-#if LENGTHS
-    work.limits = limits;
-#endif
-    return work;
-}
-
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
                                         const CUtensorMap* v, const CUtensorMap* grad, const Arguments& a,
                                         const Scratch& scratch, int padded) {
@@ -84,7 +49,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
     Stage<1> keys;
     for (;; works.advance(), keys.advance()) {
         shared.work_box[works.index].wait_empty(works.parity);
-        const Work work = shared.work[works.index] = work_of(a, atomicAdd(scratch.ticket, 1), scratch.works);
+        const Work work = shared.work[works.index] = work_of(a, scratch, atomicAdd(scratch.ticket, 1));
         mbarrier_arrive(shared_address(&shared.work_box[works.index].full));
         if (work.key_head < 0) return;
         const auto load_keys = [&] {
@@ -100,7 +65,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
             }
         };
         bool has_keys = false;
-        for (int n = 0; n < a.group; n++) {
+        for (int n = head_from(work); n < head_to(work, a.group); n++) {
             const int head = work.key_head * a.group + n;
             for (int row = work.queries.from; row < work.queries.to; row += QUERIES, stage.advance()) {
                 const long long at = static_cast<long long>(work.batch * a.heads + head) * padded + row;
@@ -139,7 +104,7 @@ __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const
         const Work work = shared.work[works.index];
         mbarrier_arrive(shared_address(&box.empty));
         if (work.key_head < 0) return;
-        for (int n = 0; n < a.group; n++) {
+        for (int n = head_from(work); n < head_to(work, a.group); n++) {
             const long long head = work.batch * a.heads + work.key_head * a.group + n;
             for (int row = work.queries.from; row < work.queries.to; row += QUERIES, count++) {
                 if (count % kAdders != place) continue;
@@ -301,13 +266,20 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
     Stage<1> keys_stage;
     for (Stage<2> works;; works.advance()) {
         shared.work_box[works.index].wait_full(works.parity);
+#if HEADS_APART
+        const Work& work = shared.work[works.index];  // read where it is needed, as all registers are
+#else
         const Work work = shared.work[works.index];
         shared.work_box[works.index].arrive_empty();
+#endif
         if (work.key_head < 0) return;
         const int row = work.first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-        Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
+        Pairs at{work.batch * a.heads + work.key_head * a.group + head_from(work), row, 0, {}, {}};
 #pragma unroll
         for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
+#if HEADS_APART
+        if (head_from(work) > 0) take_over(consumer.dv, consumer.dk, a, scratch, work);
+#endif
         shared.keys_box.wait_full(keys_stage.parity);
         keys_stage.advance();
 #if LENGTHS
@@ -315,7 +287,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
 #endif
         const Limits& limits = consumer.limits();
         bool is_first = true;
-        for (int n = 0; n < a.group; n++, at.head++) {
+        for (int n = head_from(work); n < head_to(work, a.group); n++, at.head++) {
             for (int first = work.queries.from; first < work.queries.to; first += QUERIES) {
                 at.query = first + threadIdx.x % 4 * 2;
                 const bool some_hidden = a.mask != nullptr || first + QUERIES > limits.sq ||
@@ -337,9 +309,18 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
         } else {
             shared.keys_box.arrive_empty();
         }
-        const long long to = work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s;
-        store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
-        store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
+        if (head_to(work, a.group) < a.group) {
+#if HEADS_APART
+            hand_over(consumer.dv, consumer.dk, a, scratch, work);
+#endif
+        } else {
+            const long long to = work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s;
+            store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
+            store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
+        }
+#if HEADS_APART
+        shared.work_box[works.index].arrive_empty();
+#endif
     }
 }
 

@@ -21,6 +21,11 @@ extern "C" __global__ void __launch_bounds__(256)
     const int padded = padded_queries(a), lane = threadIdx.x % kLanes;
     const int batch = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
+#if HEADS_APART
+    const int words = a.batches * (a.heads / a.group) * ((a.skv + kTileRows - 1) / kTileRows) * (4 * kWarpgroups);
+    for (int at = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; at < words; at += gridDim.x * gridDim.y * 256)
+        scratch.summed[at] = 0;
+#endif
     const int first = blockIdx.y * (kEach * kGroups) + threadIdx.x / kLanes;
     uint4 x[kEach] = {}, y[kEach] = {};
 #pragma unroll

@@ -7,13 +7,15 @@
 // The plan is attention.cu's: a tile is 192 queries of one head, 64 for each of three consumer warpgroups, while a
 // producer keeps keys and values coming, 128 of each at a time; blocks stay and take tiles by tickets; where d > 128 a
 // tile has one of two chunks of N_OUT columns of d. Here is what is different:
-//   * the weights become E4M3 codes, and neighbouring lanes trade them: the scores' accumulators have two neighbouring
-//     keys in a lane, an FP8 operand wants four;
-//   * each block's P v is a chain of its own, which fma adds to O.
+//   * the weights become E4M3 codes, four neighbouring keys in a lane: K's tensor map permutes a block's keys so that the
+//     scores' accumulators have them there (attention_fp8_softmax.cuh);
+//   * each block's P v is a chain of its own, which fma adds to O;
+//   * l is one more column of O: behind each stage's values lie eight rows of ones, so that the last product of P v has
+//     72 columns. With dropout l counts what is dropped, and has a product of eight columns before.
 //
 // Defines: FORMAT (BF16 | FP16, out's), D_CHUNKS (d in chunks of 128: 1, 2), D_STEPS (of 32: 2, 4, 8), N_OUT (64 | 128),
 // STAGES, Q_STAGES, DROPOUT (0 | 1).
-#include "attention_softmax.cuh"
+#include "attention_fp8_softmax.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;
@@ -21,7 +23,7 @@ using namespace twin;
 constexpr int kConsumers = 3;            // warpgroups
 constexpr int kQueries = 64 * kConsumers;  // of a tile
 constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128, kValues = N_OUT * 128;  // bytes
-constexpr int kHeadroom = 7;  // m lies so far below: weights reach up to 2^8
+constexpr unsigned kOnes = 0x38383838;  // four codes of 1
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
@@ -30,10 +32,15 @@ struct Tile {
     Range blocks;
 };
 
+struct Values {
+    unsigned char codes[kValues];  // [N_OUT][128 keys]
+    unsigned char ones[8 * 128];   // eight rows more, after which the operand's ninth group of 8 rows lies
+};
+
 struct __align__(1024) Shared {
     unsigned char q[Q_STAGES][D_CHUNKS * kQueryChunk];
     unsigned char k[STAGES][D_CHUNKS * kChunk];
-    unsigned char v[STAGES][kValues];
+    Values v[STAGES];
     Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], tile_box[2];
     Tile tile[2];  // what the consumers do next
 };
@@ -77,23 +84,24 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         if (tile.head < 0) break;
         next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
         const int key_head = tile.head / a.group;
-        const auto load_rows = [&](Mailbox& box, unsigned parity, unsigned char* to, const CUtensorMap* map, int bytes,
-                                   int row, int head) {
-            const unsigned full = shared_address(&box.full);
-            box.wait_empty(parity);
-            mbarrier_arrive_expect_tx(full, D_CHUNKS * bytes);
-            for (int c = 0; c < D_CHUNKS; c++)
-                load_chunk(shared_address(to) + c * bytes, map, full, 128 * c, row, head, tile.batch);
-        };
         const int s = queries.index;
-        load_rows(shared.q_box[s], queries.parity, shared.q[s], q, kQueryChunk, tile.first, tile.head);
+        shared.q_box[s].wait_empty(queries.parity);
+        const unsigned q_full = shared_address(&shared.q_box[s].full);
+        mbarrier_arrive_expect_tx(q_full, D_CHUNKS * kQueryChunk);
+        for (int c = 0; c < D_CHUNKS; c++)
+            load_chunk(shared_address(shared.q[s]) + c * kQueryChunk, q, q_full, 128 * c, tile.first, tile.head,
+                       tile.batch);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
-            load_rows(shared.k_box[n], stage.parity, shared.k[n], k, kChunk, j * kTileRows, key_head);
-            const unsigned full = shared_address(&shared.v_box[n].full);
+            const unsigned k_full = shared_address(&shared.k_box[n].full), v_full = shared_address(&shared.v_box[n].full);
+            shared.k_box[n].wait_empty(stage.parity);
+            mbarrier_arrive_expect_tx(k_full, D_CHUNKS * kChunk);
+            for (int i = 0; i < 2 * D_CHUNKS; i++)  // keys 4 n and 4 n + 1, then 4 n + 2 and 4 n + 3
+                tma_load_5d(shared_address(shared.k[n]) + i * (kChunk / 2), k, k_full, i / 2 * 128, i % 2 * 2,
+                            j * (kTileRows / 4), key_head, tile.batch);
             shared.v_box[n].wait_empty(stage.parity);
-            mbarrier_arrive_expect_tx(full, kValues);
-            load_chunk(shared_address(shared.v[n]), v, full, j * kTileRows, tile.column, key_head, tile.batch);
+            mbarrier_arrive_expect_tx(v_full, kValues);
+            load_chunk(shared_address(shared.v[n].codes), v, v_full, j * kTileRows, tile.column, key_head, tile.batch);
         }
     }
 }
@@ -110,64 +118,47 @@ __device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
         wgmma_k32<E4M3, E4M3>(s, along_k(q, kQueryChunk, step), along_k(k, kChunk, step), step > 0);
 }
 
-// Two neighbouring keys' codes of each of two groups of eight keys, and the same 16 keys on, to four neighbouring keys'
-// codes. Lane q (of four) has keys 2 q, 2 q + 1 and 8 + 2 q, 9 + 2 q of 16, and gets keys 4 q .. 4 q + 3: first an even
-// lane gives its upper pairs for the lower ones of its neighbour, then lanes 1 and 2 change places.
-struct Trade {
-    unsigned give, first, second;  // selectors of bytes
-    int source;
-
-    __device__ __forceinline__ Trade() {
-        const int lane = threadIdx.x % 4;
-        const bool odd = lane % 2 != 0;
-        give = odd ? 0x5410 : 0x7632;
-        first = odd ? 0x3254 : 0x5410;
-        second = odd ? 0x3276 : 0x7610;
-        source = lane == 1 ? 2 : lane == 2 ? 1 : lane;
-    }
-
-    __device__ __forceinline__ void operator()(unsigned& one, unsigned& other) const {
-        const unsigned got = __shfl_xor_sync(0xFFFFFFFF, __byte_perm(one, other, give), 1);
-        one = __shfl_sync(0xFFFFFFFF, __byte_perm(one, got, first), source, 4);
-        other = __shfl_sync(0xFFFFFFFF, __byte_perm(other, got, second), source, 4);
-    }
-};
-
-// Weights of 32 keys as an A operand.
-__device__ __forceinline__ void pack_codes(unsigned (&a)[4], const float (&s)[64], int step, const Trade& trade) {
+// Products of P with rows of 128 keys, a chain from zero: values, or ones.
+template <int kCount>
+__device__ __forceinline__ void multiply_codes(float (&product)[kCount], const unsigned (&p)[4][4], unsigned rows) {
+    wgmma_fence();
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = 16 * step + 8 * half + 2 * r;
-            a[2 * half + r] = cvt_e4m3x2(s[i], s[i + 1]) | cvt_e4m3x2(s[i + 4], s[i + 5]) << 16;
-        }
-        trade(a[r], a[2 + r]);
-    }
+    for (int step = 0; step < 4; step++) wgmma_k32(product, p[step], along_k(rows, 0, step), step > 0);
+    wgmma_commit();
 }
 
-// o = fma(o, alpha, p v), 64 columns at a time: with all 128 at once a thread would need more registers than it has.
-__device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], const float (&alpha)[2], const unsigned (&p)[4][4],
-                                           unsigned v) {
+// l = fma(l, alpha, the sum of codes), of eight equal columns.
+__device__ __forceinline__ void add_sums(Rows& rows, const float (&alpha)[2], float low, float high) {
+    rows.sum[0] = __fmaf_rn(rows.sum[0], alpha[0], low);
+    rows.sum[1] = __fmaf_rn(rows.sum[1], alpha[1], high);
+}
+
+// O = fma(O, alpha, P v), 64 columns at a time: with all 128 at once a thread would need more registers than it has.
+__device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], Rows& rows, const float (&alpha)[2],
+                                           const unsigned (&p)[4][4], unsigned v) {
+    const auto add = [&](const float* product, int first) {
 #pragma unroll
-    for (int part = 0; part < N_OUT / 64; part++) {
+        for (int i = 0; i < 32; i++) o[first + i] = __fmaf_rn(o[first + i], alpha[i / 2 % 2], product[i]);
+    };
+    if constexpr (N_OUT == 128) {
         float product[32];
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4; step++)
-            wgmma_k32(product, p[step], along_k(v + part * (64 * 128), 0, step), step > 0);
-        wgmma_commit();
+        multiply_codes(product, p, v);
         wgmma_wait<0>();
         wgmma_hold(product);
-#pragma unroll
-        for (int i = 0; i < 32; i++) o[32 * part + i] = __fmaf_rn(o[32 * part + i], alpha[i / 2 % 2], product[i]);
+        add(product, 0);
     }
+    float product[DROPOUT ? 32 : 36];  // the ones are the last eight columns
+    multiply_codes(product, p, v + (N_OUT - 64) * 128);
+    wgmma_wait<0>();
+    wgmma_hold(product);
+    add(product, N_OUT / 2 - 32);
+    if constexpr (!DROPOUT) add_sums(rows, alpha, product[32], product[34]);
 }
 
 __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a, float of_values,
                                       unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
     float last[2];
-    finish(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
+    finish_codes(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
     out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
     store_rows(o, __fmul_rn(last[0], of_values), __fmul_rn(last[1], of_values), out, a.out_s, a.sq - row,
                a.d - tile.column);
@@ -177,14 +168,12 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
                                         unsigned short* out, float* m, float* inv, int warpgroup) {
     Generator generator{};
     if constexpr (DROPOUT) generator = read_state_once(a.rng_state);
-    const Trade trade;
     Stage<Q_STAGES> queries;
     Stage<STAGES> keys;
     Stage<2> tiles;
     for (;; queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_full(tiles.parity);
-        const Tile tile = shared.tile[tiles.index];
-        shared.tile_box[tiles.index].arrive_empty();
+        const Tile& tile = shared.tile[tiles.index];  // read again when it is needed, for want of registers
         if (tile.head < 0) break;
         const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
@@ -194,13 +183,13 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
 #pragma unroll
         for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
         const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
-        const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
-            const int key = j * kTileRows + 2 * (threadIdx.x % 4);
-            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
-            if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
-            if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
-            weigh<kHeadroom>(s, rows, alpha, of_scores);
-            if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
+        const ClearBlocks clear(a, warp_row, mask != nullptr);
+        const auto hide = [&](float(&s)[64], int j) {
+            const int key = j * kTileRows + 4 * (threadIdx.x % 4);
+            if (!__any_sync(0xFFFFFFFF, !clear.has(j))) return;
+            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_fours_after(s, a, row, key);
+            if (j * kTileRows < key_from(a, warp_row + 15)) hide_fours_before(s, a, row, key);
+            if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_fours_masked(s, a, mask, row, key);
         };
 
         // Blocks of keys that other warpgroups visit and this one does not.
@@ -227,17 +216,28 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
                 wgmma_wait<0>();
                 wgmma_hold(s);
                 shared.k_box[keys.index].arrive_empty();
-                soften(s, alpha, j);
-#pragma unroll
-                for (int step = 0; step < 4; step++) pack_codes(p[step], s, step, trade);
+                hide(s, j);
+                weigh_codes(s, rows.m, alpha, of_scores);
+                pack_codes(p, s);
             }
             shared.v_box[keys.index].wait_full(keys.parity);
-            add_values(o, alpha, p, shared_address(shared.v[keys.index]));
+            if constexpr (DROPOUT) {
+                float sums[4];
+                unsigned keep[2];
+                multiply_codes(sums, p, shared_address(shared.v[keys.index].ones));
+                draw(keep, generator, counter + 256 * j, a.threshold);
+                wgmma_wait<0>();
+                wgmma_hold(sums);
+                add_sums(rows, alpha, sums[0], sums[2]);
+                drop_codes(p, keep);
+            }
+            add_values(o, rows, alpha, p, shared_address(shared.v[keys.index].codes));
             shared.v_box[keys.index].arrive_empty();
         }
         shared.q_box[queries.index].arrive_empty();
         store(o, rows, a, of_values, out, m, inv, row, tile);
         skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
+        shared.tile_box[tiles.index].arrive_empty();
     }
 }
 
@@ -255,6 +255,9 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
         for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers);
         fence_mbarrier_init();
     }
+    for (int n = threadIdx.x; n < STAGES * (8 * 32); n += 128 * (kConsumers + 1))
+        reinterpret_cast<unsigned*>(shared.v[n / (8 * 32)].ones)[n % (8 * 32)] = kOnes;
+    fence_proxy_async();
     __syncthreads();
     wait_for_grid_before();
 

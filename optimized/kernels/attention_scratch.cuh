@@ -1,7 +1,12 @@
 // What the launches of attention's backward share in global memory.
 //
-// Defines: QUERIES (64 | 128), of a tile; N_OUT.
+// Defines: QUERIES (64 | 128), of a tile; N_OUT. HEADS_APART (0 | 1, 0 where it is not defined): whether some works are of
+// a few heads of a group (attention_works.cuh).
 #pragma once
+
+#ifndef HEADS_APART
+#define HEADS_APART 0
+#endif
 
 #include "attention_backward.cuh"
 
@@ -22,6 +27,13 @@ struct Scratch {
     unsigned* keep;            // [heads, padded / 64, keys / 16, 32 lanes]: pairs that dropout keeps, of the heads ...
     int first_head;            // ... from this one on, of queries
     int works;                 // where this launch ends
+#if HEADS_APART
+    float* handed;       // [apart, key blocks, dv and dk, N_OUT / 8, 256 threads, 4]: sums that works go on from
+    unsigned* summed;    // [b, heads of keys, key blocks, 8 warps]: heads of the group in them
+    int apart_from;      // heads of keys from this one on, batch and head, ...
+    int apart;           // ... as many as these, have works ...
+    int each;            // ... of this many heads of the group
+#endif
 };
 
 __device__ __forceinline__ int padded_queries(const Arguments& a) {

@@ -97,20 +97,24 @@ CONFIGURATIONS = [
 ]
 
 
+def is_loadable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read `x` `[b, h, s, d]`: its rows do not repeat and are 16-byte aligned."""
+    steps = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
 def loadable(x: torch.Tensor) -> torch.Tensor:
-    """`x` `[b, h, s, d]`, or a copy where the copy engine cannot read it: rows repeat or are not 16-byte aligned."""
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    if x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    """`x` `[b, h, s, d]`, or a copy where the copy engine cannot read it."""
+    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
-    """The tensor map of a `loadable` `x` `[b, h, s, d]`; a box has `rows` rows and 64 columns of one head."""
+    """The tensor map of a `loadable` `x` `[b, h, s, d]`; a box has `rows` rows and 128 bytes of columns of one head."""
     b, h, s, d = x.shape
+    size = x.element_size()
     # The stride of a dimension of one element means nothing, and torch may report any number.
-    steps = (2 * step if size > 1 else 16 for size, step in ((s, x.stride(2)), (h, x.stride(1)), (b, x.stride(0))))
-    return encode(x.data_ptr(), x.dtype, (d, s, h, b, 1), (*steps, 16), (64, rows, 1, 1, 1), 128, 256)
+    steps = (x.stride(n) * size if x.shape[n] > 1 else 16 for n in (2, 1, 0))
+    return encode(x.data_ptr(), x.dtype, (d, s, h, b, 1), (*steps, 16), (128 // size, rows, 1, 1, 1), 128, 256)
 
 
 def arguments(

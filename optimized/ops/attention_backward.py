@@ -7,6 +7,7 @@ Semantics: `reference.ops.attention_backward`.
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from optimized import launch
 from optimized.ops import attention
-from reference.ops.attention import BLOCK, Options
+from reference.ops.attention import BLOCK, NO_LIMIT, Options, limits
 from reference.ops.attention_backward import outputs
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
@@ -31,6 +32,13 @@ KEEP = 256 << 20  # bytes that dropout's bits may take: as many heads as have th
 # struct Scratch of kernels/attention_scratch.cuh.
 POINTERS = ("base", "inv", "dots", "dq", "turns", "ticket", "keep")
 SCRATCH = np.dtype([(name, "u8") for name in POINTERS] + [("first_head", "i4"), ("works", "i4")])
+# What follows where HEADS_APART is 1.
+_APART = [("handed", "u8"), ("summed", "u8"), ("apart_from", "i4"), ("apart", "i4"), ("each", "i4")]
+SCRATCH_APART = np.dtype([*SCRATCH.descr, *_APART], align=True)
+
+PARTS = 4  # at most, of the works of a head of keys; each costs its sums once out and once in
+AT_LEAST = 1.5  # works of a part for each multiprocessor, so that few of them wait for the part before
+_WARPS = 8  # that hand sums over
 
 
 def queries_of(d: int) -> int:
@@ -38,9 +46,15 @@ def queries_of(d: int) -> int:
     return max(64, 8192 // d)
 
 
+def _apart_macro(apart: bool) -> dict[str, int]:
+    return {"HEADS_APART": 1} if apart else {}
+
+
 @functools.cache
-def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool, lengths: bool) -> launch.Kernel:
-    queries, more = queries_of(d), attention.option_macros(biased, lengths)
+def _kernel(
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, lengths: bool, apart: bool = False
+) -> launch.Kernel:
+    queries, more = queries_of(d), {**attention.option_macros(biased, lengths), **_apart_macro(apart)}
     if d == WIDE:
         macros: dict[str, Any] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries}
         macros |= {"DROPOUT": int(dropout), **more}
@@ -54,17 +68,27 @@ def _kernel(dtype: torch.dtype, d: int, dropout: bool, biased: bool, lengths: bo
 
 
 @functools.cache
-def _end_kernel(dtype: torch.dtype, d: int, lengths: bool, name: str) -> launch.Kernel:
+def _end_kernel(dtype: torch.dtype, d: int, lengths: bool, name: str, apart: bool = False) -> launch.Kernel:
     sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
-    return launch.function("attention_backward_ends", name, sizes | attention.option_macros(False, lengths))
+    macros = sizes | attention.option_macros(False, lengths) | _apart_macro(apart)
+    return launch.function("attention_backward_ends", name, macros)
 
 
 _EITHER = attention.EITHER
 _CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, *[_EITHER] * 3)
 _ENDS = itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER)
+_NARROW = [d for d in attention.CAPACITIES if d != WIDE]
 CONFIGURATIONS = [
     *(_kernel(*case).configuration for case in _CASES if not (case[1] == WIDE and case[4])),
     *(_end_kernel(*case, "dots").configuration for case in _ENDS if case[1:] != (WIDE, True)),
+    *(
+        kernel.configuration
+        for dtype, d, lengths in itertools.product(attention.FORMATS, _NARROW, _EITHER)
+        for kernel in (
+            *(_kernel(dtype, d, dropout, False, lengths, True) for dropout in _EITHER),
+            _end_kernel(dtype, d, lengths, "dots", True),
+        )
+    ),
 ]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -119,11 +143,12 @@ def _scratch(inputs: Tensors, sums: int, keep: int) -> tuple[np.ndarray, Tensors
 def _make_statistics(
     inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, arguments: launch.ByValue, scratch: np.ndarray
 ) -> None:
+    """Launch `dots`, which also clears what blocks take turns by."""
     grad, q, _, v, out = inputs
     b, h, sq, _ = q.shape
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     args = [arguments, grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, False, "dots")
+    kernel = _end_kernel(q.dtype, capacity, False, "dots", scratch.dtype == SCRATCH_APART)
     grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
     launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=q.device.index)
 
@@ -135,6 +160,21 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
     arguments = launch.by_value(attention.arguments(q, k, out, *options[:7]))
     _make_statistics(inputs, m, inv, arguments, scratch)
     return stats
+
+
+def _set_apart(inputs: Tensors, heads: int, scratch: np.ndarray) -> tuple[np.ndarray, Tensors]:
+    """`scratch` with what parts of `heads` heads of keys hand over, and the tensors that it points to."""
+    _, q, k, v, _ = inputs
+    (b, h, _, _), (_, key_heads, skv, _) = q.shape, k.shape
+    capacity, blocks = attention.widest(q, v), -(-skv // BLOCK)
+    handed = torch.empty(heads * blocks * 2 * BLOCK * capacity, dtype=torch.float32, device=q.device)
+    summed = torch.empty(b * key_heads * blocks * _WARPS, dtype=torch.int32, device=q.device)
+    found = np.zeros((), SCRATCH_APART)
+    for name in SCRATCH.names or ():
+        found[name] = scratch[name]
+    found["handed"], found["summed"] = handed.data_ptr(), summed.data_ptr()
+    found["each"] = -(-(h // key_heads) // PARTS)
+    return found, (handed, summed)
 
 
 def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
@@ -155,7 +195,14 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once -= at_once % together
     scratch, _held = _scratch(inputs, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
-    lengths = attention.has_lengths(options)
+    lengths, biased = attention.has_lengths(options), attention.is_biased(options)
+    # Works become longer and longer where later keys have fewer queries: the last ones are taken in parts.
+    last_heads = math.ceil(AT_LEAST * launch.processors(index) / blocks)
+    left, right = (int(x) for x in limits(*options[1:4], sq, skv))
+    growing = left == -NO_LIMIT and right < NO_LIMIT
+    is_apart = group > 1 and growing and last_heads <= at_once and not (wide or biased)
+    if is_apart:
+        scratch, _handed = _set_apart(inputs, last_heads, scratch)
 
     def of(written: torch.Tensor, options: Any = (*options[:7], *[None] * 3, *options[10:])) -> launch.ByValue:
         a = attention.arguments(q, k, written, *options)
@@ -164,11 +211,16 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
 
     _make_statistics(inputs, m, inv, of(out, options[:7]), scratch)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
-    kernel = _kernel(q.dtype, capacity, drops, attention.is_biased(options), lengths)
-    draw = _end_kernel(q.dtype, capacity, lengths, "attention_keep")
+    kernel = _kernel(q.dtype, capacity, drops, biased, lengths, is_apart)
+    draw = _end_kernel(q.dtype, capacity, lengths, "attention_keep", is_apart)
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
-        scratch["first_head"], scratch["works"] = first * group, (first + count) * blocks
+        works = count * blocks
+        if is_apart:
+            apart = last_heads if last_heads <= count else 0
+            scratch["apart_from"], scratch["apart"] = first + count - apart, apart
+            works += apart * blocks * (-(-group // int(scratch["each"])) - 1)
+        scratch["first_head"], scratch["works"] = first * group, first * blocks + works
         space = launch.by_value(scratch.copy())
         if drops:
             args = [of(out), space, np.uint32(first * blocks)]
@@ -176,10 +228,10 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
         smem, early = kernel.max_dynamic_smem, not (drops or wide)
         at_a_time = launch.clusters_at_once(kernel, 2, _THREADS, smem, index) if wide else launch.processors(index)
-        grid = (min(count * blocks, at_a_time) * (2 if wide else 1),)
+        grid = (min(works, at_a_time) * (2 if wide else 1),)
         launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
     args = [of(dq), space, dq.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, lengths, "attention_dq")
+    kernel = _end_kernel(q.dtype, capacity, lengths, "attention_dq", is_apart)
     all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
     launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)

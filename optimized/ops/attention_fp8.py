@@ -15,6 +15,8 @@ from optimized.ops.attention import (
     arguments,
     capacity,
     check_grid,
+    is_loadable,
+    tensor_map,
 )
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
@@ -41,7 +43,7 @@ def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, 
         "Q_STAGES": 2,
     }
     macros: dict[str, int | str] = {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **sizes}
-    rows = 2 * chunks * QUERIES + stages * (chunks * BLOCK + columns)  # of 128 bytes, in shared memory
+    rows = 2 * chunks * QUERIES + stages * (chunks * BLOCK + columns + 8)  # of 128 bytes, in shared memory
     kernel = launch.function("attention_fp8", "attention_fp8", macros, rows * 128 + SLACK)
     return kernel, launch.function("attention_fp8", "attention_fp8_ticket", macros)
 
@@ -49,26 +51,28 @@ def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, 
 CONFIGURATIONS = [_kernels(*case)[0].configuration for case in itertools.product(FORMATS, CAPACITIES, EITHER)]
 
 
-def is_loadable(x: torch.Tensor) -> bool:
-    """Whether the copy engine can read codes `[b, h, rows, columns]`: rows do not repeat and are 16-byte aligned."""
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+def loadable(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """Codes `[b, h, s, columns]` that the copy engine can read, `rows` of them at a time: x, or a copy of x.
 
-
-def loadable(x: torch.Tensor) -> torch.Tensor:
-    """Codes that the copy engine can read: x, or a copy with rows of a multiple of 16 bytes."""
-    if is_loadable(x):
+    A copy has room for a multiple of 16 columns, and a multiple of `rows` rows, the last of which mean nothing.
+    """
+    s, columns = x.shape[2:]
+    if is_loadable(x) and s % rows == 0:
         return x
-    room = torch.empty((*x.shape[:3], ceil16(x.shape[3])), dtype=x.dtype, device=x.device)
-    return room[..., : x.shape[3]].copy_(x)
+    copy = torch.empty((*x.shape[:2], -(-s // rows) * rows, ceil16(columns)), dtype=x.dtype, device=x.device)
+    copy[:, :, :s, :columns].copy_(x)
+    return copy[..., :columns]
 
 
-def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
-    """The tensor map of `loadable` codes `[b, h, rows, columns]`; a box has `rows` rows and 128 columns of one head."""
-    b, h, s, columns = x.shape
-    # The stride of a dimension of one element means nothing, and torch may report any number.
-    steps = (step if size > 1 else 16 for size, step in ((s, x.stride(2)), (h, x.stride(1)), (b, x.stride(0))))
-    return encode(x.data_ptr(), x.dtype, (columns, s, h, b, 1), (*steps, 16), (128, rows, 1, 1, 1), 128, 256)
+def key_map(k: torch.Tensor) -> TensorMap:
+    """The tensor map of k's `loadable(k, 4)` codes `[b, hkv, skv, d]`: rows 4 n + 2 h + e are at (e + 2 h, n).
+
+    Two boxes, of h = 0 and of h = 1, have a block's keys in the order of kernels/attention_fp8_softmax.cuh.
+    """
+    b, h, s, d = k.shape
+    row, head, batch = (k.stride(n) if k.shape[n] > 1 else 16 for n in (2, 1, 0))  # of one element it means nothing
+    shape, steps = (d, 4, s // 4, h, b), (row, 4 * row, head, batch)
+    return encode(k.data_ptr(), k.dtype, shape, steps, (128, 2, BLOCK // 4, 1, 1), 128, 256)
 
 
 @on_cuda
@@ -87,19 +91,19 @@ def attention_fp8(
     check_grid("twin::attention_fp8", q)
     b, h, sq, d = q.shape
     if out.numel() and k.numel():
-        inputs = [loadable(x) for x in (q, k, v_t)]  # copies must live until the launch
+        q_codes, k_codes, v_codes = loadable(q), loadable(k, 4), loadable(v_t)  # copies must live until the launch
         a = arguments(q, k, out, *options[:7])
         a["together"] = max(1, L2 // (2 * k.shape[2] * capacity(d))) * a["group"]  # heads whose keys and values fit
         kernel, reset = _kernels(dtype, capacity(d), threshold(dropout) > 0)
-        rows = (QUERIES, BLOCK, min(capacity(d), 128))
-        maps = [tensor_map(x, count).argument for x, count in zip(inputs, rows, strict=True)]
+        maps = [tensor_map(q_codes, QUERIES), key_map(k_codes), tensor_map(v_codes, min(capacity(d), 128))]
         tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
         ticket = torch.empty(1, dtype=torch.int32, device=q.device) if tiles > blocks else None
         if ticket is not None:
             launch.launch(reset, (1,), (1,), [ticket.data_ptr()], device=index)
-        args = [*maps, *(x.data_ptr() for x in (q_scale_inv, k_scale_inv, v_scale_inv)), launch.by_value(a)]
-        args += [0 if ticket is None else ticket.data_ptr(), out.data_ptr(), m.data_ptr(), inv.data_ptr()]
+        args = [*(x.argument for x in maps), *(x.data_ptr() for x in (q_scale_inv, k_scale_inv, v_scale_inv))]
+        args += [launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
+        args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         early = ticket is not None
         launch.launch(kernel, (blocks,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
     elif out.numel():

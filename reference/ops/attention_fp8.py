@@ -9,9 +9,10 @@ c = fp32(fp32(scale · log2 e) · fp32(q_scale_inv · k_scale_inv)):
     m' = max(m, floor(max S · c) - 7)     an integer, per query; m starts at -2^100
     alpha = 2^(m - m')                    exact
     p = 2^(fma(S, c, G - m') - G)         from 0 to 256
-    l = fma(l, alpha, Σ p)                fp32, of the p that are not rounded, in the order of `reference.ops.attention`
-    P = keep ? cast(p) : +0               E4M3
-    O = fma(O, alpha, P v)                P v: one chain of FP8 steps over the block's keys, from zero
+    P = cast(p)                           E4M3
+    l = fma(l, alpha, Σ P)                Σ P = P 1: one chain of FP8 steps over the block's keys, from zero
+    P = keep ? P : +0
+    O = fma(O, alpha, P v)                P v: such a chain, too
     m = m'
     out = round(O · ((1 / l · keep_scale) · v_scale_inv))      each product one fp32 rounding; 1 / l as there
 
@@ -21,8 +22,9 @@ Why so:
   one sees, as an amax of this step would.
 * P needs no scale and no history: its amax is known. m lies 7 below the largest exponent, so that p is at most 256 and
   the largest p of a row at least 128, which costs nothing. (Transformer Engine keeps a delayed scale for P.) So E4M3
-  keeps four bits of a weight that is at least 2^-13 of a row's largest; below 2^-17 of it they become 0, but l counts
-  them.
+  keeps four bits of a weight that is at least 2^-13 of a row's largest; below 2^-17 of it they become 0.
+* l sums the rounded weights, which multiply v: a row of `out` is a mean of v's rows, with weights that add up to 1
+  however P was rounded. l is one more column of P v, for which a kernel needs no additions; its steps keep as much.
 * An FP8 step aligns its terms, the accumulator included, to the largest one and keeps 13 bits below that. A chain over
   all keys would lose what is less than 2^-13 of the sum so far; so P v starts from zero in each block and is added in
   fp32, as in the split accumulation of `twin::gemm_fp8`, at the same length. S has at most 8 steps and needs no such
@@ -143,12 +145,9 @@ def add_product(total: np.ndarray, alpha: np.ndarray, product: np.ndarray) -> No
             total[row, column] = fma(total[row, column], alpha[row], product[row, column])
 
 
-def rounded_weights(p: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    """P, E4M3 codes."""
-    codes = formats.cast(p, formats.E4M3)
-    if keep is not None:
-        codes.view(torch.uint8)[~keep] = 0
-    return codes
+def rounded_weights(p: torch.Tensor) -> torch.Tensor:
+    """P before dropout, E4M3 codes."""
+    return formats.cast(p, formats.E4M3)
 
 
 def _query_block(
@@ -162,19 +161,21 @@ def _query_block(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [rows, d] against the blocks `seen` of k and v_t: (O, m, 1 / l), before the last rounding."""
     rows, d = q.shape
-    total = np.zeros((rows, d), np.float32)
+    total, sums = np.zeros((rows, d), np.float32), np.zeros((rows, 1), np.float32)
     m = np.full(rows, LOWEST)
-    l = np.zeros((rows, 4), np.float32)  # noqa: E741  (its name everywhere)
+    uncast = np.zeros((rows, 4), np.float32)  # sums of p, which 16 bits have for l
     alpha = np.empty(rows, np.float32)
     for keys, block in zip(seen, hidden, strict=True):
         s = tensor_core.gemm(q, k[keys]).numpy()
         p = np.empty_like(s)
-        softmax_block(s, block, c, m, l, alpha, p, elementary.powers_of_two(), HEADROOM)
-        weights = rounded_weights(torch.from_numpy(p), None if keep is None else keep[:, keys])
+        softmax_block(s, block, c, m, uncast, alpha, p, elementary.powers_of_two(), HEADROOM)
+        weights = rounded_weights(torch.from_numpy(p))
+        ones = torch.ones(1, s.shape[1], dtype=torch.float32, device="cpu").to(CODES)
+        add_product(sums, alpha, tensor_core.gemm(weights, ones).numpy())
+        if keep is not None:
+            weights.view(torch.uint8)[~keep[:, keys]] = 0
         add_product(total, alpha, tensor_core.gemm(weights, v_t[:, keys]).numpy())
-    lanes = torch.from_numpy(l)
-    sums = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
-    return torch.from_numpy(total), torch.from_numpy(m), inverse(sums)
+    return torch.from_numpy(total), torch.from_numpy(m), inverse(torch.from_numpy(sums[:, 0]))
 
 
 @define(outputs, mutates=("rng_state",))

@@ -4,10 +4,11 @@
     dq, dk, dv = `twin::attention_backward` of grad, q', k', v' and the forward's out, m and inv
 
 It reads the codes, as numbers of T, and not the q, k and v of before the cast. So its scores are those of the forward,
-but for that rounding, and by the forward's m and 1 / l a row's weights add up to 1 but for that. By scores of the
-numbers before the cast they would add up to anything: a number beyond its delayed scale saturates, its score before the
-cast may lie far above m, and the weight 2^(score - m) has no bound. Codes take half the memory, too. The gradient
-passes the cast unchanged. (Transformer Engine's backward in 16 bits reads the numbers before the cast.)
+but for that rounding, and by the forward's m and 1 / l a row's weights add up to 1 but for that and for the cast of P,
+which l sums. By scores of the numbers before the cast they would add up to anything: a number beyond its delayed scale
+saturates, its score before the cast may lie far above m, and the weight 2^(score - m) has no bound. Codes take half the
+memory, too. The gradient passes the cast unchanged. (Transformer Engine's backward in 16 bits reads the numbers before
+the cast.)
 """
 
 import torch

@@ -221,14 +221,12 @@ def _encode(words: int, kind: int, rank: int, pointer: int, shape: Any, strides:
     """In place of the driver's cuTensorMapEncodeTiled: the struct Map of engine.cpp."""
     element = {0: 1, 6: 2, 7: 4, 9: 2}[kind]
 
-    def five(values: Sequence[int], count: int, change: int = 0) -> list[int]:
-        return [value + change for value in values[: min(len(values), rank)]][:count] + [0] * (
-            count - min(count, rank, len(values))
-        )
+    def padded(values: Sequence[int], count: int) -> list[int]:
+        return [*values, *[0] * count][:count]
 
-    packed = struct.pack(
-        "=Q4Q5I5H3B", pointer, *five(strides, 4), *five(shape, 5, -1), *five(box, 5), element, rest[2] != 0, rank
-    )
+    last = [size - 1 for size in shape]
+    numbers = (pointer, *padded(strides, 4), *padded(last, 5), *padded(box, 5), element, rest[2] != 0, rank)
+    packed = struct.pack("=Q4Q5I5H3B", *numbers)
     ctypes.memmove(words, packed, len(packed))
     return 0
 

@@ -19,6 +19,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+// 1 / sqrt(x); inf where x < 2^-126, NaN where x is below 0.
+__device__ __forceinline__ float rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // max(x, y), NaN where either is NaN (fmaxf would drop it).
 __device__ __forceinline__ float max_nan(float x, float y) {
     float z;

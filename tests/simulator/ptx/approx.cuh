@@ -22,6 +22,8 @@ inline float ex2_approx(float x) {
 }
 // Correctly rounded, as the kernels' refinement makes Hopper's words.
 inline float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
+// Correctly rounded; after adam_update.cuh's refinement, the root is an IEEE root in every bit, as Hopper's is.
+inline float rsqrt_approx(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(flushed(x)))); }
 inline float max_nan(float x, float y) { return x != x ? x : y != y ? y : fmaxf(x, y); }
 
 }  // namespace twin

@@ -1,0 +1,134 @@
+// The works of attention_backward.cu: which there are, and how one goes on where another has ended.
+//
+// A group of heads shares its keys, and dk and dv are one chain over all of its heads. A work of all of them is long, and
+// where the mask is causal the works that are taken last are the longest ones. So where HEADS_APART is 1, a launch's last
+// heads of keys are taken in parts: of each of them the group's first heads, `each` of them, then of each the next ones.
+// A part takes over the fp32 sums of the part before it, so the chain, and with it every bit, is that of a work of all
+// heads. Each warp hands over its own rows; it needs no others.
+//
+// Defines: as attention_scratch.cuh.
+#pragma once
+
+#include "attention_scratch.cuh"
+#include "ptx/turn.cuh"
+
+namespace twin {
+
+// What a block does at a time: keys from `first`; of each head of a group, or of a range of them, the queries of a range.
+// Without a head: it is done.
+struct Work {
+    int batch, key_head, first;
+    Range queries;
+#if HEADS_APART
+    Range heads;
+#endif
+#if LENGTHS
+    Limits limits;
+#endif
+};
+
+// Of a group's heads a work has those from this one, ...
+__device__ __forceinline__ int head_from(const Work& work) {
+#if HEADS_APART
+    return work.heads.from;
+#else
+    return 0;
+#endif
+}
+
+// ... up to this one, not included.
+__device__ __forceinline__ int head_to(const Work& work, int group) {
+#if HEADS_APART
+    return work.heads.to;
+#else
+    return group;
+#endif
+}
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Work& work) {
+#if LENGTHS
+    return work.limits;
+#else
+    return a;
+#endif
+}
+
+// The work of a rank. Heads are taken `together` at a time, their last keys first.
+__device__ __forceinline__ Work work_of(const Arguments& a, const Scratch& scratch, int rank) {
+    const int key_blocks = (a.skv + kTileRows - 1) / kTileRows, key_heads = a.heads / a.group;
+    if (rank >= scratch.works) return {0, -1, 0, {0, 0}};
+#if HEADS_APART
+    const int all_heads = scratch.apart_from;
+#else
+    const int all_heads = a.batches * key_heads;
+#endif
+    int before = rank / (a.together * key_blocks) * a.together;
+    int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
+#if HEADS_APART
+    Range of_group{0, a.group};
+    if (rank >= all_heads * key_blocks) {
+        before = all_heads, heads = scratch.apart, place = rank - before * key_blocks;
+        of_group.from = place / (heads * key_blocks) * scratch.each;
+        of_group.to = min(of_group.from + scratch.each, a.group);
+        place %= heads * key_blocks;
+    }
+#endif
+    const int head = before + place % heads;
+    const int first = (key_blocks - 1 - place / heads) * kTileRows;
+    const Limits& limits = limits_of(a, head / key_heads);
+    Work work{head / key_heads, head % key_heads, first, visitors(limits, first)};
+#if HEADS_APART
+    work.heads = of_group;
+#endif
+#if LENGTHS
+    work.limits = limits;
+#endif
+    return work;
+}
+
+#if HEADS_APART
+
+// A consumer thread's place among a work's sums, and the word that says of how many heads of the group its warp's are.
+struct Handed {
+    float4* sums;
+    unsigned* heads;
+
+    __device__ __forceinline__ Handed(const Arguments& a, const Scratch& scratch, const Work& work) {
+        const int key_blocks = (a.skv + kTileRows - 1) / kTileRows, block = work.first / kTileRows;
+        const int head = work.batch * (a.heads / a.group) + work.key_head;
+        const long long place = static_cast<long long>(head - scratch.apart_from) * key_blocks + block;
+        sums = reinterpret_cast<float4*>(scratch.handed + place * (2 * kTileRows * N_OUT)) + threadIdx.x;
+        heads = scratch.summed + (head * key_blocks + block) * (4 * kWarpgroups) + threadIdx.x / 32;
+    }
+};
+
+// Wait for the sums over the heads of the group before this work's.
+template <int kCount>
+__device__ __forceinline__ void take_over(float (&dv)[kCount], float (&dk)[kCount], const Arguments& a,
+                                          const Scratch& scratch, const Work& work) {
+    const Handed handed(a, scratch, work);
+    wait_for_turn(handed.heads, work.heads.from);
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j++) {
+        float* acc = j < kCount / 4 ? dv + 4 * j : dk + (4 * j - kCount);
+        const float4 four = handed.sums[j * (128 * kWarpgroups)];
+        acc[0] = four.x, acc[1] = four.y, acc[2] = four.z, acc[3] = four.w;
+    }
+}
+
+template <int kCount>
+__device__ __forceinline__ void hand_over(const float (&dv)[kCount], const float (&dk)[kCount], const Arguments& a,
+                                          const Scratch& scratch, const Work& work) {
+    const Handed handed(a, scratch, work);
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j++) {
+        const float* acc = j < kCount / 4 ? dv + 4 * j : dk + (4 * j - kCount);
+        handed.sums[j * (128 * kWarpgroups)] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) pass_turn(handed.heads, work.heads.to);
+}
+
+#endif
+
+}  // namespace twin
