@@ -7,7 +7,7 @@ as there are cores, and then the pair runs. Threads suffice: NVRTC takes no lock
 
 The dry pass is exact: it runs the very code that launches, and what this code launches depends on no value. It changes
 nothing: no kernel runs, an op of PyTorch that is no view only computes shapes, tensors that the pair would change keep
-their versions, and weights that it would keep for later microbatches are dropped.
+their versions, and what its modules would keep (weights for later microbatches, delayed gradients) is dropped.
 """
 
 import contextlib
@@ -141,20 +141,34 @@ def _room(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _unchanged(context: Any) -> Iterator[None]:
-    """Restore, at the end, modules' cached FP8 weights and the versions of the tensors that launches change."""
+    """Restore, at the end, what modules keep and the versions of the tensors that launches change.
+
+    Modules keep FP8 weights for later microbatches, and how gradients are computed in `backward_dw`.
+    """
     modules = [one.module for one in context.modules]
     changed = [*context.state(backward=False)[1], *context.state(backward=True)[1]]
     main_grads = (getattr(parameter, "main_grad", None) for module in modules for parameter in module.parameters())
     changed += [t for t in main_grads if isinstance(t, torch.Tensor)]
     caches = [module._fp8_workspaces for module in modules]
     before = [dict(cache) for cache in caches]
+    delayed = [(module._delayed, len(module._delayed)) for module in modules if module.delay_wgrad_compute]
     try:
         with torch.autograd._unsafe_preserve_version_counter(tuple(changed)):
             yield
     finally:
+        for queue, length in delayed:
+            while len(queue) > length:
+                queue.pop()
         for cache, content in zip(caches, before, strict=True):
             cache.clear()
             cache.update(content)
+
+
+def _delayed(context: Any) -> list[Callable[[], Any]]:
+    """What its backward left to `backward_dw`."""
+    modules = [(one, one.module) for one in context.modules if one.module.delay_wgrad_compute]
+    found = [computes for one, module in modules for owner, computes in module._delayed if owner is one]
+    return [compute for computes in found for compute in computes.values()]
 
 
 class _Passes:
@@ -172,6 +186,8 @@ def collect(
             if any(plan.needs):
                 outs = out if isinstance(out, tuple) else (out,)
                 backward(plan, context, saved, *map(torch.empty_like, outs))
+                for compute in _delayed(context):
+                    compute()
         finally:
             into.update(kernels)
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -326,6 +327,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def build(kernel: str, macros: Any, *, announced: bool) -> None:
         assert not announced
         asked.append(kernel)
+        time.sleep(0.001)  # so that a refusal is seen before a long list is done
         if kernel == "bad":
             raise compiler.CompileError("bad does not compile")
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from dry_gpu import DryGpu
 from transformer_layers import RECIPE, numbers
 
+import optimized
 import reference as te
 
 BF16 = torch.bfloat16
@@ -142,3 +144,22 @@ def test_refusals_and_copies() -> None:
     x = numbers(1, 8, 64).bfloat16()
     with pytest.raises(Exception, match=r"delay_wgrad_compute=True under torch\.compile is not offered"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("kind", [optimized.Linear, optimized.LayerNormMLP])
+def test_a_dry_pass_collects_delayed_gradients_and_keeps_none(kind: Any, fuse: bool) -> None:
+    with DryGpu() as gpu:
+        gpu.tapes()
+        layer = kind(64, 128, params_dtype=BF16, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.empty(parameter.shape, device="cuda")
+        x = torch.empty(40, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+        with te.autocast():
+            y = layer(x)
+        assert len(layer._delayed) == 0
+        y.backward(torch.empty_like(y))
+        assert len(layer._delayed) == 1
+        layer.backward_dw()
+        launched = {one.kernel for one in gpu.launches if one.kernel.kernel != "scale_update"}
+        assert gpu.collected[0] == launched

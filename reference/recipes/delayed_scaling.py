@@ -196,11 +196,12 @@ class Delayed(Quantizer):
         return Quantized(*cast), db
 
     def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
-        if not dbias:
+        if not (transpose or dbias):
             return super().joined_grad(parts, groups, transpose, dbias)
+        # Without a bias, too: sums that nobody reads cost less than a copy of the parts.
         parts = [part.contiguous() for part in parts]
         *cast, db = twin.cat_cast_transpose_dbias(parts, groups, *self._state())
-        return Quantized(*cast), db
+        return _without_transpose(cast, transpose), db if dbias else None
 
     def activation_grad(
         self, g: Quantized, w: Transposed, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
