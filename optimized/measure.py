@@ -185,7 +185,8 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -226,9 +227,9 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cupy": _version("cupy-cuda13x"),
+        "cupy": version("cupy-cuda13x"),
         "nvrtc": compiler.nvrtc_version(),
-        "transformer_engine": _version("transformer_engine"),
+        "transformer_engine": version("transformer_engine"),
         "commit": commit,
         "commit_is_clean": None if commit is None else status == "",
         "kernels": {kernel: compiler.source_hash(kernel) for kernel in kernels},

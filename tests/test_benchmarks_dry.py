@@ -5,6 +5,7 @@ that differ; where the change was meant, `PYTHONPATH=.:tests python tests/snapsh
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import sys
@@ -23,7 +24,7 @@ import pytest
 import snapshots
 import torch
 import training_text
-from dry_bench import DryBench
+from dry_bench import DryBench, samples
 
 import optimized
 from optimized import measure
@@ -31,6 +32,7 @@ from optimized.bench import (
     adam,
     attention_plot,
     decode,
+    first_step,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -43,6 +45,7 @@ from optimized.bench import (
     single_gpu_plot,
     timeline,
     train,
+    trainer,
     training,
 )
 from optimized.commands import tables
@@ -206,11 +209,47 @@ def run_of_single_gpu() -> snapshots.Sections:
 
 
 def run_of_decode() -> snapshots.Sections:
-    """`decode`, with smaller layers, whose weights are drawn sooner."""
+    """`decode`, with smaller layers, whose weights are drawn sooner; as where transformers is not installed."""
     case = replace(decode.CASE, hidden=256, ffn=512, heads=4, kv_heads=2)
     module = types.SimpleNamespace(**vars(decode))
     module.run = partial(decode.run, case=case)
-    return run_of(module)
+    with mock.patch.object(importlib.util, "find_spec", return_value=None):
+        return run_of(module)
+
+
+def run_of_trainer() -> snapshots.Sections:
+    """`trainer`: what is asked of transformers' Trainer, and its table; tests/test_trainer_bench.py trains."""
+    asked: list[str] = []
+
+    def trained(way: trainer.Way, sizes: trainer.Sizes, steps: int, warm_up: int) -> dict[str, Any]:
+        asked.append(f"{way} {sizes} {steps} {warm_up}")
+        times = [100 * one for one in samples(way.name, steps)]
+        return {"samples": times, "loss": 11.8, "peak_bytes": (30 + len(asked)) << 30}
+
+    with (
+        mock.patch.object(trainer, "trained", trained),
+        mock.patch.object(measure, "version", lambda name: f"{len(name)}.1"),
+    ):
+        return {**run_of(trainer), "asked": (asked, 10)}
+
+
+def run_of_first_step() -> snapshots.Sections:
+    """`first_step`: its processes by the folders that they get, and its table."""
+    asked: list[str] = []
+
+    def process(cache: Path, cubins: Path, into: Path | None = None) -> dict[str, Any]:
+        asked.append(f"cache={cache.name} cubins={cubins.name} into={into and into.name}")
+        if into is not None:
+            (into / "about.json").write_text('{"count": 30}')
+        seconds = samples(f"{cache.name} {cubins.name} {len(asked)}", 5)
+        return {"seconds": seconds, "compiled": [0, 0, 28 if into else 0, 0, 4 if into else 0]}
+
+    with (
+        mock.patch.object(first_step, "process", process),
+        mock.patch.object(first_step, "carried", return_value=None),
+        mock.patch.object(first_step.os, "sched_getaffinity", return_value=set(range(16))),
+    ):
+        return {**run_of(first_step), "asked": (asked, 10)}
 
 
 def run_of_train() -> snapshots.Sections:
@@ -233,12 +272,14 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
 } | {
     "adam": run_of_adam,
     "decode": run_of_decode,
+    "first_step": run_of_first_step,
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
     "single_gpu": run_of_single_gpu,
     "timeline": partial(run_of_layers, timeline),
     "train": run_of_train,
+    "trainer": run_of_trainer,
 }
 
 

@@ -208,8 +208,8 @@ def test_what_a_command_says_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == {"capture_output": True, "text": True, "timeout": 20, "cwd": measure.ROOT, "check": True}
     monkeypatch.setattr(measure, "_output", lambda *command: None)
     assert measure.clocks() is None
-    assert measure._version("no-such-package-anywhere") is None
-    assert measure._version("torch") is not None
+    assert measure.version("no-such-package-anywhere") is None
+    assert measure.version("torch") is not None
 
 
 def test_provenance_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "attention": {
                 "b=4 h=32 hkv=32 s=2048 d=128 none dropout=0.0": {name: {"median": ms} for name, ms in times.items()}
             },
+            "FP8": {"b=4 h=32 hkv=32 s=2048 d=128 none dropout=0.0": {"FP8": {"median": 1}, "bf16": {"median": 2}}},
             "elementwise": {"copy": {"TB/s": 4.0}, "softmax_backward": {"TB/s": 3.0}},
         },
         "provenance": {**origin, "kernels": {}},

@@ -31,7 +31,9 @@ _MODULES = (
     "single_gpu",
     "training",
     "train",
+    "trainer",
     "decode",
+    "first_step",
 )
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"{bench.__name__}.{name}") for name in _MODULES)
 
@@ -122,8 +124,8 @@ GROUPS = {
     "Attention": ("attention",),
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats", "decode"),
-    "Training": ("single_gpu", "training", "train"),
+    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats", "decode", "first_step"),
+    "Training": ("single_gpu", "training", "train", "trainer"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
 PICTURES = {  # of a group, above its tables
