@@ -1,4 +1,4 @@
-"""What docs/frameworks.md shows of other frameworks runs, where they are installed; each program in its own process.
+"""What docs/megatron.md and docs/torchtitan.md show runs where those are installed, each program in its own process.
 
     pip install --no-deps megatron-core==0.16.1
     pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro torchdata einops torch_checkpointing triton \\
@@ -26,11 +26,10 @@ def needs(package: str) -> Any:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"could not import {package}")
 
 
-def shown(heading: str) -> str:
-    """The Python code below a heading of the page."""
-    page = (ROOT / "docs/frameworks.md").read_text("utf-8")
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+def shown(page: str) -> str:
+    """The Python code of a page."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
 def printed(package: str, *programs: str) -> Any:
@@ -85,7 +84,7 @@ config = MLATransformerConfig(**sizes, **model_kind, **no_bias, **precision, **f
 def test_megatron_core_trains_as_shown(recipe: str | None) -> None:
     other = f"config = dataclasses.replace(config, fp8={recipe and 'hybrid'!r}, fp8_recipe={recipe or 'delayed'!r})"
     falls, layers, in_fp8, heads, recipes = printed(
-        "megatron", shown("Megatron-Core"), BEGIN, other, "model = gpt()", TRAIN
+        "megatron", shown("megatron.md"), BEGIN, other, "model = gpt()", TRAIN
     )
     assert (falls, layers, in_fp8, heads) == (True, 8, recipe is not None, [16, 16])
     name = {"delayed": "TEDelayedScaling", "tensorwise": "Float8CurrentScaling", None: "None"}[recipe]
@@ -97,7 +96,7 @@ def test_megatron_core_trains_as_shown(recipe: str | None) -> None:
 @pytest.mark.slow
 @needs("megatron")
 def test_multi_latent_attention_has_heads_of_two_sizes() -> None:
-    found = printed("megatron", shown("Megatron-Core"), BEGIN, MLA, "model = gpt()", TRAIN)
+    found = printed("megatron", shown("megatron.md"), BEGIN, MLA, "model = gpt()", TRAIN)
     assert found[0] is True
     assert found[2:4] == [True, [[32, 16], [32, 16]]]
 
@@ -141,7 +140,7 @@ def test_torchtitan_trains_as_shown() -> None:
     deviation = model.layers["0"].feed_forward.w1.weight.std().item()
     print(json.dumps([losses[-1] < losses[0], len(ours), all(part.fp8 for part in ours), prepared, deviation]))
     """
-    found = printed("torchtitan", shown("torchtitan"), program)
+    found = printed("torchtitan", shown("torchtitan.md"), program)
     assert found[:4] == [True, 30, True, [{"parallel_dims": None}]]
     assert 0.01 < found[4] < 0.03  # torchtitan's own first weights: normal, 0.02
 

@@ -6,6 +6,7 @@ says why; 130 the command was interrupted (`twin compile`, `twin train`).
 
 import argparse
 import importlib
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,7 +36,10 @@ def check_folder(option: str, folder: Path) -> None:
 def check_output(output: Path) -> None:
     """Refuse, before the work begins, an --output that a page cannot be written to."""
     try:
-        what = None if output.is_file() or not output.exists() else "a folder" if output.is_dir() else "not a file"
+        mode = output.stat().st_mode  # Path.exists() answers False from Python 3.14 on, where this raises
+        what = None if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "not a file"
+    except FileNotFoundError:
+        what = None
     except OSError as error:
         what = f"no path here ({error.strerror})"
     if what is not None:
