@@ -67,8 +67,8 @@ class autocast(Context):
     Args:
         enabled: FP8 on; off inside an enabled context runs those modules in 16 bits.
         calibrating: with FP8 off, still collect amaxes.
-        recipe: one of `te.recipe`; None is `DelayedScaling()`. With FP8 and calibration off it is not read and may be
-            any object.
+        recipe: one of `te.recipe`, as it is now (its fields may be set later); None is `DelayedScaling()`. With FP8 and
+            calibration off it is not read and may be any object.
         amax_reduction_group: process group over which amaxes are maximised; None is the default group.
         _graph: only False is offered.
 
@@ -96,7 +96,7 @@ class autocast(Context):
             raise TypeError(
                 f"autocast: amax_reduction_group={amax_reduction_group!r}; a process group or None is accepted."
             )
-        recipe = _DEFAULT if recipe is None else recipe
+        recipe = (_DEFAULT if recipe is None else recipe).fixed
         self.settings = AutocastState(enabled, calibrating, recipe, amax_reduction_group)
         super().__init__()
 

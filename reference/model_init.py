@@ -54,7 +54,7 @@ class quantized_model_init(Context):
         check_arguments("quantized_model_init", locals())
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
-        settings = QuantizedInit(recipe or DelayedScaling(), preserve_high_precision_init_val)
+        settings = QuantizedInit((recipe or DelayedScaling()).fixed, preserve_high_precision_init_val)
         self.settings = settings if enabled else None
         super().__init__()
 

@@ -1,6 +1,8 @@
 """Recipes: defaults, formats, and every refusal."""
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import numpy as np
@@ -108,13 +110,59 @@ def test_a_recipe_says_what_it_is() -> None:
 def test_recipes_are_values() -> None:
     assert te.DelayedScaling(margin=1) == te.DelayedScaling(margin=1) != te.DelayedScaling()
     assert len({te.DelayedScaling(), te.DelayedScaling()}) == 1
-    for one, name, value in ((te.DelayedScaling(), "margin", 2), (recipe.Float8CurrentScaling(), "fp8_dpa", True)):
-        sentence = (
-            rf"^{type(one).__name__}: {name}={value} is set on a recipe that exists, .*replace\(recipe, {name}=\.\.\.\)"
-        )
-        with pytest.raises(dataclasses.FrozenInstanceError, match=sentence):
+
+
+@pytest.mark.parametrize("recalled", [False, True])
+def test_a_field_that_is_set_counts_from_the_next_autocast_on(recalled: bool, same_bits) -> None:  # type: ignore[no-untyped-def]
+    """As a recipe made anew with that field; an autocast that is open goes on with what it was given."""
+    x = torch.linspace(-2, 3, 8 * 32).view(8, 32)
+
+    def run(change: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layer, found = te.Linear(32, 16), []
+        recipe = te.DelayedScaling(amax_history_len=4)
+        for step in range(5):
+            if step == 2 and change == "made anew":
+                recipe = dataclasses.replace(recipe, margin=3, amax_compute_algo="most_recent")
+            if step == 2 and change == "set":
+                recipe.margin, recipe.amax_compute_algo = 3, "most_recent"
+            with te.autocast(recipe=recipe):
+                if change == "set while open" and step == 1:
+                    recipe.margin, recipe.amax_compute_algo = 3, "most_recent"
+                y = (te.checkpoint(layer, x) if recalled else layer(x)) * (step + 1)
+            y.sum().backward()
+            found += [y, layer.weight.grad.clone(), layer.fp8_meta["scaling_fwd"].scale.clone()]
+        return found
+
+    expected, plain = run("made anew"), run("never")
+    for change in ("set", "set while open"):
+        for found, wanted in zip(run(change), expected, strict=True):
+            same_bits(found, wanted)
+    assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True))
+
+
+def test_a_field_that_is_set_is_checked_first() -> None:
+    for one, name, value in ((te.DelayedScaling(), "margin", 19), (recipe.Float8CurrentScaling(), "fp8_dpa", True)):
+        before = dataclasses.replace(one)
+        with pytest.raises((ValueError, NotImplementedError), match=rf"^{type(one).__name__}: {name}={value}"):
             setattr(one, name, value)
-        assert dataclasses.replace(one) == one != value
+        assert one == before
+
+
+def test_layers_keep_a_copy_that_nothing_changes() -> None:
+    one = te.DelayedScaling(amax_history_len=4)
+    assert one.fixed is one.fixed
+    assert one.fixed == one
+    assert copy.deepcopy(one).fixed is not one.fixed
+    layer = te.Linear(32, 32)
+    with te.autocast(recipe=one):
+        layer(torch.ones(4, 32))
+    kept = layer.fp8_meta["recipe"]
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"margin=1 is set on the copy of a recipe that autocast"):
+        kept.margin = 1
+    one.margin = 1
+    assert (kept.margin, one.fixed.margin) == (0, 1)
+    assert pickle.loads(pickle.dumps(one)) == one
 
 
 def test_a_program_may_subclass_a_recipe() -> None:
@@ -131,8 +179,11 @@ def test_a_program_may_subclass_a_recipe() -> None:
     with te.autocast(recipe=one):
         layer(x)
     assert layer.fp8_meta["scaling_fwd"].amax_history.shape[0] == 4
-    with pytest.raises(dataclasses.FrozenInstanceError, match=r"^Own: margin=1 is set on a recipe that exists"):
-        one.margin = 1  # type: ignore[misc]
+    one.amax_history_len = 8
+    with te.autocast(recipe=one):
+        layer(x)
+    assert layer.fp8_meta["scaling_fwd"].amax_history.shape[0] == 8
+    assert (one.fixed.note, type(one.fixed)) == ("own", Own)
 
 
 def test_other_recipes_are_named_when_asked_for() -> None:

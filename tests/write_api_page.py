@@ -74,6 +74,7 @@ def arguments() -> Iterator[str]:
     """A table for each callable; arguments without a row are offered."""
     yield "\n## Arguments\n"
     yield "Tensors are checked by the call itself. `only` marks what is not offered: other values raise."
+    yield "\nA recipe's fields may be set. What is set is checked, and counts from the next `te.autocast` on."
     for name, parameters in API["callables"].items():
         yield f"\n### `{name.removesuffix('.__init__')}`\n"
         rows: dict[str, list[str]] = {}

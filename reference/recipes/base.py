@@ -1,8 +1,9 @@
 """What all recipes share: formats, Transformer Engine's queries, and the interface for quantizers and updates."""
 
+import copy
 import dataclasses
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -38,27 +39,45 @@ class Format(Enum):
         return self.value.max_fwd if forward else self.value.max_bwd
 
 
-def refuse_change(self: Any, name: str, value: Any) -> None:
-    """A recipe's `__setattr__`: layers keep quantizers that were made of it."""
-    if name in {field.name for field in dataclasses.fields(self)}:
-        raise dataclasses.FrozenInstanceError(
-            f"{type(self).__name__}: {name}={value!r} is set on a recipe that exists, which layers may be using; "
-            f"dataclasses.replace(recipe, {name}=...) is accepted."
-        )
-    object.__setattr__(self, name, value)
-
-
 class Recipe:
     """Which quantizer each tensor role of a layer's GEMMs has, and what is updated when.
 
-    A recipe is a frozen dataclass in a file of its own that defines `gemms`. A recipe with state between steps sets
+    A recipe is a hashable dataclass in a file of its own that defines `gemms`. A recipe with state between steps sets
     `history_rows`; its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`), from which `update`
     computes the next step's scales.
+
+    Fields may be set, as Transformer Engine's. What is set is checked like an argument, and counts from the next
+    `autocast`, `quantized_model_init` or `by_layer` on: these keep `fixed`.
     """
 
     fp8_format: Format
     fp8_dpa: bool = False
     history_rows: ClassVar[int | None] = None
+
+    @property
+    def fixed(self) -> Self:
+        """The recipe as it is now, in a copy whose fields cannot be set; the same copy until a field is set."""
+        kept: Self | None = vars(self).get("_fixed")
+        if kept is None:
+            kept = copy.copy(self)
+            vars(kept)["_fixed"] = vars(self)["_fixed"] = kept
+        return kept
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):  # not while the recipe is made
+            if vars(self).get("_fixed") is self:
+                raise dataclasses.FrozenInstanceError(
+                    f"{type(self).__name__}: {name}={value!r} is set on the copy of a recipe that autocast and layers "
+                    f"keep; the recipe itself is accepted, and counts from the next autocast on."
+                )
+            changed = copy.copy(self)
+            vars(changed)[name] = value
+            changed.check()
+            vars(self).pop("_fixed", None)
+        super().__setattr__(name, value)
+
+    def check(self) -> None:
+        """Raise ValueError, TypeError or NotImplementedError, in a sentence, for a field that is not accepted."""
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
         """The quantizers of a layer's GEMMs; `forward` and `backward` are its state, None without `history_rows`."""

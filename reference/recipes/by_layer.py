@@ -59,7 +59,7 @@ def by_layer(
             )
         decided |= dict.fromkeys(found, choice)
     for name, choice in decided.items():
-        layers[name].own_recipe = choice if isinstance(choice, Recipe) else None  # type: ignore[assignment]
+        layers[name].own_recipe = choice.fixed if isinstance(choice, Recipe) else None  # type: ignore[assignment]
         layers[name].in_high_precision = choice is None  # type: ignore[assignment]
     return {name: _choice(layer) for name, layer in named.items()}
 

@@ -20,10 +20,10 @@ import torch
 from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Gemm, Quantizer
-from reference.recipes.base import Format, Recipe, check_recipe, refuse_change
+from reference.recipes.base import Format, Recipe, check_recipe
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Float8CurrentScaling(Recipe):
     """Scale each tensor by its own amax.
 
@@ -41,6 +41,9 @@ class Float8CurrentScaling(Recipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
         if self.use_power_2_scales is not False:
             raise NotImplementedError(
                 f"Float8CurrentScaling: use_power_2_scales={self.use_power_2_scales!r} is not offered; False is "
@@ -58,9 +61,6 @@ class Float8CurrentScaling(Recipe):
         codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))
         grads = Current(self.fp8_format.dtype(False), self.fp8_format.fp8_max(False))
         return (Gemm(codes, codes, grads),) * count
-
-
-Float8CurrentScaling.__setattr__ = refuse_change  # type: ignore[method-assign]  # the dataclass's own names no way out
 
 
 class Current(Quantizer):

@@ -14,7 +14,7 @@ from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Quantized, Transposed, gemm_bias
 from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
-from reference.recipes.base import Format, Recipe, check_recipe, refuse_change
+from reference.recipes.base import Format, Recipe, check_recipe
 
 MAX_MARGIN = 18
 """448 · 2^-18 rounds to E4M3's smallest number; 448 · 2^-19 rounds to 0, and so would all values."""
@@ -22,7 +22,7 @@ MAX_HISTORY = 1 << 20
 """Rows of an amax history: a million steps, 12 MiB for a linear layer and direction."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class DelayedScaling(Recipe):
     """Scale step t's tensors by the amaxes of the steps before it.
 
@@ -58,6 +58,9 @@ class DelayedScaling(Recipe):
     device: InitVar[Any] = field(default=None, kw_only=True)
 
     def __post_init__(self, params_dtype: Any, device: Any) -> None:
+        self.check()
+
+    def check(self) -> None:
         too_far = " (from 19 on, E4M3 rounds a tensor's largest number to 0)"
         for name, least, most, why in (("margin", 0, MAX_MARGIN, too_far), ("amax_history_len", 1, MAX_HISTORY, "")):
             value = getattr(self, name)
@@ -108,9 +111,6 @@ class DelayedScaling(Recipe):
             _reduce(histories, group)
         fp8_max = self.fp8_format.fp8_max(forward)
         twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
-
-
-DelayedScaling.__setattr__ = refuse_change  # type: ignore[method-assign]  # the dataclass's own names no way out
 
 
 def _reduce(histories: list[torch.Tensor], group: Any) -> None:
