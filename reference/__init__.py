@@ -23,6 +23,8 @@ from reference.nn import operations as _operations
 from reference.nn.attention import DotProductAttention
 from reference.nn.cross_entropy import cross_entropy, parallel_cross_entropy
 from reference.nn.embedding import Embedding
+from reference.nn.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.fused_linear_cross_entropy import fused_linear_cross_entropy
 from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import LayerNorm, RMSNorm
@@ -30,6 +32,7 @@ from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
+from reference.nn.quantized_tensor import QuantizedTensor
 from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.transformer_layer import TransformerLayer
 from reference.offload import get_cpu_offload_context
@@ -70,9 +73,13 @@ not_offered.explain(__name__)
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DType",
     "DelayedScaling",
     "DotProductAttention",
     "Embedding",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
     "Format",
     "InferenceParams",
     "LayerNorm",
@@ -81,6 +88,8 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "PrecisionPlan",
+    "QuantizedTensor",
+    "Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",

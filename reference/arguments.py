@@ -64,6 +64,10 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
     ((None,), "tensor_parallel_mode userbuffers_options op_kwargs"),
     ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
+    ((True,), "rowwise"),
+    ((False,), "Float8CurrentScalingQuantizer.use_existing_amax with_amax_reduction pin_memory"),
+    ((None,), "Float8CurrentScalingQuantizer.scale Float8CurrentScalingQuantizer.amax"),
+    ((None,), "Float8CurrentScalingQuantizer.amax_reduction_group"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 
@@ -137,6 +141,8 @@ _HEADS = Rule(
     f"a multiple of 8 from 8 to {MAX_HEAD_DIM}, or a pair of them (queries and keys, values), is accepted",
 )
 _SCALE = Rule(is_real, lambda x: 1e-30 < x < 1e30, "a number between 1e-30 and 1e30 is accepted")
+_LEAST_AMAX = Rule(is_real, lambda x: 0 <= x <= 3.4e38, "a finite number of fp32, at least 0, is accepted")
+_FP8_DTYPE = Rule(is_int, lambda x: x in (7, 8), "te.DType.kFloat8E4M3 and te.DType.kFloat8E5M2 are accepted")
 _EPSILON = Rule(is_real, lambda x: 1e-45 <= x <= 3.4e38, "a positive finite number of fp32 is accepted")
 _WINDOW = Rule(_is_window, lambda x: all(-1 <= side < 2**31 for side in x), "a pair of ints from -1 on is accepted")
 _PROBABILITY = Rule(is_real, lambda x: 0 <= x < 1, "0 <= p < 1 is accepted")
@@ -262,6 +268,10 @@ _NAMES: list[tuple[Rule, str]] = [
     (_SCALE, "ops.ClampedSwiGLU.limit ops.ClampedSwiGLU.alpha"),
     (_OFFSET, "ops.ClampedSwiGLU.glu_linear_offset"),
     (_FLAG, "ops.Quantize.forward ops.Quantize.backward"),
+    (_FLAG, "columnwise force_pow_2_scales requires_grad"),
+    (_FP8_DTYPE, "fp8_dtype"),
+    (_LEAST_AMAX, "amax_epsilon"),
+    (_ACTIVATION_DTYPE, "Float8Tensor.dtype Quantizer.make_empty.dtype fake_dtype"),
 ]
 RULES = {name: rule for rule, names in _NAMES for name in names.split()}
 

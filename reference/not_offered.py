@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 _OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 _RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
-_QUANTIZED = "an FP8 tensor is codes and a scale; weights kept in FP8 are made by te.quantized_model_init"
+_QUANTIZED = "te.Float8Tensor is the quantized tensor there is, with one scale for all of it"
 _EXPERTS = "there are no layers for a mixture of experts"
 _PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
 _ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
@@ -29,19 +29,17 @@ NAMES: dict[str, dict[str, str]] = {
         _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
         _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
-        _QUANTIZED: "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage Float8Quantizer "
-        "Float8CurrentScalingQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer "
-        "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer "
-        "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage "
-        "IdentityQuantizer DType prepare_for_saving restore_from_saved restore_from_func_ctx tensor float8_tensor "
-        "quantized_tensor",
+        _QUANTIZED: "QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage "
+        "Float8BlockQuantizer MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage "
+        "NVFP4Quantizer HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor "
+        "IdentityTensorStorage IdentityQuantizer prepare_for_saving restore_from_saved restore_from_func_ctx",
+        _WHERE: "attention module transformer distributed jit tensor float8_tensor quantized_tensor",
         _AVAILABLE: "get_cudnn_version get_device_compute_capability",
         _OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
         "there is no export": "onnx_export export onnx_extensions",
         "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
-        _WHERE: "attention module transformer distributed jit",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
     "recipe": {_RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},

@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from reference import not_offered
-from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.module import TransformerEngineBaseModule
 from reference.recompute import activation_recompute_forward
 
@@ -33,6 +32,7 @@ ROOT = "transformer_engine"
 _PACKAGE = "twin_engine"  # a name of `reference` and `optimized` in a clone and in a wheel
 
 _LAYERS = "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm"
+_QUANTIZERS = "Float8CurrentScalingQuantizer Float8Quantizer Quantizer"
 _ATTENTIONS = "DotProductAttention MultiheadAttention"
 # Modules of transformer_engine.pytorch, and what of the package they hold.
 NAMES = {
@@ -53,13 +53,15 @@ NAMES = {
     "cross_entropy": "parallel_cross_entropy",
     "graph": "make_graphed_callables",
     "utils": "is_bf16_available",
+    "tensor": f"{_QUANTIZERS} Float8Tensor QuantizedTensor",
+    "tensor.float8_tensor": f"{_QUANTIZERS} Float8Tensor",
+    "float8_tensor": "Float8Tensor",
+    "quantized_tensor": "QuantizedTensor Quantizer",
+    "constants": "DType",
 }
-# What is no attribute of the package. In Transformer Engine QuantizedTensor is a base; here is one of its classes.
+# What is no attribute of the package.
 KINDS: dict[str, dict[str, Any]] = {
     "module.base": {"TransformerEngineBaseModule": TransformerEngineBaseModule},
-    "tensor": {"Float8Tensor": Float8Tensor, "QuantizedTensor": Float8Tensor},
-    "tensor.float8_tensor": {"Float8Tensor": Float8Tensor},
-    "float8_tensor": {"Float8Tensor": Float8Tensor},
     "distributed": {"activation_recompute_forward": activation_recompute_forward},
 }
 # Names that Megatron-Core needs while it is imported, as base classes and annotations, whether or not it will use them.
@@ -150,6 +152,7 @@ def _modules(package: ModuleType) -> dict[str, ModuleType]:
     found[f"{ROOT}.common"] = _module(f"{ROOT}.common", {})
     found[f"{ROOT}.common.recipe"] = package.recipe
     found[ROOT] = _module(ROOT, {"__version__": VERSION})
+    found[f"{ROOT}_torch"] = _module(f"{ROOT}_torch", {"DType": package.DType})  # programs import it as `tex`
     for name, module in found.items():
         owner, _, last = name.rpartition(".")
         if owner:

@@ -46,6 +46,9 @@ CALLABLES = {
     "make_graphed_callables": ("graph.py", ""),
     "checkpoint": ("distributed.py", ""),
     "parallel_cross_entropy": ("cross_entropy.py", ""),
+    "Float8Quantizer": ("tensor/float8_tensor.py", "__init__"),
+    "Float8CurrentScalingQuantizer": ("tensor/float8_tensor.py", "__init__"),
+    "Quantizer": ("quantized_tensor.py", "quantize", "update_quantized", "make_empty", "set_usage"),
 }
 OPERATIONS = {  # of `ops`: the file, and the class whose constructor it has
     "Linear": ("linear.py", "Linear"),

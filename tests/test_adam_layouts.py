@@ -284,8 +284,8 @@ def test_weights_in_fp8_are_the_casts_of_what_their_masters_keep(name: str) -> N
         twin.adam([weight.grad.float()], [master], [m], [v], [], 0.01, 0.9, 0.999, 1e-8, 0.0, *corrections, True)
         scale = weight._kept.state().scale.clone()
         optimizer.step()
-        codes, _ = twin.cast(master, scale, None, weight._column, torch.float8_e4m3fn)
-        assert_same_bits(weight._data, codes)
+        codes, _ = twin.cast(master, scale, None, weight._kept.column, torch.float8_e4m3fn)
+        assert_same_bits(weight.codes, codes)
         kept = options.get("master_weight_dtype", FP32)
         assert_same_bits(optimizer.state[weight]["master_param"], encoded(master, kept)[0])
 

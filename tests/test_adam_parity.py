@@ -106,7 +106,7 @@ def test_training_has_the_bits_of_a_cpu(quantized: bool) -> None:
             optimizer.step()
             found = {"y": y}
             for name, p in module.named_parameters():
-                parts = (p._data, p._transpose, p._scale_inv) if isinstance(p, Float8Tensor) else (p,)
+                parts = (p.codes, p.codes_t, p._scale_inv) if isinstance(p, Float8Tensor) else (p,)
                 found |= {f"{name}.{i}": part.detach().clone() for i, part in enumerate(parts)}
                 found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[p].items()}
             seen.append(found)

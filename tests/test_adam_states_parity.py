@@ -283,7 +283,7 @@ def test_training_has_the_bits_of_a_cpu(name: str, quantized: bool) -> None:
             optimizer.step()
             found = {"y": y}
             for key, p in module.named_parameters():
-                parts = (p._data, p._scale_inv) if isinstance(p, Float8Tensor) else (p,)
+                parts = (p.codes, p._scale_inv) if isinstance(p, Float8Tensor) else (p,)
                 found |= {f"{key}.{i}": part.detach().clone() for i, part in enumerate(parts)}
                 found |= {f"{key}.{part}": value.clone() for part, value in optimizer.state[p].items()}
             seen.append(found)

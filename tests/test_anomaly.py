@@ -212,7 +212,7 @@ def test_a_parameter_that_was_bad_before() -> None:
     with te.quantized_model_init():
         kept: Any = te.Linear(32, 16, params_dtype=BF16)
     with torch.no_grad():
-        kept.weight._data.view(torch.uint8)[1, 2] = 0x7F
+        kept.weight.codes.view(torch.uint8)[1, 2] = 0x7F
     assert "was there before the step, in the parameter weight, at index [1, 2]." in sentence(lambda: None, kept)
 
 

@@ -249,7 +249,7 @@ def test_in_quantized_model_init_weights_are_kept_in_fp8(meta: bool, same_bits: 
             scale = torch.tensor([448.0]) / weight.float().abs().max()
             codes = (weight.float() * scale).to(torch.float8_e4m3fn)
             same_bits(found._scale_inv, 1 / scale)
-            same_bits(found._data.float(), codes.float())
+            same_bits(found.codes.float(), codes.float())
             same_bits(layer.fp8_meta["scaling_fwd"].scale[1:2], scale)
     assert [layer.weight.requires_grad for layer in model.layers] == [True, True, False]
 

@@ -37,10 +37,10 @@ def state_of(weight: Float8Tensor) -> FP8TensorMeta:
 def check_written(weight: Float8Tensor, values: torch.Tensor, scale: float, what: str = "a write") -> None:
     """That the weight holds `values` as they are cast with `scale`, in every tensor that it keeps."""
     codes = formats.cast(values, formats.E4M3, scale)
-    assert_same_bits(weight._data, codes, f"{what}: codes")
+    assert_same_bits(weight.codes, codes, f"{what}: codes")
     assert_same_bits(weight._scale_inv, 1.0 / torch.tensor([scale]), f"{what}: scale_inv")
-    if weight._transpose is not None:
-        assert_same_bits(weight._transpose.view(torch.uint8), codes.view(torch.uint8).t(), f"{what}: transposed codes")
+    if weight.codes_t is not None:
+        assert_same_bits(weight.codes_t.view(torch.uint8), codes.view(torch.uint8).t(), f"{what}: transposed codes")
     read = (formats.decode(codes) * weight._scale_inv).to(weight.dtype)
     assert_same_bits(weight.dequantize(), read, f"{what}: numbers")
     assert_same_bits(weight + 0, read + 0, f"{what}: in an op")
@@ -109,11 +109,11 @@ def test_other_changes_read_change_and_write(change, transposed: bool) -> None: 
     """Views included; the version tells autograd."""
     weight = weight_of(numbers(), 90.0, transposed)
     expected = weight.dequantize()
-    versions = [x._version for x in (weight._data, weight._scale_inv)]
+    versions = [x._version for x in (weight.codes, weight._scale_inv)]
     change(expected)
     change(weight)
     check_written(weight, expected, 90.0)
-    assert all(x._version > v for x, v in zip((weight._data, weight._scale_inv), versions, strict=True))
+    assert all(x._version > v for x, v in zip((weight.codes, weight._scale_inv), versions, strict=True))
 
 
 def test_an_alias_writes_to_transposed_codes_made_later() -> None:
@@ -129,7 +129,7 @@ def test_reading_gives_plain_tensors_and_gradients() -> None:
     assert isinstance(weight, torch.nn.Parameter)
     assert isinstance(weight, Float8Tensor)
     x = numbers(seed=1, shape=(4, 32))
-    plain = weight.dequantize().requires_grad_()
+    plain = weight.detach().dequantize().requires_grad_()
     for w in (weight, plain):
         (torch.nn.functional.linear(x, w) * w[:, :1].t()).sum().backward()
     assert type(weight.grad) is torch.Tensor
@@ -154,7 +154,7 @@ OPTIMIZERS = {
 def test_optimizers_that_change_a_weight_once_a_step(name: str) -> None:
     """A step is the plain one from the numbers that the weight reads as, and a write of its result."""
     weight = torch.nn.Parameter(weight_of(numbers(), 90.0, transposed=True))
-    plain = torch.nn.Parameter(weight.dequantize())
+    plain = torch.nn.Parameter(weight.detach().dequantize())
     optimizers = [OPTIMIZERS[name]([w]) for w in (weight, plain)]
     for step in range(4):
         for w, optimizer in zip((weight, plain), optimizers, strict=True):
@@ -175,7 +175,7 @@ def test_every_in_place_op_of_a_step_is_a_write() -> None:
     other.grad = weight.grad
     optimizer.step()
     torch.optim.AdamW([other], lr=0.01, weight_decay=0.0).step()
-    assert_same_bits(weight._data, other._data)
+    assert_same_bits(weight.codes, other.codes)
 
 
 def test_copies_have_state_of_their_own() -> None:
@@ -218,7 +218,7 @@ def test_shared_memory_holds_what_it_keeps() -> None:
     assert not weight.is_shared()
     weight.share_memory_()
     assert weight.is_shared()
-    assert weight._data.is_shared()
+    assert weight.codes.is_shared()
     assert weight._scale_inv.is_shared()
     check_written(weight, numbers(), 90.0)
     weight.copy_(numbers(seed=1))
@@ -230,11 +230,11 @@ def test_a_layer_in_shared_memory_is_seen_by_another_process() -> None:
         layer = te.Linear(32, 48, params_dtype=torch.bfloat16)
     layer.share_memory()
     assert all(t.is_shared() for t in (layer.weight, layer.bias, layer.fp8_meta["scaling_fwd"].scale))
-    process = torch.multiprocessing.get_context("spawn").Process(target=halve, args=(layer.weight._data,))
+    process = torch.multiprocessing.get_context("spawn").Process(target=halve, args=(layer.weight.codes,))
     process.start()
     process.join()
     assert process.exitcode == 0
-    assert not layer.weight._data.view(torch.uint8).any()
+    assert not layer.weight.codes.view(torch.uint8).any()
 
 
 def halve(codes: torch.Tensor) -> None:

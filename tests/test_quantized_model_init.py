@@ -91,10 +91,10 @@ def test_weights_are_one_byte_each_and_transposed_only_for_gradients() -> None:
     with torch.no_grad(), te.autocast(recipe=RECIPE):
         layer(numbers(0, (8, 2, 32)))
     for weight in weights(layer):
-        assert (weight._data.dtype, weight._transpose) == (torch.float8_e4m3fn, None)
+        assert (weight.codes.dtype, weight.codes_t) == (torch.float8_e4m3fn, None)
         assert weight.data_ptr() == 0, "no memory of its own"
     step(layer)
-    assert all(weight._transpose.shape == weight.t().shape for weight in weights(layer))
+    assert all(weight.codes_t.shape == weight.t().shape for weight in weights(layer))
     for tensor in layer.fp8_meta["scaling_fwd"].amax_history[0, [1, 4]]:
         assert tensor == 0, "the amax of the first write is in the history"
     assert (layer.fp8_meta["scaling_fwd"].amax_history[-1, [1, 4]] > 0).all()
@@ -136,7 +136,7 @@ def test_outside_of_autocast_a_trained_weight_is_read_with_one_rounding(dtype: t
     with torch.no_grad():
         for p, q in zip(plain.parameters(), kept.parameters(), strict=True):
             whole = isinstance(q, Float8Tensor)
-            p.copy_((q._data.float() * q._scale_inv).to(dtype) if whole else q)
+            p.copy_((q.codes.float() * q._scale_inv).to(dtype) if whole else q)
     x = numbers(0, (8, 2, 32)).to(dtype)
     with torch.no_grad():
         assert_same_bits(kept(x), plain(x))
@@ -192,17 +192,17 @@ def test_copies_conversions_and_devices() -> None:
     expected = step(layer)
     for other in copies:
         compare(step(other), expected, "a copy")
-        assert all(w._kept.meta is other.fp8_meta["scaling_fwd"] for w in weights(other))
-    codes, before = layer.fc1_weight._data.clone(), layer.fc1_weight
+        assert all(w._kept.scales is other.fp8_meta["scaling_fwd"] for w in weights(other))
+    codes, before = layer.fc1_weight.codes.clone(), layer.fc1_weight
     layer.half()
     assert layer.fc1_weight is before
     assert (before.dtype, before.grad.dtype, len(weights(layer))) == (torch.float16, torch.float16, 2)
-    assert_same_bits(before._data, codes)
+    assert_same_bits(before.codes, codes)
     layer.zero_grad()
     layer.to("meta")
     assert before.is_meta
-    assert before._data.is_meta
-    assert layer.fp8_meta["scaling_fwd"].scale is before._kept.meta.scale
+    assert before.codes.is_meta
+    assert layer.fp8_meta["scaling_fwd"].scale is before._kept.scales.scale
 
 
 def test_a_weight_may_be_shared() -> None:
@@ -213,7 +213,7 @@ def test_a_weight_may_be_shared() -> None:
     model = torch.nn.Sequential(mlp, linear, plain)
     copied = copy.deepcopy(model)
     assert copied[0].fc2_weight is copied[1].weight is copied[2].weight
-    assert copied[1].weight._kept.meta is copied[0].fp8_meta["scaling_fwd"]
+    assert copied[1].weight._kept.scales is copied[0].fp8_meta["scaling_fwd"]
     compare(step(model), step(copied), "a copy")
     copied.load_state_dict(model.state_dict())
     assert len(weights(model)) == 2

@@ -74,7 +74,7 @@ class Checkpointed(WithFP8State):
             )
         for name, weight in self._fp8_parameters().items():
             if theirs:
-                destination[prefix + name] = weight.dequantize()
+                destination[prefix + name] = weight.numbers()
             elif not keep_vars:
                 destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
 
@@ -95,7 +95,7 @@ class Checkpointed(WithFP8State):
         elif weight.is_meta and type(param) is torch.nn.Parameter and not param.is_meta:
             if self.fp8_meta["scaling_fwd"].scale.is_meta:
                 self._fresh_state(param.device)
-            self._put(name, Float8Tensor(weight._kept.moved(param.device), weight.dtype, weight._column), param)
+            self._put(name, weight.on(param.device), param)
             self._bind_weights()
         else:
             super().register_parameter(name, param)
@@ -178,7 +178,7 @@ class Checkpointed(WithFP8State):
                 else:
                     value = Float8Tensor.of_codes(value, scale_inv, weight.dtype, state, column)
             elif self.quantized_init is not None and assign:  # copied otherwise, which casts
-                value = value.dequantize() if isinstance(value, Float8Tensor) else value.detach()
+                value = value.numbers() if isinstance(value, Float8Tensor) else value.detach()
                 value = Float8Tensor.of(value, state, column)
             state_dict[prefix + name] = value
 

@@ -1,37 +1,43 @@
-"""`Float8Tensor`: a weight that is kept in FP8 only and behaves as a tensor of the dtype that it stands for.
+"""`Float8Tensor`: a tensor that is kept in FP8 only and behaves as a tensor of the dtype that it stands for.
 
-It holds codes q `[out, in]` (E4M3), scale_inv fp32 `[1]` and, from the first forward that needs a gradient on, the
-transposed codes `[in, out]`, but no 16-bit copy. Its scale and amax history are a column of a module's FP8 state. T is
-its dtype: fp32, bf16 or fp16.
+It holds codes q of its shape (E4M3 or E5M2), scale_inv fp32 `[1]` and, where a GEMM will read them, transposed codes
+`[last, *others]`, but no 16-bit copy. T is its dtype: fp32, bf16 or fp16. A quantizer (`reference.nn.float8_quantizer`)
+says its scale; for a weight of `quantized_model_init` a column of its module's FP8 state does.
 
-    read     w = round_T( fp32(q) · scale_inv )             two roundings: of the product to fp32, then to T
-    write w' q = cast(fp32(w') · scale[column])             the scale as it is now; the cast of `twin::cast`
-             scale_inv = 1 / scale[column]                  IEEE division
-             amax_history[0, column] = max(itself, max |w'|)
+    read     x = round_T( fp32(q) · scale_inv )             two roundings: of the product to fp32, then to T
+    write x' q = cast(fp32(x') · scale)                     the scale as it is now; the cast of `twin::cast`
+             scale_inv = 1 / scale                          IEEE division
+             amax = max(itself, max |x'|)                   where an amax is kept
 
 * `copy_` of plain numbers writes them from their own dtype (fp32, bf16, fp16; others are rounded to T first), so an
-  optimizer's fp32 master weights do not pass through T. `copy_` of another Float8Tensor copies codes and scale_inv: it
-  casts nothing and records no amax. Any other op that changes the weight reads it, works in T, and writes the result:
-  AdamW's two in-place ops are two writes. A write to a view reads and writes the whole weight.
-* A write leaves the scale alone. When the outermost autocast ends, the module's scales are updated
-  (`reference.ops.scale_update`) with the amax, and the next write uses the new scale. 16-bit weights that are cast in
-  each forward follow the same rule, so with master weights both train with the same bits.
-* Transposed codes that exist are rewritten by each write, in the same launch.
-* `clone`, `to(device)` and `deepcopy` give a Float8Tensor with state of its own; `to(dtype)` gives plain numbers. A
-  module's `to(dtype)` changes T and leaves the codes alone.
+  optimizer's fp32 master weights do not pass through T. `copy_` of another Float8Tensor of the same format copies codes
+  and scale_inv: it casts nothing and records no amax. Any other op that changes the tensor reads it, works in T, and
+  writes the result: AdamW's two in-place ops are two writes.
+* `detach` and `view` give a Float8Tensor of the same memory. Other views are `QuantizedTensor`s; a write to one reads
+  and writes the whole.
+* A write leaves the scale alone. A weight's scales are updated when the outermost autocast ends
+  (`reference.ops.scale_update`), and the next write uses the new scale. 16-bit weights that are cast in each forward
+  follow the same rule, so with master weights both train with the same bits.
+* Transposed codes that exist are rewritten by each write; a weight's in the same launch.
+* `clone`, `to(device)` and `deepcopy` give a Float8Tensor with a quantizer of its own; `to(dtype)` gives plain numbers.
+  A module's `to(dtype)` changes T and leaves the codes alone.
+* A layer that gets one as its input reads it, and casts what it read by its own recipe. Transformer Engine's layers use
+  the codes as they are.
 
 Source: Transformer Engine's `pytorch/tensor/float8_tensor.py` (whose first scale is 1, too).
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from reference.arguments import check_arguments
+from reference.formats import WIDE_DTYPES
+from reference.nn.float8_kept import Kept
+from reference.nn.float8_quantizer import FORMATS, KINDS, DType, Float8Quantizer, Quantizer
+from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.library import LIBRARY, twin
 from reference.scaling import FP8TensorMeta
 
@@ -40,133 +46,62 @@ __all__ = ["Float8Tensor"]
 # A compiled layer reads a weight through this op: with the inner tensors its graph would have no gradient for it.
 LIBRARY.define("float8_operand(Tensor weight, bool transpose) -> Tensor[]")
 
-aten = torch.ops.aten
-_SHARED = (aten.detach.default, aten.alias.default)
-_COPIES = (aten.clone.default, aten._to_copy.default)
-_CAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
-NO_MEMORY = "Float8Tensor: it has no memory of its own; `dequantize()` gives a tensor that has."
 
 
-class _Readable(torch.Tensor):
-    """A tensor whose ops read `dequantize()` and write in-place changes by `quantize_`.
+class Float8Tensor(QuantizedTensor):
+    """A tensor that is kept in FP8; the module's docstring says what it does.
 
-    It has no memory of its own. What hands memory out, such as `to_dlpack`, raises an error, not address 0.
+    Args:
+        shape, dtype: of the numbers that it stands for; dtype is fp32, bf16 or fp16.
+        data: the codes, uint8 or FP8, of that shape.
+        fp8_scale_inv: fp32 `[1]`; a code's number is multiplied by it.
+        fp8_dtype: `te.DType.kFloat8E4M3` or `te.DType.kFloat8E5M2`.
+        requires_grad: whether a gradient is wanted.
+        data_transpose: the transposed codes, uint8 or FP8, `[last, *others]`.
+        quantizer: what a write uses; None writes with the scale 1 / fp8_scale_inv.
+        device: None or that of `data`.
     """
 
-    def dequantize(self) -> torch.Tensor:
-        """Its numbers, as a plain tensor without history."""
-        raise NotImplementedError
-
-    def quantize_(self, values: torch.Tensor) -> "_Readable":
-        """Write `values`, broadcast to its shape."""
-        write([(self, values)])
-        return self
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise BufferError(NO_MEMORY)
-
-    def data_ptr(self) -> int:
-        """0, by which torch's `deepcopy` knows a tensor without memory."""
-        return 0
-
-    def _shared(self) -> "_Readable":
-        """Another tensor of the same memory, as `detach` gives it."""
-        raise NotImplementedError
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func in _SHARED:
-            return args[0]._shared()
-        if func is aten.copy_.default and isinstance(args[0], _Readable):
-            return args[0].quantize_(args[1])
-        if func is torch.ops.twin.float8_operand.default:
-            codes, transposed, scale_inv = args[0]._operand(args[1])
-            return [codes, scale_inv, *([] if transposed is None else [transposed])]
-        if func in _COPIES and isinstance(args[0], Float8Tensor) and kwargs.get("dtype") in (None, args[0].dtype):
-            return args[0]._copied(kwargs.get("device") or args[0].device)
-        return _dispatch_plain(func, args, kwargs)
-
-    # `weight.data = values` writes plain values; torch itself accepts another Float8Tensor only.
-    data = property(lambda self: self.detach(), lambda self, values: self.quantize_(values))  # type: ignore[assignment]
-
-
-def _dispatch_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op on plain numbers, write back what it changed, and wrap the views that it returns."""
-    read: dict[int, torch.Tensor] = {}
-    owners: dict[int, _Readable] = {}
-
-    def plain(x: Any) -> Any:
-        if not isinstance(x, _Readable):
-            return x
-        if id(x) not in read:
-            read[id(x)] = x.dequantize()
-            owners[id(read[id(x)])] = x
-        return read[id(x)]
-
-    out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-    if func._schema.is_mutable:
-        given = zip(func._schema.arguments, args, strict=False)
-        named = ((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)
-        written = [x for argument, x in (*given, *named) if argument.alias_info and argument.alias_info.is_write]
-        write([(x, read[id(x)]) for x in tree_leaves(written) if isinstance(x, _Readable)])
-    elif func.is_view:
-
-        def make(i: int | None, whole: torch.Tensor) -> Any:
-            made = func(whole, *args[1:], **kwargs)
-            return made if i is None else made[i]
-
-        if isinstance(out, torch.Tensor):
-            return _View(out, args[0], functools.partial(make, None))
-        return [_View(like, args[0], functools.partial(make, i)) for i, like in enumerate(out)]
-    return tree_map(lambda x: owners.get(id(x), x), out)
-
-
-@dataclass
-class _Kept:
-    """What a weight and its aliases have in common."""
-
-    codes: torch.Tensor
-    scale_inv: torch.Tensor
-    transposed: torch.Tensor | None
-    meta: FP8TensorMeta | None  # None inside a compiled graph, which writes no weight
-
-    def state(self) -> FP8TensorMeta:
-        """Scale and amax history."""
-        if self.meta is None:
-            raise RuntimeError(
-                "Float8Tensor: a weight kept in FP8 is written or copied inside torch.compile, where it has no scale; "
-                "an optimizer that does not compile its step is accepted: te.optimizers.FusedAdam or torch.optim's, "
-                "not torchao's AdamW8bit."
-            )
-        return self.meta
-
-    def moved(self, device: torch.device, copied: bool = False) -> "_Kept":
-        """The same on another device, with the same state; zeros where it comes from the meta device."""
-        if self.codes.is_meta and device.type != "meta":
-            codes = torch.zeros(self.codes.shape, dtype=torch.uint8, device=device).view(FP8)
-            return _Kept(codes, torch.ones(1, dtype=torch.float32, device=device), None, self.meta)
-        transposed = None if self.transposed is None else self.transposed.to(device, copy=copied)
-        return _Kept(self.codes.to(device, copy=copied), self.scale_inv.to(device, copy=copied), transposed, self.meta)
-
-
-class Float8Tensor(_Readable):
-    """See the module's docstring. `Float8Tensor.of(values, meta, column)` casts a plain tensor."""
-
-    _kept: _Kept
-    _column: int
+    _kept: Kept
     _high_precision_init_val: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls: Any, kept: _Kept, dtype: torch.dtype, column: int) -> "Float8Tensor":
-        """Wrap codes; `dtype` is T."""
-        shape, device = kept.codes.shape, kept.codes.device
-        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        torch._C._set_throw_on_mutable_data_ptr(self)
-        self._kept, self._column = kept, column
-        return self
+    def __new__(
+        cls: Any,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        *,
+        data: torch.Tensor,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+        requires_grad: bool = False,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None,
+    ) -> "Float8Tensor":
+        shape = torch.Size([shape] if isinstance(shape, int) else shape)
+        check_arguments("Float8Tensor", {"dtype": dtype, "fp8_dtype": fp8_dtype, "requires_grad": requires_grad})
+        kind = DType(fp8_dtype)
+        codes = _codes("data", data, kind, shape)
+        turned = shape if not shape else torch.Size((shape[-1], *shape[:-1]))
+        codes_t = None if data_transpose is None else _codes("data_transpose", data_transpose, kind, turned)
+        inverse = fp8_scale_inv
+        if inverse.dtype != torch.float32 or inverse.numel() != 1 or inverse.device != codes.device:
+            raise ValueError(
+                f"Float8Tensor: fp8_scale_inv is {inverse.dtype} {list(inverse.shape)} on {inverse.device}; a "
+                f"torch.float32 tensor [1] on the device of data, {codes.device}, is accepted."
+            )
+        if device is not None and torch.empty(0, device=device).device != codes.device:
+            raise ValueError(f"Float8Tensor: device={device!r}; that of data, {codes.device}, or None is accepted.")
+        if quantizer is None:
+            unused = torch.zeros(1, dtype=torch.float32, device=codes.device)
+            quantizer = Float8Quantizer(1.0 / inverse.view(1), unused, kind, columnwise=codes_t is not None)
+        elif not isinstance(quantizer, Quantizer) or quantizer.dtype != kind:
+            raise ValueError(f"Float8Tensor: quantizer={quantizer!r}; a te.Quantizer of {kind.name} is accepted.")
+        made = _wrapped(cls, Kept(codes, inverse.view(1), codes_t, quantizer.copy()), dtype)
+        made.requires_grad = requires_grad
+        return made
 
     @staticmethod
     def of(values: torch.Tensor, meta: FP8TensorMeta, column: int) -> "Float8Tensor":
@@ -182,11 +117,47 @@ class Float8Tensor(_Readable):
         codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, meta: FP8TensorMeta, column: int
     ) -> "Float8Tensor":
         """A weight of codes that exist already."""
-        return Float8Tensor(_Kept(codes, scale_inv, None, meta), dtype, column)
+        return _wrapped(Float8Tensor, Kept(codes, scale_inv, None, meta, column), dtype)
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Its numbers in `dtype` (None: its own), as a plain tensor without history."""
-        return dequantized(self._data, self._scale_inv, dtype or self.dtype)
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes, with an FP8 dtype."""
+        return self._kept.codes.view(self.shape)
+
+    @property
+    def codes_t(self) -> torch.Tensor | None:
+        """The transposed codes, with an FP8 dtype, if they are kept and the tensor has the shape of its memory."""
+        return self._kept.transposed if self.shape == self._kept.codes.shape else None
+
+    def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return dequantized(torch.atleast_1d(self.codes), self._scale_inv, dtype or self.dtype).view(self.shape)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Make the transposed codes, or drop them; None changes nothing. The codes stay: rowwise False is refused."""
+        if rowwise_usage is False:
+            raise NotImplementedError("update_usage: rowwise_usage=False is not offered; True and None are accepted.")
+        if columnwise_usage is False:
+            self._kept.transposed = None
+        elif columnwise_usage and self._kept.transposed is None:
+            self._kept.transposed = self._kept.transpose()
+
+    def remove_caches(self) -> None:
+        """Drop the transposed codes."""
+        self._kept.transposed = None
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which codes are kept."""
+        return {"rowwise": True, "columnwise": self.codes_t is not None}
+
+    def update_quantizer(self, quantizer: Quantizer) -> None:
+        """Let writes use another quantizer of the same format from now on."""
+        if not isinstance(quantizer, Quantizer) or quantizer.dtype != self._fp8_dtype:
+            raise ValueError(
+                f"update_quantizer: quantizer={quantizer!r}; a te.Quantizer of {self._fp8_dtype.name} is accepted."
+            )
+        if isinstance(self._kept.scales, FP8TensorMeta):
+            raise NotImplementedError("update_quantizer: a layer's weight has the scales of its layer.")
+        self._kept.scales = quantizer
 
     def operand(self, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Codes, transposed codes if `transpose` (they are kept from then on), and scale_inv, for GEMMs."""
@@ -195,14 +166,17 @@ class Float8Tensor(_Readable):
         return codes, transposed, scale_inv
 
     def _operand(self, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        transposed = self._transpose
-        if transpose and transposed is None:
-            transposed = self._data.view(torch.uint8).t().contiguous().view(FP8)
-        return self._data, transposed if transpose else None, self._scale_inv
+        kept = self._kept
+        turned = kept.transpose() if transpose and kept.transposed is None else kept.transposed
+        return kept.codes, turned if transpose else None, kept.scale_inv
 
     def bind(self, meta: FP8TensorMeta) -> None:
         """Use the scales of `meta` from now on."""
-        self._kept.meta = meta
+        self._kept.scales = meta
+
+    def on(self, device: torch.device) -> "Float8Tensor":
+        """The same state on another device; zeros where it comes from the meta device."""
+        return _wrapped(Float8Tensor, self._kept.moved(device), self.dtype)
 
     def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply the device and dtype of `nn.Module._apply`'s function; the codes stay as they are."""
@@ -211,7 +185,7 @@ class Float8Tensor(_Readable):
             self.share_memory_()
         if (like.device, like.dtype) == (self.device, self.dtype):
             return
-        moved: Any = Float8Tensor(self._kept.moved(like.device), like.dtype, self._column)
+        moved: Any = _wrapped(Float8Tensor, self._kept.moved(like.device), like.dtype)
         moved = torch.nn.Parameter(moved, self.requires_grad)
         vars(moved).update((name, value) for name, value in vars(self).items() if name not in vars(moved))
         grad, self.grad = self.grad, None
@@ -220,14 +194,14 @@ class Float8Tensor(_Readable):
 
     def share_memory_(self) -> "Float8Tensor":
         """Move codes and scale_inv into memory that processes share, as torch's tensors do; drop transposed codes."""
-        self._kept.codes = self._data.view(torch.uint8).share_memory_().view(FP8)
+        self._kept.codes = self._data.share_memory_().view(self.codes.dtype)
         self._kept.scale_inv.share_memory_()
         self._kept.transposed = None
         return self
 
     def is_shared(self) -> bool:
         """Whether processes share its codes' memory; always true on CUDA."""
-        return self._data.is_shared()
+        return self.codes.is_shared()
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor | None]:
@@ -243,68 +217,123 @@ class Float8Tensor(_Readable):
         return lambda: setattr(self, "_high_precision_init_val", None)
 
     # Transformer Engine's names.
-    _data = property(lambda self: self._kept.codes)
+    _data = property(lambda self: self.codes.view(torch.uint8))
+    _transpose = property(lambda self: None if self.codes_t is None else self.codes_t.view(torch.uint8))
     _scale_inv = property(lambda self: self._kept.scale_inv)
-    _transpose = property(lambda self: self._kept.transposed)
+    _fp8_dtype = property(lambda self: KINDS[self._kept.codes.dtype])
+
+    @property
+    def _quantizer(self) -> Quantizer:
+        """Its quantizer; of a weight, one over its column of the module's state."""
+        state, column = self._kept.state(), self._kept.column
+        if isinstance(state, Quantizer):
+            return state
+        return Float8Quantizer(state.scale[column : column + 1], state.amax_history[0, column : column + 1], KINDS[FP8])
 
     def _shared(self) -> "Float8Tensor":
-        return Float8Tensor(self._kept, self.dtype, self._column)
+        return _wrapped(Float8Tensor, self._kept, self.dtype, self.shape)
+
+    def _reshaped(self, shape: torch.Size) -> "Float8Tensor":
+        return _wrapped(Float8Tensor, self._kept, self.dtype, shape)
 
     def _copied(self, device: torch.device) -> "Float8Tensor":
         """A copy on `device` with state of its own."""
         kept = self._kept.moved(device, copied=True)
-        kept.meta = copy.deepcopy(kept.state())
-        kept.meta.apply(lambda x: x.to(device))
-        return Float8Tensor(kept, self.dtype, self._column)
+        kept.scales = copy.deepcopy(kept.state())
+        kept.scales.apply(lambda x: x.to(device))
+        return _wrapped(Float8Tensor, kept, self.dtype, self.shape)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: torch's storages of float8 do not survive plain pickle.
-        kept = (self._data.view(torch.uint8), self._scale_inv, self.dtype, self._kept.meta, self._column)
-        return _rebuilt, (*kept, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        kept = self._kept
+        rest = (kept.scale_inv, self.dtype, kept.scales, kept.column)
+        return _rebuilt, (self._data, *rest, self.requires_grad, isinstance(self, torch.nn.Parameter), self._fp8_dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Float8Tensor({self.dequantize()}, scale_inv={self._scale_inv})"
+        return f"Float8Tensor({self.numbers()}, scale_inv={self._scale_inv})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, int]]:
-        names = ["_data", "_scale_inv"] if self._transpose is None else ["_data", "_scale_inv", "_transpose"]
-        return names, (self.dtype, self._column)
+        names = ["codes", "_scale_inv"] if self.codes_t is None else ["codes", "_scale_inv", "codes_t"]
+        return names, (self.dtype, self._kept.column)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "Float8Tensor":
-        return Float8Tensor(_Kept(inner["_data"], inner["_scale_inv"], inner.get("_transpose"), None), *context)
+        dtype, column = context
+        kept = Kept(inner["codes"], inner["_scale_inv"], inner.get("codes_t"), None, column)
+        return _wrapped(Float8Tensor, kept, dtype)
+
+    def write_by(self, quantizer: Quantizer, values: torch.Tensor) -> None:
+        """Cast `values`, of its shape, by a quantizer that need not be its own."""
+        self._kept.count_write()
+        self._kept.write(values.reshape(self._kept.codes.shape).contiguous(), quantizer)
+
+    @classmethod
+    def write_all(cls, pairs: list[tuple[Any, torch.Tensor]]) -> None:
+        """Write values; one launch per device and dtype writes the weights with transposed codes."""
+        together: dict[tuple[torch.device, torch.dtype], list[tuple[Kept, torch.Tensor]]] = {}
+        for target, values in pairs:
+            kept = target._kept
+            kept.count_write()
+            if isinstance(values, Float8Tensor) and values.codes.dtype == kept.codes.dtype:
+                kept.codes.copy_(values.codes.expand(target.shape).reshape(kept.codes.shape))
+                kept.scale_inv.copy_(values._scale_inv)
+                if kept.transposed is not None:
+                    kept.transposed.copy_(kept.transpose())
+                continue
+            values = values.numbers() if isinstance(values, QuantizedTensor) else values.detach()
+            dtype = values.dtype if values.dtype in WIDE_DTYPES else target.dtype
+            values = values.to(target.device, dtype).expand(target.shape).reshape(kept.codes.shape).contiguous()
+            if kept.transposed is not None and isinstance(kept.state(), FP8TensorMeta):
+                together.setdefault((target.device, dtype), []).append((kept, values))
+            else:
+                kept.write(values, kept.state())
+        for found in together.values():
+            weights: list[Any] = [kept for kept, _ in found]
+            twin.multi_cast_transpose(
+                [values for _, values in found],
+                [kept.scales.scale for kept in weights],
+                [kept.scales.amax_history for kept in weights],
+                [kept.column for kept in weights],
+                [kept.codes for kept in weights],
+                [kept.transposed for kept in weights],
+                [kept.scale_inv for kept in weights],
+            )
 
 
-def _rebuilt(codes: torch.Tensor, *rest: Any) -> torch.Tensor:
-    *arguments, requires_grad, parameter = rest
-    weight = Float8Tensor.of_codes(codes.view(FP8), *arguments)
-    return torch.nn.Parameter(weight, requires_grad) if parameter else weight.requires_grad_(requires_grad)
+def _wrapped(cls: Any, kept: Kept, dtype: torch.dtype, shape: torch.Size | None = None) -> Float8Tensor:
+    """A tensor of what is kept; `dtype` is T, and `shape` another shape of the same memory."""
+    shape, device = kept.codes.shape if shape is None else shape, kept.codes.device
+    made: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made._kept = kept
+    return made
 
 
-class _View(_Readable):
-    """A view of a Float8Tensor, or of such a view; `make` computes it from the source's numbers."""
+def _codes(name: str, data: Any, kind: DType, shape: torch.Size) -> torch.Tensor:
+    """`data` with the FP8 dtype; refuse what does not hold codes of that format and shape."""
+    fp8 = FORMATS[kind].dtype
+    if not isinstance(data, torch.Tensor) or data.dtype not in (torch.uint8, fp8) or data.shape != shape:
+        shown = f"{data.dtype} {list(data.shape)}" if isinstance(data, torch.Tensor) else repr(data)
+        raise ValueError(f"Float8Tensor: {name} is {shown}; torch.uint8 or {fp8} {list(shape)} is accepted.")
+    return data.detach().contiguous().view(fp8)
 
-    _source: _Readable
-    _make: Callable[[torch.Tensor], torch.Tensor]
 
-    @staticmethod
-    def __new__(
-        cls: Any, like: torch.Tensor, source: _Readable, make: Callable[[torch.Tensor], torch.Tensor]
-    ) -> "_View":
-        self: _View = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(self)
-        self._source, self._make = source, make
-        return self
+def _rebuilt(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+    scales: FP8TensorMeta | Quantizer,
+    column: int,
+    requires_grad: bool,
+    parameter: bool,
+    kind: DType = DType.kFloat8E4M3,
+) -> torch.Tensor:
+    kept = Kept(data.view(FORMATS[kind].dtype), scale_inv, None, scales, column)
+    made = _wrapped(Float8Tensor, kept, dtype)
+    return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
 
-    def dequantize(self) -> torch.Tensor:
-        return self._make(self._source.dequantize())
 
-    def _shared(self) -> "_View":
-        return _View(self, self._source, self._make)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{self.dequantize()}, a view of a Float8Tensor"
+torch.serialization.add_safe_globals([_rebuilt, FP8TensorMeta, DType])  # for torch.load(weights_only=True)
 
 
 def operand(weight: Float8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -319,46 +348,3 @@ def dequantized(codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     """round_dtype( fp32(code) · scale_inv ), a plain tensor, without a temporary in fp32."""
     wide = codes.to(dtype)  # exact: bf16 and fp16 hold every E4M3 number
     return torch.mul(wide, scale_inv, out=torch.empty_like(wide))
-
-
-@torch.no_grad()
-def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write values to Float8Tensors and views; one launch per device and dtype writes those with transposed codes."""
-    together: dict[tuple[torch.device, torch.dtype], list[tuple[Float8Tensor, torch.Tensor]]] = {}
-    for target, values in pairs:
-        if isinstance(target, _View):
-            whole = target._source.dequantize()
-            target._make(whole).copy_(values)
-            target._source.quantize_(whole)
-        elif isinstance(target, Float8Tensor):
-            kept = target._kept
-            tensors = (kept.codes, kept.scale_inv, kept.transposed)
-            # Ops on subclasses run below autograd, which increments no version: a backward that saved them must notice.
-            torch.autograd.graph.increment_version([x for x in tensors if x is not None])
-            if isinstance(values, Float8Tensor):
-                kept.codes.copy_(values._data)
-                kept.scale_inv.copy_(values._scale_inv)
-                if kept.transposed is not None:
-                    kept.transposed.copy_(kept.codes.view(torch.uint8).t().view(FP8))
-                continue
-            values = values.dequantize() if isinstance(values, _Readable) else values.detach()
-            dtype = values.dtype if values.dtype in _CAST_FROM else target.dtype
-            values = values.to(target.device, dtype).expand(target.shape).contiguous()
-            if kept.transposed is not None:
-                together.setdefault((target.device, dtype), []).append((target, values))
-                continue
-            meta = kept.state()
-            codes, scale_inv = twin.cast(values, meta.scale, meta.amax_history, target._column, FP8)
-            kept.codes.copy_(codes)
-            kept.scale_inv.copy_(scale_inv)
-    for found in together.values():
-        weights = [weight._kept for weight, _ in found]
-        twin.multi_cast_transpose(
-            [values for _, values in found],
-            [kept.state().scale for kept in weights],
-            [kept.state().amax_history for kept in weights],
-            [weight._column for weight, _ in found],
-            [kept.codes for kept in weights],
-            [kept.transposed for kept in weights],
-            [kept.scale_inv for kept in weights],
-        )

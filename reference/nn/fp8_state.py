@@ -57,7 +57,7 @@ class WithFP8State(torch.nn.Module):
     def _bind_weights(self) -> None:
         """Let weights in FP8 take their scales from this module's state, except a shared one of another column."""
         for name, weight in self._fp8_parameters().items():
-            if "scaling_fwd" in self.fp8_meta and self.fp8_weights.get(name) == weight._column:
+            if "scaling_fwd" in self.fp8_meta and self.fp8_weights.get(name) == weight._kept.column:
                 weight.bind(self.fp8_meta["scaling_fwd"])
 
     def _fp8_parameters(self) -> dict[str, Float8Tensor]:

@@ -75,7 +75,7 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
             init_method(weight)
             return
         if isinstance(weight, Float8Tensor):
-            values = weight.dequantize()
+            values = weight.numbers()
             init_method(values)
             weight.quantize_(values)
         else:

@@ -172,7 +172,7 @@ def _drawn(p: Float8Tensor) -> torch.Tensor | None:
     if drawn is None:
         return None
     codes, _ = twin.cast(drawn.to(p.device), 1 / p._scale_inv, None, 0, FP8)
-    if torch.equal(codes.view(torch.uint8), p._data.view(torch.uint8)):
+    if torch.equal(codes.view(torch.uint8), p._data):
         return drawn.to(p.device, torch.float32, copy=True)
     say_once(
         "not as drawn",

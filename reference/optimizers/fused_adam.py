@@ -8,7 +8,8 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.dtensor import like, shard
-from reference.nn.float8_tensor import Float8Tensor, write
+from reference.nn.float8_tensor import Float8Tensor
+from reference.nn.quantized_tensor import write
 from reference.ops.adam import correction
 from reference.ops.library import twin
 from reference.optimizers import adam_layout, adam_state
@@ -302,7 +303,7 @@ class FusedAdam(torch.optim.Optimizer):
                 scales = adam_layout.checked_scales(layout, where, state, local) if scaled else None
                 fp8 = isinstance(local, Float8Tensor)
                 add(local, grad, fp8, first, second, master, scales)
-                memory = local._data if fp8 else local  # type: ignore[attr-defined]
+                memory = local.codes if fp8 else local  # type: ignore[attr-defined]
                 start = memory.data_ptr()
                 spans.append((start, start + memory.nbytes, where))
                 if captured:

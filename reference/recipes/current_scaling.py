@@ -63,6 +63,17 @@ class Float8CurrentScaling(Recipe):
         return (Gemm(codes, codes, grads),) * count
 
 
+def scale_of(x: torch.Tensor, fp8_max: float, epsilon: float = 0.0) -> torch.Tensor:
+    """fp8_max / max(amax of x `[rows, cols]`, epsilon), fp32 `[1]`, with the exceptions above."""
+    scale = torch.ones(1, dtype=torch.float32, device=x.device)
+    amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+    twin.amax(x, amax, 0)
+    if epsilon:
+        amax.clamp_(min=epsilon)
+    twin.scale_update([scale], [amax], fp8_max, 0, "most_recent")
+    return scale
+
+
 class Current(Quantizer):
     """Casts a tensor with the scale of its own amax, which becomes `fp8_max`; `dtype` is the codes'."""
 
@@ -73,11 +84,7 @@ class Current(Quantizer):
         self.kind = ("current", dtype, fp8_max)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        scale = torch.ones(1, dtype=torch.float32, device=x.device)
-        amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-        twin.amax(x, amax, 0)
-        twin.scale_update([scale], [amax], self.fp8_max, 0, "most_recent")
-        return scale
+        return scale_of(x, self.fp8_max)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         scale = self.scale(x)

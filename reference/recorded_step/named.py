@@ -35,7 +35,7 @@ def _every_named(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, 
     for name, x in (*parameters, *model.named_buffers()):
         owner = name.rpartition(".")[0]
         if isinstance(x, Float8Tensor):
-            yield name, owner, x._data
+            yield name, owner, x.codes
             yield f"{name}_scale_inv", owner, x._scale_inv
         elif type(x) in (torch.Tensor, torch.nn.Parameter):
             yield name, owner, x.detach()
