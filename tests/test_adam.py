@@ -112,10 +112,10 @@ def test_weights_in_fp8_are_the_casts_of_their_masters() -> None:
                 continue
             state = p._kept.state()
             scales = state.scale.clone()
-            codes, transposed, inverse = twin.cast_transpose(master, scales, None, p._column, torch.float8_e4m3fn)
+            codes, transposed, inverse = twin.cast_transpose(master, scales, None, p._kept.column, torch.float8_e4m3fn)
             for a, b in ((p.codes, codes), (p.codes_t, transposed), (p._scale_inv, inverse)):
                 assert_same_bits(a, b, f"step {i}")
-            assert state.amax_history[0, p._column] == master.abs().max()
+            assert state.amax_history[0, p._kept.column] == master.abs().max()
         if i == 0:
             moved = (optimizer.state[module.fc1_weight]["master_param"] - drawn).abs().max()
             assert 0 < moved < 0.011, "the master starts as what was drawn"

@@ -75,6 +75,8 @@ def arguments() -> Iterator[str]:
     yield "\n## Arguments\n"
     yield "Tensors are checked by the call itself. `only` marks what is not offered: other values raise."
     yield "\nA recipe's fields may be set. What is set is checked, and counts from the next `te.autocast` on."
+    yield "A layer that gets a `te.Float8Tensor` as its input reads it, and casts what it read by its own recipe;"
+    yield "Transformer Engine's layers take the codes as they are."
     for name, parameters in API["callables"].items():
         yield f"\n### `{name.removesuffix('.__init__')}`\n"
         rows: dict[str, list[str]] = {}

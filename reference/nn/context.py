@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
+from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
 from reference.quantized import Quantized, Transposed, wgrad
 from reference.quantizer import Gemm, Quantizer
@@ -114,9 +115,14 @@ class ModuleContext:
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
-        """A weight kept in FP8, in the form for the pair's functions: quantized, or dequantized outside of FP8."""
-        if not isinstance(x, Float8Tensor):
+        """A weight kept in FP8, in the form for the pair's functions: quantized, or dequantized outside of FP8.
+
+        A quantized tensor that is no weight is read: a layer casts its input by its own recipe.
+        """
+        if not isinstance(x, QuantizedTensor):
             return x
+        if not (isinstance(x, Float8Tensor) and x.is_weight):
+            return x.numbers()
         codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8)
         if self.fp8:
             return Quantized(codes, transposed, scale_inv)

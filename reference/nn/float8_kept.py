@@ -17,7 +17,8 @@ class Kept:
         codes: E4M3 or E5M2, of any shape.
         scale_inv: fp32 `[1]`.
         transposed: codes `[last, *others]`, or None.
-        scales: who says the scale: a quantizer, or a module's state; None inside a compiled graph, which writes nothing.
+        scales: what says the scale: a quantizer, or a module's state; None inside a compiled graph, which writes
+            nothing.
         column: of a module's state.
     """
 
@@ -66,6 +67,6 @@ class Kept:
             self.transposed.copy_(self.transpose())
 
     def count_write(self) -> None:
-        """Raise the versions. Ops on subclasses run below autograd, which does not; a backward that saved must notice."""
+        """Let a backward that saved these tensors notice: ops on subclasses run below autograd, which would."""
         tensors = (self.codes, self.scale_inv, self.transposed)
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])

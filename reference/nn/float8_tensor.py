@@ -36,7 +36,14 @@ import torch
 from reference.arguments import check_arguments
 from reference.formats import WIDE_DTYPES
 from reference.nn.float8_kept import Kept
-from reference.nn.float8_quantizer import FORMATS, KINDS, DType, Float8Quantizer, Quantizer
+from reference.nn.float8_quantizer import (
+    FORMATS,
+    KINDS,
+    DType,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Quantizer,
+)
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.library import LIBRARY, twin
 from reference.scaling import FP8TensorMeta
@@ -120,9 +127,15 @@ class Float8Tensor(QuantizedTensor):
         return _wrapped(Float8Tensor, Kept(codes, scale_inv, None, meta, column), dtype)
 
     @property
+    def is_weight(self) -> bool:
+        """Whether its scale is that of a module's state."""
+        return not isinstance(self._kept.scales, Quantizer)
+
+    @property
     def codes(self) -> torch.Tensor:
         """The codes, with an FP8 dtype."""
-        return self._kept.codes.view(self.shape)
+        codes = self._kept.codes
+        return codes if codes.shape == self.shape else codes.view(self.shape)
 
     @property
     def codes_t(self) -> torch.Tensor | None:
@@ -333,7 +346,8 @@ def _rebuilt(
     return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuilt, FP8TensorMeta, DType])  # for torch.load(weights_only=True)
+# For torch.load(weights_only=True).
+torch.serialization.add_safe_globals([_rebuilt, FP8TensorMeta, DType, Float8Quantizer, Float8CurrentScalingQuantizer])
 
 
 def operand(weight: Float8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
