@@ -223,7 +223,7 @@ def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold a parameter; one that is kept in FP8 has codes, transposed codes and scale_inv."""
     if not isinstance(parameter, Float8Tensor):
         return [parameter]
-    return [x for x in (parameter._data, parameter._transpose, parameter._scale_inv) if x is not None]
+    return [x for x in (parameter.codes, parameter.codes_t, parameter._scale_inv) if x is not None]
 
 
 def _of_ceiling(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> float | None:

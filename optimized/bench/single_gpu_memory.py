@@ -76,7 +76,7 @@ def tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Every plain tensor in nested values: of a weight in FP8 its codes, transposed codes and scale_inv."""
     for value in values:
         if isinstance(value, Float8Tensor):
-            yield from (x for x in (value._data, value._transpose, value._scale_inv) if x is not None)
+            yield from (x for x in (value.codes, value.codes_t, value._scale_inv) if x is not None)
         elif isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, dict):

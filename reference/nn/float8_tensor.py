@@ -99,7 +99,7 @@ class Float8Tensor(QuantizedTensor):
                 f"Float8Tensor: fp8_scale_inv is {inverse.dtype} {list(inverse.shape)} on {inverse.device}; a "
                 f"torch.float32 tensor [1] on the device of data, {codes.device}, is accepted."
             )
-        if device is not None and torch.empty(0, device=device).device != codes.device:
+        if device is not None and torch.empty(0, dtype=torch.uint8, device=device).device != codes.device:
             raise ValueError(f"Float8Tensor: device={device!r}; that of data, {codes.device}, or None is accepted.")
         if quantizer is None:
             unused = torch.zeros(1, dtype=torch.float32, device=codes.device)

@@ -82,7 +82,7 @@ class QuantizedTensor(torch.Tensor):
         if func in _COPIES and isinstance(x, QuantizedTensor) and kwargs.get("dtype") in (None, x.dtype):
             found = x._copied(kwargs.get("device") or x.device)
         elif func is aten.view.default and isinstance(x, QuantizedTensor):
-            found = x._reshaped(torch.empty(x.shape, device="meta").view(args[1]).shape)
+            found = x._reshaped(torch.empty(x.shape, dtype=torch.uint8, device="meta").view(args[1]).shape)
         return _dispatch_plain(func, args, kwargs) if found is None else found
 
     # `weight.data = values` writes plain values; torch itself accepts another tensor of the same class only.
