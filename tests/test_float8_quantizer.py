@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
+from simulator import Simulator
 
+import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
 
 KINDS = {te.DType.kFloat8E4M3: (ml_dtypes.float8_e4m3fn, 448.0), te.DType.kFloat8E5M2: (ml_dtypes.float8_e5m2, 57344.0)}
@@ -216,9 +218,30 @@ def test_a_copy_of_another_one_casts_nothing() -> None:
     y, other = delayed()(numbers((4, 8))), delayed(scale=3.0)(numbers((4, 8)) * 2)
     y.copy_(other)
     check(y, numbers((4, 8)) * 2, 3.0, E4M3)
+    y.quantize_(other)
+    check(y, other.dequantize(), 1.5, E4M3)
     third = delayed(E5M2, 3.0)(numbers((4, 8)))  # another format: its numbers are cast
     y.copy_(third)
     check(y, third.dequantize(), 1.5, E4M3)
+
+
+def test_codes_in_a_buffer_of_the_programs() -> None:
+    y, buffer = delayed()(numbers((4, 8))), torch.zeros(40, dtype=torch.uint8)
+    y._data = buffer[4:36].view(4, 8)
+    assert_same_bits(y._transpose, torch.zeros(8, 4, dtype=torch.uint8))
+    y.copy_(numbers((4, 8)))
+    check(y, numbers((4, 8)), 1.5, E4M3)
+    assert_same_bits(buffer[4:36], y._data.view(-1))
+    assert not buffer[:4].any()
+    assert not buffer[36:].any()
+    with pytest.raises(ValueError, match=r"_data is torch.uint8 \[2\]; .*\[4, 8\] is accepted"):
+        y._data = buffer[:2]
+
+
+def test_a_compiler_ends_its_graph_where_a_tensor_is_quantized() -> None:
+    quantizer, x = delayed(), numbers((4, 8))
+    found = torch.compile(lambda x: quantizer(x * 2).dequantize() + 1, backend="aot_eager")(x)
+    assert_same_bits(found, quantizer(x * 2).dequantize() + 1)
 
 
 def test_quantizers() -> None:
@@ -230,11 +253,11 @@ def test_quantizers() -> None:
     assert other.scale is quantizer.scale
     quantizer.calibrate(numbers((5, 7), special=True))
     assert quantizer.amax.item() == torch.inf
-    quantizer.amax.zero_()
-    quantizer.calibrate(numbers((5, 7)))
+    quantizer.calibrate(numbers((5, 7)))  # of this tensor alone
     assert quantizer.amax.item() == largest_of(numbers((5, 7)))
     empty = quantizer.make_empty((3, 5), dtype=torch.float16, requires_grad=True)
     assert (empty.shape, empty.dtype, empty.requires_grad) == ((3, 5), torch.float16, True)
+    assert empty._transpose.shape == (5, 3)
     codes = torch.arange(16, dtype=torch.uint8)
     made = quantizer.create_tensor_from_data(codes, fake_dtype=torch.bfloat16)
     assert_same_bits(made._data, codes)
@@ -361,22 +384,38 @@ def test_what_is_refused() -> None:
     check(y, torch.ones(2, 4), 1.5, E4M3)
 
 
+def quantizers(kind: te.DType, device: str) -> list[Any]:
+    one = te.Float8Quantizer(torch.full((1,), 1.5, device=device), torch.zeros(1, device=device), kind)
+    current = te.Float8CurrentScalingQuantizer
+    options: tuple[dict[str, Any], ...] = ({}, {"force_pow_2_scales": True}, {"amax_epsilon": 1000.0})
+    return [one, *(current(kind, device, **each) for each in options)]
+
+
+def steps(quantizer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """What a quantizer makes of x, what it reads as, and what a write leaves."""
+    y = quantizer(x)
+    found = [y._data.clone(), y._transpose.clone(), y._scale_inv.clone(), y.dequantize()]
+    y.mul_(3)
+    return [*found, y._data, y._transpose, y._scale_inv, getattr(quantizer, "amax", x)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "dtype", "shape"), list(itertools.product(KINDS, DTYPES, SHAPES)))
-def test_the_gpu_has_the_same_bits(kind: te.DType, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    import optimized
-
+def test_both_sides_have_the_same_bits(kind: te.DType, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = numbers(shape, dtype, special=True)
-    there = optimized.Float8Quantizer(torch.full((1,), 1.5, device="cuda"), torch.zeros(1, device="cuda"), kind)
-    pairs = [(there, delayed(kind))]
-    for options in ({}, {"force_pow_2_scales": True}, {"amax_epsilon": 1000.0}):
-        sides = ((optimized, "cuda"), (te, "cpu"))
-        pairs.append(tuple(side.Float8CurrentScalingQuantizer(kind, at, **options) for side, at in sides))
-    for quantizers in pairs:
-        a, b = (quantizer(x.to(at)) for quantizer, at in zip(quantizers, ("cuda", "cpu"), strict=True))
-        for name in ("_data", "_transpose", "_scale_inv"):
-            assert_same_bits(getattr(a, name).cpu(), getattr(b, name), name)
-        assert_same_bits(a.dequantize().cpu(), b.dequantize())
-        a.mul_(3), b.mul_(3)
-        assert_same_bits(a._data.cpu(), b._data, "after a write")
-    assert_same_bits(there.amax.cpu(), pairs[0][1].amax)
+    for there, here in zip(quantizers(kind, "cuda"), quantizers(kind, "cpu"), strict=True):
+        for a, b in zip(steps(there, x.cuda()), steps(here, x), strict=True):
+            assert_same_bits(a.cpu(), b)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), [(E4M3, torch.float32), (E5M2, torch.bfloat16), (E4M3, torch.float16)])
+def test_the_kernels_have_the_same_bits(kind: te.DType, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = numbers(shape, dtype, special=True)
+    for simulated, here in zip(quantizers(kind, "cpu"), quantizers(kind, "cpu"), strict=True):
+        with Simulator() as gpu:
+            found = steps(simulated, x)
+        assert gpu.launches
+        for a, b in zip(found, steps(here, x), strict=True):
+            assert_same_bits(a, b)

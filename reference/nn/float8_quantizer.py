@@ -41,6 +41,11 @@ class DType(enum.IntEnum):
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
 
+    @classmethod
+    def cast(cls, dtype: int) -> "DType":
+        """A number of Transformer Engine's as a DType."""
+        return cls(dtype)
+
 
 FORMATS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
 KINDS = {form.dtype: kind for kind, form in FORMATS.items()}
@@ -88,6 +93,7 @@ class Quantizer:
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record the amax of `tensor`, where there is a place for it, and quantize nothing."""
 
+    @torch.compiler.disable
     def quantize(
         self, tensor: torch.Tensor, *, out: "Float8Tensor | None" = None, dtype: torch.dtype | None = None
     ) -> "Float8Tensor":
@@ -131,10 +137,12 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> "Float8Tensor":
-        """A Float8Tensor whose numbers are not set; `device` None is the quantizer's."""
+        """A Float8Tensor whose numbers are not set, with what the usages say; `device` None is the quantizer's."""
         check_arguments("Quantizer.make_empty", {"dtype": dtype, "device": device, "pin_memory": pin_memory})
         data = torch.empty(tuple(shape), dtype=torch.uint8, device=self._device() if device is None else device)
-        return self.create_tensor_from_data(data, dtype, requires_grad)
+        made = self.create_tensor_from_data(data, dtype, requires_grad)
+        made.update_usage(columnwise_usage=self.columnwise_usage)
+        return made
 
     def create_tensor_from_data(
         self, data: torch.Tensor, fake_dtype: torch.dtype = torch.float32, requires_grad: bool = False
@@ -198,9 +206,10 @@ class Float8Quantizer(Quantizer):
         self.scale, self.amax = fn(self.scale), fn(self.amax)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Record the amax of `tensor` and quantize nothing."""
+        """Set the amax to that of `tensor`, and quantize nothing."""
         check_values(self, tensor)
         with torch.no_grad():
+            self.amax.zero_()
             twin.amax(rows_of_16(tensor), self.amax.view(1, 1), 0)
 
     def _device(self) -> torch.device:
@@ -292,7 +301,6 @@ def _quantized(x: torch.Tensor, quantizer: Quantizer) -> "Float8Tensor":
     with torch.no_grad():
         made = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
         made.write_by(quantizer, x.detach())
-        made.update_usage(columnwise_usage=quantizer.columnwise_usage)
     return made
 
 

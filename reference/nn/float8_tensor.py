@@ -229,8 +229,14 @@ class Float8Tensor(QuantizedTensor):
         self.get_high_precision_init_val  # noqa: B018  (raises where nothing was preserved)
         return lambda: setattr(self, "_high_precision_init_val", None)
 
+    def _set_data(self, data: torch.Tensor) -> None:
+        """Use other memory for the codes; programs that keep all codes in one buffer do so."""
+        kept = self._kept
+        kept.codes = _codes("_data", data, self._fp8_dtype, kept.codes.shape)
+        kept.transposed = None if kept.transposed is None else kept.transpose()
+
     # Transformer Engine's names.
-    _data = property(lambda self: self.codes.view(torch.uint8))
+    _data = property(lambda self: self.codes.view(torch.uint8), _set_data)
     _transpose = property(lambda self: None if self.codes_t is None else self.codes_t.view(torch.uint8))
     _scale_inv = property(lambda self: self._kept.scale_inv)
     _fp8_dtype = property(lambda self: KINDS[self._kept.codes.dtype])

@@ -28,6 +28,7 @@ class QuantizedTensor(torch.Tensor):
         """Its numbers in `dtype` (None: its own), as a plain tensor without history."""
         raise NotImplementedError
 
+    @torch.compiler.disable
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Its numbers in `dtype` (None: its own), as a plain tensor; the gradient passes as it is."""
         if torch.is_grad_enabled() and self.requires_grad:
@@ -35,9 +36,12 @@ class QuantizedTensor(torch.Tensor):
         return self.numbers(dtype)
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensor":
-        """Write `tensor`, broadcast to its shape, unless `noop_flag` (a tensor of one number, which is read) is 1."""
+        """Write `tensor`, broadcast to its shape, unless `noop_flag` (a tensor of one number, which is read) is 1.
+
+        The numbers of a quantized tensor are cast anew; `copy_` copies the codes of a Float8Tensor.
+        """
         if noop_flag is None or noop_flag.item() != 1:
-            write([(self, tensor)])
+            write([(self, tensor.numbers() if isinstance(tensor, QuantizedTensor) else tensor)])
         return self
 
     @classmethod
@@ -75,7 +79,8 @@ class QuantizedTensor(torch.Tensor):
         if func in _SHARED:
             return x._shared()
         if func is aten.copy_.default and isinstance(x, QuantizedTensor):
-            return x.quantize_(args[1])
+            write([(x, args[1])])
+            return x
         if func is torch.ops.twin.float8_operand.default:
             codes, transposed, scale_inv = x._operand(args[1])
             return [codes, scale_inv, *([] if transposed is None else [transposed])]
@@ -86,7 +91,7 @@ class QuantizedTensor(torch.Tensor):
         return _dispatch_plain(func, args, kwargs) if found is None else found
 
     # `weight.data = values` writes plain values; torch itself accepts another tensor of the same class only.
-    data = property(lambda self: self.detach(), lambda self, values: self.quantize_(values))  # type: ignore[assignment]
+    data = property(lambda self: self.detach(), lambda self, values: write([(self, values)]))  # type: ignore
 
 
 class _Dequantize(torch.autograd.Function):
