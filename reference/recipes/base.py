@@ -57,6 +57,8 @@ class Recipe:
     @property
     def fixed(self) -> Self:
         """The recipe as it is now, in a copy whose fields cannot be set; the same copy until a field is set."""
+        if torch.compiler.is_compiling():  # no graph can hold a copy; one is compiled anew when a field is set
+            return self
         kept: Self | None = vars(self).get("_fixed")
         if kept is None:
             kept = copy.copy(self)
@@ -75,6 +77,11 @@ class Recipe:
             changed.check()
             vars(self).pop("_fixed", None)
         super().__setattr__(name, value)
+
+    def codes(self, forward: bool) -> tuple[torch.dtype, float]:
+        """The FP8 dtype of that direction's tensors, and its largest finite value."""
+        # Functions, not bound methods: torch 2.11 traces no method of an Enum that a compiled region sets.
+        return Format.dtype(self.fp8_format, forward), Format.fp8_max(self.fp8_format, forward)
 
     def check(self) -> None:
         """Raise ValueError, TypeError or NotImplementedError, in a sentence, for a field that is not accepted."""

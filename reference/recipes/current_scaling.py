@@ -58,8 +58,7 @@ class Float8CurrentScaling(Recipe):
     float8_per_tensor_scaling = float8_current_scaling
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
-        codes = Current(self.fp8_format.dtype(True), self.fp8_format.fp8_max(True))
-        grads = Current(self.fp8_format.dtype(False), self.fp8_format.fp8_max(False))
+        codes, grads = Current(*self.codes(True)), Current(*self.codes(False))
         return (Gemm(codes, codes, grads),) * count
 
 

@@ -98,7 +98,7 @@ class DelayedScaling(Recipe):
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
         """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
-        codes, grads = self.fp8_format.dtype(True), self.fp8_format.dtype(False)
+        codes, grads = self.codes(True)[0], self.codes(False)[0]
         return tuple(
             Gemm(Delayed(forward, 3 * i, codes), Delayed(forward, 3 * i + 1, codes), Delayed(backward, 2 * i, grads))
             for i in range(count)
@@ -109,7 +109,7 @@ class DelayedScaling(Recipe):
         histories = [meta.amax_history for meta in metas]
         if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
-        fp8_max = self.fp8_format.fp8_max(forward)
+        _, fp8_max = self.codes(forward)
         twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
 
 
