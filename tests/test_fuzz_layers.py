@@ -175,7 +175,7 @@ def change(model: torch.nn.Module, how: str | None) -> None:
     elif how == "reset":
         torch.manual_seed(3)
         for part in model.modules():
-            if isinstance(part, TransformerEngineBaseModule):
+            if isinstance(part, TransformerEngineBaseModule) and hasattr(part, "reset_parameters"):
                 part.reset_parameters()
 
 
