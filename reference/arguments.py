@@ -65,7 +65,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "tensor_parallel_mode userbuffers_options op_kwargs"),
     ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
     ((True,), "rowwise"),
-    ((False,), "Float8CurrentScalingQuantizer.use_existing_amax with_amax_reduction pin_memory"),
+    ((False,), "Float8CurrentScalingQuantizer.use_existing_amax with_amax_reduction pin_memory internal"),
     ((None,), "Float8CurrentScalingQuantizer.scale Float8CurrentScalingQuantizer.amax"),
     ((None,), "Float8CurrentScalingQuantizer.amax_reduction_group"),
 ]

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 _OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 _RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
-_QUANTIZED = "te.Float8Tensor is the quantized tensor there is, with one scale for all of it"
+_QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
+_STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
 _EXPERTS = "there are no layers for a mixture of experts"
 _PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
 _ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
@@ -29,10 +30,11 @@ NAMES: dict[str, dict[str, str]] = {
         _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
         _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
-        _QUANTIZED: "QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage "
-        "Float8BlockQuantizer MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage "
-        "NVFP4Quantizer HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor "
-        "IdentityTensorStorage IdentityQuantizer prepare_for_saving restore_from_saved restore_from_func_ctx",
+        _QUANTIZED: "Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor "
+        "MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer HybridQuantizedTensor "
+        "HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage IdentityQuantizer",
+        _STORAGE: "QuantizedTensorStorage Float8TensorStorage prepare_for_saving restore_from_saved "
+        "restore_from_func_ctx",
         _WHERE: "attention module transformer distributed jit tensor float8_tensor quantized_tensor",
         _AVAILABLE: "get_cudnn_version get_device_compute_capability",
         _OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",

@@ -15,6 +15,7 @@ from simulator import Simulator
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
+from reference import notice
 
 KINDS = {te.DType.kFloat8E4M3: (ml_dtypes.float8_e4m3fn, 448.0), te.DType.kFloat8E5M2: (ml_dtypes.float8_e5m2, 57344.0)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -238,12 +239,6 @@ def test_codes_in_a_buffer_of_the_programs() -> None:
         y._data = buffer[:2]
 
 
-def test_a_compiler_ends_its_graph_where_a_tensor_is_quantized() -> None:
-    quantizer, x = delayed(), numbers((4, 8))
-    found = torch.compile(lambda x: quantizer(x * 2).dequantize() + 1, backend="aot_eager")(x)
-    assert_same_bits(found, quantizer(x * 2).dequantize() + 1)
-
-
 def test_quantizers() -> None:
     quantizer = delayed()
     assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
@@ -280,7 +275,8 @@ def test_a_layers_weight_is_one() -> None:
         weight.update_quantizer(delayed())
 
 
-def test_a_layer_reads_a_quantized_input() -> None:
+def test_a_layer_reads_a_quantized_input_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    notice._said.discard("quantized input")
     torch.manual_seed(1)
     layer = te.Linear(32, 16)
     x = numbers((4, 32)).requires_grad_()
@@ -297,6 +293,10 @@ def test_a_layer_reads_a_quantized_input() -> None:
         assert_same_bits(x.grad, plain.grad)
         with te.autocast(enabled=enabled):
             assert_same_bits(layer(y.view(2, 2, 32)[:1]), other(plain.view(2, 2, 32)[:1]))
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "a layer's input is quantized: it is read, and cast by the layer's own recipe (said once)."
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -353,6 +353,7 @@ def test_what_is_refused() -> None:
         (lambda: quantizer.quantize(one, out=torch.ones(1)), TypeError, "the tensor to write to is a Tensor"),
         (lambda: quantizer.quantize(one, out=y), ValueError, r"shape \[1\] is written to \[2, 4\]"),
         (lambda: delayed(E5M2).quantize(torch.ones(2, 4), out=y), ValueError, "format is kFloat8E5M2"),
+        (lambda: quantizer.create_tensor_from_data(data, internal=True), NotImplementedError, "internal=True is not"),
         (lambda: quantizer.make_empty((2,), pin_memory=True), NotImplementedError, "pin_memory=True is not offered"),
         (
             lambda: te.Float8Tensor((3, 4), torch.float32, data=data, fp8_scale_inv=one),

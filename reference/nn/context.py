@@ -122,6 +122,7 @@ class ModuleContext:
         if not isinstance(x, QuantizedTensor):
             return x
         if not (isinstance(x, Float8Tensor) and x.is_weight):
+            say_once("quantized input", "a layer's input is quantized: it is read, and cast by the layer's own recipe")
             return x.numbers()
         codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8)
         if self.fp8:

@@ -93,7 +93,6 @@ class Quantizer:
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record the amax of `tensor`, where there is a place for it, and quantize nothing."""
 
-    @torch.compiler.disable
     def quantize(
         self, tensor: torch.Tensor, *, out: "Float8Tensor | None" = None, dtype: torch.dtype | None = None
     ) -> "Float8Tensor":
@@ -145,9 +144,15 @@ class Quantizer:
         return made
 
     def create_tensor_from_data(
-        self, data: torch.Tensor, fake_dtype: torch.dtype = torch.float32, requires_grad: bool = False
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
     ) -> "Float8Tensor":
         """A Float8Tensor of codes (uint8 or FP8), with the scale as it is now; 1 where the quantizer has none."""
+        given = {"fake_dtype": fake_dtype, "requires_grad": requires_grad, "internal": internal}
+        check_arguments("Quantizer.create_tensor_from_data", given)
         from reference.nn.float8_tensor import Float8Tensor  # which imports this module
 
         return Float8Tensor(

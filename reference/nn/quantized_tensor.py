@@ -28,7 +28,6 @@ class QuantizedTensor(torch.Tensor):
         """Its numbers in `dtype` (None: its own), as a plain tensor without history."""
         raise NotImplementedError
 
-    @torch.compiler.disable
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Its numbers in `dtype` (None: its own), as a plain tensor; the gradient passes as it is."""
         if torch.is_grad_enabled() and self.requires_grad:
