@@ -295,8 +295,6 @@ def test_a_layer_reads_a_quantized_input_and_says_so(caplog: pytest.LogCaptureFi
             assert_same_bits(layer(y.view(2, 2, 32)[:1]), other(plain.view(2, 2, 32)[:1]))
     (record,) = caplog.records
     assert "it is read, and cast by the layer's own recipe" in record.getMessage()
-        "a layer's input is quantized: it is read, and cast by the layer's own recipe (said once)."
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
