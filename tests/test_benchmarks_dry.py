@@ -40,6 +40,7 @@ from optimized.bench import (
     layer_models,
     layer_plot,
     layer_sweep,
+    seeds,
     single_gpu,
     single_gpu_models,
     single_gpu_plot,
@@ -50,6 +51,8 @@ from optimized.bench import (
 )
 from optimized.commands import tables
 from optimized.training import captured
+from optimized.training.corpus import Corpus
+from optimized.training.settings import Settings
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -64,6 +67,7 @@ PLOTS = {
     "ladder": ladder.plot,
     "gemm_shapes": gemm_shapes.plot,
     "layer_sweep": layer_sweep.plot,
+    "seeds": seeds.plot,
     "single_gpu": single_gpu_plot.plot,
     "train": train.plot,
 }
@@ -267,6 +271,22 @@ def run_of_train() -> snapshots.Sections:
         return run_of_layers(module)
 
 
+def run_of_seeds() -> snapshots.Sections:
+    """`seeds`: which runs are asked for, their table and picture; tests/test_training_bench.py trains."""
+    asked: list[str] = []
+
+    def losses(settings: Settings, text: Corpus, device: str) -> dict[str, Any]:
+        asked.append(f"{settings.precision} {settings.seed} {settings.tokens} x {settings.steps} on {device}")
+        found = [5.0 - 0.001 * step - 0.01 * len(asked) for step in range(settings.steps)]
+        return {"precision": settings.precision, "seed": settings.seed, "losses": found, "held_out": 1.0}
+
+    module = types.SimpleNamespace(**vars(seeds))
+    settings = replace(seeds.SETTINGS, steps=100)
+    module.run = partial(seeds.run, settings=settings, read=training_text.corpus)
+    with mock.patch.object(seeds, "losses", losses):
+        return {**run_of(module), "asked": (asked, 10)}
+
+
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     module.NAME: partial(run_of, module) for module in tables.BENCHMARKS if module is not training
 } | {
@@ -276,6 +296,7 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
+    "seeds": run_of_seeds,
     "single_gpu": run_of_single_gpu,
     "timeline": partial(run_of_layers, timeline),
     "train": run_of_train,

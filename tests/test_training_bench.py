@@ -9,7 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from optimized import measure
-from optimized.bench import training, training_plot
+from optimized.bench import seeds, training, training_plot
+from optimized.training import corpus
 from optimized.training.corpus import Corpus
 from optimized.training.settings import Settings
 
@@ -49,3 +50,25 @@ def test_the_recorded_runs_have_a_table_and_a_picture(monkeypatch: pytest.Monkey
     assert curves.get_xlabel() == "training step"
     texts = [one.get_text() for one in words.texts]
     assert texts[1:7] == texts[8:14] != texts[15:21]  # the H200's words, this CPU's, an ordinary sum's
+
+
+def test_runs_of_a_seed_begin_alike_in_every_precision() -> None:
+    settings = replace(TINY, accumulate=2, warmup=1)
+    runs = [(precision, seed) for seed in (1, 2) for precision in ("bf16", "delayed", "current")]
+    payload = seeds.run(settings=settings, runs=runs, read=lambda: TEXT, device="cpu")
+    assert [(one["precision"], one["seed"]) for one in payload["runs"]] == runs
+    assert all(len(one["losses"]) == 4 and one["losses"][-1] < one["losses"][0] for one in payload["runs"])
+    for start in (0, 3):  # the first step's loss comes before any FP8 rounding could be large
+        first = [one["losses"][0] for one in payload["runs"][start : start + 3]]
+        assert max(first) - min(first) < 0.02
+    assert payload["runs"][0]["losses"] != payload["runs"][3]["losses"]
+    (table,) = seeds.tables(payload)
+    assert table.rows[0][0] == "bf16"
+    assert table.rows[1][3].count("%") == 2
+
+
+def test_the_text_of_the_seeds_has_the_library_and_torch() -> None:
+    text = seeds.text()
+    library = corpus.read()
+    assert text.files > library.files
+    assert np.array_equal(text.data[: len(library.data)], library.data)

@@ -31,6 +31,7 @@ _MODULES = (
     "single_gpu",
     "training",
     "train",
+    "seeds",
     "trainer",
     "decode",
     "first_step",
@@ -125,7 +126,7 @@ GROUPS = {
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
     "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats", "decode", "first_step"),
-    "Training": ("single_gpu", "training", "train", "trainer"),
+    "Training": ("single_gpu", "training", "train", "seeds", "trainer"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
 PICTURES = {  # of a group, above its tables

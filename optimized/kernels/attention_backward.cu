@@ -266,12 +266,8 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
     Stage<1> keys_stage;
     for (Stage<2> works;; works.advance()) {
         shared.work_box[works.index].wait_full(works.parity);
-#if HEADS_APART
-        const Work& work = shared.work[works.index];  // read where it is needed, as all registers are
-#else
         const Work work = shared.work[works.index];
         shared.work_box[works.index].arrive_empty();
-#endif
         if (work.key_head < 0) return;
         const int row = work.first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
         Pairs at{work.batch * a.heads + work.key_head * a.group + head_from(work), row, 0, {}, {}};
@@ -318,9 +314,6 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
             store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
             store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
         }
-#if HEADS_APART
-        shared.work_box[works.index].arrive_empty();
-#endif
     }
 }
 

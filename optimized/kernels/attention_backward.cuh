@@ -5,24 +5,31 @@
 
 namespace twin {
 
-// Which of a 16 x 16 tile's pairs are kept, for the eight a thread has: bit 4 c + 2 r + e as the accumulators lie.
+// Which pairs of four 16 x 16 tiles of queries x keys are kept, `apart` counters from one to the next, for the eight of each
+// that a thread has: bit 8 n + 4 r + 2 c + e of tile n as the accumulators lie, keys x queries.
 // The mask is laid out for tiles of queries x keys. In a tile of keys x queries a thread needs halves of two counters,
-// and the thread four lanes away needs the others of the same two: each computes one and they trade.
-__device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsigned long long tile, unsigned threshold) {
+// and the thread four lanes away needs the others of the same two: each compares the words of one, and they trade bits.
+__device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsigned long long tile,
+                                              unsigned long long apart, unsigned threshold) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, odd = g % 2;
-    unsigned words[4], bits = 0;
-    philox(words, generator, tile + 4 * (2 * q + odd) + g / 2);
-    const unsigned own[2] = {odd ? words[2] : words[0], odd ? words[3] : words[1]};
-    const unsigned give[2] = {odd ? words[0] : words[2], odd ? words[1] : words[3]};
-    unsigned other[2];
+    const unsigned limit = threshold * 0x10000 - 1;  // a half is kept if it, with zeros or the other half below it, is greater
+    unsigned own = 0;
+    tile += 4 * (2 * q + odd) + g / 2;
 #pragma unroll
-    for (int c = 0; c < 2; c++) other[c] = __shfl_xor_sync(0xFFFFFFFF, give[c], 4);
+    for (int n = 0; n < 4; n++, tile += apart) {
+        unsigned words[4], bits = 0;
+        philox(words, generator, tile);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {  // i = 4 r + 2 c + e: query 8 r + 2 q + e, key 8 c + g
-        const int r = i / 4, c = i / 2 % 2, e = i % 2;
-        bits |= kept(e == odd ? own[c] : other[c], r, threshold) << i;
+        for (int i = 0; i < 8; i++) {  // i = 4 r + 2 c + x: half r of word 2 x + c, of query 8 r + 2 q + odd
+            const unsigned word = words[i % 2 * 2 + i / 2 % 2];
+            bits |= static_cast<unsigned>((i / 4 ? word : word << 16) > limit) << i;
+        }
+        own |= bits << (8 * n);
     }
-    return bits;
+    // Key 8 c + g is in word 2 odd + c of both: bits x = odd. This thread's query has e = odd, the other one's has not.
+    const unsigned other = __shfl_xor_sync(0xFFFFFFFF, own, 4), mine = odd ? 0xAAAAAAAA : 0x55555555;
+    const unsigned turned = odd ? other >> 1 : other << 1;
+    return (own & mine) | (turned & ~mine);
 }
 
 // Element i of 8 in a 16-byte vector, widened.

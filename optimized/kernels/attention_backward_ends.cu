@@ -71,11 +71,9 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int query = blockIdx.y * kTileRows + 64 * half;
-        unsigned bits = 0;
-#pragma unroll
-        for (int step = 0; step < 4; step++)
-            bits |= kept_bits(generator, tile_counter(a, head, query / 16 + step, key / 16), a.threshold) << (8 * step);
-        kept_words(a, scratch, head, query, key)[threadIdx.x % 32] = bits;
+        const unsigned long long tile = tile_counter(a, head, query / 16, key / 16);
+        const unsigned long long apart = tile_counter(a, head, query / 16 + 1, key / 16) - tile;
+        kept_words(a, scratch, head, query, key)[threadIdx.x % 32] = kept_bits(generator, tile, apart, a.threshold);
     }
 }
 

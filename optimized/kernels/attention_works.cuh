@@ -107,7 +107,7 @@ template <int kCount>
 __device__ __forceinline__ void take_over(float (&dv)[kCount], float (&dk)[kCount], const Arguments& a,
                                           const Scratch& scratch, const Work& work) {
     const Handed handed(a, scratch, work);
-    wait_for_turn(handed.heads, work.heads.from);
+    wait_for_turn_together(handed.heads, work.heads.from);
 #pragma unroll
     for (int j = 0; j < kCount / 2; j++) {
         float* acc = j < kCount / 4 ? dv + 4 * j : dk + (4 * j - kCount);

@@ -36,7 +36,7 @@ SCRATCH = np.dtype([(name, "u8") for name in POINTERS] + [("first_head", "i4"), 
 _APART = [("handed", "u8"), ("summed", "u8"), ("apart_from", "i4"), ("apart", "i4"), ("each", "i4")]
 SCRATCH_APART = np.dtype([*SCRATCH.descr, *_APART], align=True)
 
-PARTS = 4  # at most, of the works of a head of keys; each costs its sums once out and once in
+PARTS = 8  # at most, of the works of a head of keys; each costs its sums once out and once in
 AT_LEAST = 1.5  # works of a part for each multiprocessor, so that few of them wait for the part before
 _WARPS = 8  # that hand sums over
 

@@ -11,6 +11,15 @@ __device__ __forceinline__ void wait_for_turn(const unsigned* word, unsigned tur
     } while (now != turn);
 }
 
+// The same, by a whole warp. Its lanes leave together, which the compiler must see: where it takes them for apart, it keeps
+// addresses out of uniform registers in all that follows.
+__device__ __forceinline__ void wait_for_turn_together(const unsigned* word, unsigned turn) {
+    unsigned now;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    } while (!__all_sync(0xFFFFFFFF, now == turn));
+}
+
 // What this thread has written, or waited for, is seen by whoever waits for `turn`.
 __device__ __forceinline__ void pass_turn(unsigned* word, unsigned turn) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(turn) : "memory");
