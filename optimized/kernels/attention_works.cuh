@@ -1,8 +1,9 @@
 // The works of attention_backward.cu: which there are, and how one goes on where another has ended.
 //
-// A group of heads shares its keys, and dk and dv are one chain over all of its heads. A work of all of them is long, and
-// where the mask is causal the works that are taken last are the longest ones. So where HEADS_APART is 1, a launch's last
-// heads of keys are taken in parts: of each of them the group's first heads, `each` of them, then of each the next ones.
+// A group of heads shares its keys, and dk and dv are one chain over all of its heads. A work of all of them is long, so
+// that multiprocessors wait for the last ones, most where the mask is causal: there the last ones are the longest. So where
+// HEADS_APART is 1, a launch's last heads of keys are taken in parts: of each of them the group's first heads, `each` of
+// them, then of each the next ones.
 // A part takes over the fp32 sums of the part before it, so the chain, and with it every bit, is that of a work of all
 // heads. Each warp hands over its own rows; it needs no others.
 //

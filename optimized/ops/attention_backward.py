@@ -196,11 +196,10 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
     scratch, _held = _scratch(inputs, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
     lengths, biased = attention.has_lengths(options), attention.is_biased(options)
-    # Works become longer and longer where later keys have fewer queries: the last ones are taken in parts.
+    # A group's works are long, and few are left at the end: the last ones are taken in parts.
     last_heads = math.ceil(AT_LEAST * launch.processors(index) / blocks)
-    left, right = (int(x) for x in limits(*options[1:4], sq, skv))
-    growing = left == -NO_LIMIT and right < NO_LIMIT
-    is_apart = group > 1 and growing and last_heads <= at_once and not (wide or biased)
+    is_windowed = int(limits(*options[1:4], sq, skv)[0]) != -NO_LIMIT
+    is_apart = group > 1 and last_heads <= at_once and not (wide or biased or is_windowed)
     if is_apart:
         scratch, _handed = _set_apart(inputs, last_heads, scratch)
 
