@@ -155,6 +155,8 @@ def main() -> None:
         losses = run.train(text, args.steps)
         loss = sum(map(float, losses)) / len(losses)
         print(json.dumps({"step": run.step, "loss": loss, "sha256": run.digest()}), flush=True)
+        if not all(x.isfinite().all() for x in (*losses, *run.model.parameters())):
+            raise SystemExit(f"Step {run.step} has a NaN or an infinity; {args.output} was not written again.")
         if run.step % 10 == 0 or run.step == args.steps:
             run.save(args.output)
 

@@ -6,8 +6,9 @@
     te.PrecisionPlan.load("precision.json").apply(model)
 
 A layer keeps its recipe if every tensor that its GEMMs read is within the limits; otherwise it gets the first other
-recipe in which every one is; otherwise 16 bits. A choice is one of `te.recipe.by_layer`, which `apply` calls: it is for
-a whole layer, because a GEMM whose operands are an FP8 and a 16-bit tensor does not exist.
+recipe in which every one is. If in none of them the gradients are, it gets the first in which input and weight are, in
+forward alone: fprop in FP8, dgrad and wgrad in 16 bits (`backward_override`). Otherwise it gets 16 bits. A choice is
+one of `te.recipe.by_layer`, which `apply` calls. Finer ones are not offered, and no GEMM multiplies FP8 by 16 bits.
 """
 
 import dataclasses
@@ -183,11 +184,15 @@ def ideal_sqnr(dtype: torch.dtype) -> float:
 
 
 def _chosen(layer: Any, samples: Sequence[Sample], limits: _Limits) -> Choice:
-    """The first recipe in which every tensor of a layer is within the limits; the one that it ran in comes first."""
+    """The first recipe in which every tensor of a layer is within the limits; the one that it ran in comes first.
+
+    If there is none: the first in which the tensors of fprop are, for that GEMM alone.
+    """
     if not samples:
         kept = None if layer.in_high_precision else layer.own_recipe or AUTOCAST
         return Choice(kept, "No number of it was measured: its choice stays as it was.")
     reasons = []
+    half: Recipe | None = None
     for found in dict.fromkeys((one.recipe, one.ran) for one in sorted(samples, key=lambda one: not one.ran)):
         mine = [one for one in samples if (one.recipe, one.ran) == found]
         complaints = [text for one in mine if (text := limits.complaint(one)) is not None]
@@ -195,6 +200,8 @@ def _chosen(layer: Any, samples: Sequence[Sample], limits: _Limits) -> Choice:
         name = recipe_name(tried)
         if complaints:
             reasons.append(f"{name} does not suit {'; '.join(complaints)}")
+            if half is None and tried is not None and _suits_forward(mine, limits):
+                half = tried
         elif tried is None:
             reasons.append(f"{name}, in which it ran: no NaN and no infinity")
         else:
@@ -202,7 +209,18 @@ def _chosen(layer: Any, samples: Sequence[Sample], limits: _Limits) -> Choice:
             good = f"In {name} every tensor is within the limits ({_tensor(worst)} the least: {worst.sqnr:.1f} dB)"
             why = ". ".join([*reasons, good]) + "."
             return Choice((AUTOCAST if layer.own_recipe is None else layer.own_recipe) if ran else tried, why)
+    if half is not None:
+        reasons.append("Input and weight are within the limits, so fprop is in FP8, and dgrad and wgrad in 16 bits")
+        recipe_of_forward: Any = dataclasses.replace(half, backward_override="high_precision")  # type: ignore[type-var]
+        return Choice(recipe_of_forward, ". ".join(reasons) + ".")
     return Choice(None, ". ".join(reasons) + ".")
+
+
+def _suits_forward(samples: Sequence[Sample], limits: _Limits) -> bool:
+    """Whether the input and the weight were measured in a recipe, and are within the limits."""
+    mine = [one for one in samples if one.role != "grad_output"]
+    finite = not any(one.nan or one.inf for one in samples)  # 16 bits have these, too
+    return finite and bool(mine) and all(limits.complaint(one) is None for one in mine)
 
 
 def auto_precision(

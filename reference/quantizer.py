@@ -40,11 +40,13 @@ class Quantizer:
     Attributes:
         kind: hashable; everything but tensors that its launches depend on.
         dtype: of the codes.
+        dtype_t: of the transposed codes, which backward reads; None where it is `dtype`.
         fp8: whether the codes are FP8.
     """
 
     kind: Hashable
     dtype: torch.dtype
+    dtype_t: torch.dtype | None = None
     fp8 = False
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -115,6 +117,33 @@ class HighPrecision(Quantizer):
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         return super().grad(as_dtype(g, self.dtype), transpose, dbias)
+
+
+class ForwardOnly(Quantizer):
+    """FP8 by `inner` for the forward; what a backward reads is in `dtype_t`, 16 bits or fp32, as of `HighPrecision`.
+
+    Nothing is fused with the op before it: its result in the activation dtype is what backward reads.
+    """
+
+    fp8 = True
+
+    def __init__(self, inner: Quantizer, dtype_t: torch.dtype) -> None:
+        self.inner, self.dtype, self.dtype_t = inner, inner.dtype, dtype_t
+        self.kind = ("forward only", inner.kind, dtype_t)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.tensors()
+
+    def changes(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.changes()
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.inner.scale(x)
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        found = self.inner.quantize(x, False)
+        assert self.dtype_t is not None
+        return found._replace(codes_t=as_dtype(x, self.dtype_t).t()) if transpose else found
 
 
 class Calibrating(HighPrecision):

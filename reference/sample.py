@@ -122,4 +122,5 @@ def recipe_name(recipe: Recipe | None) -> str:
     if recipe is None:
         return "16 bits"
     name = type(recipe).__name__
-    return name if recipe.fp8_format.name == "HYBRID" else f"{name} {recipe.fp8_format.name}"
+    name = name if recipe.fp8_format.name == "HYBRID" else f"{name} {recipe.fp8_format.name}"
+    return name if recipe.backward_override is None else f"{name} in forward alone"

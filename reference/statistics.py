@@ -92,15 +92,19 @@ class _Observer(Hook):
         module = context.module
         if module not in self.names:
             return context
-        others = {recipe: recipe.gemms(module.num_gemms, None, None) for recipe in self._beside(module, context)}
+        others = {
+            recipe: recipe.quantizers(module.num_gemms, None, None, torch.bfloat16)  # measured are FP8 codes alone
+            for recipe in self._beside(module, context)
+        }
         gemms = []
         for i, (gemm, weight) in enumerate(zip(context.gemms, module.fp8_weights, strict=True)):
             part = weight.removesuffix("weight").removesuffix("_")
             observed: dict[str, Any] = {}
             for role, field in _FIELDS.items():
-                beside = {recipe: getattr(found[i], field) for recipe, found in others.items()}
-                key = _Key(self.names[module], part, role, context.recipe, True)
-                observed[field] = Observed(getattr(gemm, field), self._recorder(key, beside))
+                quantizer = getattr(gemm, field)
+                beside = {recipe: one for recipe, found in others.items() if (one := getattr(found[i], field)).fp8}
+                key = _Key(self.names[module], part, role, context.recipe if quantizer.fp8 else None, True)
+                observed[field] = Observed(quantizer, self._recorder(key, beside))
             gemms.append(gemm._replace(**observed))
         found = copy.copy(context)
         found.gemms = tuple(gemms)

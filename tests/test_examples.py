@@ -50,3 +50,21 @@ def test_the_training_program_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     path.write_bytes(content)
     with torch.random.fork_rng(devices=[]), pytest.raises(files.Damaged, match="not those that were written"):
         program.Run(cpu).load(path)
+
+
+def test_the_training_program_keeps_its_checkpoint_from_a_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program: Any = runpy.run_path(str(PROGRAM))
+    train, path = program["Run"].train, tmp_path / "run.safetensors"
+
+    def spoils(run: Any, text: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        losses = train(run, text, steps)
+        with torch.no_grad():
+            run.model.norm.weight[0] = float("nan")
+        return losses
+
+    program["Run"].train = spoils
+    path.write_bytes(b"the last good one")
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--device", "cpu", "--steps", "1", "--output", str(path)])
+    with torch.random.fork_rng(devices=[]), pytest.raises(SystemExit, match="Step 1 has a NaN or an infinity"):
+        program["main"]()
+    assert path.read_bytes() == b"the last good one"

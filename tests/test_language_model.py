@@ -93,3 +93,48 @@ def test_five_steps_have_the_same_bits_on_a_gpu(tied: bool, fp8: bool, dtype: to
         assert_same_bits(a, b, f"loss of step {step}")
     for (name, a), b in zip(here.named_parameters(), there.parameters(), strict=True):
         assert_same_bits(a, b, name)
+
+
+def scaled(model: LanguageModel, device: str, fp8: bool) -> tuple[list[float], list[float]]:
+    """Scales and losses of sixteen steps in fp16 with a scaler whose first scale is too large; changes the model."""
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**21, growth_interval=3)
+    torch.manual_seed(11)
+    text = torch.randint(0, VOCABULARY, (9, 4)).to(device)
+    scales, losses = [], []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(12)  # of dropout
+        for _ in range(16):
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.float16):
+                loss = model(text[:-1], text[1:], fp8)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            te.optimizers.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            losses.append(float(loss.detach()))
+    return scales, losses
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_scaler_of_torch_finds_a_scale_and_the_model_learns(fp8: bool) -> None:
+    scales, losses = scaled(model := made(False, torch.float32), "cpu", fp8)
+    falls = [after < before for before, after in zip([2.0**21, *scales], scales, strict=False)]
+    assert falls[0]
+    assert not all(falls)
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert (scales, losses) == scaled(made(False, torch.float32), "cpu", fp8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_scaler_of_torch_has_the_same_bits_on_a_gpu(fp8: bool) -> None:
+    assert optimized.TransformerLayer
+    here = made(False, torch.float32)
+    there = copy.deepcopy(here).cuda()
+    assert scaled(here, "cpu", fp8) == scaled(there, "cuda", fp8)
+    for (name, a), b in zip(here.named_parameters(), there.parameters(), strict=True):
+        assert_same_bits(a, b, name)

@@ -24,6 +24,7 @@ import reference as te
 from optimized import device
 from optimized.commands import CommandError, positive
 from optimized.training import checkpoint, corpus
+from optimized.training.diagnosis import first_unfinite, unfinite
 from optimized.training.metrics import Metrics
 from optimized.training.settings import RECIPES, SIZES, Settings
 from optimized.training.trainer import Trainer
@@ -170,6 +171,9 @@ class _Run:
                 self.metrics.add(number, sha256=found)
                 self.bar.console.print(f"step {number} sha256 {found}", markup=False, highlight=False, soft_wrap=True)
             if due["save"]:
+                broken = unfinite(trainer)
+                if broken is not None:
+                    raise self._broken(number, f"{broken} has a NaN or an infinity after step {number}")
                 trainer.save(args.output / CHECKPOINT)
                 self.saved = number
             self.since = time.perf_counter()
@@ -185,11 +189,18 @@ class _Run:
             more = speed if number == self.pending[-1][0] else {}
             given = None if norm is None else float(norm)
             self.metrics.add(number, loss=loss, rate=settings.rate(number - 1), norm=given, **more)
-            if not math.isfinite(loss):
-                raise CommandError(f"the loss of step {number} is {loss}: the run stops. {self.kept()}")
+            for what, value in (("loss", loss), ("norm of the gradient", given)):
+                if value is not None and not math.isfinite(value):
+                    raise self._broken(number, f"the {what} of step {number} is {value}")
         self.pending.clear()
         shown = f"loss {losses[-1]:.4f}  {speed['tokens_per_second']:,.0f} tokens/s  {speed['tflops']:.3g} TFLOP/s"
         self.bar.update(self.task, numbers=shown)
+
+    def _broken(self, number: int, what: str) -> CommandError:
+        """The error for a NaN or an infinity in step `number`: where it was made, and what is kept."""
+        self.bar.update(self.task, description="looking for its first op")
+        made = first_unfinite(self.trainer, number, None if self.saved is None else self.args.output / CHECKPOINT)
+        return CommandError(f"{what}: the run stops. {made} {self.kept()}")
 
     def kept(self) -> str:
         """What is on disk."""

@@ -14,7 +14,7 @@ import torch
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
-from reference.quantized import Quantized, Transposed, wgrad
+from reference.quantized import Quantized, Transposed, as_dtype, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 
@@ -124,8 +124,11 @@ class ModuleContext:
         if not (isinstance(x, Float8Tensor) and x.is_weight):
             say_once("quantized input", "a layer's input is quantized: it is read, and cast by the layer's own recipe")
             return x.numbers()
-        codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8)
+        wide = self.gemms[0].weight.dtype_t
+        codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8 and wide is None)
         if self.fp8:
+            if wide is not None and trains:
+                transposed = as_dtype(dequantized(codes, scale_inv, x.dtype), wide).t()
             return Quantized(codes, transposed, scale_inv)
         say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
         return dequantized(codes, scale_inv, x.dtype)
@@ -171,7 +174,9 @@ class ModuleContext:
         """The cast of a weight by an earlier microbatch, if it fits this one."""
         found = self.module._fp8_workspaces.get(name)
         wanted = self.gemms[0].weight
-        if found is None or found.codes.dtype != wanted.dtype or (found.codes_t is None and transpose):
+        if found is None or found.codes.dtype != wanted.dtype:
+            return None
+        if transpose and (found.codes_t is None or found.codes_t.dtype != (wanted.dtype_t or wanted.dtype)):
             return None
         if found.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
             copies: Any = [t if t is None else t.clone() for t in found[:3]]

@@ -120,12 +120,12 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
         if self.reuses_weights:
             is_first_microbatch = False
         if state.enabled:
-            return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed), is_first_microbatch)
+            return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed, dtype), is_first_microbatch)
         if state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
             return ModuleContext(self, self._calibrating(dtype), is_first_microbatch)
         return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms], is_first_microbatch)
 
-    def _fp8_precision(self, recipe: Recipe, checkpointed: bool) -> Precision:
+    def _fp8_precision(self, recipe: Recipe, checkpointed: bool, dtype: torch.dtype) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
         forward: Any = self.fp8_meta.get("scaling_fwd")
         backward: Any = self.fp8_meta.get("scaling_bwd")
@@ -134,12 +134,17 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
             scale = recompute.recalled(self, forward.scale)
             forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
         if recalled or torch.compiler.is_compiling():
-            return Precision(recipe.gemms(self.num_gemms, forward, backward), recipe, forward, backward)
+            gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
+            return Precision(gemms, recipe, forward, backward)
         known = self._precision
-        if known is None or not (known.recipe is recipe and known.forward is forward and known.backward is backward):
+        if (
+            known is None
+            or not (known.recipe is recipe and known.forward is forward and known.backward is backward)
+            or known.gemms[0].weight.dtype_t not in (None, dtype)
+        ):
             if known is not None and type(known.recipe) is not type(recipe):
                 self._fp8_workspaces.clear()  # another recipe has cast them
-            gemms = recipe.gemms(self.num_gemms, forward, backward)
+            gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
             known = self._precision = Precision(gemms, recipe, forward, backward)
         return known
 

@@ -21,7 +21,7 @@ class Observed(Quantizer):
 
     def __init__(self, inner: Quantizer, record: Record) -> None:
         self.inner, self.record = inner, record
-        self.kind, self.dtype, self.fp8 = inner.kind, inner.dtype, inner.fp8
+        self.kind, self.dtype, self.dtype_t, self.fp8 = inner.kind, inner.dtype, inner.dtype_t, inner.fp8
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.inner.tensors()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from reference.quantizer import Gemm
+from reference.quantizer import ForwardOnly, Gemm, HighPrecision
 
 
 class FormatLimits(NamedTuple):
@@ -52,6 +52,7 @@ class Recipe:
 
     fp8_format: Format
     fp8_dpa: bool = False
+    backward_override: str | None = None
     history_rows: ClassVar[int | None] = None
 
     @property
@@ -90,6 +91,15 @@ class Recipe:
         """The quantizers of a layer's GEMMs; `forward` and `backward` are its state, None without `history_rows`."""
         raise NotImplementedError
 
+    def quantizers(self, count: int, forward: Any, backward: Any, dtype: torch.dtype) -> tuple[Gemm, ...]:
+        """`gemms`, of which `backward_override` leaves the forward alone in FP8; `dtype` is the activations'."""
+        found = self.gemms(count, forward, backward)
+        if self.backward_override is None:
+            return found
+        wide = HighPrecision(dtype)
+        pairs = [(ForwardOnly(one.input, dtype), ForwardOnly(one.weight, dtype)) for one in found]
+        return tuple([Gemm(*pair, wide, one.how) for pair, one in zip(pairs, found, strict=True)])
+
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
         """Compute the scales of the next step, for several layers' states of one direction and device."""
 
@@ -103,7 +113,7 @@ class Recipe:
 
 
 def check_recipe(recipe: Any) -> None:
-    """Refuse E5M2 as a recipe's format, fp8_mha, and another precision in backward."""
+    """Refuse E5M2 as a recipe's format, fp8_mha, and a backward that is neither in FP8 nor in high precision."""
     name = type(recipe).__name__
     if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format is Format.E5M2:
         raise ValueError(
@@ -122,7 +132,12 @@ def check_recipe(recipe: Any) -> None:
             f"{name}: fp8_mha={recipe.fp8_mha!r} is not offered (attention's input and output stay 16 bits wide); "
             f"False is accepted."
         )
-    if recipe.backward_override is not None:
+    override = recipe.backward_override
+    if override is not None and (not isinstance(override, str) or override != "high_precision"):
         raise NotImplementedError(
-            f"{name}: backward_override={recipe.backward_override!r} is not offered; None is accepted."
+            f"{name}: backward_override={override!r} is not offered; None and 'high_precision' are accepted."
+        )
+    if override is not None and recipe.fp8_dpa:
+        raise NotImplementedError(
+            f"{name}: backward_override={override!r} with fp8_dpa=True is not offered; one of them is accepted."
         )

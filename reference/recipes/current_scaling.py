@@ -31,7 +31,7 @@ class Float8CurrentScaling(Recipe):
         use_power_2_scales: scales that are powers of two; only False is offered.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered (`DelayedScaling` has fp8_dpa).
-        backward_override: another precision in backward; only None is offered.
+        backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
     """
 
     use_power_2_scales: bool = False

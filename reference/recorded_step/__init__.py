@@ -4,6 +4,7 @@
     file.py        the one file: what the step read, its ops, their digests; how it is checked when it is read
     ops.py         which ops run again, and their arguments in JSON
     recorder.py    `te.record`: what is noted while a step runs
+    at_step.py     which step of a training loop is recorded
     modules.py     in which of the model's modules an op runs
     replay.py      the ops again, and the first number that differs
     statistics.py  per tensor: amax, scale, saturation, underflow, SQNR, NaN

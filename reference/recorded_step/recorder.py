@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reference import graph
 from reference.nn import autograd
 from reference.random import get_state
+from reference.recorded_step.at_step import AtStep
 from reference.recorded_step.digest import digest
 from reference.recorded_step.file import Access, Op, Recording, Region
 from reference.recorded_step.modules import Modules
@@ -46,7 +47,9 @@ def record(
     path: str | os.PathLike[str],
     optimizer: torch.optim.Optimizer | None = None,
     ops: str = "digests",
-) -> "Recorder":
+    *,
+    step: int | None = None,
+) -> "Recorder | AtStep":
     """Record the training step inside the `with` block, and write it to `path` when the block ends without an error.
 
         with te.record(model, "step.safetensors", optimizer):
@@ -54,6 +57,8 @@ def record(
                 loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
+
+    With `step=N` the block is around a training loop, and its step number N is recorded.
 
     `twin replay step.safetensors` runs its ops again on any CPU and names the first number that differs
     (docs/record.md). The step's own results have the bits that they have without a recording.
@@ -73,6 +78,8 @@ def record(
         optimizer: its state is named in the recording; its step may be inside the block.
         ops: what is kept of each op's results. "digests": 128 bits a tensor, from which a single wrong word is still
             found. "outputs": the whole tensors too.
+        step: None, or which step of the block is recorded, from 1 on: it begins where the block begins or the
+            optimizer's step before it ends, and ends, and is written, when the optimizer has made it.
 
     Raises:
         TypeError, ValueError: an argument is not accepted; nothing has run.
@@ -98,7 +105,8 @@ def record(
                 f"record: {name or 'the model'} replays a CUDA graph (make_graphed_callables), whose ops cannot be "
                 f"seen; a module without one is accepted."
             )
-    return Recorder(model, Path(path), optimizer, ops == "outputs")
+    recorder = Recorder(model, Path(path), optimizer, ops == "outputs")
+    return recorder if step is None else AtStep(recorder, optimizer, step)
 
 
 def _is_graph(module: torch.nn.Module) -> bool:
