@@ -40,6 +40,8 @@ CALLABLES = {
     "is_bf16_available": ("utils.py", ""),
     "get_default_recipe": ("quantization.py", ""),
     "FusedAdam": ("optimizers/fused_adam.py", "__init__", "step"),
+    "FusedSGD": ("optimizers/fused_sgd.py", "__init__", "step"),
+    "get_cpu_offload_context": ("cpu_offload.py", ""),
     "autocast": ("quantization.py", "__init__"),
     "fp8_autocast": ("quantization.py", ""),
     "quantized_model_init": ("quantization.py", ""),

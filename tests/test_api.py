@@ -124,6 +124,7 @@ def test_both_sides_offer_the_same_names() -> None:
 # Where ours differ, and why.
 OURS = {
     "device='cuda'": "device=None",  # the package's own: "cpu" for reference, "cuda" for optimized
+    "lr=required": "lr=<required parameter>",  # torch.optim's mark of a missing one
     "backward_override=os.getenv('NVTE_BACKWARD_OVERRIDE', None)": "backward_override=None",  # no environment variable
 }
 EXTRA = {
