@@ -129,9 +129,14 @@ def test_generate_reads_its_own_cache() -> None:
     assert tokens.shape == (2, 12)
     assert torch.equal(model.generate(IDS[:, :4], use_cache=False, **options), tokens)
     assert all(part.fp8 for one in blocks_of(model) for part in one.modules() if isinstance(part, te.Linear))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_generate_writes_what_the_model_wrote(name: str) -> None:
     seen = torch.ones(2, 8, dtype=torch.long)
     seen[0, :3] = 0  # padding on the left of one row, so that positions differ between rows
-    both = (converted(dtype=torch.float32, recipe=None), plain(dtype=torch.float32))
+    both = (converted(name, torch.float32, None), plain(name, torch.float32))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     first, second = (one.eval().generate(IDS[:, :8], attention_mask=seen, **options) for one in both)
     assert torch.equal(first, second)
 
@@ -208,6 +213,17 @@ def test_a_model_on_the_meta_device() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_a_second_call_changes_nothing() -> None:
+    model = converted()
+    before = {name: id(module) for name, module in model.named_modules()}
+    assert te.convert(model, blocks=True).converted == {}
+    assert {name: id(module) for name, module in model.named_modules()} == before
+
+
+def with_more(model: Any) -> None:
+    model.model.layers[0].adapter = torch.nn.Linear(64, 64)
+
+
 def with_hook(model: Any) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
 
@@ -227,6 +243,8 @@ def with_frozen(model: Any) -> None:
         ({"attention_dropout": 0.1}, None, {}, "attention_dropout=0.1"),
         ({"hidden_act": "gelu"}, None, {}, "its activation is GELUActivation"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, None, {}, "no rotary embedd"),
+        ({"is_causal": False}, None, {}, "its attention is not causal"),
+        ({}, with_more, {}, "it has adapter"),
         ({}, with_hook, {}, "hooks are registered on it"),
         ({}, with_tie, {}, "mlp.gate_proj, mlp.up_proj: a tied weight"),
         ({}, with_frozen, {}, "gate and up differ in requires_grad"),
@@ -263,9 +281,17 @@ def test_each_side_makes_its_own_blocks() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^convert: blocks=1; True and False are accepted\.$"):
         te.convert(plain(), blocks=1)  # type: ignore[arg-type]
-    block, x = blocks_of(converted())[0], torch.zeros(1, 16, 64, dtype=BF16)
+    model = converted()
+    block, x = blocks_of(model)[0], torch.zeros(1, 16, 64, dtype=BF16)
     for mask in (torch.zeros(1, 1, 16, 16), torch.ones(1, 16, dtype=torch.bool), "causal"):
         with pytest.raises(TypeError, match=r"^te\.convert's blocks: attention_mask is .*; None or a torch\.bool tens"):
             block(x, attention_mask=mask)
     with pytest.raises(NotImplementedError, match=r"^te\.convert's blocks: cu_seq_lens_q is not offered; attention_m"):
         block(x, cu_seq_lens_q=torch.zeros(2))
+    with pytest.raises(
+        NotImplementedError, match=r"^te\.convert's blocks: is_causal=False is not offered; True is acc"
+    ):
+        block(x, is_causal=False)
+    model.set_attn_implementation("eager")
+    with pytest.raises(NotImplementedError, match=r"attn_implementation='eager' is not offered; 'sdpa' is accepted\.$"):
+        model(input_ids=IDS)

@@ -22,6 +22,10 @@ class Rotary:
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 16, 2).float() / 16)
 
 
+class Config:
+    _attn_implementation = "sdpa"
+
+
 class Nothing:
     """A cache without keys, which keeps none."""
 
@@ -35,7 +39,7 @@ def block() -> Any:
                                 normalization="RMSNorm", activation="swiglu", attn_input_format="bshd",
                                 params_dtype=BF16)  # fmt: skip
     become(layer, Decoder)
-    vars(layer).update(rotary=(Rotary(),), layer_idx=0)
+    vars(layer).update(shared=(Rotary(), Config()), layer_idx=0)
     return layer
 
 

@@ -68,12 +68,44 @@ def planned_block(kind: Any, block: Any, parts: Mapping[str, Any], tied: set[str
         tied: the names inside of weights that are tied to others.
         rotary: the model's rotary embedding, or None.
     """
+    reason = _obstacle(block, parts, tied, rotary)
+    if reason is not None:
+        return reason
+    attention, norm = block.self_attn, parts[NORMS[0]].layer
+    rows = {name: block.get_submodule(name).weight.shape[0] for name in (*ATTENTION, *MLP, *NORMS)}
+    try:
+        return kind(
+            rows[NORMS[0]],
+            rows[MLP[0]],
+            rows[ATTENTION[0]] // attention.head_dim,
+            num_gqa_groups=rows[ATTENTION[1]] // attention.head_dim,
+            kv_channels=attention.head_dim,
+            layernorm_epsilon=norm.eps,
+            zero_centered_gamma=norm.zero_centered_gamma,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            attn_input_format="bshd",
+            params_dtype=block.get_parameter(GATE).dtype,
+            device="meta",
+        )
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return str(error)
+
+
+def _obstacle(block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any) -> str | None:
+    """Why a decoder layer does not become a whole block; None where nothing is in the way."""
     for name in (*ATTENTION, *MLP, *NORMS):
         if isinstance(parts.get(name), str) or name not in parts:
             return f"{name}: {parts.get(name, 'it is not there')}"
+    others = sorted(set(parts) - {*ATTENTION, *MLP, *NORMS}) + sorted(block._parameters)
+    if others:
+        return f"it has {', '.join(others)}"
     attention, weights = block.self_attn, {name: block.get_submodule(name).weight for name in parts}
     norms = [parts[name].layer for name in NORMS]
-    first, gate, up = weights[NORMS[0]], weights[MLP[0]], weights[MLP[1]]
+    gate, up = weights[MLP[0]], weights[MLP[1]]
     reasons = {
         "weights are to be kept in FP8": model_init.current() is not None,
         f"{', '.join(sorted(tied))}: a tied weight": bool(tied),
@@ -83,35 +115,14 @@ def planned_block(kind: Any, block: Any, parts: Mapping[str, Any], tied: set[str
         "its norms differ": len({(norm.eps, norm.zero_centered_gamma) for norm in norms}) > 1,
         f"its activation is {type(block.mlp.act_fn).__name__}": not _is_silu(block.mlp.act_fn),
         f"attention_dropout={attention.attention_dropout}": attention.attention_dropout != 0,
+        "its attention is not causal": not (attention.is_causal and getattr(attention.config, "is_causal", True)),
         f"attention's scaling is {attention.scaling}": attention.scaling != attention.head_dim**-0.5,
         "its model has no rotary embedding of a kind that is known": not _is_known(rotary),
         "hooks are registered on it": any(bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
                                           for part in (block, attention, block.mlp)),
         "its forward was replaced": any("forward" in vars(part) for part in (block, attention, block.mlp)),
     }  # fmt: skip
-    for reason, holds in reasons.items():
-        if holds:
-            return reason
-    try:
-        return kind(
-            first.numel(),
-            gate.shape[0],
-            weights[ATTENTION[0]].shape[0] // attention.head_dim,
-            num_gqa_groups=weights[ATTENTION[1]].shape[0] // attention.head_dim,
-            kv_channels=attention.head_dim,
-            layernorm_epsilon=norms[0].eps,
-            zero_centered_gamma=norms[0].zero_centered_gamma,
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attn_input_format="bshd",
-            params_dtype=first.dtype,
-            device="meta",
-        )
-    except (NotImplementedError, TypeError, ValueError) as error:
-        return str(error)
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _is_silu(function: Any) -> bool:
@@ -139,14 +150,14 @@ def fill_block(layer: Any, block: Any, rotary: Any) -> None:
     layer.layernorm_mlp.fc1_weight = torch.nn.Parameter(joined, gate.requires_grad)
     layer.train(block.training)
     vars(layer).update((key, value) for key, value in vars(block).items() if key not in vars(layer))
-    # In a tuple, so that it is no submodule: the model has it already.
-    vars(layer).update(rotary=(rotary,), layer_idx=block.self_attn.layer_idx)
+    # In a tuple, so that the embedding is no submodule: the model has it already.
+    vars(layer).update(shared=(rotary, block.self_attn.config), layer_idx=block.self_attn.layer_idx)
 
 
 class DecoderBlock(torch.nn.Module):
     """What a `te.TransformerLayer` needs in a decoder layer's place; `reference.conversion.layers.both` joins them."""
 
-    rotary: tuple[Any]
+    shared: tuple[Any, Any]  # with the model: its rotary embedding and its config
     layer_idx: int
     self_attention: Any
     layernorm_mlp: Any
@@ -164,12 +175,18 @@ class DecoderBlock(torch.nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """The decoder layer's forward; angles are computed from `position_ids` and the model's frequencies."""
+        rotary, config = self.shared
+        if config._attn_implementation != "sdpa":
+            given = f"attn_implementation={config._attn_implementation!r}"
+            raise NotImplementedError(f"te.convert's blocks: {given} is not offered; 'sdpa' is accepted.")
         for name in _PACKED:
             if kwargs.get(name) is not None:
                 raise NotImplementedError(f"te.convert's blocks: {name} is not offered; attention_mask is accepted.")
+        if kwargs.get("is_causal") is False:
+            raise NotImplementedError("te.convert's blocks: is_causal=False is not offered; True is accepted.")
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        frequencies = self.rotary[0].inv_freq.to(hidden_states.device, torch.float32)
+        frequencies = rotary.inv_freq.to(hidden_states.device, torch.float32)
         angles = position_ids[..., None].float() * frequencies
         angles = torch.cat([angles, angles], -1)  # [batch or 1, s, channels]
         mask = hidden_from(attention_mask)
