@@ -162,7 +162,13 @@ _publish_operations()
 
 
 def convert(
-    model: torch.nn.Module, *, recipe: recipe.Recipe | None = None, filter: _conversion.Filter = None
+    model: torch.nn.Module,
+    *,
+    recipe: recipe.Recipe | None = None,
+    filter: _conversion.Filter = None,
+    blocks: bool = False,
 ) -> _conversion.Conversion:
     """As `reference.convert`, into this package's layers; parameters stay on the device where they are."""
-    return _conversion.convert_into(_conversion.Layers(Linear, LayerNorm, RMSNorm), model, recipe, filter)
+    return _conversion.convert_into(
+        _conversion.Layers(Linear, LayerNorm, RMSNorm, TransformerLayer), model, recipe, filter, blocks
+    )

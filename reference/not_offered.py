@@ -1,12 +1,15 @@
 """The names of Transformer Engine's Python API that Twin Engine does not offer, and why.
 
 `te.GroupedLinear` raises an AttributeError and `from reference import GroupedLinear` an ImportError; both give the
-reason. The names are those of Transformer Engine 2.20 (tests/transformer_engine_api.json).
+reason. So does a method that a class has not, except a layer's: there PyTorch's own AttributeError names it. The names
+are those of Transformer Engine 2.20 (tests/transformer_engine_api.json).
 """
 
 import importlib.abc
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+Kind = TypeVar("Kind", bound=type)
 
 _OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 _RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
@@ -15,6 +18,8 @@ _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 ma
 _EXPERTS = "there are no layers for a mixture of experts"
 _PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
 _ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
+_EXPORT = "there is no export"
+STATE = "scales belong to a layer (layer.fp8_meta) and autocast's settings to a thread"
 _AVAILABLE = "`twin info` prints what the machine can run"
 _OFFLOAD = "te.get_cpu_offload_context is what offloads activations"
 _INTERNAL = "it is a part of Transformer Engine's inside"
@@ -40,7 +45,7 @@ NAMES: dict[str, dict[str, str]] = {
         _OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
-        "there is no export": "onnx_export export onnx_extensions",
+        _EXPORT: "onnx_export export onnx_extensions",
         "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
         _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
@@ -58,6 +63,38 @@ NAMES: dict[str, dict[str, str]] = {
         _EXPERTS: "GroupedLinear ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU",
         "there is no such activation": "SiTUGLU",
     },
+    "quantization": {
+        _RECIPES: "CustomRecipeState Float8BlockScalingRecipeState MXFP8BlockScalingRecipeState "
+        "NVFP4BlockScalingRecipeState QuantizerRole QuantizerRequest DelayedScalingRequest get_fp4_te_dtype",
+        STATE: "RecipeState DelayedScalingRecipeState Float8CurrentScalingRecipeState FP8GlobalState",
+        _INTERNAL: "split_and_copy",
+    },
+}
+_ROLES = {_INTERNAL: "get_quantizer_roles set_meta_tensor", _EXPORT: "onnx_forward"}
+_NORM = {"its method reset_parameters is what draws parameters anew": "reset_layer_norm_parameters"}
+# Class → reason → methods. A subclass of Quantizer has Quantizer's.
+METHODS: dict[str, dict[str, str]] = {
+    "Linear": _ROLES,
+    "LayerNormLinear": {**_ROLES, **_NORM},
+    "LayerNormMLP": {**_ROLES, **_NORM},
+    "DotProductAttention": {_INTERNAL: "get_qkv_quantization_capabilities get_quantizer_roles set_meta_tensor"},
+    "MultiheadAttention": {_INTERNAL: "fast_setattr"},
+    "TransformerLayer": {_INTERNAL: "fast_setattr", STATE: "reset_fp8_meta_tensors"},
+    "InferenceParams": {
+        "a layer's forward writes its keys and values itself (inference_params=...)": "step",
+        "the cache has no pages": "convert_paged_to_nonpaged",
+    },
+    "FusedSGD": {"a parameter's momentum is state[parameter]['momentum_buffer']": "get_momentums"},
+    "Quantizer": {
+        _INTERNAL: "alloc_tensors create_metadata get_columnwise_shape inner_tensor_specs is_quantizable "
+        "is_requantization_safe quantize_impl storage_metadata supports_only_rowwise_all_gather",
+        _EXPORT: "onnx_quantize onnx_dequantize",
+    },
+    "QuantizedTensor": {
+        "its memory is free when nobody holds it": "clear",
+        "te.Float8Tensor has it, a view of one has not": "get_metadata make_like to_dtype",
+    },
+    "Float8Tensor": {"weights kept in FP8 are not sharded": "fsdp_pre_all_gather fsdp_post_all_gather"},
 }
 REASONS = {
     package: {name: reason for reason, names in groups.items() for name in names.split()}
@@ -65,7 +102,7 @@ REASONS = {
 }
 _INSIDE = __name__.removesuffix("reference.not_offered")  # "twin_engine." in a wheel
 PACKAGES = dict.fromkeys(("twin_engine", f"{_INSIDE}reference", f"{_INSIDE}optimized"), "te")
-PACKAGES |= {f"{root}.{part}": part for root in PACKAGES for part in ("recipe", "optimizers", "ops")}
+PACKAGES |= {f"{root}.{part}": part for root in PACKAGES for part in ("recipe", "optimizers", "ops", "quantization")}
 
 
 def sentence(package: str, name: str) -> str | None:
@@ -88,6 +125,25 @@ def explain(package: str) -> None:
 
     vars(sys.modules[package])["__getattr__"] = missing
     vars(sys.modules[package]).setdefault("__path__", [])
+
+
+class _Absent:
+    """A method that is not offered: asking for it raises an AttributeError, so `hasattr` says False."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        self.name, self.sentence = name, sentence
+
+    def __get__(self, obj: Any, owner: Any = None) -> NoReturn:
+        raise AttributeError(self.sentence, name=self.name, obj=owner if obj is None else obj)
+
+
+def without_methods(kind: Kind) -> Kind:
+    """Let a class that is no module say why it has not the methods of `METHODS`."""
+    for reason, names in METHODS[kind.__name__].items():
+        for name in names.split():
+            text = f"{kind.__name__}.{name} is not offered by Twin Engine: {reason}."
+            setattr(kind, name, _Absent(name, text))
+    return kind
 
 
 class _Finder(importlib.abc.MetaPathFinder):

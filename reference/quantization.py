@@ -15,6 +15,7 @@ from reference import model_init, not_offered, recipe
 from reference.arguments import check_arguments
 from reference.autocast import autocast, current, fp8_autocast
 from reference.model_init import fp8_model_init, quantized_model_init
+from reference.nn.float8_quantizer import KINDS, DType
 from reference.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
 from reference.threads import here
 
@@ -36,6 +37,7 @@ __all__ = [
     "get_default_fp8_recipe",
     "get_default_recipe",
     "get_fp8_max",
+    "get_fp8_te_dtype",
     "get_fp8_torch_dtype",
     "is_bf16_available",
     "is_fp8_available",
@@ -133,6 +135,12 @@ def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.
     """The float8 dtype of the forward's tensors, or of gradients."""
     _check_recipe("get_fp8_torch_dtype", fp8_recipe)
     return fp8_recipe.fp8_format.dtype(fprop_tensor)
+
+
+def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
+    """The format of `get_fp8_torch_dtype`, as a `te.DType`."""
+    _check_recipe("get_fp8_te_dtype", fp8_recipe)
+    return KINDS[fp8_recipe.fp8_format.dtype(fprop_tensor)]
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:

@@ -20,6 +20,7 @@ PACKAGES = {
     "optimizers": PYTORCH + "optimizers/__init__.py",
     "ops": PYTORCH + "ops/__init__.py",
 }
+MODULES = {"quantization": PYTORCH + "quantization.py"}  # whose own classes and functions are names
 CALLABLES = {
     "Linear": ("module/linear.py", "__init__", "forward"),
     "LayerNorm": ("module/layernorm.py", "__init__"),
@@ -39,6 +40,8 @@ CALLABLES = {
     "is_bf16_available": ("utils.py", ""),
     "get_default_recipe": ("quantization.py", ""),
     "FusedAdam": ("optimizers/fused_adam.py", "__init__", "step"),
+    "FusedSGD": ("optimizers/fused_sgd.py", "__init__", "step"),
+    "get_cpu_offload_context": ("cpu_offload.py", ""),
     "autocast": ("quantization.py", "__init__"),
     "fp8_autocast": ("quantization.py", ""),
     "quantized_model_init": ("quantization.py", ""),
@@ -64,6 +67,26 @@ OPERATIONS = {  # of `ops`: the file, and the class whose constructor it has
     "AddExtraInput": ("basic/add_extra_input.py", "AddExtraInput"),
     "MakeExtraOutput": ("basic/make_extra_output.py", "MakeExtraOutput"),
     "Sequential": ("sequential.py", "Sequential"),
+}
+CLASSES = {  # whose methods are names
+    "Linear": PYTORCH + "module/linear.py",
+    "LayerNormLinear": PYTORCH + "module/layernorm_linear.py",
+    "LayerNormMLP": PYTORCH + "module/layernorm_mlp.py",
+    "DotProductAttention": PYTORCH + "attention/dot_product_attention/dot_product_attention.py",
+    "MultiheadAttention": PYTORCH + "attention/multi_head_attention.py",
+    "TransformerLayer": PYTORCH + "transformer.py",
+    "InferenceParams": PYTORCH + "attention/inference.py",
+    "RotaryPositionEmbedding": PYTORCH + "attention/rope.py",
+    "CudaRNGStatesTracker": PYTORCH + "distributed.py",
+    "FusedAdam": PYTORCH + "optimizers/fused_adam.py",
+    "FusedSGD": PYTORCH + "optimizers/fused_sgd.py",
+    "Recipe": "transformer_engine/common/recipe/__init__.py",
+    "Quantizer": PYTORCH + "quantized_tensor.py",
+    "Float8Quantizer": PYTORCH + "tensor/float8_tensor.py",
+    "Float8CurrentScalingQuantizer": PYTORCH + "tensor/float8_tensor.py",
+    "QuantizedTensor": PYTORCH + "quantized_tensor.py",
+    "Float8Tensor": PYTORCH + "tensor/float8_tensor.py",
+    "FP8GlobalStateManager": PYTORCH + "quantization.py",
 }
 BASES = {"LayerNorm": "ops/basic/layer_norm.py", "RMSNorm": "ops/basic/rmsnorm.py"}  # take what **kwargs passes on
 
@@ -125,6 +148,19 @@ def names(path: Path) -> list[str]:
     return sorted(name for name in found if not name.startswith("_") and name != "torch_version")
 
 
+def public(body: list[ast.stmt], kinds: tuple[type[ast.stmt], ...]) -> list[str]:
+    """The public names of classes or functions that a body defines."""
+    found = {node.name for node in body if isinstance(node, kinds)}  # type: ignore[attr-defined]
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def methods_of(path: Path, owner: str) -> list[str]:
+    """The public methods and properties that a class itself defines."""
+    body = ast.parse(path.read_text("utf-8")).body
+    found = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+    return public(found.body, (ast.FunctionDef,))
+
+
 def read(root: Path) -> dict[str, object]:
     """All of it."""
     callables = {"DelayedScaling": fields(root / PACKAGES["recipe"], "DelayedScaling")}
@@ -148,7 +184,14 @@ def read(root: Path) -> dict[str, object]:
     submodules |= {path.stem for path in (root / PYTORCH).glob("*.py")}
     return {
         "version": VERSION,
-        "names": {package: names(root / path) for package, path in PACKAGES.items()},
+        "names": {
+            **{package: names(root / path) for package, path in PACKAGES.items()},
+            **{
+                module: public(ast.parse((root / path).read_text("utf-8")).body, (ast.ClassDef, ast.FunctionDef))
+                for module, path in MODULES.items()
+            },
+        },
+        "methods": {owner: methods_of(root / path, owner) for owner, path in CLASSES.items()},
         "submodules": sorted(name for name in submodules - {"setup"} if not name.startswith("_")),
         "callables": callables,
     }

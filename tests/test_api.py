@@ -20,7 +20,13 @@ import reference as te
 from reference import not_offered
 
 API = json.loads((Path(__file__).parent / "transformer_engine_api.json").read_text("utf-8"))
-PACKAGES = {"te": te, "recipe": te.recipe, "optimizers": te.optimizers, "ops": te.ops}
+PACKAGES = {
+    "te": te,
+    "recipe": te.recipe,
+    "optimizers": te.optimizers,
+    "ops": te.ops,
+    "quantization": te.quantization,
+}
 
 
 # --- names -------------------------------------------------------------------------------------------
@@ -53,7 +59,7 @@ def test_the_table_of_names_holds_no_other() -> None:
         assert len(found) == len(set(found))
 
 
-@pytest.mark.parametrize("side", [te, optimized, te.recipe, te.ops, optimized.ops])
+@pytest.mark.parametrize("side", [te, optimized, te.recipe, te.ops, optimized.ops, te.fp8])
 def test_unknown_names_behave_as_pythons(side: Any) -> None:
     name = side.__name__
     for unknown in ("Lineal", "__wrapped__", "_private"):
@@ -68,6 +74,38 @@ def test_unknown_names_behave_as_pythons(side: Any) -> None:
 def test_a_submodule_that_is_not_offered_cannot_be_imported() -> None:
     with pytest.raises(ImportError, match=r"^te.attention is not offered by Twin Engine: what is offered of it is an"):
         importlib.import_module("optimized.attention")
+
+
+@pytest.mark.parametrize("name", API["methods"])
+def test_a_method_that_is_not_offered_says_so(name: str) -> None:
+    kind = ours(name)
+    known = {
+        method
+        for base in kind.__mro__
+        for names in not_offered.METHODS.get(base.__name__, {}).values()
+        for method in names.split()
+    }
+    absent = [method for method in API["methods"][name] if not hasattr(kind, method)]
+    for method in absent:
+        if issubclass(kind, torch.nn.Module):
+            with pytest.raises(AttributeError, match=rf"object has no attribute '{method}'"):
+                getattr(kind.__new__(kind), method)
+            assert method in known
+            continue
+        owners = "|".join(base.__name__ for base in kind.__mro__)
+        with pytest.raises(AttributeError, match=rf"^({owners})\.{method} is not offered by Twin Engine: .+\.$"):
+            getattr(kind, method)
+
+
+def test_the_table_of_methods_holds_no_other() -> None:
+    """Neither one that is offered, nor one that Transformer Engine does not have."""
+    for name, groups in not_offered.METHODS.items():
+        heirs = [one for one in API["methods"] if ours(name) in ours(one).__mro__]
+        every = {method for one in heirs for method in API["methods"][one]}
+        listed = [method for names in groups.values() for method in names.split()]
+        assert len(listed) == len(set(listed))
+        assert set(listed) <= every
+        assert not any(hasattr(ours(name), method) for method in listed)
 
 
 @pytest.mark.parametrize("part", ["recipe", "optimizers"])
@@ -86,6 +124,7 @@ def test_both_sides_offer_the_same_names() -> None:
 # Where ours differ, and why.
 OURS = {
     "device='cuda'": "device=None",  # the package's own: "cpu" for reference, "cuda" for optimized
+    "lr=required": "lr=<required parameter>",  # torch.optim's mark of a missing one
     "backward_override=os.getenv('NVTE_BACKWARD_OVERRIDE', None)": "backward_override=None",  # no environment variable
 }
 EXTRA = {
@@ -100,7 +139,7 @@ EXTRA = {
 
 def ours(name: str) -> Any:
     owner, *rest = name.split(".")
-    found = getattr(te, owner, None) or getattr(te.optimizers, owner)
+    found = next(getattr(module, owner) for module in PACKAGES.values() if owner in dir(module))
     for part in rest:
         found = getattr(found, part)
     return found

@@ -31,6 +31,8 @@ def rejected() -> list[Any]:
         "LayerNormMLP": lambda **more: te.LayerNormMLP(16, 16, **more),
         "TransformerLayer": lambda **more: te.TransformerLayer(16, 16, 1, **more),
         "FusedAdam": lambda **more: te.optimizers.FusedAdam(te.Linear(16, 16).parameters(), **more),
+        "FusedSGD": lambda **more: te.optimizers.FusedSGD(te.Linear(16, 16).parameters(), lr=0.1, **more),
+        "get_cpu_offload_context": te.get_cpu_offload_context,
         "autocast": te.autocast,
         "checkpoint": lambda **more: te.checkpoint(len, (), **more),
         "make_graphed_callables": lambda **more: te.make_graphed_callables(te.Linear(16, 16), (), **more),
@@ -38,7 +40,7 @@ def rejected() -> list[Any]:
     return [
         pytest.param(call, name, argument, id=f"{name}.{argument}")
         for name, call in calls.items()
-        for argument in inspect.signature(writer.te.__dict__.get(name) or te.optimizers.FusedAdam).parameters
+        for argument in inspect.signature(writer.owner_of(name)).parameters
         if writer.accepted(name, argument).startswith("only ")
     ]
 

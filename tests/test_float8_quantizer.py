@@ -322,67 +322,6 @@ def test_copies_and_files(kind: te.DType) -> None:
             assert_same_bits(y._data, before)
 
 
-def test_what_is_refused() -> None:
-    one, data = torch.ones(1), torch.zeros(2, 4, dtype=torch.uint8)
-    quantizer = delayed()
-    y = quantizer(torch.ones(2, 4))
-    current = te.Float8CurrentScalingQuantizer
-    for call, error, sentence in (
-        (lambda: te.Float8Quantizer(torch.ones(2), one, E4M3), ValueError, r"scale is torch.float32 \[2\]; a torch"),
-        (lambda: te.Float8Quantizer(one, None, E4M3), ValueError, "amax is None; a torch.float32 tensor"),
-        (lambda: te.Float8Quantizer(one, one, te.DType.kByte), ValueError, "fp8_dtype=.*kFloat8E4M3 and"),
-        (lambda: te.Float8Quantizer(one, one, "E4M3"), TypeError, "fp8_dtype='E4M3'; te.DType"),
-        (
-            lambda: te.Float8Quantizer(one, one, E4M3, rowwise=False),
-            NotImplementedError,
-            "rowwise=False is not offered",
-        ),
-        (lambda: quantizer.set_usage(columnwise=1), TypeError, "columnwise=1; True and False"),
-        (lambda: current(E4M3, "cpu", amax_epsilon=-1.0), ValueError, "amax_epsilon=-1.0; a finite number"),
-        (lambda: current(E4M3, "cpu", force_pow_2_scales=2), TypeError, "force_pow_2_scales=2"),
-        (
-            lambda: current(E4M3, "cpu", with_amax_reduction=True),
-            NotImplementedError,
-            "with_amax_reduction=True",
-        ),
-        (lambda: current(E4M3, "cpu", amax=one), NotImplementedError, "amax=<a torch.float32 tensor> is not offered"),
-        (lambda: quantizer(torch.ones(2, dtype=torch.int32)), TypeError, "the tensor to quantize is torch.int32"),
-        (lambda: quantizer.quantize(one, dtype=torch.float16), TypeError, "dtype=torch.float16; the tensor's"),
-        (lambda: quantizer.quantize(one, out=torch.ones(1)), TypeError, "the tensor to write to is a Tensor"),
-        (lambda: quantizer.quantize(one, out=y), ValueError, r"shape \[1\] is written to \[2, 4\]"),
-        (lambda: delayed(E5M2).quantize(torch.ones(2, 4), out=y), ValueError, "format is kFloat8E5M2"),
-        (lambda: quantizer.create_tensor_from_data(data, internal=True), NotImplementedError, "internal=True is not"),
-        (lambda: quantizer.make_empty((2,), pin_memory=True), NotImplementedError, "pin_memory=True is not offered"),
-        (
-            lambda: te.Float8Tensor((3, 4), torch.float32, data=data, fp8_scale_inv=one),
-            ValueError,
-            r"data is .*\[2, 4",
-        ),
-        (lambda: te.Float8Tensor((2, 4), torch.int8, data=data, fp8_scale_inv=one), TypeError, "dtype=torch.int8"),
-        (
-            lambda: te.Float8Tensor((2, 4), torch.float32, data=data, fp8_scale_inv=one.double()),
-            ValueError,
-            "fp8_scale_inv is torch.float64",
-        ),
-        (
-            lambda: te.Float8Tensor((2, 4), torch.float32, data=data, fp8_scale_inv=one, data_transpose=data),
-            ValueError,
-            r"data_transpose is torch.uint8 \[2, 4\]; torch.uint8 or torch.float8_e4m3fn \[4, 2\]",
-        ),
-        (
-            lambda: te.Float8Tensor(
-                (2, 4), torch.float32, data=data, fp8_scale_inv=one, fp8_dtype=E5M2, quantizer=quantizer
-            ),
-            ValueError,
-            "a te.Quantizer of kFloat8E5M2 is accepted",
-        ),
-        (lambda: y.update_usage(rowwise_usage=False), NotImplementedError, "rowwise_usage=False is not offered"),
-    ):
-        with pytest.raises(error, match=sentence):
-            call()
-    check(y, torch.ones(2, 4), 1.5, E4M3)
-
-
 def quantizers(kind: te.DType, device: str) -> list[Any]:
     one = te.Float8Quantizer(torch.full((1,), 1.5, device=device), torch.zeros(1, device=device), kind)
     current = te.Float8CurrentScalingQuantizer

@@ -49,9 +49,8 @@ def test_a_group_of_one_rank_changes_no_bit(name: str, groups: Any, same_bits: A
     for more in ({}, {"tp_group": groups[0], "tp_size": 1, "sequence_parallel": True, **modes}):
         torch.manual_seed(1)
         layer = PLAIN[name](params_dtype=BF16, **more)
-        if more and hasattr(layer, "set_tensor_parallel_group"):
+        if more:
             layer.set_tensor_parallel_group(groups[0])
-            assert layer.tp_size == 1
         results.append(trained(layer))
     for a, b in zip(*results, strict=True):
         same_bits(a, b)
@@ -83,6 +82,25 @@ def test_the_group_of_a_layer_can_be_given_later(groups: Any) -> None:
     layer.set_tensor_parallel_group(None)
     with pytest.raises(TypeError, match=r"^Linear: tp_group='tp'; None and a process group of one rank are accepted"):
         layer.set_tensor_parallel_group("tp")
+
+
+@pytest.mark.parametrize("name", ["DotProductAttention", "MultiheadAttention", "TransformerLayer"])
+def test_a_group_for_context_parallelism_can_be_given_later(
+    name: str, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo and Megatron-LM give it to every layer of a model that has the method."""
+    layer = te.DotProductAttention(4, 8) if name == "DotProductAttention" else PLAIN[name]()
+    layer.set_context_parallel_group(groups[0], [0], torch.Stream(device="cpu"))
+    layer.set_context_parallel_group(groups[0], [0], None, "a2a")
+    layer.set_context_parallel_group(None, None, None)
+    with pytest.raises(ValueError, match=rf"^{name}: cp_comm_type='ring'; one of \('p2p', 'all_gather', "):
+        layer.set_context_parallel_group(None, None, None, "ring")
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    with pytest.raises(ValueError, match=rf"^{name}: cp_group=<a process group of 2 ranks>; None and a process group"):
+        layer.set_context_parallel_group(groups[0], [0, 1], None)
+    if name != "DotProductAttention":
+        with pytest.raises(ValueError, match=rf"^{name}: tp_group=<a process group of 2 ranks>; None and a process"):
+            layer.set_tensor_parallel_group(groups[0])
 
 
 @pytest.mark.parametrize("other", [object(), Float8CurrentScaling(), "MXFP8BlockScaling"])

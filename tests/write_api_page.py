@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import reference as te
 from reference import not_offered
@@ -18,7 +19,13 @@ from reference.arguments import OFF, RULES
 ROOT = Path(__file__).resolve().parents[1]
 API = json.loads((ROOT / "tests/transformer_engine_api.json").read_text("utf-8"))
 PAGE = ROOT / "docs/transformer_engine_api.md"
-PACKAGES = {"te": te, "recipe": te.recipe, "optimizers": te.optimizers, "ops": te.ops}
+PACKAGES = {
+    "te": te,
+    "recipe": te.recipe,
+    "optimizers": te.optimizers,
+    "ops": te.ops,
+    "quantization": te.quantization,
+}
 RECIPES = {  # check their own
     "DelayedScaling.scaling_factor_compute_algo": "only `None`",
     "DelayedScaling.fp8_dpa": "True and False (attention's forward; its backward stays in 16 bits)",
@@ -27,7 +34,8 @@ RECIPES = {  # check their own
     "DelayedScaling.fp8_format": "`Format.HYBRID` and `Format.E4M3`",
     "DelayedScaling.amax_compute_algo": "'max' and 'most_recent'",
 }
-TITLES = {"te": "`te`", "recipe": "`te.recipe`", "optimizers": "`te.optimizers`", "ops": "`te.ops`"}
+TITLES = {name: "`te`" if name == "te" else f"`te.{name}`" for name in PACKAGES}
+TITLES["quantization"] += ", or `te.fp8`"
 INTRO = f"""# Transformer Engine's API
 
 Here is every public name and argument of Transformer Engine {API["version"]}'s PyTorch API, and what Twin Engine does
@@ -56,6 +64,40 @@ def names() -> Iterator[str]:
         yield "| not offered | why |\n| --- | --- |"
         for reason, absent in not_offered.NAMES[package].items():
             yield f"| {code(sorted(absent.split()))} | {reason} |"
+
+
+def owner_of(name: str) -> Any:
+    """The class of that name."""
+    return next(vars(module)[name] for module in PACKAGES.values() if name in vars(module))
+
+
+def absent_methods(name: str) -> dict[str, list[str]]:
+    """Reason → methods of Transformer Engine's class `name` that ours has not."""
+    kind = owner_of(name)
+    rows: dict[str, list[str]] = {}
+    for method in API["methods"][name]:
+        if hasattr(kind, method):
+            continue
+        if name == "FP8GlobalStateManager":
+            rows.setdefault(not_offered.STATE, []).append(method)
+            continue
+        tables = [not_offered.METHODS.get(base.__name__, {}) for base in kind.__mro__]
+        reason = next(why for table in tables for why, names in table.items() if method in names.split())
+        rows.setdefault(reason, []).append(method)
+    return rows
+
+
+def methods() -> Iterator[str]:
+    """What each class has of the methods that Transformer Engine's defines."""
+    yield "\n## Methods\n"
+    yield "Methods and properties that a class of Transformer Engine's defines itself. One that is not offered raises"
+    yield "an AttributeError with this reason; a layer's raises PyTorch's own, which names it.\n"
+    yield "| class | offered | not offered |\n| --- | --- | --- |"
+    for name, every in API["methods"].items():
+        absent = absent_methods(name)
+        gone = {method for methods in absent.values() for method in methods}
+        reasons = "; ".join(f"{code(which)}: {why}" for why, which in absent.items())
+        yield f"| `{name}` | {code([method for method in every if method not in gone])} | {reasons} |"
 
 
 def accepted(callable_name: str, argument: str) -> str:
@@ -94,7 +136,7 @@ def arguments() -> Iterator[str]:
 
 def page() -> str:
     """The page's text."""
-    return "\n".join([INTRO, *names(), *arguments()]) + "\n"
+    return "\n".join([INTRO, *names(), *methods(), *arguments()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from reference.conversion.blocks import NOTE, fill_block, is_block, planned_block, rotary_of
 from reference.conversion.forward import run_in_autocast
-from reference.conversion.layers import Layers, Plan, fill, planned
+from reference.conversion.layers import Layers, Plan, become, fill, planned
 from reference.conversion.report import Conversion, Entry
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.linear import Linear
+from reference.nn.transformer_layer import TransformerLayer
 from reference.recipe import Recipe
 from reference.recipes.by_layer import matching
 
@@ -30,7 +32,9 @@ Key = str | torch.nn.Module
 Filter = None | Key | Iterable[Key] | Mapping[Key, bool] | Callable[[torch.nn.Module, str], bool]
 
 
-def convert(model: torch.nn.Module, *, recipe: Recipe | None = None, filter: Filter = None) -> Conversion:
+def convert(
+    model: torch.nn.Module, *, recipe: Recipe | None = None, filter: Filter = None, blocks: bool = False
+) -> Conversion:
     """Replace the linear layers and norms of `model` by `te.Linear`, `te.LayerNorm` and `te.RMSNorm`.
 
     Replaced are `torch.nn.Linear` and transformers' `Conv1D` of fp32, bf16 or fp16 whose sizes are multiples of 16,
@@ -45,6 +49,8 @@ def convert(model: torch.nn.Module, *, recipe: Recipe | None = None, filter: Fil
         filter: which modules may be replaced. A name, a pattern (`*`, `?`, `[...]`) or a module, or several: these and
             all inside. A mapping from them to True or False: all but those with False; a later entry wins. A function
             `filter(module, name)`: those for which it returns True. None: all.
+        blocks: also replace whole decoder layers, where they are Llama's or Mistral's and all their modules may be
+            replaced, by `te.TransformerLayer` (`reference.conversion.blocks`).
 
     Returns:
         `Conversion`: print it.
@@ -53,15 +59,19 @@ def convert(model: torch.nn.Module, *, recipe: Recipe | None = None, filter: Fil
         TypeError, ValueError: an argument is not accepted, or an entry of `filter` names nothing that could be
             replaced. Nothing has changed then.
     """
-    return convert_into(Layers(Linear, LayerNorm, RMSNorm), model, recipe, filter)
+    return convert_into(Layers(Linear, LayerNorm, RMSNorm, TransformerLayer), model, recipe, filter, blocks)
 
 
-def convert_into(layers: Layers, model: torch.nn.Module, recipe: Recipe | None, filter: Filter) -> Conversion:
+def convert_into(
+    layers: Layers, model: torch.nn.Module, recipe: Recipe | None, filter: Filter, blocks: bool
+) -> Conversion:
     """`convert` into the layers of one side."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert: model={model!r}; a torch.nn.Module is accepted.")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"convert: recipe={recipe!r}; a recipe of te.recipe or None is accepted.")
+    if not isinstance(blocks, bool):
+        raise TypeError(f"convert: blocks={blocks!r}; True and False are accepted.")
     places = _places(model)
     tied = _tied(model)
     found = {
@@ -75,8 +85,11 @@ def convert_into(layers: Layers, model: torch.nn.Module, recipe: Recipe | None, 
             f"holds it is accepted."
         )
     passed = _filtered(model, filter, {name for name, plan in found.items() if isinstance(plan, Plan)})
-    entries = {}
+    entries = _with_blocks(layers, model, places, tied, found, passed) if blocks else {}
+    inside = tuple(f"{name}." for name, entry in entries.items() if entry.now is not None)
     for name, plan in found.items():
+        if name.startswith(inside or "\0"):
+            continue
         module = model.get_submodule(name)
         was = type(module).__name__
         if isinstance(plan, str):
@@ -91,6 +104,42 @@ def convert_into(layers: Layers, model: torch.nn.Module, recipe: Recipe | None, 
     if recipe is not None:
         run_in_autocast(model, recipe)
     return Conversion(entries)
+
+
+def _with_blocks(
+    layers: Layers,
+    model: torch.nn.Module,
+    places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]],
+    tied: Mapping[str, Iterable[str]],
+    found: Mapping[str, Plan | str],
+    passed: set[str],
+) -> dict[str, Entry]:
+    """Replace the decoder layers that can be; an entry for each, replaced or not."""
+    entries = {}
+    for name in [name for name, module in model.named_modules() if is_block(module)]:
+        block, rotary = model.get_submodule(name), rotary_of(model, name)
+        names = {one.removeprefix(f"{name}."): one for one in found if one.startswith(f"{name}.")}
+        parts = {
+            short: found[one] if one in passed or isinstance(found[one], str) else "filter leaves it out"
+            for short, one in names.items()
+        }
+        shared = {short for short, one in names.items() if tied.get(f"{one}.weight")}
+        if len(places[block]) != 1:
+            plan: Any = "it is in several places"
+        else:
+            plan = planned_block(layers.TransformerLayer, block, parts, shared, rotary)
+        was = type(block).__name__
+        if isinstance(plan, str):
+            entries[name] = Entry(was, None, f"module by module; {plan}")
+            continue
+        fill_block(plan, block, rotary)
+        become(plan, type(block))
+        for owner, attribute in places[block]:
+            owner._modules[attribute] = plan
+        for module in block.modules():  # which frees the weights that became one
+            places.pop(module, None)
+        entries[name] = Entry(was, "te.TransformerLayer", NOTE)
+    return entries
 
 
 def _places(model: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]]:

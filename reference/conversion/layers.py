@@ -9,9 +9,11 @@ import torch
 
 from reference import model_init
 from reference.conversion.attributes import reads_weight
+from reference.conversion.blocks import DecoderBlock
 from reference.conversion.norms import rms_norm_of
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
+from reference.nn.transformer_layer import TransformerLayer
 from reference.ops.library import twin
 
 Places = Sequence[tuple[torch.nn.Module, str]]
@@ -24,6 +26,7 @@ class Layers(NamedTuple):
     Linear: Any
     LayerNorm: Any
     RMSNorm: Any
+    TransformerLayer: Any
 
 
 class Plan(NamedTuple):
@@ -134,6 +137,11 @@ def fill(layer: Any, module: Any) -> None:
         layer.bias_names = []
     layer.training = module.training
     vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
+    become(layer, kind)
+
+
+def become(layer: Any, kind: Any) -> None:
+    """Let `layer` be an instance of `kind`, too."""
     kinds: Any = (type(layer), kind)
     layer.__class__ = both(*kinds)
 
@@ -188,11 +196,13 @@ class _InputFirst(torch.nn.Module):
 def both(ours: type, theirs: type) -> type:
     """The class of a layer `ours` in the place of a module `theirs`; its forward, and all else that both have, is ours.
 
-    It has our class's name, which transformers asks for "LayerNorm" and "RMSNorm".
+    It has our class's name, which transformers asks for "LayerNorm" and "RMSNorm"; a block has theirs, by which FSDP
+    wraps decoder layers.
     """
-    first = (_InputFirst,) if _is_conv1d(theirs) else ()
+    whole = issubclass(ours, TransformerLayer)
+    first: tuple[type, ...] = (DecoderBlock,) if whole else (_InputFirst,) if _is_conv1d(theirs) else ()
     names = {"_kinds": (ours, theirs), "__module__": ours.__module__, "__doc__": ours.__doc__}
-    return type(ours.__name__, (*first, _Converted, ours, theirs), names)
+    return type((theirs if whole else ours).__name__, (*first, _Converted, ours, theirs), names)
 
 
 def _empty(ours: Any, theirs: Any) -> Any:

@@ -35,13 +35,14 @@ from reference.nn.context import BlockContext
 from reference.nn.core_attention import CorePlan, Mask, Plan, backward, forward, full_mask
 from reference.nn.dropout import Generator
 from reference.nn.inference import InferenceParams
+from reference.nn.one_rank import ContextGroup
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
 from reference.quantized import as_dtype
 from reference.recompute import checkpoint
 
 
-class DotProductAttention(FP8Attention):
+class DotProductAttention(ContextGroup, FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:

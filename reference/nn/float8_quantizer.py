@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reference import not_offered
 from reference.arguments import check_arguments
 from reference.formats import E4M3, E5M2, WIDE_DTYPES
 from reference.ops.library import twin
@@ -52,6 +53,7 @@ KINDS = {form.dtype: kind for kind, form in FORMATS.items()}
 """torch's dtype → DType."""
 
 
+@not_offered.without_methods
 class Quantizer:
     """The base of quantizers.
 

@@ -33,9 +33,11 @@ from typing import Any
 
 import torch
 
+from reference import not_offered
 from reference.arguments import check_arguments
 from reference.formats import WIDE_DTYPES
 from reference.nn.float8_kept import Kept
+from reference.nn.float8_like import Alike
 from reference.nn.float8_quantizer import (
     FORMATS,
     KINDS,
@@ -56,7 +58,8 @@ LIBRARY.define("float8_operand(Tensor weight, bool transpose) -> Tensor[]")
 FP8 = torch.float8_e4m3fn
 
 
-class Float8Tensor(QuantizedTensor):
+@not_offered.without_methods
+class Float8Tensor(Alike, QuantizedTensor):
     """A tensor that is kept in FP8; the module's docstring says what it does.
 
     Args:
@@ -249,11 +252,15 @@ class Float8Tensor(QuantizedTensor):
             return state
         return Float8Quantizer(state.scale[column : column + 1], state.amax_history[0, column : column + 1], KINDS[FP8])
 
+    def sharing(self, dtype: torch.dtype, shape: torch.Size) -> "Float8Tensor":
+        """Another tensor of the same memory, which stands for numbers of `dtype`."""
+        return _wrapped(Float8Tensor, self._kept, dtype, shape)
+
     def _shared(self) -> "Float8Tensor":
-        return _wrapped(Float8Tensor, self._kept, self.dtype, self.shape)
+        return self.sharing(self.dtype, self.shape)
 
     def _reshaped(self, shape: torch.Size) -> "Float8Tensor":
-        return _wrapped(Float8Tensor, self._kept, self.dtype, shape)
+        return self.sharing(self.dtype, shape)
 
     def _copied(self, device: torch.device) -> "Float8Tensor":
         """A copy on `device` with state of its own."""

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from reference import model_init, recompute, scaling
-from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.checkpoints import Checkpointed
 from reference.nn.context import ModuleContext, Precision
 from reference.nn.delayed import DelayedGradients
 from reference.nn.float8_tensor import FP8, Float8Tensor
+from reference.nn.one_rank import TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.quantized import Quantized
 from reference.quantizer import Calibrating, Gemm, HighPrecision
@@ -20,7 +20,7 @@ from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
 
 
-class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed):
+class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, Checkpointed):
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
@@ -155,10 +155,6 @@ class TransformerEngineBaseModule(DelayedGradients, DeviceDefault, Checkpointed)
         return Precision(
             tuple(Gemm(Calibrating(dtype, forward, i), Calibrating(dtype, forward, i + 1, True), grad) for i in columns)
         )
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Accept None and a process group of one rank, as the constructor's `tp_group`; refuse more ranks."""
-        check_arguments(type(self).__name__, {"tp_group": tp_group})
 
     def _check_kept_in_fp8(self) -> None:
         """Refuse a plain parameter that has replaced a weight kept in FP8."""

@@ -22,11 +22,12 @@ from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import head_norms
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
+from reference.nn.one_rank import ContextGroup, TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
 
 
-class MultiheadAttention(DeviceDefault, torch.nn.Module):
+class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from reference import not_offered
+
 aten = torch.ops.aten
 _SHARED = (aten.detach.default, aten.alias.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
 
 
+@not_offered.without_methods
 class QuantizedTensor(torch.Tensor):
     """The base of `te.Float8Tensor` and of views of it.
 

@@ -30,6 +30,7 @@ from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import LayerNorm, RMSNorm
 from reference.nn.layernorm_mlp import LayerNormMLP
 from reference.nn.multihead_attention import MultiheadAttention
+from reference.nn.one_rank import ContextGroup, TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.transformer_layer_checks import check_construction, check_forward
 from reference.quantized import as_dtype
@@ -42,7 +43,7 @@ _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_ba
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 
 
-class TransformerLayer(DeviceDefault, torch.nn.Module):
+class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).

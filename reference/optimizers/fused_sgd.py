@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import required
 
-from reference import formats
+from reference import formats, not_offered
 from reference.arguments import check_arguments
 from reference.dtensor import like, placed, shard
 from reference.ops.library import twin
@@ -61,6 +61,7 @@ def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
     return Numbers(lr, momentum, dampening, decay, nesterov)
 
 
+@not_offered.without_methods
 class FusedSGD(torch.optim.Optimizer):
     """SGD with Transformer Engine's arguments and defaults; the arithmetic is `twin::sgd`'s.
 

@@ -1,0 +1,27 @@
+"""Process groups that are given to a layer after it was made: one rank is accepted, as by the constructors.
+
+Megatron-LM and NeMo make a model first and call these two methods of every layer that has them.
+"""
+
+from typing import Any
+
+from reference.arguments import check_arguments
+
+
+class TensorGroup:
+    """A layer that takes a tensor-parallel group."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Accept None and a process group of one rank, as the constructor's `tp_group`; refuse more ranks."""
+        check_arguments(type(self).__name__, {"tp_group": tp_group})
+
+
+class ContextGroup:
+    """A layer that takes a context-parallel group."""
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Accept None and a process group of one rank, as `DotProductAttention`'s arguments; refuse more ranks."""
+        given = {"cp_group": cp_group, "cp_global_ranks": cp_global_ranks}
+        check_arguments(type(self).__name__, {**given, "cp_stream": cp_stream, "cp_comm_type": cp_comm_type})
