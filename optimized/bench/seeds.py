@@ -28,11 +28,7 @@ NAME = "seeds"
 WHAT = "a GPT's loss in FP8 and in bf16, by seed"
 KERNELS = train.KERNELS
 SETTINGS = replace(SIZES["124m"], accumulate=8, steps=2000, warmup=200)
-RUNS = (  # precision, seed
-    *((precision, seed) for seed in (2026, 2027) for precision in ("bf16", "delayed")),
-    *(("current", seed) for seed in (2026, 2027)),
-    *((precision, 2028) for precision in ("bf16", "delayed")),
-)
+RUNS = tuple((precision, seed) for seed in (2026, 2027) for precision in ("bf16", "delayed"))  # a quarter of an hour
 LABELS = {"bf16": "bf16", "delayed": "FP8, delayed scaling", "current": "FP8, current scaling"}
 COLOURS = {"bf16": BLUE, "delayed": ORANGE, "current": GREEN}
 
@@ -131,6 +127,8 @@ def tables(payload: Payload) -> list[Table]:
     seeds = _by_seed(payload)
     rows = []
     for precision, label in LABELS.items():
+        if precision not in {one["precision"] for one in payload["runs"]}:
+            continue
         of = {seed: runs for seed, runs in seeds.items() if precision in runs}
         more = [tail(runs[precision]) / tail(runs["bf16"]) - 1 for runs in of.values()]
         cells = [f"{tail(seeds[seed][precision]):.4f}" if seed in of else "–" for seed in seeds]
