@@ -2,8 +2,8 @@
 
 Checks and layouts are here, the pair of functions in `reference.nn.core_attention`, its arithmetic in
 `reference.ops.attention`. As in Transformer Engine, True in a mask means hidden, and a query that sees no key gives
-zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's, which is faster; both are
-outside the bit contract. Under a recipe with fp8_dpa=True the forward is in FP8 (`reference.nn.attention_fp8`). Source:
+zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's; both are outside the bit
+contract. Under a recipe with fp8_dpa=True the forward is in FP8 (`reference.nn.attention_fp8`). Source:
 Transformer Engine's `pytorch/attention/dot_product_attention`.
 """
 
