@@ -154,7 +154,8 @@ def plot(payload: Payload) -> None:
                 if precision != "bf16":
                     differences.plot(steps, 100 * (values / means["bf16"] - 1), color=COLOURS[precision], linewidth=1)
         curves.set(xlabel="step", ylabel="nats per byte", title="Loss, 124 million parameters", yscale="log")
-        curves.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4, 6], labels="0.5 0.7 1 1.5 2 3 4 6".split())
+        ticks = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6)
+        curves.set_yticks(ticks, labels=map(str, ticks))
         curves.minorticks_off()
         handles, labels = curves.get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
