@@ -5,6 +5,7 @@ the same bytes in the same order. The text is Python's standard library and torc
 depend on the GPU, as every bit is defined; if a machine has several GPUs, each trains one run at a time.
 """
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -112,7 +113,7 @@ def run(
 def tail(one: dict[str, Any]) -> float:
     """The mean loss of a run's last tenth."""
     last = one["losses"][-max(1, len(one["losses"]) // 10) :]
-    return float(sum(last) / len(last))
+    return math.fsum(last) / len(last)  # exact: Python 3.12's sum differs from 3.11's in the last digit
 
 
 def _by_seed(payload: Payload) -> dict[int, dict[str, dict[str, Any]]]:

@@ -6,6 +6,7 @@ model has the same sizes, fp32 weights under torch.autocast, cuDNN's attention, 
 weights are drawn by PyTorch. Of the 1.3b model, which does not fit several times, each contestant runs by itself.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -229,7 +230,7 @@ def tables(payload: Payload) -> list[Table]:
 
     def tail(losses: list[float]) -> str:
         last = losses[-max(1, len(losses) // 10) :]
-        return f"{sum(last) / len(last):.3f}"
+        return f"{math.fsum(last) / len(last):.3f}"
 
     first = [(row["name"], *speed(row), tail(row["losses"])) for row in payload["rows"]]
     second = [(row["name"], *speed(row), f"{row['peak_bytes'] / 2**30:.1f}") for row in payload["large"]]
