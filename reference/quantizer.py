@@ -119,7 +119,22 @@ class HighPrecision(Quantizer):
         return super().grad(as_dtype(g, self.dtype), transpose, dbias)
 
 
-class ForwardOnly(Quantizer):
+class Around(Quantizer):
+    """A quantizer around another one, `inner`, whose tensors and scale are its own."""
+
+    inner: Quantizer
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.tensors()
+
+    def changes(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.changes()
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.inner.scale(x)
+
+
+class ForwardOnly(Around):
     """FP8 by `inner` for the forward; what a backward reads is in `dtype_t`, 16 bits or fp32, as of `HighPrecision`.
 
     Nothing is fused with the op before it: its result in the activation dtype is what backward reads.
@@ -130,15 +145,6 @@ class ForwardOnly(Quantizer):
     def __init__(self, inner: Quantizer, dtype_t: torch.dtype) -> None:
         self.inner, self.dtype, self.dtype_t = inner, inner.dtype, dtype_t
         self.kind = ("forward only", inner.kind, dtype_t)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.inner.tensors()
-
-    def changes(self) -> tuple[torch.Tensor, ...]:
-        return self.inner.changes()
-
-    def scale(self, x: torch.Tensor) -> torch.Tensor | None:
-        return self.inner.scale(x)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = self.inner.quantize(x, False)

@@ -5,29 +5,18 @@ transformer_engine_api.json says what Transformer Engine has; read_transformer_e
 
 import importlib
 import inspect
-import json
 from collections.abc import Callable
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from write_api_page import API, PACKAGES
 
 import optimized
 import reference as te
 from reference import not_offered
-
-API = json.loads((Path(__file__).parent / "transformer_engine_api.json").read_text("utf-8"))
-PACKAGES = {
-    "te": te,
-    "recipe": te.recipe,
-    "optimizers": te.optimizers,
-    "ops": te.ops,
-    "quantization": te.quantization,
-}
-
 
 # --- names -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ the same bytes in the same order. The text is Python's standard library and torc
 depend on the GPU, as every bit is defined; if a machine has several GPUs, each trains one run at a time.
 """
 
-import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from optimized import measure
-from optimized.bench import Payload, Progress, result, silent, train
+from optimized.bench import Payload, Progress, last_tenth, result, silent, train
 from optimized.bench.plots import BLUE, GREEN, ORANGE, drawing
 from optimized.bench.table import Table, table
 from optimized.training import corpus
@@ -36,11 +35,9 @@ COLOURS = {"bf16": BLUE, "delayed": ORANGE, "current": GREEN}
 
 def text() -> corpus.Corpus:
     """Python's standard library and torch's Python sources, in the order of their paths."""
-    library = corpus.read()
     root = Path(torch.__file__).parent
     paths = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
-    more = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
-    return corpus.Corpus(np.concatenate([library.data, more]), library.files + len(paths))
+    return corpus.joined([*corpus.sources(), *paths])
 
 
 def losses(settings: Settings, text: corpus.Corpus, device: str = "cuda") -> dict[str, Any]:
@@ -112,8 +109,7 @@ def run(
 
 def tail(one: dict[str, Any]) -> float:
     """The mean loss of a run's last tenth."""
-    last = one["losses"][-max(1, len(one["losses"]) // 10) :]
-    return math.fsum(last) / len(last)  # exact: Python 3.12's sum differs from 3.11's in the last digit
+    return last_tenth(one["losses"])
 
 
 def _by_seed(payload: Payload) -> dict[int, dict[str, dict[str, Any]]]:
@@ -128,9 +124,9 @@ def tables(payload: Payload) -> list[Table]:
     seeds = _by_seed(payload)
     rows = []
     for precision, label in LABELS.items():
-        if precision not in {one["precision"] for one in payload["runs"]}:
-            continue
         of = {seed: runs for seed, runs in seeds.items() if precision in runs}
+        if not of:
+            continue
         more = [tail(runs[precision]) / tail(runs["bf16"]) - 1 for runs in of.values()]
         cells = [f"{tail(seeds[seed][precision]):.4f}" if seed in of else "–" for seed in seeds]
         above = [f"{100 * one:+.2f} %" for one in (*more, sum(more) / len(more))]

@@ -6,7 +6,6 @@ model has the same sizes, fp32 weights under torch.autocast, cuDNN's attention, 
 weights are drawn by PyTorch. Of the 1.3b model, which does not fit several times, each contestant runs by itself.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from optimized import measure
-from optimized.bench import Payload, Progress, layer, result, silent
+from optimized.bench import Payload, Progress, last_tenth, layer, result, silent
 from optimized.bench.layer_models import Plain
 from optimized.bench.plots import BLUE, GREEN, GREY, ORANGE, drawing
 from optimized.bench.table import Table, table
@@ -228,11 +227,7 @@ def tables(payload: Payload) -> list[Table]:
     def speed(row: dict[str, Any]) -> tuple[str, ...]:
         return f"{row['ms']['median']:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}"
 
-    def tail(losses: list[float]) -> str:
-        last = losses[-max(1, len(losses) // 10) :]
-        return f"{math.fsum(last) / len(last):.3f}"
-
-    first = [(row["name"], *speed(row), tail(row["losses"])) for row in payload["rows"]]
+    first = [(row["name"], *speed(row), f"{last_tenth(row['losses']):.3f}") for row in payload["rows"]]
     second = [(row["name"], *speed(row), f"{row['peak_bytes'] / 2**30:.1f}") for row in payload["large"]]
     how = "Median time of whole training steps of one run, contestants in turn; the loss, in nats per byte, is the mean"
     how += " of the last tenth of the steps."

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from optimized.bench import Payload, Progress, result, silent
+from optimized.bench import Payload, Progress, last_tenth, result, silent
 from optimized.bench.table import Table, table
 from optimized.training import corpus
 from optimized.training.settings import Settings
@@ -50,8 +50,7 @@ def tables(payload: Payload) -> list[Table]:
     """The losses at the end of both runs, in bits per byte."""
     rows = []
     for one in payload["runs"]:
-        last = one["train"][-max(1, len(one["train"]) // 10) :]
-        losses = (sum(last) / len(last), one["validation"][-1][1])
+        losses = (last_tenth(one["train"]), one["validation"][-1][1])
         rows.append((one["precision"], *(f"{loss / math.log(2):.3f}" for loss in losses)))
     settings, text = payload["settings"], payload["text"]
     note = (

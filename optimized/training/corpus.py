@@ -56,10 +56,14 @@ def sources() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
+def joined(paths: Sequence[Path]) -> Corpus:
+    """The bytes of files, one after the other."""
+    return Corpus(np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8), len(paths))
+
+
 def read(limit: int | None = None) -> Corpus:
     """Read the sources, at most `limit` files."""
-    paths = sources()[:limit]
-    return Corpus(np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8), len(paths))
+    return joined(sources()[:limit])
 
 
 def read_files(paths: Sequence[Path]) -> Corpus:

@@ -88,7 +88,7 @@ def convert_into(
     entries = _with_blocks(layers, model, places, tied, found, passed) if blocks else {}
     inside = tuple(f"{name}." for name, entry in entries.items() if entry.now is not None)
     for name, plan in found.items():
-        if name.startswith(inside or "\0"):
+        if name.startswith(inside):
             continue
         module = model.get_submodule(name)
         was = type(module).__name__

@@ -7,12 +7,12 @@ import torch
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
 from reference.quantized import Quantized, Transposed, dgrad
-from reference.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
+from reference.quantizer import ActivationPlan, Around, NormPlan, Produced, Quantizer
 
 Record = Callable[[Quantizer, torch.Tensor, Quantized], None]
 
 
-class Observed(Quantizer):
+class Observed(Around):
     """Runs `inner`, fused kernels included, then calls `record(inner, x, quantized)`.
 
     x is the tensor that a GEMM in 16 bits would read. What a fused kernel casts without writing it is computed once
@@ -22,15 +22,6 @@ class Observed(Quantizer):
     def __init__(self, inner: Quantizer, record: Record) -> None:
         self.inner, self.record = inner, record
         self.kind, self.dtype, self.dtype_t, self.fp8 = inner.kind, inner.dtype, inner.dtype_t, inner.fp8
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.inner.tensors()
-
-    def changes(self) -> tuple[torch.Tensor, ...]:
-        return self.inner.changes()
-
-    def scale(self, x: torch.Tensor) -> torch.Tensor | None:
-        return self.inner.scale(x)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = self.inner.quantize(x, transpose)
