@@ -6,7 +6,7 @@ import numpy as np
 import puzzles
 import torch
 
-from reference import formats, philox, tensor_core
+from reference import elementary, formats, philox, tensor_core
 
 
 def decode(code):
@@ -119,12 +119,16 @@ def linear_backward(g, x, g_scale, x_scale):
     return (acc * ((1 / g_scale) * (1 / x_scale))).bfloat16()
 
 
+def _fma(x, y, z):
+    return (x.double() * y.double() + z.double()).float()  # float64 holds the product, and enough of the sum
+
+
 def softmax_step(m, l, o, s, v, c):  # noqa: E741
-    new = torch.maximum(m, (s.amax(1) * c).floor())
-    alpha = torch.from_numpy(np.ldexp(np.float32(1), (m - new).clamp(min=-200).int().numpy()))
+    new = torch.maximum(m, 384 - _fma(-s.amax(1), c, torch.tensor(384.0)))
+    alpha = elementary.exp2_grid(m - new)
     p, sums = puzzles.weights(s, new, c)
     o = tensor_core.gemm(p.bfloat16(), v.t(), c=o * alpha[:, None])
-    return new, l * alpha[:, None] + sums, o
+    return new, _fma(l, alpha[:, None], sums), o
 
 
 def rms_norm(x, weight, eps):

@@ -83,8 +83,8 @@ def _row(q: torch.Tensor, k: torch.Tensor, v_t: torch.Tensor, c: F, hidden: np.n
         keys = slice(first, min(first + 128, k.shape[0]))
         s = np.where(hidden[keys], F(-np.inf), _chain(q, k[keys]))
         top = max((x for x in s if x > -np.inf), default=F(-np.inf))  # a NaN is not greater
-        floor = np.floor(top * c) - F(7)
-        new = floor if floor > m else m
+        raised = F(384) - _fma(-top, c, F(384 + 8))
+        new = raised if raised > m else m
         alpha = _power(np.array([m - new]))[0]
         exponents = _fma(s, c, F(384) - new) - F(384)
         p = np.where(hidden[keys], F(0), _power(np.where(hidden[keys], F(0), exponents)))

@@ -51,7 +51,7 @@ def in_the_written_order(given: dict, scale: float, limit: int) -> tuple[torch.T
     c = np.float32(scale * math.log2(math.e))
 
     def power(n: np.float32) -> np.float32:
-        return elementary.exp2_grid(torch.tensor([n])).numpy()[0]  # n is on the grid already
+        return elementary.exp2_grid(torch.tensor([n])).numpy()[0]
 
     def fma(x: np.float32, y: np.float32, z: np.float32) -> np.float32:
         return np.float32(np.longdouble(x) * np.longdouble(y) + np.longdouble(z))
@@ -67,7 +67,7 @@ def in_the_written_order(given: dict, scale: float, limit: int) -> tuple[torch.T
             scores = [
                 score if j <= i + limit else np.float32(-np.inf) for j, score in zip(keys, s[0].numpy(), strict=True)
             ]
-            new = max(m, np.float32(np.floor(np.float32(max(scores) * c)) + np.float32(0)))
+            new = max(m, np.float32(g - fma(-max(scores), c, g)))
             alpha = power(np.float32(m - new))
             base = np.float32(g - new)
             p = [np.float32(0) if x == -np.inf else power(np.float32(fma(x, c, base) - g)) for x in scores]
@@ -93,22 +93,28 @@ def in_the_written_order(given: dict, scale: float, limit: int) -> tuple[torch.T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("skv", [1, 7, 130, 300])
-def test_the_order_is_the_written_one(dtype: torch.dtype, skv: int) -> None:
-    case = Case(sq=3, skv=skv, d=40, dtype=dtype, mask_type="causal_bottom_right", scale=0.7)
+@pytest.mark.parametrize("scale", [0.7, 60.0])  # m stays within 128 of zero, and does not
+def test_the_order_is_the_written_one(dtype: torch.dtype, skv: int, scale: float) -> None:
+    case = Case(sq=3, skv=skv, d=40, dtype=dtype, mask_type="causal_bottom_right", scale=scale)
     if skv < case.sq:
         case = dataclasses.replace(case, mask_type="causal")
     given = inputs(case)
-    expected = in_the_written_order(given, 0.7, max(skv - 3, 0))
-    found = twin.attention(given["q"], given["k"], given["v"], 0.7, case.mask_type, -1, -1, None, 0.0, None)
+    expected = in_the_written_order(given, scale, max(skv - 3, 0))
+    found = twin.attention(given["q"], given["k"], given["v"], scale, case.mask_type, -1, -1, None, 0.0, None)
     for name, a, b in zip(("out", "m", "inv"), expected, found, strict=True):
         assert_same_bits(a, b[0, 0], name)
 
 
-def test_weights_stay_below_two_and_m_is_an_integer() -> None:
-    given = inputs(Case(sq=100, skv=300, scale=5.0, d=64))
-    _, m, inv = twin.attention(given["q"], given["k"], given["v"], 5.0, "none", -1, -1, None, 0.0, None)
-    assert torch.equal(m, m.floor())
-    assert bool((inv <= 1.001).all())  # some weight is at least 1, but for rounding
+def test_the_largest_weight_is_one() -> None:
+    """So inv is at most 1, exactly; and where a row sees one key, out is that key's value."""
+    given = inputs(Case(sq=300, skv=300, scale=2.5, d=64))
+    options = (2.5, "causal", -1, -1, None, 0.0, None)
+    out, m, inv = twin.attention(given["q"], given["k"], given["v"], *options)
+    assert bool((m.abs() < 128).all())
+    assert torch.equal(m, (m * 2**15).round() / 2**15)
+    assert bool((inv <= 1).all())
+    assert torch.equal(inv[:, :, 0], torch.ones(inv.shape[:2]))
+    assert_same_bits(out[:, :, 0], given["v"][:, :, 0], "out")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

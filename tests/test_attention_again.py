@@ -72,8 +72,7 @@ def in_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Te
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_errors_beside_cudnns(dtype: torch.dtype, causal: bool, d: int) -> None:
-    """Root mean squares of the errors against float64. Those of out are larger: m is an integer, so the largest weight
-    is not exactly 1, as in cuDNN's, but rounded (docs/log/attention.md)."""
+    """Root mean squares of the errors against float64 are no larger; 0.5 % is the chance of these numbers."""
     generator = torch.Generator("cuda").manual_seed(d)
     q, k, v, grad = (torch.randn(2, 4, 1024, d, device="cuda", generator=generator).to(dtype) for _ in range(4))
     truth = in_float64(q, k, v, grad, causal)
@@ -86,7 +85,7 @@ def test_errors_beside_cudnns(dtype: torch.dtype, causal: bool, d: int) -> None:
     for name, exact, one, other in zip(("out", "dq", "dk", "dv"), truth, ours, theirs, strict=True):
         errors = [(x.double() - exact).square().mean().sqrt().item() for x in (one, other)]
         print(f"{dtype} d={d} causal={causal} {name}: ours / cuDNN's {errors[0] / errors[1]:.4f}")
-        assert errors[0] <= (1.2 if name == "out" else 1.1) * errors[1], name
+        assert errors[0] <= 1.005 * errors[1], name
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

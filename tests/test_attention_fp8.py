@@ -75,14 +75,14 @@ def test_against_float64() -> None:
     wide = [x.double() for x in (q, k, v)]
     scores = (wide[0] @ wide[1].transpose(2, 3)) * 0.125
     weights = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-    # A weight: 2^-4 of itself, or 2^-17 of a row's largest at most; 4 steps of 33 terms lose 2^-13 of the
+    # A weight: 2^-4 of itself, or 2^-18 of a row's largest at most; 4 steps of 33 terms lose 2^-13 of the
     # largest partial sum each, which is at most 2 Σ weight |v|; the grid of exponents and out's rounding are less.
     # l has the same errors of weights and steps, whose terms have one sign: Σ weight = 1. And with |x - X| <= e,
     # |l - 1| <= f, |x / l - X| <= (e + f |X|) / (1 - f).
     exact = weights @ wide[2]
-    of_weights = (2.0**-4 * weights + 2.0**-16) @ wide[2].abs()
+    of_weights = (2.0**-4 * weights + 2.0**-18) @ wide[2].abs()
     of_steps = 8 * 33 * 2.0**-13 * (weights @ wide[2].abs())
-    of_sum = 2.0**-4 + s * 2.0**-16 + 4 * 33 * 2.0**-13
+    of_sum = 2.0**-4 + s * 2.0**-18 + 4 * 33 * 2.0**-13
     error = (out.double() - exact).abs()
     bound = (of_weights + of_steps + of_sum * exact.abs()) / (1 - of_sum)
     assert bool((error <= bound + 2.0**-10).all())
@@ -155,14 +155,14 @@ def test_nothing(sq: int, skv: int) -> None:
 
 
 def test_no_weight_saturates() -> None:
-    """A row's largest p is from 128 to 256, as m is 7 below the floor of its exponent; 1 / l is at most 1 / 128."""
-    assert formats.E4M3.largest >= 2 ** (attention_fp8.HEADROOM + 1)
+    """A row's largest p is 256, as m is 8 below its exponent; 1 / l is at most 1 / 256."""
+    assert formats.E4M3.largest >= 2**attention_fp8.HEADROOM
     found = attention_fp8.rounded_weights(torch.tensor([[256.0, 2.0**-6, 2.0**-10, 2.0**-9]]))
     assert found.float().tolist() == [[256.0, 2.0**-6, 0.0, 2.0**-9]]
-    given = arguments(Case(sq=100, skv=300, scale=5.0, d=64))
+    given = arguments(Case(sq=100, skv=300, scale=2.0, d=64))
     _, m, inv = twin.attention_fp8(*given)
-    assert torch.equal(m, m.floor())
-    assert bool((inv <= 1 / 128).all())  # a chain of terms that are not negative loses nothing of its largest one
+    assert bool((m.abs() < 128).all())
+    assert bool((inv <= 1 / 256).all())  # a chain of terms that are not negative loses nothing of its largest one
 
 
 def test_dropout() -> None:

@@ -84,8 +84,8 @@ def attention() -> Drawing:
     d.text(380, 22, "For each visited block", bold=True)
     steps = (
         ("S = q kᵀ", "tensor cores, one chain over d", PALE),
-        ("m' = max(m, ⌊max S · c⌋)", "an integer: the top weight's exponent", PALE),
-        ("O ← O · 2^(m − m')", "a power of two: no rounding", Y),
+        ("m' = max(m, max S · c)", "the largest weight is exactly 1", PALE),
+        ("O ← O · 2^(m − m')", "if m has grown", Y),
         ("p = 2^(S · c − m')", "on a grid of 2⁻¹⁵: every word is known", PALE),
         ("O ← O + p v", "p in 16 bits; the same chain goes on", Y),
     )

@@ -5,14 +5,15 @@
 
 namespace twin {
 
-// Which pairs of four 16 x 16 tiles of queries x keys are kept, `apart` counters from one to the next, for the eight of each
-// that a thread has: bit 8 n + 4 r + 2 c + e of tile n as the accumulators lie, keys x queries.
+// Which pairs of four 16 x 16 tiles of queries x keys are kept. A thread has eight pairs of each tile: bit
+// 8 n + 4 r + 2 c + e is of tile n, as the accumulators lie, keys x queries. Tiles are `apart` counters from each other.
 // The mask is laid out for tiles of queries x keys. In a tile of keys x queries a thread needs halves of two counters,
 // and the thread four lanes away needs the others of the same two: each compares the words of one, and they trade bits.
 __device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsigned long long tile,
                                               unsigned long long apart, unsigned threshold) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, odd = g % 2;
-    const unsigned limit = threshold * 0x10000 - 1;  // a half is kept if it, with zeros or the other half below it, is greater
+    // A half is kept if a word that begins with it is greater, whatever follows in the word.
+    const unsigned limit = threshold * 0x10000 - 1;
     unsigned own = 0;
     tile += 4 * (2 * q + odd) + g / 2;
 #pragma unroll

@@ -13,7 +13,7 @@
 
 namespace twin {
 
-constexpr int kHeadroom = 7;  // m lies so far below: weights reach up to 2^8
+constexpr int kHeadroom = 8;  // m lies so far below: weights reach up to 2^8
 
 // The key of a thread's score i, from its first one, which is 4 (lane % 4) in a block.
 __device__ __forceinline__ constexpr int key_of(int i) { return i / 4 % 8 * 16 + i / 32 * 2 + i % 2; }
@@ -119,10 +119,8 @@ __device__ __forceinline__ void weigh_codes(float (&s)[64], float (&m)[2], float
     largest(top, s);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const float next = fmaxf(m[r], floorf(__fmul_rn(top[r], c)) + (0.0f - kHeadroom));
-        alpha[r] = ex2_approx(m[r] - next);
-        m[r] = next;
-        const float base = kGrid15 - next;
+        alpha[r] = raise<kHeadroom>(m[r], top[r], c);
+        const float base = kGrid15 - m[r];
 #pragma unroll
         for (int i = 2 * r; i < 64; i += 4) {
             s[i] = weight(s[i], c, base);

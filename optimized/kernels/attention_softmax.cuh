@@ -59,8 +59,15 @@ __device__ __forceinline__ bool hides_nothing(const Arguments& a, const unsigned
     return __all_sync(0xFFFFFFFF, four == 0);
 }
 
-// Scores to weights, in place; returns alpha of the two rows. m lies kHeadroom below the floor of the largest exponent.
-template <int kHeadroom = 0>
+// Raises m of a row whose largest score is `top`; returns alpha. The largest weight is 2^kHeadroom.
+template <int kHeadroom>
+__device__ __forceinline__ float raise(float& m, float top, float c) {
+    const float before = m;
+    m = fmaxf(before, kGrid15 - __fmaf_rn(-top, c, kGrid15 + kHeadroom));
+    return exp2_grid(before - m);
+}
+
+// Scores to weights, in place; returns alpha of the two rows.
 __device__ __forceinline__ void weigh(float (&s)[64], Rows& rows, float (&alpha)[2], float c) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -69,10 +76,8 @@ __device__ __forceinline__ void weigh(float (&s)[64], Rows& rows, float (&alpha)
         for (int i = 2 * r; i < 64; i += 4) top = fmaxf(fmaxf(top, s[i]), s[i + 1]);
         top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFF, top, 2));
-        const float next = fmaxf(rows.m[r], floorf(__fmul_rn(top, c)) + (0.0f - kHeadroom));
-        alpha[r] = ex2_approx(rows.m[r] - next);
-        rows.m[r] = next;
-        const float base = kGrid15 - next;
+        alpha[r] = raise<0>(rows.m[r], top, c);
+        const float base = kGrid15 - rows.m[r];
         float even = 0.0f, odd = 0.0f;
 #pragma unroll
         for (int i = 2 * r; i < 64; i += 4) {

@@ -1,10 +1,11 @@
 // The works of attention_backward.cu: which there are, and how one goes on where another has ended.
 //
 // A group of heads shares its keys, and dk and dv are one chain over all of its heads. A work of all of them is long, so
-// that multiprocessors wait for the last ones, most where the mask is causal: there the last ones are the longest. So where
-// HEADS_APART is 1, a launch's last heads of keys are taken in parts: of each of them the group's first heads, `each` of
-// them, then of each the next ones.
-// A part takes over the fp32 sums of the part before it, so the chain, and with it every bit, is that of a work of all
+// at the end multiprocessors wait for the last works, most where the mask is causal: there these are the longest. So where
+// HEADS_APART is 1, the last heads of keys of a launch are taken in parts. A part has `each` of the group's heads. First
+// come the first parts of all these heads of keys, then the second ones, and so on.
+//
+// A part takes over the fp32 sums of the part before it. So the chain, and with it every bit, is that of a work of all
 // heads. Each warp hands over its own rows; it needs no others.
 //
 // Defines: as attention_scratch.cuh.

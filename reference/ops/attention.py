@@ -5,14 +5,17 @@ key head n // (h / hkv). For each head and each block of 128 queries, over its k
 c = fp32(scale · log2 e) and G = 384:
 
     S = q kᵀ                              tensor-core chain over d, fp32; hidden pairs are -inf
-    m' = max(m, floor(max S · c))         an integer, per query; m starts at -2^100
-    alpha = 2^(m - m')                    exact
-    p = 2^(fma(S, c, G - m') - G)         adding G rounds the exponent to a multiple of 2^-15
+    m' = max(m, G - fma(-max S, c, G))    the largest exponent, per query; m starts at -2^100
+    alpha = 2^(((m - m') + G) - G)        adding G rounds an exponent to a multiple of 2^-15
+    p = 2^(fma(S, c, G - m') - G)         the largest is 1
     l = fma(l, alpha, Σ p)                fp32
     P = keep ? round(p) : +0              one rounding to q's dtype
     O = (O · alpha) + P v                 tensor-core chain over the block's keys that starts from O · alpha
     m = m'
     out = round(O · ((1 / l) · keep_scale))      l = 0, nothing visible: 1 / l counts as 0, out is +0
+
+Where max S · c is within 128 of zero, m is a multiple of 2^-15, alpha's exponent is exact, and the p of the row's
+largest score is 1. Beyond that, fp32 numbers near m may be further apart, and this p is 1 but for such a step.
 
 The results are out, m and inv = 1 / l (0 where l = 0); the backward recomputes the weights from m and inv. Why
 attention is defined so: docs/attention.md.
@@ -236,7 +239,7 @@ def softmax_block(
 ) -> None:
     """One key block: scores s `[rows, keys]` become weights p; updates m `[rows]`, l `[rows, 4]` and alpha `[rows]`.
 
-    m stays `headroom` below the largest exponent's floor: weights are at most 2 · 2^headroom.
+    m stays `headroom` below the largest exponent: the largest weight is 2^headroom.
     """
     rows, keys = s.shape
     for row in range(rows):
@@ -244,10 +247,10 @@ def softmax_block(
         for j in range(keys):
             if not hidden[row, j] and s[row, j] > top:  # false for NaN
                 top = s[row, j]
-        new = np.float32(np.floor(top * c)) - headroom + ZERO  # -0 becomes +0
+        new = GRID15 - fma(-top, c, GRID15 + headroom)
         if not new > m[row]:  # a NaN is not, either
             new = m[row]
-        alpha[row] = power(m[row] - new, powers)
+        alpha[row] = elementary.exp2_grid_scalar(m[row] - new, powers)
         m[row] = new
         base = GRID15 - new
         for lane in range(4):

@@ -6,9 +6,9 @@ its tensor's scale_inv is the number. Blocks, masks, the window, dropout and G =
 c = fp32(fp32(scale · log2 e) · fp32(q_scale_inv · k_scale_inv)):
 
     S = q kᵀ                              one chain of FP8 steps (k = 32) over d, fp32; hidden pairs are -inf
-    m' = max(m, floor(max S · c) - 7)     an integer, per query; m starts at -2^100
-    alpha = 2^(m - m')                    exact
-    p = 2^(fma(S, c, G - m') - G)         from 0 to 256
+    m' = max(m, G - fma(-max S, c, G + 8))    the largest exponent less 8, per query; m starts at -2^100
+    alpha = 2^(((m - m') + G) - G)
+    p = 2^(fma(S, c, G - m') - G)         the largest is 256
     P = cast(p)                           E4M3
     l = fma(l, alpha, Σ P)                Σ P = P 1: one chain of FP8 steps over the block's keys, from zero
     P = keep ? P : +0
@@ -20,9 +20,9 @@ Why so:
 
 * The scales of q, k and v are delayed: they come from steps before this one. So no later token changes what an earlier
   one sees, as an amax of this step would.
-* P needs no scale and no history: its amax is known. m lies 7 below the largest exponent, so that p is at most 256 and
-  the largest p of a row at least 128, which costs nothing. (Transformer Engine keeps a delayed scale for P.) So E4M3
-  keeps four bits of a weight that is at least 2^-13 of a row's largest; below 2^-17 of it they become 0.
+* P needs no scale and no history: its amax is known. m lies 8 below the largest exponent, so that a row's largest p is
+  256, which E4M3 has. This costs nothing. (Transformer Engine keeps a delayed scale for P.) So E4M3 keeps four bits of
+  a weight that is at least 2^-14 of a row's largest; a weight of at most 2^-18 of it becomes 0.
 * l sums the rounded weights, which multiply v: a row of `out` is a mean of v's rows, with weights that add up to 1
   however P was rounded. l is one more column of P v, for which a kernel needs no additions; its steps keep as much.
 * An FP8 step aligns its terms, the accumulator included, to the largest one and keeps 13 bits below that. A chain over
@@ -58,8 +58,8 @@ from reference.ops.dropout import check_dropout, keep_scale, threshold
 from reference.ops.library import define
 
 CODES = torch.float8_e4m3fn
-HEADROOM = np.float32(7)
-"""By how much m lies below the floor of the largest exponent: weights reach up to 2^8, of E4M3's 448."""
+HEADROOM = np.float32(8)
+"""By how much m lies below the largest exponent: weights reach up to 2^8, of E4M3's 448."""
 
 Tensor = torch.Tensor | None
 Options = tuple[float, str, int, int, Tensor, float, Tensor, torch.dtype]

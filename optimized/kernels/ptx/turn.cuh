@@ -11,8 +11,8 @@ __device__ __forceinline__ void wait_for_turn(const unsigned* word, unsigned tur
     } while (now != turn);
 }
 
-// The same, by a whole warp. Its lanes leave together, which the compiler must see: where it takes them for apart, it keeps
-// addresses out of uniform registers in all that follows.
+// The same for a whole warp. The vote shows the compiler that all lanes leave the loop together. Otherwise it would keep
+// addresses out of uniform registers in the code that follows.
 __device__ __forceinline__ void wait_for_turn_together(const unsigned* word, unsigned turn) {
     unsigned now;
     do {
