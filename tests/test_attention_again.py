@@ -68,6 +68,7 @@ def in_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Te
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
