@@ -52,7 +52,7 @@ import numpy as np
 import torch
 
 from reference import elementary, philox, tensor_core
-from reference.elementary import GRID15, ZERO
+from reference.elementary import GRID15, ZERO, exp2_grid_scalar
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import fma, jit
 from reference.ops.attention_bias import add_bias, bias_tile, check_bias
@@ -250,7 +250,7 @@ def softmax_block(
         new = GRID15 - fma(-top, c, GRID15 + headroom)
         if not new > m[row]:  # a NaN is not, either
             new = m[row]
-        alpha[row] = elementary.exp2_grid_scalar(m[row] - new, powers)
+        alpha[row] = exp2_grid_scalar(m[row] - new, powers)
         m[row] = new
         base = GRID15 - new
         for lane in range(4):
