@@ -18,7 +18,7 @@ from optimized.training.trainer import Trainer
 
 NAME = "training"
 WHAT = "a small GPT's losses in bf16 and in FP8"
-KERNELS = ()  # the result has no times, and the kernels' bits do not change
+KERNELS = ()  # the result has no times
 STEPS, EVERY = 3000, 100  # steps of a run, and from one look at held-out text to the next
 
 
@@ -55,7 +55,7 @@ def tables(payload: Payload) -> list[Table]:
     settings, text = payload["settings"], payload["text"]
     note = (
         f"{settings['steps']} steps of {settings['rows'] * settings['sequence']} bytes each, out of {text['bytes']:,} "
-        "bytes of Python's standard library."
+        "bytes of Python's standard library. One run of each does not tell which is better; the table of seeds does."
     )
     how = "Bits for each byte of text: a model that knows nothing needs 8."
     columns = ("", "last tenth of the steps", "held-out text")

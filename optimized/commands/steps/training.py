@@ -161,18 +161,20 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
 
 
 def _recorded(report: Report) -> None:
-    """The same model, trained for longer on an H200."""
+    """The same model, trained for longer on a GPU."""
     if not (measure.RESULTS / "training.json").is_file():
         return
     payload = measure.read_result("training")
     fig = figure(9, 3.4)
     training_plot.curves(fig.subplots(), payload["runs"])
     ends = ", ".join(f"{run['precision']} {run['validation'][-1][1] / math.log(2):.2f}" for run in payload["runs"])
+    gpu_name = payload["provenance"]["gpu"]["name"]
     report.picture(
         fig,
-        f"<b>Recorded on an H200:</b> the same model, {payload['settings']['steps']} steps. Lines: means over "
-        f"{training_plot.WINDOW} steps. Dots: text that the model was not trained on; at the end {ends} bits per byte.",
-        "Loss curves of bf16 and FP8 training, recorded on an H200",
+        f"<b>Recorded on an {gpu_name}:</b> the same model, {payload['settings']['steps']} steps. Lines: means over "
+        f"{training_plot.WINDOW} steps. Dots: text that the model was not trained on; at the end {ends} bits per byte. "
+        "One run of each does not tell which is better: <code>twin bench seeds</code> has more, of a larger model.",
+        f"Loss curves of bf16 and FP8 training, recorded on an {gpu_name}",
     )
 
 
