@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
+import cores  # noqa: F401  (before torch)
 import hypothesis
 import pytest
 import torch

@@ -53,6 +53,17 @@ def opcodes(cubin: bytes, function: str) -> Counter[str]:
     return Counter(_LINE.findall(body.split("//-----", 1)[0].split(".section", 1)[0]))
 
 
+@cache
+def _of_eight(function: str) -> Counter[str]:
+    """What 8 further elements add to a kernel of 4."""
+    large, small = (
+        opcodes(compiler.build("elementary_words", {"FUNCTION": function, "COUNT": count}, root=WORDS).cubin, "probe")
+        for count in (12, 4)
+    )
+    large.subtract(small)
+    return large
+
+
 def per_element(function: str) -> Counter[str]:
     """Instructions of one evaluation of a device function of kernels/elementary.cuh.
 
@@ -60,16 +71,8 @@ def per_element(function: str) -> Counter[str]:
     constants that stay in registers, loads and stores cancel.
     """
 
-    def slope(name: str) -> Counter[str]:
-        large, small = (
-            opcodes(compiler.build("elementary_words", {"FUNCTION": name, "COUNT": count}, root=WORDS).cubin, "probe")
-            for count in (12, 4)
-        )
-        large.subtract(small)
-        return large
-
-    counts = slope(function)
-    counts.subtract(slope("identity"))
+    counts = _of_eight(function).copy()
+    counts.subtract(_of_eight("identity"))
     # Padding is not work; a slow path shares code between elements, so round to the nearest count.
     return Counter({name: round(n / 8) for name, n in counts.items() if round(n / 8) > 0 and name != "NOP"})
 
