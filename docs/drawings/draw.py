@@ -97,12 +97,11 @@ def attention() -> Drawing:
             d.arrow(469, y - 18, 469, y - 2)
     d.text(380, 330, "After the last block: out = O · (1 / l), where l is the sum of weights.", 12)
     d.text(380, 362, "Backward", bold=True)
-    d.box(380, 376, 104, 44, "q, grad stay,\nk, v pass by", PALE, 12)
-    d.arrow(484, 398, 511, 398)
-    d.box(514, 376, 44, 44, "dq", GRAD)
-    d.box(590, 376, 112, 44, "k, v stay,\nq, grad pass by", PALE, 12)
-    d.arrow(702, 398, 729, 398)
-    d.box(732, 376, 64, 44, "dk, dv", GRAD)
+    d.box(380, 376, 112, 44, "k, v stay,\nq, grad pass by", PALE, 12)
+    for y, what, where in ((370, "dk, dv", "in registers"), (402, "dq", "in memory, last key block first")):
+        d.arrow(492, y + 13, 519, y + 13)
+        d.box(522, y, 64, 26, what, GRAD)
+        d.text(598, y + 17, where, 11.5)
     return d
 
 
