@@ -60,6 +60,7 @@ from reference.ops.attention_lengths import check_lengths, entries
 from reference.ops.attention_sinks import check_sinks, sink_weights
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define
+from reference.workers import each
 
 BLOCK = 128
 MASK_TYPES = ("none", "causal", "causal_bottom_right")
@@ -367,7 +368,8 @@ def attention(
     found = entries("twin::attention", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     out.zero_(), m.fill_(float(LOWEST)), inv.zero_()  # of queries beyond a length
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
-    for batch, head in np.ndindex(b, h):
+
+    def of_head(batch: int, head: int) -> None:
         keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
         sink, entry = None if sinks is None else sinks[head], found[batch]
         shape, seeing = (b, h, entry.sq, entry.skv), limits(mask_type, left, right, entry.sq, entry.skv)
@@ -382,6 +384,8 @@ def attention(
             total, m[batch, head, rows], inverses = of_block
             inv[batch, head, rows] = inverses
             out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
+
+    each(of_head, list(np.ndindex(b, h)))
     if threshold(dropout):
         assert rng_state is not None
         rng_state[1] += 1

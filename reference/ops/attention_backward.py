@@ -37,6 +37,7 @@ from reference.ops.attention_lengths import entries
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
+from reference.workers import each
 
 
 @jit
@@ -204,7 +205,8 @@ def attention_backward(
     found = entries("twin::attention_backward", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
-    for batch, key_head in np.ndindex(b, heads):
+
+    def of_key_head(batch: int, key_head: int) -> None:
         sum_k, sum_v = (torch.zeros(skv, n, dtype=torch.float32, device="cpu") for n in (d, v.shape[3]))
         entry, shape = found[batch], (b, h, found[batch].sq, found[batch].skv)
         seeing = attention.limits(mask_type, left, right, entry.sq, entry.skv)
@@ -227,6 +229,8 @@ def attention_backward(
             dq[batch, head] = (sum_q * softmax_scale).to(q.dtype)
         dk[batch, key_head] = (sum_k * softmax_scale).to(k.dtype)
         dv[batch, key_head] = (sum_v * kept).to(v.dtype)
+
+    each(of_key_head, list(np.ndindex(b, heads)))
     return dq, dk, dv
 
 

@@ -6,10 +6,8 @@ are corrected afterwards: what an infinity does to a sum does not depend on the 
 
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 
 from reference.notice import announced
 from reference.tensor_core import model
+from reference.workers import each
 
 Codes = NDArray[np.unsignedinteger]
 _ROWS = 1024  # rows of C in a task: 64 columns of them fill 256 KB of its core's cache
@@ -56,22 +55,13 @@ def _compiled(half: bool) -> tuple[Any, Any, int]:
         return compiled
 
 
-@functools.cache
-def _pool(workers: int, process: int) -> ThreadPoolExecutor:
-    """Threads that are reused; `process` is in the key because a fork leaves them behind."""
-    return ThreadPoolExecutor(workers, thread_name_prefix="tensor_core")
-
-
 def _each(function: Callable[..., None], tasks: Sequence[tuple[Any, ...]], small: bool) -> None:
-    """Call `function` with every task, on as many threads as torch may use. Tasks write disjoint words."""
-    workers = 1 if small else min(torch.get_num_threads(), len(tasks))
-    if workers < 2:
+    """Call `function` with every task. Tasks write disjoint words."""
+    if small:
         for task in tasks:
             function(*task)
-        return
-    pool = _pool(torch.get_num_threads(), os.getpid())
-    for future in [pool.submit(function, *task) for task in tasks]:
-        future.result()
+    else:
+        each(function, tasks)
 
 
 def _ranges(count: int, parts: int, multiple: int) -> list[tuple[int, int]]:
