@@ -5,16 +5,19 @@ Two formats of 8 bits, sign · exponent · mantissa ("FP8 Formats for Deep Learn
     E4M3 (`torch.float8_e4m3fn`)  1·4·3  bias  7  largest    448  no infinities,        NaN S.1111.111
     E5M2 (`torch.float8_e5m2`)    1·5·2  bias 15  largest 57,344  infinity S.11111.00,  NaN S.11111.{01,10,11}
 
-`cast` is the instruction `cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32` after one fp32 multiplication:
+`cast` is the instruction `cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32` after one fp32 multiplication and an fma:
 
-    v = fp32(x) · scale                      one rounding, to nearest even; fp32(x) is exact
+    v = fma(fp32(x), 0, fp32(x) · scale)     one rounding, to nearest even; fp32(x) is exact
     code = v rounded to nearest even         subnormals kept, signed zero kept
-         = ±largest where |v| is beyond it   infinities too: the cast saturates
+         = ±largest where |v| is beyond it   an infinite product too: the cast saturates what is finite
          = 0x7F where v is NaN               whatever the NaN's sign, in both formats
 
-It exists twice. `encode_by_integers` is the definition, in readable shifts and additions. `cast` uses torch's
-conversion after a clamp, an order of magnitude faster, but only if on this machine it agrees with the definition at
-every rounding boundary of the format.
+Of a finite x the fma adds ±0, which changes no word: v is the product. Of an infinite x it makes NaN, so that no
+overflow ends as an ordinary number: a gradient scaler, an anomaly check or a clip sees it in what is computed from q.
+
+The conversion exists twice. `encode_by_integers` is the definition, in readable shifts and additions. `cast` uses
+torch's after a clamp, an order of magnitude faster, but only if on this machine it agrees with the definition at every
+rounding boundary of the format.
 """
 
 import math
@@ -184,7 +187,7 @@ def decode(codes: torch.Tensor, fmt: Format8 | None = None) -> torch.Tensor:
 
 
 def encode_by_integers(values: torch.Tensor, fmt: Format8) -> torch.Tensor:
-    """The codes (uint8) of fp32 `values` of any shape, by integer operations alone: the cast's definition.
+    """The codes (uint8) of fp32 `values` of any shape, by integer operations alone: the conversion's definition.
 
     The significand with its leading one is shifted down to the format's last place; the bits that are shifted out, and
     the parity of what stays, decide the rounding. A carry runs into the exponent by itself.
@@ -275,8 +278,8 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
     """`x` times `scale`, as FP8 codes: a tensor of `fmt.dtype` and x's shape, row-major.
 
-    `x` is fp32, bf16 or fp16 of any shape; `scale` is one fp32 number (a tensor of one element, or a float that is
-    rounded to fp32). RuntimeError where subnormal numbers are flushed to zero.
+    An infinity becomes NaN. `x` is fp32, bf16 or fp16 of any shape; `scale` is one fp32 number (a tensor of one
+    element, or a float that is rounded to fp32). RuntimeError where subnormal numbers are flushed to zero.
     """
     check_denormals()
     if x.dtype not in WIDE_DTYPES:
@@ -293,7 +296,10 @@ def cast_into(out: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
     exact = torch_conversion_is_exact(fmt)
     scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float32, device="cpu")
     for piece, target in zip(_pieces(x), _pieces(out), strict=True):
-        values = torch.mul(piece.float(), factor, out=scratch[: piece.numel()])
+        wide = piece.float()
+        values = torch.mul(wide, factor, out=scratch[: piece.numel()])
+        # 0·x is exact, so whether this machine fuses the two does not matter: NaN where x is infinite.
+        values.add_(wide, alpha=0)
         if exact:
             _encode_by_torch(values, fmt, target)
         else:

@@ -101,11 +101,11 @@ def test_all_16_bit_words(op: str, dtype: torch.dtype, out: torch.dtype) -> None
 
 
 def by_torch(x: torch.Tensor, scale: float, out: torch.dtype) -> torch.Tensor:
-    """An independent cast on the GPU: clamp (letting NaN through), torch's conversion, and 0x7F for NaN."""
+    """An independent cast on the GPU: clamp (letting NaN through), torch's conversion; 0x7F for NaN and infinities."""
     largest = formats.format_of(out).largest
     product = x.float() * scale
     codes = product.clamp(-largest, largest).to(out).view(torch.uint8)
-    return torch.where(product.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), codes)
+    return torch.where(product.isnan() | x.isinf(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), codes)
 
 
 @pytest.mark.slow

@@ -31,12 +31,12 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, special:
 
 
 def expected(x: torch.Tensor, scale: float, kind: te.DType) -> np.ndarray:
-    """The codes by NumPy and ml_dtypes: one fp32 product, clamped, rounded once; NaN is 0x7F."""
+    """The codes by NumPy and ml_dtypes: one fp32 product, clamped, rounded once; NaN and infinities are 0x7F."""
     fp8, largest = KINDS[kind]
     with np.errstate(all="ignore"):
         scaled = x.detach().float().numpy() * np.float32(scale)
         codes = np.asarray(np.clip(scaled, -largest, largest).astype(fp8)).view(np.uint8)
-    return np.where(np.isnan(scaled), np.uint8(0x7F), codes)
+    return np.where(np.isnan(scaled) | x.isinf().numpy(), np.uint8(0x7F), codes)
 
 
 def largest_of(x: torch.Tensor) -> float:

@@ -27,7 +27,7 @@ def scalar_rule(
     if algorithm == "max":
         amax = np.float32(0)
         for a in rolled:
-            if not np.isnan(a) and a > amax:
+            if np.isfinite(a) and a > amax:
                 amax = a
     if np.isfinite(amax) and amax > 0:
         with np.errstate(over="ignore"):
@@ -75,6 +75,19 @@ def test_random_histories(algorithm: str, length: int, margin: int, limit: float
             row = rng.random(got.shape[1], dtype=np.float32)
             want[0] = row
             got[0] = torch.from_numpy(row)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_step_that_overflowed_holds_the_scale_for_itself_alone(bad: float, algorithm: str) -> None:
+    """However long the history: gradients under a loss scale that was halved need their own scale."""
+    scale, history = torch.ones(1), torch.zeros(1024, 1)
+    seen = []
+    for amax in (bad, 8, bad, 4, 16):
+        history[0, 0] = amax
+        torch.ops.twin.scale_update([scale], [history], 448.0, 0, algorithm)
+        seen.append(scale.item())
+    assert seen == [1, 56, 56, 56 if algorithm == "max" else 112, 28]
 
 
 @pytest.mark.parametrize("amax", [math.inf, math.nan])

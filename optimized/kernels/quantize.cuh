@@ -1,16 +1,20 @@
 // What every cast kernel does with a number: scale, convert, note the amax.
 //
-//     q = satfinite_rne(fp32(x) * scale)      FP8: 0 E4M3, 1 E5M2; NaN becomes 0x7F
+//     q = satfinite_rne(fp32(x) * scale)      FP8: 0 E4M3, 1 E5M2; NaN and infinite x become 0x7F
 //     amax[0] = max(amax[0], max |x|)         of x not scaled, NaN ignored, infinity counts
 #pragma once
 #include "ptx/cvt.cuh"
 
 namespace twin {
 
-// Codes of two values, each multiplied by `scale` with one fp32 rounding; the first in the low byte.
+// x * scale, one fp32 rounding; NaN where x is infinite. Of a finite x the fma adds +-0, which changes no word.
+__device__ __forceinline__ float scaled(float x, float scale) { return __fmaf_rn(x, 0.0f, __fmul_rn(x, scale)); }
+
+// Codes of two values, each multiplied by `scale`; the first in the low byte.
 __device__ __forceinline__ unsigned quantize2(float first, float second, float scale) {
     static_assert(FP8 == 0 || FP8 == 1, "FP8 is 0 (E4M3) or 1 (E5M2)");
-    return FP8 == 0 ? cvt_e4m3x2(first * scale, second * scale) : cvt_e5m2x2(first * scale, second * scale);
+    const float low = scaled(first, scale), high = scaled(second, scale);
+    return FP8 == 0 ? cvt_e4m3x2(low, high) : cvt_e5m2x2(low, high);
 }
 
 // Codes of four values, the first in the low byte.

@@ -4,7 +4,7 @@
 //
 //     last = H[0, j];  if last == 0 the column is left alone
 //     a = H[1, j], ..., H[length - 1, j], last;   H[0, j] = 0, H[r, j] = a[r] for r > 0
-//     amax = max(a) without NaN (MOST_RECENT 0), or last (MOST_RECENT 1)
+//     amax = max(a) without NaN and infinities (MOST_RECENT 0), or last (MOST_RECENT 1)
 //     if amax is finite and > 0:  s[j] = min(scaled_max / amax, largest finite fp32), IEEE division
 //
 // scaled_max = 2^-margin * fp8_max. One block per module and column. The table of modules is a kernel argument by
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) scale_update(
     if (last == 0.0f) return;
 
     // Row r takes row r + 1: a chunk reads its successors before it writes, and what it writes no later chunk
-    // reads. fmaxf ignores NaN, and starting from 0 is harmless because only a positive amax is used.
+    // reads. Starting from 0 is harmless because only a positive amax is used; neither NaN nor infinity is <= kFP32Max.
     float most = 0.0f;
     for (int first = 0; first < length; first += kThreads * kUnroll) {
         float next[kUnroll];
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) scale_update(
         for (int u = 0; u < kUnroll; u++) {
             const int r = first + u * kThreads + threadIdx.x;
             if (r < length) history[static_cast<size_t>(r) * columns] = r == 0 ? 0.0f : next[u];
-            most = fmaxf(most, next[u]);
+            most = fmaxf(most, next[u] <= kFP32Max ? next[u] : 0.0f);
         }
     }
 #if MOST_RECENT

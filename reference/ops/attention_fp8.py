@@ -58,6 +58,7 @@ from reference.ops.dropout import check_dropout, keep_scale, threshold
 from reference.ops.library import define
 
 CODES = torch.float8_e4m3fn
+FP32_MAX = torch.finfo(torch.float32).max
 HEADROOM = np.float32(8)
 """By how much m lies below the largest exponent: weights reach up to 2^8, of E4M3's 448."""
 
@@ -147,7 +148,8 @@ def add_product(total: np.ndarray, alpha: np.ndarray, product: np.ndarray) -> No
 
 def rounded_weights(p: torch.Tensor) -> torch.Tensor:
     """P before dropout, E4M3 codes."""
-    return formats.cast(p, formats.E4M3)
+    # An infinite weight (m has left the grid) is the largest one: the kernel has the conversion alone.
+    return formats.cast(p.clamp(max=FP32_MAX), formats.E4M3)
 
 
 def _query_block(

@@ -1,11 +1,11 @@
 """`twin::cast`: the cast to FP8, which also records the amax.
 
-    q[r, c]   = satfinite_rne(fp32(x[r, c]) · scale[column])    one fp32 rounding, then one to FP8
+    q[r, c]   = satfinite_rne(fp32(x[r, c]) · scale[column])    one fp32 rounding, then one to FP8; infinite x: NaN
     scale_inv = 1 / scale[column]                               IEEE division
     amax_history[0, column] = max(itself, max |x| over the x that are not NaN), x not scaled
 
-NaN becomes 0x7F, infinities and overflow become ±largest (`reference.formats`). `scale_inv` turns this q back into
-numbers; the cast computes it because `scale` has changed by the time of the backward pass.
+NaN and infinities become 0x7F, a product beyond the format ±largest (`reference.formats`). `scale_inv` turns this q
+back into numbers; the cast computes it because `scale` has changed by the time of the backward pass.
 """
 
 import torch
