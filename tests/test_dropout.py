@@ -99,6 +99,23 @@ def test_backward_is_the_gradient() -> None:
     assert_same_bits(twin.dropout_backward(torch.ones(50, 50), 0.3, state), out)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_no_gradient_that_overflowed_is_dropped_unseen(bad: float, dtype: torch.dtype) -> None:
+    """As with PyTorch's dropout, which multiplies by a mask."""
+    grad = torch.full((16, 16), -1.0, dtype=dtype)
+    for p in (0.1, 0.9, 1.0):
+        for column in range(16):
+            one = grad.clone()
+            one[3, column] = bad
+            found = twin.dropout_backward(one, p, torch.tensor([1, 2]))
+            assert not found[3, column].isfinite()
+            found[3, column] = one[3, column] = -1.0
+            expected = twin.bias_dropout_add(grad, None, None, p, torch.tensor([1, 2]))
+            found[3, column] = expected[3, column]
+            assert_same_bits(found, expected)
+
+
 def test_new_state() -> None:
     torch.manual_seed(0)
     first, second = philox.new_state(), philox.new_state()

@@ -20,6 +20,7 @@ def compare(rows, hidden, dtype, p, bias, residual, seed, offset=0) -> None:  # 
     x, r, g = (t[offset:].view(rows, hidden) for t in (x, r, g))
     x.view(-1)[::97] = float("nan")
     x.view(-1)[1::89] = float("inf")
+    g.view(-1)[2::83], g.view(-1)[3::79] = float("-inf"), float("nan")
     b = torch.randn(hidden, generator=generator).to(dtype) if bias else None
     r = r if residual else None
     state = torch.tensor([seed * 2**32 + 5, 2**32 - 1])  # the offset carries into its upper half

@@ -1,4 +1,5 @@
 // out = round(round(keep ? round(x + bias) scale : 0) + residual), element by element; each part may be absent.
+// `backward`: what is dropped is |x| 0, NaN where x, a gradient, is not finite.
 //
 // Definition, the mask included: reference/ops/dropout.py. x, residual, out [rows, hidden], bias [hidden], of one type.
 // A thread takes 8 consecutive elements, which share one Philox counter.
@@ -37,7 +38,7 @@ __device__ __forceinline__ void store(wide_t* out, const Values& eight, long lon
 // `aligned`: every pointer is at a multiple of 16 bytes. The bias is loaded whole if hidden % 8 == 0 as well.
 extern "C" __global__ void __launch_bounds__(256)
     bias_dropout_add(const wide_t* x, const wide_t* bias, const wide_t* residual, wide_t* out, long long count,
-                     int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned) {
+                     int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned, int backward) {
     const long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;
     if (at >= count) return;
     const bool whole = aligned && at + kElements <= count;
@@ -65,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int i = 0; i < kElements; i++) {
             const float scaled = widen(narrow(__fmul_rn(t.value[i], scale)));
-            t.value[i] = kept(words[i / 2], i % 2, threshold) ? scaled : 0.0f;
+            const float nothing = backward ? __fmul_rn(fabsf(t.value[i]), 0.0f) : 0.0f;
+            t.value[i] = kept(words[i / 2], i % 2, threshold) ? scaled : nothing;
         }
     }
     if (residual != nullptr) {

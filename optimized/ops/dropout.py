@@ -29,6 +29,7 @@ def run(
     residual: torch.Tensor | None,
     p: float,
     rng_state: torch.Tensor | None,
+    backward: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel on checked arguments. It writes `out`; the state is not advanced."""
     if not x.numel():
@@ -37,7 +38,7 @@ def run(
     sizes = (np.int64(x.numel()), np.int32(x.shape[1]))
     state = pointer(rng_state) if threshold(p) else 0
     vector = np.int32(all(address % 16 == 0 for address in pointers))
-    args = (*pointers, *sizes, np.uint32(threshold(p)), np.float32(keep_scale(p)), state, vector)
+    args = (*pointers, *sizes, np.uint32(threshold(p)), np.float32(keep_scale(p)), state, vector, np.int32(backward))
     grid = (-(-x.numel() // (_THREADS * _ELEMENTS)),)
     launch.launch(_kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
     return out
@@ -58,4 +59,4 @@ def bias_dropout_add(
 @on_cuda
 def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
     """The gradient of dropout's input; `rng_state` is the state from before the forward."""
-    return run(dropout_backward_outputs(grad, p, rng_state), grad, None, None, p, rng_state)
+    return run(dropout_backward_outputs(grad, p, rng_state), grad, None, None, p, rng_state, backward=True)

@@ -5,7 +5,8 @@
     out = round(t + residual)                 where there is a residual
 
 Each addition and multiplication is one of fp32; `round` rounds once to x's dtype. Three separate modules would compute
-the same bits. The backward is the second line, of the gradient.
+the same bits. The backward is the second line, of the gradient, with |t|·0 in place of +0: NaN where a gradient that
+is dropped is infinite or NaN, as PyTorch's product with the mask, so that a gradient scaler sees it.
 
 The mask. p counts in steps of 2^-16: threshold = p · 2^16 rounded to an integer, and scale =
 2^16 / (2^16 - threshold), so that the mean is kept exactly for the p that is used (p = 0.1 becomes 0.100006).
@@ -75,14 +76,14 @@ def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
     return seed % (1 << 64), offset % (1 << 64)
 
 
-def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """keep ? round(t · scale) : +0, of t's dtype. The state is not advanced."""
+def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor, backward: bool = False) -> torch.Tensor:
+    """keep ? round(t · scale) : +0, in the backward |t|·0, of t's dtype. The state is not advanced."""
     seed, offset = state_values(rng_state)
     words = np.stack(philox.element_words(seed, 0, -(-t.numel() // 8), offset), axis=1)  # [groups, 4]
     halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
     keep = torch.from_numpy(halves.reshape(-1)[: t.numel()] >= threshold(p)).view(t.shape)
     scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32, device="cpu")).to(t.dtype)
-    return torch.where(keep, scaled, torch.zeros((), dtype=t.dtype, device="cpu"))
+    return torch.where(keep, scaled, t.abs() * 0 if backward else torch.zeros((), dtype=t.dtype, device="cpu"))
 
 
 def bias_dropout_add_outputs(
@@ -138,4 +139,4 @@ def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | Non
     if not threshold(p):
         return out.copy_(grad)
     assert rng_state is not None
-    return out.copy_(dropped(grad, p, rng_state))
+    return out.copy_(dropped(grad, p, rng_state, backward=True))
