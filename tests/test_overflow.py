@@ -177,7 +177,8 @@ def scaled_step(scaler: Any, optimizer: Any) -> None:
 def test_a_scaler_lowers_its_scale_until_a_step_is_finite(name: str, parameters: torch.dtype, recipe: str) -> None:
     """No biases: every gradient that the scaler looks at comes out of a product of codes, or of a norm.
 
-    With parameters in fp16 the scaler refuses to unscale; FusedAdam(capturable=True) does.
+    With parameters in fp16 the scaler refuses to unscale; FusedAdam(capturable=True) does, and clipping takes the
+    scaled gradients.
     """
     layer = made(name, parameters)
     optimizer = te.optimizers.FusedAdam(layer.parameters(), 0.01, capturable=True, master_weights=parameters == FP16)
@@ -190,8 +191,13 @@ def test_a_scaler_lowers_its_scale_until_a_step_is_finite(name: str, parameters:
             y = layer(numbers(step, 16, 2, 32))
         scaler.scale((y.float() * numbers(50 + step, *y.shape)).sum()).backward()
         was = scaler.get_scale()
+        if parameters == torch.float32:
+            scaler.unscale_(optimizer)
+        te.optimizers.clip_grad_norm_(layer.parameters(), was if parameters == FP16 else 1.0)
         scaled_step(scaler, optimizer)
         scaler.update()
+        if parameters == FP16 and scaler.get_scale() == was:  # the step has unscaled what was clipped
+            assert te.optimizers.get_total_norm([p.grad for p in layer.parameters()]) < 1.01
         moved = any(not torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
         assert moved == (scaler.get_scale() == was)
         assert finite(list(layer.parameters()))
