@@ -6,11 +6,13 @@ after an hour or more. Reading a damaged file raises an error that names it.
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,19 +148,55 @@ def kept(kind: str, name: str) -> bytes | None:
         return None
 
 
+_KINDS = {
+    stat.S_IFDIR: "Is a directory",
+    stat.S_IFIFO: "it is a pipe",
+    stat.S_IFCHR: "it is a device",
+    stat.S_IFBLK: "it is a device",
+    stat.S_IFSOCK: "it is a socket",
+}
+
+
+def is_there(path: Path, remedy: str = "") -> bool:
+    """Whether there is a file at `path`; False where there is nothing.
+
+    Raises:
+        Damaged: there is something else: a link to nothing, a folder, a pipe, a path that cannot be looked at.
+    """
+    try:
+        mode = os.stat(path).st_mode  # Path.exists answers False to some errors, which depends on Python's version
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.islink(path):
+            return False
+        raise Damaged(f"{path} is a link to {os.readlink(path)}, which is not there{remedy}.") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}){remedy}.") from error
+    if not stat.S_ISREG(mode):
+        raise Damaged(f"{path} cannot be read ({_KINDS.get(stat.S_IFMT(mode), 'it is no file')}){remedy}.")
+    return True
+
+
+@contextlib.contextmanager
+def reading(path: Path, remedy: str = "") -> Iterator[BinaryIO]:
+    """A file to read from; errors as in `read`."""
+    if not is_there(path, remedy):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error}){remedy}.") from error
+
+
 def read(path: Path, remedy: str = "") -> bytes:
     """The content of a file; `remedy` ends the error's sentence.
 
     Raises:
         FileNotFoundError: there is no such file.
-        Damaged: it cannot be read.
+        Damaged: it cannot be read, or it is a folder, a pipe or a device, which may have no end.
     """
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(*error.args, error.filename) from error
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror or error}){remedy}.") from error
+    with reading(path, remedy) as file:
+        return file.read()
 
 
 def record(path: Path, remedy: str = "") -> dict[str, Any]:

@@ -43,6 +43,12 @@ def verdict(recording: file.Recording, result: Result) -> list[str]:
     return lines
 
 
+UNCHECKED = (
+    "The file has version 1 of the format, without checksums: whether its digests and random states are whole cannot be "
+    "checked."
+)
+
+
 def origin(recording: file.Recording) -> str:
     """Where and when a step was recorded."""
     about = recording.about["provenance"]
@@ -66,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise CommandError(str(error)) from error
     except Refused as error:
         raise CommandError(f"{args.file} cannot be replayed: {error}") from error
-    lines = verdict(recording, result)
+    lines = [*verdict(recording, result), *([] if recording.checked else [UNCHECKED])]
     for line in (f"{args.file}: {origin(recording)}", *lines):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     files.write(args.output, page(recording, result, statistics, origin(recording), lines))
