@@ -12,6 +12,7 @@ import io
 import json
 import os
 import secrets
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ _DIGEST = hashlib.sha256().digest_size
 
 class NotWritten(OSError):
     """A file could not be written; the text names it. Its former content is unchanged."""
+
+
+class Locked(OSError):
+    """Another process holds a lock; the text says which."""
 
 
 class Damaged(ValueError):
@@ -99,6 +104,78 @@ def append(path: Path, text: str) -> None:
         raise
     except OSError as error:
         raise NotWritten(f"{path} was not written: {error.strerror or error}.") from error
+
+
+_held: set[int] = set()  # descriptors of locks
+
+
+def _release_in_child() -> None:
+    """A forked process does not hold its parent's locks, which end with the parent."""
+    for descriptor in _held:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock `folder/name` until the block ends, or the process, however it ends.
+
+    The folder is made; it is removed again if nothing was written to it.
+
+    Raises:
+        Locked: another process has it; the text says which.
+        NotWritten: the folder cannot be made or written to.
+    """
+    path = folder / name
+    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquired(path)
+    except OSError as error:
+        if isinstance(error, Locked):
+            raise
+        raise NotWritten(f"{path} was not written: {error.strerror or error}.") from error
+    _held.add(descriptor)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        if descriptor in _held:  # not in a child
+            _held.discard(descriptor)
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            for one in missing:
+                one.rmdir()
+
+
+def _acquired(path: Path) -> int:
+    """The descriptor of a lock file that this process holds, with its number and machine inside."""
+    import fcntl
+
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            here = os.fstat(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(here, os.stat(path)):  # and not one that its holder has removed meanwhile
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    return descriptor
+        except BlockingIOError as error:
+            who = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise Locked(f"{path.parent} is in use by {who}.") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def cache_folder(kind: str) -> Path:

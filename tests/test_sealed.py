@@ -31,7 +31,9 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     write(path)
     found = read(path)
     assert found.checked
-    assert all(torch.equal(found.tensors[name], x) and found.tensors[name].dtype == x.dtype for name, x in TENSORS.items())
+    assert all(
+        torch.equal(found.tensors[name], x) and found.tensors[name].dtype == x.dtype for name, x in TENSORS.items()
+    )
 
 
 def test_every_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
@@ -50,13 +52,15 @@ def test_every_flipped_bit_is_refused_by_name(tmp_path: Path) -> None:
             bent = bytearray(good)
             bent[at] ^= 1 << bit
             path.write_bytes(bent)
-            with pytest.raises(files.Damaged, match="damaged|no whole safetensors file") as error:
+            with pytest.raises(files.Damaged, match=r"damaged|no whole safetensors file") as error:
                 read(path)
             if where:
                 assert f"is damaged, at {where[0]!r}: its bytes are not those that were written." in str(error.value)
 
 
-@pytest.mark.parametrize("change", [lambda good: good[:-1], lambda good: good + b"\0", lambda good: b"", lambda good: b"{}"])
+@pytest.mark.parametrize(
+    "change", [lambda good: good[:-1], lambda good: good + b"\0", lambda good: b"", lambda good: b"{}"]
+)
 def test_another_length_is_refused(tmp_path: Path, change: object) -> None:
     path = tmp_path / "a"
     path.write_bytes(change(write(path)))  # type: ignore[operator]
