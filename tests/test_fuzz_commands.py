@@ -20,7 +20,7 @@ from test_fuzz_storage import cut, fill, flip, lengthen
 from training_text import TEXT
 
 from optimized import device
-from optimized.commands import main, outputs
+from optimized.commands import main, outputs, walkthrough
 from optimized.training import checkpoint
 from reference import files
 from reference.recorded_step import file
@@ -79,7 +79,7 @@ def argv(folder: Path, draw: random.Random) -> list[str]:
         return ["replay", draw.choice((str(folder / "step-1.safetensors"), path())), "--output", path()]
     if draw.random() < 0.15:
         where = [
-            ["walkthrough", "--output", str(folder / "mine.pt")],
+            ["walkthrough", "--output", path()],
             ["parity", "--record", path()],
             ["parity", "--op"],
         ]
@@ -118,6 +118,9 @@ def test_commands_in_random_folders(
     counts: dict[int, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])
+        patch.setattr(walkthrough, "_steps", lambda *given: [])
+        (tmp_path / "here").mkdir()
+        patch.chdir(tmp_path / "here")
         for seed in fuzz:
             draw = random.Random(seed)
             folder = tmp_path / "scene"

@@ -84,6 +84,7 @@ class Metrics:
             if steps:
                 axes.plot(steps, [loss / math.log(2) for loss in losses], style, label=label, linewidth=1)
         axes.set(xlabel="step", ylabel="bits per byte")
-        axes.legend(frameon=False)
+        if axes.lines:
+            axes.legend(frameon=False)
         measure.write_plot(path, figure, {"Software": "twin train"})
         plt.close(figure)

@@ -15,7 +15,7 @@ _PLANNER = ("torch.distributed.checkpoint.default_planner", "create_default_loca
 class PackedState(torch.Tensor):
     """fp32 `[1 + amax_history_len, columns]`; copies and pickles are plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(packed: torch.Tensor) -> torch.Tensor:
