@@ -297,6 +297,9 @@ def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
         if not content.startswith(b"PK"):
             raise ValueError("it is no npz file")
         with np.load(io.BytesIO(content)) as found:
+            end = content.rindex(b"PK\x05\x06")  # the record that says how many members there are
+            if int.from_bytes(content[end + 10 : end + 12], "little") != len(found.files):
+                raise ValueError("its list of members is not whole")
             return {name: found[name] for name in found.files}
     except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers raise different ones
         raise Damaged(f"{path} is damaged ({error}){remedy}.") from error
