@@ -187,3 +187,10 @@ def test_a_norm_is_its_gradients_too(odd: str, replaced: bool) -> None:
     model = torch.nn.Sequential(_Odd(odd))
     found = te.convert(model)
     assert bool(found.converted) is replaced
+
+
+def test_a_layer_without_sizes_yet_is_skipped_with_a_reason() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(32), torch.nn.Linear(32, 32))
+    assert te.convert(model).skipped == {"0": "its parameters have no sizes yet: call the model once, then convert"}
+    model(torch.ones(2, 16))
+    assert te.convert(model).converted == {"0": "te.Linear"}
