@@ -285,7 +285,8 @@ def test_in_16_bits_torch_rounds_more_often(dtype: torch.dtype) -> None:
         wide = kept.float() * 0.9 + grad.float() if step else grad.float()
         once, kept = (once.float() - 0.1 * wide).to(dtype), wide.to(dtype)
         rounded = (rounded.float() * 0.9).to(dtype) + grad if step else grad
-        each = (each.float() - torch.tensor(0.1).to(dtype).float() * rounded.float()).to(dtype)
+        rate = torch.tensor(0.1).to(dtype).float()
+        each = (each.float() - rate * rounded.float()).to(dtype)
     assert torch.equal(ours, once)
     # PyTorch may fuse its last product and sum, by the machine: a few words differ in their last bit.
     assert (torchs == each).float().mean() > 0.97
