@@ -270,7 +270,7 @@ def test_refusals_of_the_op(lists: Any, momentum: float, error: type[Exception],
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_torch_rounds_more_often(dtype: torch.dtype) -> None:
-    """The difference that docs/optimizers.md states, and its cause: with PyTorch's roundings put in, nearly all its words."""
+    """The difference that docs/optimizers.md states: with PyTorch's roundings put in, nearly all its words."""
     draw = torch.Generator().manual_seed(1)
     start, *grads = (torch.randn(500, generator=draw).to(dtype) for _ in range(3))
     ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Root mean squares of the rows that are tried; the small ones show eps, the large ones a limit. Beyond 1e12 rstd³, which
-# PyTorch's backward computes in fp32, underflows.
+# Root mean squares of the rows that are tried; the small ones show eps, the large ones a limit. Beyond 1e12 rstd³,
+# which PyTorch's backward computes in fp32, underflows.
 ROWS = (1.0, 30.0, 1e-3, 3e-5, 1e3, 1e6, 1e8, 1e10)
 GRADS = (1.0, 1e-6, 30.0, 1e4, 1e8, 1.0, 1e12, 1e3)  # root mean squares of the rows' gradients
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
