@@ -205,7 +205,34 @@ class DotProductAttention(ContextGroup, FP8Attention):
             and type(checkpoint_core_attention) is bool
             and qkv_format in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
-            options = Options.checked("DotProductAttention", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "DotProductAttention",
+                bias,
+                Lengths(*six),
+                inference_params,
+                qkv_format=qkv_format,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+                fp8_output=fp8_output,
+                bf16_backward=bf16_backward,
+                num_splits=num_splits,
+                score_mod=score_mod,
+                score_mod_bprop=score_mod_bprop,
+                score_mod_tensors=score_mod_tensors,
+                score_mod_bprop_tensors=score_mod_bprop_tensors,
+                qkv_layer=qkv_layer,
+                kv_layer=kv_layer,
+                qkv_interleave_dim=qkv_interleave_dim,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+            )
         layout = self.qkv_format if qkv_format is None else qkv_format
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_mask_type("DotProductAttention", "attn_mask_type", kind)
@@ -283,7 +310,10 @@ class DotProductAttention(ContextGroup, FP8Attention):
         if bias.kind != "alibi" or bias.slopes is not None:
             return bias.slopes
         if self._default_slopes is None or self._default_slopes.device != device:
-            self._default_slopes = default_slopes(self.num_attention_heads).to(device)
+            slopes = default_slopes(self.num_attention_heads).to(device)
+            if torch.compiler.is_compiling():  # memory of the graph, and another attribute would mean another graph
+                return slopes
+            self._default_slopes = slopes
         return self._default_slopes
 
     def _attend(

@@ -1,13 +1,12 @@
 """What a forward of attention takes beside its tensors, a mask and a window: a bias, lengths, a cache."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
-from reference.nn.attention_lengths import NAMES, NO_LENGTHS, Lengths, check_lengths
+from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths
 from reference.nn.checks import Names, check_cudnn, check_grid, check_mask
 from reference.nn.inference import InferenceParams
 
@@ -20,11 +19,13 @@ class Options(NamedTuple):
     inference: InferenceParams | None = None
 
     @staticmethod
-    def checked(layer: str, arguments: Mapping[str, Any]) -> "Options":
-        """Those among the arguments of a layer's forward, all of which are checked."""
-        check_arguments(f"{layer}.forward", arguments)
-        bias = Bias(arguments["core_attention_bias_type"], arguments["core_attention_bias"], arguments["alibi_slopes"])
-        return Options(bias, Lengths(*[arguments[name] for name in NAMES]), arguments["inference_params"])
+    def checked(layer: str, bias: Bias, lengths: Lengths, inference: InferenceParams | None, **more: Any) -> "Options":
+        """Those arguments of a layer's forward, after a check of them and of `more`.
+
+        By name and not as `locals()`, which a compiler does not trace.
+        """
+        check_arguments(f"{layer}.forward", bias.arguments() | lengths.arguments() | more)
+        return Options(bias, lengths, inference)
 
     @property
     def fuses(self) -> bool:

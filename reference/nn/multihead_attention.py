@@ -12,7 +12,8 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_lengths import maps_of, with_longest
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, maps_of, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
@@ -226,7 +227,24 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked("MultiheadAttention", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "MultiheadAttention",
+                bias,
+                Lengths(*six),
+                inference_params,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+                is_first_microbatch=is_first_microbatch,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+            )
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         if self.qkv_format == "thd":

@@ -100,7 +100,7 @@ def apply_rotary_pos_emb(
     """Rotate `t` by angles: the op of the layers (`twin::rotary`), differentiable with respect to `t`.
 
     Args:
-        t: `[s, b, h, d]`, `[b, s, h, d]` with "bshd" or `[t, h, d]` with "thd"; fp32, bf16 or fp16.
+        t: `[s, b, h, d]`, `[b, s, h, d]` with "bshd" or `[t, h, d]` with "thd"; fp32, bf16 or fp16, of any strides.
         freqs: fp32 `[positions, 1, 1, d2]`, one for each position, d2 even and at most d.
         start_positions: int32 or int64 `[b]`, the position of each sequence's first token; None is 0. On a GPU it is
             checked there: an assertion ends the program.
@@ -108,9 +108,13 @@ def apply_rotary_pos_emb(
         fused: accepted as in Transformer Engine; the numbers are always the fused ones, with one rounding.
         cu_seqlens: with "thd" int32 `[b + 1]`: where each sequence begins, and t, where the last one ends.
         cp_size, cp_rank: only 1 and 0 are offered.
+
+    Returns:
+        a contiguous tensor of t's shape and dtype.
     """
     name = "apply_rotary_pos_emb"
-    check_arguments(name, locals())
+    given = {"tensor_format": tensor_format, "interleaved": interleaved, "fused": fused}
+    check_arguments(name, {**given, "cp_size": cp_size, "cp_rank": cp_rank})
     check_tensor(name, "t", t)
     check_tensor(name, "freqs", freqs)
     if t.dim() != len(tensor_format):

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from reference.nn import blocks, checks
-from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import rounded_gradient
 from reference.nn.core_attention import Mask
@@ -256,7 +257,27 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked("TransformerLayer", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "TransformerLayer",
+                bias,
+                Lengths(*six),
+                inference_params,
+                self_attn_mask_type=self_attn_mask_type,
+                window_size=window_size,
+                enc_dec_attn_mask_type=enc_dec_attn_mask_type,
+                enc_dec_window_size=enc_dec_window_size,
+                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                is_first_microbatch=is_first_microbatch,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+            )
         mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
         cross_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
         window = self.window_size if window_size is None else window_size
