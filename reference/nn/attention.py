@@ -60,8 +60,8 @@ class DotProductAttention(ContextGroup, FP8Attention):
         attention_type: "self" or "cross".
         layer_number: whose cache in `inference_params` is this one's; None is 1.
         name: accepted as in Transformer Engine, without effect.
-        softmax_type: "vanilla", "off-by-one" or "learnable": with a sink of 0 in each head, or of the parameter
-            `softmax_offset` (`reference.ops.attention_sink`).
+        softmax_type: "vanilla", "off-by-one" or "learnable": with a sink in each head (`reference.ops.attention_sink`),
+            of which `softmax_offset` is None, fp32 zeros `[h]`, or a parameter.
         softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
@@ -124,10 +124,21 @@ class DotProductAttention(ContextGroup, FP8Attention):
         self.generator = Generator(device, get_rng_state_tracker)
         self._default_slopes: torch.Tensor | None = None  # ALiBi's
         self.softmax_type = softmax_type
-        self.softmax_offset: torch.nn.Parameter | None = None
-        if softmax_type == "learnable":
-            zeros = torch.zeros(self.num_attention_heads, dtype=torch.float32, device=self.generator.state.device)
-            self.softmax_offset = torch.nn.Parameter(zeros)
+        zeros = None if softmax_type == "vanilla" else self._zeros(device)
+        self.softmax_offset = torch.nn.Parameter(zeros) if softmax_type == "learnable" and zeros is not None else zeros
+
+    def _zeros(self, device: torch.device) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Follow the module's device with the sinks of "off-by-one", which are no parameter; they stay fp32."""
+        super()._apply(fn, recurse)
+        offset, device = self.softmax_offset, self._device
+        if self.softmax_type == "off-by-one" and offset is not None and offset.device != device:
+            moved = self._zeros(device) if offset.is_meta else offset.detach().to(device)
+            self.softmax_offset = moved.requires_grad_(offset.requires_grad)
+        return self
 
     def forward(
         self,
@@ -301,9 +312,10 @@ class DotProductAttention(ContextGroup, FP8Attention):
         """The sinks, fp32 `[h]`; None with the usual softmax."""
         if self.softmax_type == "vanilla":
             return None
-        if self.softmax_offset is not None:
-            return self.softmax_offset.float()
-        return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+        offset = self.softmax_offset
+        if offset is None or self.softmax_type == "learnable" or offset.device == device:
+            return self._zeros(device) if offset is None else offset.float()
+        return self._zeros(device) if offset.is_meta else offset.to(device)  # tensors elsewhere than the module
 
     def _slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
         """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""

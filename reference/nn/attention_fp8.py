@@ -18,6 +18,7 @@ import torch
 
 from reference import recompute
 from reference.compiled import before
+from reference.moved import byte_after
 from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
@@ -140,7 +141,7 @@ class FP8Attention(TransformerEngineBaseModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._set_device(fn(torch.empty(1, dtype=torch.uint8, device=self._device)).device)
+        self._set_device(byte_after(fn, self._device).device)
         return self
 
     def runs_in(self, recipe: Recipe) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
+from reference.moved import byte_after
 from reference.nn.checks import check_tensor
 from reference.nn.parameters import DeviceDefault
 from reference.nn.rotated import rotated, rotated_at
@@ -65,10 +66,10 @@ class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; the dtype stays fp32, and from the meta device the frequencies are made anew."""
-        kept = self.inv_freq
+        kept, device = self.inv_freq, byte_after(fn, self.inv_freq.device).device
+        self.inv_freq = kept = self._frequencies(device) if kept.is_meta else kept
         super()._apply(fn, recurse)
-        device = self.inv_freq.device
-        self.inv_freq = self._frequencies(device) if kept.is_meta else kept.to(device)
+        self.inv_freq = kept.to(device)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
