@@ -227,11 +227,6 @@ class InferenceParams(DeviceDefault):
         """
         if torch.compiler.is_compiling():
             raise NotImplementedError(f"{layer}: inference_params under torch.compile is not offered; eager mode is.")
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{layer}: inference_params with gradients, which end at the cache; a forward inside torch.no_grad() "
-                f"or torch.inference_mode() is accepted."
-            )
         if core.attention_type == "cross" or core.attention_backend == "cudnn" or kind == "arbitrary":
             raise NotImplementedError(
                 f"{layer}: inference_params with attention_type={core.attention_type!r}, attention_backend="

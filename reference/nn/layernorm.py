@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.moved import byte_after
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import BlockContext, Saved
@@ -238,7 +239,7 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device."""
         super()._apply(fn, recurse)
-        self._put(fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device)).device)
+        self._put(byte_after(fn, self.scale.device).device)
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

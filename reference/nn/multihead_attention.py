@@ -12,9 +12,11 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_lengths import maps_of, with_longest
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, maps_of, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
 from reference.nn.autograd import differentiable, wanted
+from reference.nn.cached import ended
 from reference.nn.context import BlockContext
 from reference.nn.core_attention import Mask
 from reference.nn.heads import Heads, SplitPlan, split_backward, split_forward
@@ -210,7 +212,7 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
                 there, with a padding mask type.
-            pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
+            pad_between_seqs: as there. The rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
@@ -226,7 +228,29 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked("MultiheadAttention", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "MultiheadAttention",
+                self.qkv_format,
+                bias,
+                Lengths(*six),
+                inference_params,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+                is_first_microbatch=is_first_microbatch,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+            )
+        if inference_params is not None and torch.is_grad_enabled():
+            given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
+            more = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
+            return ended(self, *given, *more, rotary_pos_emb=rotary_pos_emb, **options.arguments())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         if self.qkv_format == "thd":
