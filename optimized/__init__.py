@@ -11,6 +11,7 @@ needs neither CuPy nor a GPU: the first kernel says, in a sentence, what is miss
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -97,6 +98,11 @@ class _OnHopper(DeviceDefault):
     default_device = "cuda"
 
     @classmethod
+    def same_side(cls, kind: Any) -> Any:
+        """This package's class of that name, if it has one."""
+        return _HERE.get(kind, kind)
+
+    @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
         """The device; a GPU that cannot run the kernels is refused with a sentence."""
         resolved = super().resolve_device(device)
@@ -148,6 +154,13 @@ class InferenceParams(_OnHopper, reference.InferenceParams):
 
 class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
     """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""
+
+
+_HERE: dict[Any, Any] = {
+    getattr(reference, name): kind
+    for name, kind in tuple(globals().items())
+    if isinstance(kind, type) and issubclass(kind, _OnHopper) and kind is not _OnHopper
+}
 
 
 def _publish_operations() -> None:
