@@ -31,7 +31,8 @@ _REASONS = {
 }
 # Of older releases.
 OLDER = {
-    "transformer_engine.pytorch.module.base": "get_workspace get_cublas_workspace_size_bytes get_multi_stream_cublas_workspace",
+    "transformer_engine.pytorch.module.base": "get_workspace get_cublas_workspace_size_bytes "
+    "get_multi_stream_cublas_workspace",
     "transformer_engine.pytorch.cpp_extensions": "fp8_gemm gemm cast_to_fp8 cast_from_fp8 fp8_cast_transpose_fused",
     "transformer_engine.pytorch.fp8": "get_fp8_group",
 }

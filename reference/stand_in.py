@@ -151,8 +151,8 @@ def _modules(package: ModuleType) -> dict[str, ModuleType]:
         here = {one: known[one] for one in theirs if one in known}
         here |= {one: value for one, value in known.items() if below in KINDS and one in KINDS[below]}
         part = next((part for part, place in _PLACES.items() if place == name), None)
-        owner = _PACKAGE if not part else f"{_PACKAGE}.{part}"
-        found[name] = _module(name, here | offered.get(name, {}), owner)
+        place = f"{_PACKAGE}.{part}" if part else _PACKAGE
+        found[name] = _module(name, here | offered.get(name, {}), place)
     vars(found[ROOT])["__version__"] = VERSION
     found |= {older: found[newer] for older, newer in MOVED.items()}
     for name, module in found.items():
@@ -184,8 +184,8 @@ _pickled_before: dict[type, Any] = {}
 
 def _rebuilt(function: Any, *args: Any) -> Any:
     """`function(*args)` of a pickle or copy; classes came by their own names."""
-    function, *args = (one.find() if isinstance(one, _Renamed) else one for one in (function, *args))  # type: ignore
-    return function(*args)
+    parts: list[Any] = [one.find() if isinstance(one, _Renamed) else one for one in (function, *args)]
+    return parts[0](*parts[1:])
 
 
 def _named(one: Any) -> Any:

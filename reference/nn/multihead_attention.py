@@ -11,10 +11,10 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
-from reference.nn.attributes import OfAttention
 from reference.nn.attention import DotProductAttention
 from reference.nn.attention_lengths import maps_of, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attributes import OfAttention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
 from reference.nn.core_attention import Mask
