@@ -21,8 +21,8 @@ import torch
 
 from reference import not_offered
 from reference.arguments import check_arguments, is_int
-from reference.nn.cached import Cached, StepTensors
 from reference.nn.attributes import Sentence
+from reference.nn.cached import Cached, StepTensors
 from reference.nn.parameters import DeviceDefault
 from reference.ops.attention import BLOCK
 

@@ -175,7 +175,9 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             softmax_type=softmax_type,
             attention_backend=attention_backend,
         )
-        self.proj = self.same_side(Linear)(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
+        self.proj = self.same_side(Linear)(
+            q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common
+        )
 
     def forward(
         self,

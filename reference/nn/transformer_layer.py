@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from reference.nn import blocks, checks
-from reference.nn.attributes import OneRank
 from reference.nn.attention_lengths import with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attributes import OneRank
 from reference.nn.autograd import rounded_gradient
 from reference.nn.core_attention import Mask
 from reference.nn.dropout import DropPath, Generator, bias_dropout_add
