@@ -150,9 +150,9 @@ def _modules(package: ModuleType) -> dict[str, ModuleType]:
         theirs = [one for what in ("class", "function", "value") for one in groups.get(what, ())]
         here = {one: known[one] for one in theirs if one in known}
         here |= {one: value for one, value in known.items() if below in KINDS and one in KINDS[below]}
-        part = next((part for part, place in _PLACES.items() if place == name), None)
-        place = f"{_PACKAGE}.{part}" if part else _PACKAGE
-        found[name] = _module(name, here | offered.get(name, {}), place)
+        part = next((one for one, place in _PLACES.items() if place == name), "")
+        ours = f"{_PACKAGE}.{part}" if part else _PACKAGE
+        found[name] = _module(name, here | offered.get(name, {}), ours)
     vars(found[ROOT])["__version__"] = VERSION
     found |= {older: found[newer] for older, newer in MOVED.items()}
     for name, module in found.items():
@@ -198,7 +198,7 @@ def _rename(kind: type, module: str) -> None:
     if kind in _own_names:
         return
     _own_names[kind] = kind.__module__
-    before = kind.__reduce_ex__
+    before: Any = kind.__reduce_ex__
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         reduced = before(self, protocol)

@@ -5,8 +5,8 @@
 writes tests/transformer_engine_api.json (all of it, or the sections named), with the version and commit that each
 section was read from, and for `reference.stand_in` the names of each module (reference/tables/transformer_engine.json).
 `names`, `methods`, `submodules` and `callables` were read from the wheel transformer_engine_cu12-2.20.2, whose source
-is newer than the public branch that `attributes` and the modules were read from. Nothing is imported. A parameter is written as in the
-signature, "bias=True", annotations left out; "*" and "/" mean what they mean in Python.
+is newer than the public branch that `attributes` and the modules were read from. Nothing is imported. A parameter is
+written as in the signature, "bias=True", annotations left out; "*" and "/" mean what they mean in Python.
 """
 
 import ast
