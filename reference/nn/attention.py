@@ -125,6 +125,7 @@ class DotProductAttention(ContextGroup, FP8Attention):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
+        self.num_gqa_groups_per_partition = self.num_gqa_groups
         self.layer_number = 1 if layer_number is None else int(layer_number)
         usual = of_keys**-0.5
         self.softmax_scale = usual if softmax_scale is None else float(softmax_scale)

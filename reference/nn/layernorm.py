@@ -256,14 +256,22 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
 
 
 def head_norms(
-    kind: str | None, channels: int, eps: float, dtype: torch.dtype | None, device: torch.device
+    same_side: Callable[[Any], Any],
+    kind: str | None,
+    channels: int,
+    eps: float,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """The norms of queries and of keys by head, for an attention's `qk_norm_type`; L2 is one for both."""
+    """The norms of queries and of keys by head, for an attention's `qk_norm_type`; L2 is one for both.
+
+    `same_side`: `DeviceDefault.same_side` of that attention.
+    """
     if kind is None:
         return None, None
     if kind == "L2Normalization":
         shared = L2Normalization(channels, eps, device=device)
         return shared, shared
-    make = LayerNorm if kind == "LayerNorm" else RMSNorm
+    make = same_side(LayerNorm if kind == "LayerNorm" else RMSNorm)
     query, key = (make(channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2))
     return query, key

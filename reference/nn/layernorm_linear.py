@@ -149,7 +149,7 @@ class LayerNormLinear(LinearBase):
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.name = name
+        self.name, self.ub_name, self.parallel_mode = name, ub_name, parallel_mode
         self._set_up(
             in_features, out_features, parameters_split, params_dtype, device, init_method, get_rng_state_tracker
         )

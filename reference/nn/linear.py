@@ -211,7 +211,7 @@ class Linear(LinearBase):
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.name = name
+        self.name, self.ub_name, self.parallel_mode = name, ub_name, parallel_mode
         self.save_original_input = save_original_input
         rng = (get_rng_state_tracker, rng_tracker_name)
         self._set_up(in_features, out_features, parameters_split, params_dtype, device, init_method, *rng)

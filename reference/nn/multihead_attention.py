@@ -15,6 +15,7 @@ from reference.nn.attention import DotProductAttention
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_lengths import Lengths, maps_of, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attributes import OfAttention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import ended
 from reference.nn.context import BlockContext
@@ -29,7 +30,7 @@ from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
 
 
-class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
@@ -111,6 +112,11 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.hidden_size = int(hidden_size)
+        self.hidden_size_per_attention_head = channels
+        self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
+        self.layer_number = 1 if layer_number is None else int(layer_number)
+        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self.softmax_type, self.qkv_weight_interleaved, self.name = softmax_type, qkv_weight_interleaved, name
         self.attention_type = attention_type
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
@@ -136,16 +142,18 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        self.q_norm, self.k_norm = head_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        self.q_norm, self.k_norm = head_norms(
+            self.same_side, qk_norm_type, channels, qk_norm_eps, params_dtype, device
+        )
         self.qk_norm_before_rope = qk_norm_before_rope
         q_size, kv_size = channels * self.num_attention_heads, channels * groups
 
-        def project(out: int, split: Any, normed: bool) -> Linear | LayerNormLinear:
+        def project(out: int, split: Any, normed: bool) -> Any:
             split = None if fuse_qkv_params else split
             arguments = {"init_method": init_method, "parameters_split": split, **common}
             if normed:
-                return LayerNormLinear(hidden_size, out, **norm, **arguments)
-            return Linear(hidden_size, out, **arguments)
+                return self.same_side(LayerNormLinear)(hidden_size, out, **norm, **arguments)
+            return self.same_side(Linear)(hidden_size, out, **arguments)
 
         if attention_type == "self":
             parts = {"query": q_size, "key": kv_size, "value": kv_size}
@@ -155,7 +163,7 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             query = project(q_size, {"query": q_size} if input_layernorm else None, input_layernorm)
             setattr(self, self._first_name, query)
             self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
-        self.core_attention = DotProductAttention(
+        self.core_attention = self.same_side(DotProductAttention)(
             num_attention_heads,
             channels,
             num_gqa_groups=groups,
@@ -169,7 +177,9 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             softmax_type=softmax_type,
             attention_backend=attention_backend,
         )
-        self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
+        self.proj = self.same_side(Linear)(
+            q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common
+        )
 
     def forward(
         self,

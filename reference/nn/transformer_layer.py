@@ -24,6 +24,7 @@ from reference.nn import blocks, checks
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attributes import OneRank
 from reference.nn.autograd import rounded_gradient
 from reference.nn.cached import ended
 from reference.nn.core_attention import Mask
@@ -45,7 +46,7 @@ _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_ba
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 
 
-class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).
@@ -140,6 +141,9 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
+        self.layer_number, self.name, self.softmax_type = layer_number, name, softmax_type
+        self.kv_channels = kv_channels or self.hidden_size // int(num_attention_heads)
+        self.seq_length = seq_length
         self.attn_input_format = attn_input_format
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
@@ -153,7 +157,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             "device": device,
         }
         attention = {**common, **{name: given[name] for name in _ATTENTION}, "qkv_format": attn_input_format}
-        self.self_attention = MultiheadAttention(
+        self.self_attention = self.same_side(MultiheadAttention)(
             hidden_size,
             num_attention_heads,
             attention_type="self",
@@ -163,7 +167,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             **attention,
         )
         if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
+            self.inter_attention = self.same_side(MultiheadAttention)(
                 hidden_size,
                 num_attention_heads,
                 attention_type="cross",
@@ -171,7 +175,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
                 input_layernorm=True,
                 **attention,
             )
-        self.layernorm_mlp = LayerNormMLP(
+        self.layernorm_mlp = self.same_side(LayerNormMLP)(
             hidden_size,
             ffn_hidden_size,
             eps=layernorm_epsilon,
@@ -181,7 +185,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
         )
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            self.layernorm = kind(
+            self.layernorm = self.same_side(kind)(
                 hidden_size,
                 eps=layernorm_epsilon,
                 params_dtype=params_dtype,
