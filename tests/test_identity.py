@@ -23,11 +23,25 @@ MADE = {
     "RotaryPositionEmbedding": lambda te: te.RotaryPositionEmbedding(16),
 }
 # Not there yet, or only in another kind of layer.
-OPEN = set(
-    "get_rng_state_tracker rng_tracker_name bias_gelu_nvfusion gemm_gelu_fusion size_per_partition qkv key_value "
-    "layernorm_query query_layer bias_dropout_fusion bias_dropout_add_exec_handler layernorm name activation_dtype "
-    "next_iter_when_debug_should_be_run fp8_calibration wgrad_accumulation_and_reduce_hooks".split()
-)
+OPEN = {
+    "activation_dtype",
+    "bias_dropout_add_exec_handler",
+    "bias_dropout_fusion",
+    "bias_gelu_nvfusion",
+    "fp8_calibration",
+    "gemm_gelu_fusion",
+    "get_rng_state_tracker",
+    "key_value",
+    "layernorm",
+    "layernorm_query",
+    "name",
+    "next_iter_when_debug_should_be_run",
+    "qkv",
+    "query_layer",
+    "rng_tracker_name",
+    "size_per_partition",
+    "wgrad_accumulation_and_reduce_hooks",
+}
 
 
 @pytest.mark.parametrize("side", [reference, optimized])
@@ -55,7 +69,8 @@ def test_what_transformer_engines_constructor_sets_is_there(name: str) -> None:
         try:
             assert hasattr(layer, attribute), attribute
         except NotImplementedError as error:
-            assert f"{attribute} is not offered by Twin Engine: " in str(error)
+            if f"{attribute} is not offered by Twin Engine: " not in str(error):
+                raise
 
 
 def test_attributes_tell_the_truth() -> None:

@@ -142,9 +142,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        self.q_norm, self.k_norm = head_norms(
-            self.same_side, qk_norm_type, channels, qk_norm_eps, params_dtype, device
-        )
+        self.q_norm, self.k_norm = head_norms(self.same_side, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self.qk_norm_before_rope = qk_norm_before_rope
         q_size, kv_size = channels * self.num_attention_heads, channels * groups
 
