@@ -98,7 +98,7 @@ def ended(module: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
     tensors = [x for x in (*arguments, *module.parameters()) if isinstance(x, torch.Tensor)]
     if not any(x.requires_grad for x in tensors):
         return results
-    anchor = torch.empty(0, requires_grad=True, device="cpu")
+    anchor = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
     if not isinstance(results, tuple):
         return _End.apply(results, anchor)
     return tuple(_End.apply(x, anchor) if isinstance(x, torch.Tensor) else x for x in results)
