@@ -173,7 +173,8 @@ REFUSED = {
     "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
     "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",
     "root.pytorch.ops.AllReduce()": "ops.AllReduce is not offered by Twin Engine: tensor, sequence and",
-    "root.pytorch.module.base.get_workspace()": "transformer_engine.pytorch.module.base.get_workspace is not offered",
+    "root.pytorch.module.base.get_workspace()": "transformer_engine.pytorch.module.base.get_workspace is not offered "
+    "by",
     "root.pytorch.tensor.utils.replace_raw_data()": "transformer_engine.pytorch.tensor.utils.replace_raw_data is not",
     "root.pytorch.constants.TE_DType[3]": "transformer_engine.pytorch.constants.TE_DType is not offered by",
     "root.pytorch.Float8BlockQuantizer.copy": "te.Float8BlockQuantizer is not offered by Twin Engine: te.Float8Tensor",

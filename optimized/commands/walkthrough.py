@@ -92,9 +92,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for outcome in _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick):
             found.append(outcome)
             progress.console.print(_line(outcome), highlight=False)
-            outputs.write(
-                "--output", args.output, outputs.WALKTHROUGH, report.html()
-            )  # the part that is finished can be read
+            # The part that is finished can be read.
+            outputs.write("--output", args.output, outputs.WALKTHROUGH, report.html())
     report.section("What this run found")
     report.text(
         "Steps 3 and 4 compare every bit. Step 5 trains one small model, which is an example and no proof for large "

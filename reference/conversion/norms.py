@@ -71,7 +71,7 @@ def _tried(module: Any, dtype: torch.dtype) -> list[_Trial]:
         with torch.no_grad():
             one.weight.copy_(0.5 + hidden % 7 / 8)
         x = (hidden % 5 - 2.25) * (1 - 2 * (hidden % 2))
-        rows, grads = (torch.tensor(one, dtype=torch.float32, device="cpu")[:, None] for one in (ROWS, GRADS))
+        rows, grads = (torch.tensor(sizes, dtype=torch.float32, device="cpu")[:, None] for sizes in (ROWS, GRADS))
         x = (x / x.square().mean().sqrt() * rows)[-math.prod(shape) :].reshape(*shape, -1).to(dtype).requires_grad_()
         grad = ((hidden % 3 - 0.75) * grads)[-math.prod(shape) :].reshape(*shape, -1).to(dtype)
         y = one(x)
