@@ -18,7 +18,7 @@ def decode(code):
 
 
 def encode(x):
-    if math.isnan(x):
+    if not math.isfinite(x):
         return 0x7F
     sign = 0x80 if math.copysign(1, x) < 0 else 0
     x = min(abs(x), 448.0)
@@ -30,7 +30,7 @@ def encode(x):
 def quantise(x, scale):
     v = (x * scale).clamp(-57344, 57344)  # one fp32 rounding; clamp keeps NaN
     codes = v.to(torch.float8_e5m2).view(torch.uint8)
-    return torch.where(v.isnan(), torch.tensor(0x7F, dtype=torch.uint8), codes)
+    return torch.where(v.isnan() | x.isinf(), torch.tensor(0x7F, dtype=torch.uint8), codes)
 
 
 def scale_update(scale, history, fp8_max):
@@ -38,7 +38,7 @@ def scale_update(scale, history, fp8_max):
     if last == 0:
         return scale, history
     history = torch.cat([history[1:], last[None]])
-    amax = history.max()
+    amax = torch.where(history.isfinite(), history, 0.0).max()
     history[0] = 0
     if amax.isfinite() and amax > 0:
         scale = torch.clamp(torch.tensor(fp8_max) / amax, max=torch.finfo(torch.float32).max)

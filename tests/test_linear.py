@@ -255,8 +255,8 @@ def test_nan_and_inf_reach_the_output() -> None:
     x[1, 3], x[2, 4] = float("nan"), float("inf")
     with torch.no_grad(), te.autocast(recipe=RECIPES[0]):
         y = layer(x)
-    assert y[1].isnan().all()
-    assert y[[0, 2, 3]].isfinite().all(), "inf saturates to the largest code"
+    assert y[[1, 2]].isnan().all(), "a cast makes NaN of an infinity"
+    assert y[[0, 3]].isfinite().all()
     assert layer.fp8_meta["scaling_fwd"].amax_history[0, 0] == float("inf"), "and is the amax"
 
 
