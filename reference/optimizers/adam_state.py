@@ -106,6 +106,8 @@ def read(
         if layout.capturable and isinstance(new.get("lr"), torch.Tensor) and new["lr"].numel() == 1:
             new["lr"] = new["lr"].item()
         found = numbers_of(new, where)
+        for name in TORCH_KEYS:
+            new.pop(name, None)
         new.update({name: value for name, value in found._asdict().items() if name in new})
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
@@ -113,8 +115,32 @@ def read(
         for number, p in zip(one["params"], group["params"], strict=True):
             if entries.get(number):
                 what = f"state_dict['state'][{number!r}]"
-                state[p] = _entry(what, entries[number], p, layout, of_torch)
+                entry = dict(entries[number])
+                if not of_torch and "step" in entry and whole(entry.pop("step"), f" of {what}") != found.step:
+                    raise ValueError(f"FusedAdam: step={entries[number]['step']!r} of {what}; {found.step}{where}.")
+                state[p] = _entry(what, entry, p, layout, of_torch)
     return state, read_groups
+
+
+def fits_torch(layout: Layout, groups: list[dict[str, Any]]) -> bool:
+    """Whether `torch.optim.AdamW` goes on with the same numbers: it has moments in a parameter's dtype, no masters."""
+    return all(
+        group["bias_correction"]
+        and not needs_master(p, layout.master_weights)
+        and (p.dtype == torch.float32 or p.dtype == layout.exp_avg == layout.exp_avg_sq == torch.bfloat16)
+        for group in groups
+        for p in map(shard, group["params"])
+    )
+
+
+def add_torchs(state_dict: dict[str, Any], adam_w_mode: bool, capturable: bool) -> None:
+    """Add to a state dict of FusedAdam what torch's Adam and AdamW read in addition."""
+    for group in state_dict["param_groups"]:
+        group.update(decoupled_weight_decay=adam_w_mode, capturable=capturable)
+        for number in group["params"]:
+            if entry := state_dict["state"].get(number):
+                step = torch.as_tensor(group.get("step", 0)).reshape(())
+                state_dict["state"][number] = {"step": step.to(torch.float32, copy=True), **entry}
 
 
 def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:

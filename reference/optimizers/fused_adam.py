@@ -330,18 +330,21 @@ class FusedAdam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As Transformer Engine's: moments and masters in fp32, whatever they are kept in, and remainders in int16.
 
-        What is scaled has its scale with it, `<name>_scale`, so that loading gives the same codes.
+        What is scaled has its scale with it, `<name>_scale`, so that loading gives the same codes. Where
+        `torch.optim.AdamW` (without `adam_w_mode`, `Adam`) goes on with the same numbers, it has what that needs: each
+        entry its `step`.
         """
         found: dict[str, Any] = super().state_dict()
-        if self.layout.plain:
-            return found
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in found["param_groups"] for number in group["params"]]
-        for number, p in zip(numbers, params, strict=True):
-            state = found["state"].get(number)
-            if state:
-                wide = {name: like(p, adam_layout.numbers(state, name)) for name in (*MOMENTS, MASTER) if name in state}
-                found["state"][number] = {**state, **wide}
+        if not self.layout.plain:
+            for number, p in zip(numbers, params, strict=True):
+                if state := found["state"].get(number):
+                    names = [name for name in (*MOMENTS, MASTER) if name in state]
+                    wide = {name: like(p, adam_layout.numbers(state, name)) for name in names}
+                    found["state"][number] = {**state, **wide}
+        if adam_state.fits_torch(self.layout, self.param_groups):
+            adam_state.add_torchs(found, self.adam_w_mode, self.capturable)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
