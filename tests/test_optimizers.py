@@ -67,3 +67,60 @@ def test_one_bad_parameter_refuses_the_step_and_nothing_moves(
         assert_unchanged(before, optimizer)
         optimizer.param_groups[1]["params"].pop()
         optimizer.step()
+
+
+def _fused(**options: Any) -> Make:
+    return partial(te.optimizers.FusedAdam, lr=0.1, **options)
+
+
+KINDS: dict[str, Make] = {
+    **OPTIMIZERS,
+    "masters": _fused(master_weights=True),
+    "remainders": _fused(master_weights=True, store_param_remainders=True),
+    "capturable": _fused(capturable=True, master_weights=True),
+    "few bits": _fused(
+        exp_avg_dtype=torch.uint8,
+        exp_avg_sq_dtype=torch.float16,
+        master_weights=True,
+        master_weight_dtype=torch.float16,
+    ),
+    "SGD without momentum": partial(te.optimizers.FusedSGD, lr=0.1),
+}
+SHAPES: dict[str, Callable[[], torch.Tensor]] = {
+    **{
+        str(shape): partial(torch.full, shape, 0.75)
+        for shape in ((), (0,), (3, 0), (1,), (1, 1), (5,), (2, 3, 4), (1, 7))
+    },
+    "transposed": lambda: torch.full((4, 6), 0.75).t(),
+    "strided": lambda: torch.full((4, 12), 0.75)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_of_any_shape_steps_or_is_refused_before_anything_moves(kind: str, dtype: torch.dtype) -> None:
+    """Beside another parameter: both step, and their state is saved and loaded; or neither moves and nothing counts."""
+    for shape, numbers in SHAPES.items():
+        odd = torch.nn.Parameter(numbers().to(dtype))
+        other = torch.nn.Parameter(torch.full((8,), 0.5, dtype=dtype))
+        optimizer = KINDS[kind]([other, odd])
+        before = everything(optimizer)
+        for step in range(2):
+            for p in (other, odd):
+                p.grad = torch.full(p.shape, 1.0 + step, dtype=dtype)
+            if not odd.is_contiguous():
+                with pytest.raises(ValueError, match="parameter 1 of group 0 is not contiguous; contiguous param"):
+                    optimizer.step()
+                assert_unchanged(before, optimizer)
+                continue
+            optimizer.step()
+        assert odd.isfinite().all(), shape
+        if odd.is_contiguous():
+            assert (odd < 0.75).all(), shape
+            assert (other < 0.5).all(), shape
+            again = KINDS[kind]([other, odd])
+            again.load_state_dict(optimizer.state_dict())
+            for name, x in optimizer.state[odd].items():
+                if isinstance(x, torch.Tensor):
+                    assert_same_bits(x, again.state[odd][name], f"{shape} {name}")
+        te.optimizers.clip_grad_norm_([other, odd], 1.0)
