@@ -92,7 +92,19 @@ def install_as_transformer_engine() -> None:
     _stand_in.install(sys.modules[__name__])
 
 
-class _OnHopper(DeviceDefault):
+class _OneClass(type):
+    """A class here and `reference`'s of that name are one to `isinstance` and `issubclass`."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or issubclass(type(instance), cls)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        # A class that a program derives from one of these has only its own instances.
+        named = _OnHopper in cls.__bases__
+        return super().__subclasscheck__(kind) or (named and issubclass(kind, cls.__bases__[-1]))
+
+
+class _OnHopper(DeviceDefault, metaclass=_OneClass):
     """A layer whose default device is "cuda"; it refuses a GPU that cannot run the kernels."""
 
     default_device = "cuda"

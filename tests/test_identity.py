@@ -19,28 +19,22 @@ MADE = {
     "LayerNorm": lambda te: te.LayerNorm(32, device="cpu"),
     "RMSNorm": lambda te: te.RMSNorm(32, device="cpu"),
     "MultiheadAttention": lambda te: te.MultiheadAttention(32, 2, input_layernorm=True, device="cpu"),
-    "TransformerLayer": lambda te: te.TransformerLayer(32, 64, 2, layer_type="decoder", device="cpu"),
+    "TransformerLayer": lambda te: te.TransformerLayer(
+        32, 64, 2, layer_type="decoder", output_layernorm=True, device="cpu"
+    ),
+    "DotProductAttention": lambda te: te.DotProductAttention(2, 16),
     "RotaryPositionEmbedding": lambda te: te.RotaryPositionEmbedding(16),
+    "InferenceParams": lambda te: te.InferenceParams(2, 16, 2, 16, torch.bfloat16, device="cpu"),
+    "FusedAdam": lambda te: te.optimizers.FusedAdam([torch.nn.Parameter(torch.ones(2))]),
+    "FusedSGD": lambda te: te.optimizers.FusedSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1),
+    "CudaRNGStatesTracker": lambda te: te.CudaRNGStatesTracker(),
 }
-# Not there yet, or only in another kind of layer.
-OPEN = {
-    "activation_dtype",
-    "bias_dropout_add_exec_handler",
-    "bias_dropout_fusion",
-    "bias_gelu_nvfusion",
-    "fp8_calibration",
-    "gemm_gelu_fusion",
-    "get_rng_state_tracker",
-    "key_value",
-    "layernorm",
-    "layernorm_query",
-    "name",
-    "next_iter_when_debug_should_be_run",
-    "qkv",
-    "query_layer",
-    "rng_tracker_name",
-    "size_per_partition",
-    "wgrad_accumulation_and_reduce_hooks",
+# Parts that a layer has with other arguments.
+OTHERS = {
+    "qkv": lambda te: te.MultiheadAttention(32, 2),
+    "query_layer": lambda te: te.MultiheadAttention(32, 2, attention_type="cross"),
+    "key_value": lambda te: te.MultiheadAttention(32, 2, attention_type="cross"),
+    "layernorm_query": lambda te: te.MultiheadAttention(32, 2, attention_type="cross", input_layernorm=True),
 }
 
 
@@ -64,13 +58,28 @@ def test_what_a_layer_makes_is_of_the_classes_of_its_package(side: Any) -> None:
 def test_what_transformer_engines_constructor_sets_is_there(name: str) -> None:
     """With its value, or with a sentence that `getattr` with a default does not swallow."""
     layer = MADE[name](reference)
-    shared = API["attributes"]["TransformerEngineBaseModule"] if hasattr(layer, "fp8_meta") else []
-    for attribute in {*API["attributes"][name], *shared} - OPEN:
+    based = hasattr(layer, "fp8_meta") and name not in ("LayerNorm", "RMSNorm")  # there they are te.ops
+    for attribute in {*API["attributes"][name], *(API["attributes"]["TransformerEngineBaseModule"] if based else ())}:
         try:
-            assert hasattr(layer, attribute), attribute
+            assert hasattr(OTHERS[attribute](reference) if attribute in OTHERS else layer, attribute), attribute
         except NotImplementedError as error:
             if f"{attribute} is not offered by Twin Engine: " not in str(error):
                 raise
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "RMSNorm", "TransformerLayer", "InferenceParams"])
+def test_a_class_of_either_package_is_the_same_class(name: str) -> None:
+    here, there = getattr(optimized, name), getattr(reference, name)
+    for made in (MADE[name](reference), MADE[name](optimized)):
+        assert isinstance(made, here)
+        assert isinstance(made, there)
+        assert not isinstance(made, optimized.DotProductAttention)
+    assert issubclass(here, there)
+    assert issubclass(there, here)
+    derived = type("Derived", (here,), {})
+    assert issubclass(derived, here)
+    assert not issubclass(here, derived)
+    assert not isinstance(MADE[name](optimized), derived)
 
 
 def test_attributes_tell_the_truth() -> None:
@@ -92,6 +101,30 @@ def test_attributes_tell_the_truth() -> None:
     assert not hasattr(te.Linear(16, 16), "normalization")
     cache = te.InferenceParams(2, 16, 2, 16, torch.bfloat16)
     assert cache.max_ctx_len == 16
+    cache.pre_step({"a": 3, "b": 5})
+    cache.pre_step({"a": 2, "b": 1})
+    assert cache.cu_seqlens_q.tolist() == [0, 2, 3]
+    assert cache.cu_seqlens_kv.tolist() == [0, 5, 11]
+    assert dict(cache.sequences_pre_step) == {"a": 3, "b": 5}
+    assert (cache.output_qkv_format, cache.page_size) == ("bshd", None)
+    tracker = te.CudaRNGStatesTracker()
+    for make in (
+        lambda get: te.Linear(16, 16, get_rng_state_tracker=get),
+        lambda get: te.LayerNormMLP(16, 16, get_rng_state_tracker=get),
+        lambda get: te.DotProductAttention(1, 16, get_rng_state_tracker=get),
+        lambda get: te.MultiheadAttention(16, 1, get_rng_state_tracker=get),
+        lambda get: te.TransformerLayer(16, 16, 1, get_rng_state_tracker=get),
+    ):
+        tracker.reset()
+        tracker.add("model-parallel-rng", 1)
+        for get in (None, lambda: tracker):
+            assert make(get).get_rng_state_tracker is get
+    assert te.Linear(16, 16, get_rng_state_tracker=get, rng_tracker_name="model-parallel-rng").rng_tracker_name
+    assert te.LayerNormMLP(16, 48, activation="gelu").bias_gelu_nvfusion
+    assert te.LayerNormMLP(16, 48, activation="gelu").size_per_partition == 48
+    assert not hasattr(te.Linear(16, 16), "size_per_partition")
+    adam = te.optimizers.FusedAdam([torch.nn.Parameter(torch.ones(2))], exp_avg_dtype=torch.uint8)
+    assert adam.name_to_dtype_map["exp_avg"] is adam.exp_avg_dtype is torch.uint8
     for owner, name in ((kept, "quantizers"), (cache, "cache_manager")):
         with pytest.raises(NotImplementedError, match=f"{name} is not offered by Twin Engine: .*[.]$"):
             getattr(owner, name, False)

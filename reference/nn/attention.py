@@ -19,6 +19,7 @@ from reference.nn.attention_fp8 import FP8Attention
 from reference.nn.attention_lengths import Lengths, lengths_mask, lengths_of, maps_of, packed, to_sequences, to_tokens
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attention_options import NO_OPTIONS, Options, unpacked
+from reference.nn.attributes import OfCoreAttention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import ended, entered
 from reference.nn.checks import (
@@ -52,7 +53,7 @@ from reference.quantized import as_dtype
 from reference.recompute import checkpoint
 
 
-class DotProductAttention(ContextGroup, FP8Attention):
+class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:

@@ -21,14 +21,14 @@ import torch
 
 from reference import not_offered
 from reference.arguments import check_arguments, is_int
-from reference.nn.attributes import Sentence
+from reference.nn.attributes import OfCache
 from reference.nn.cached import Cached, StepTensors
 from reference.nn.parameters import DeviceDefault
 from reference.ops.attention import BLOCK
 
 
 @not_offered.without_methods
-class InferenceParams(DeviceDefault):
+class InferenceParams(OfCache, DeviceDefault):
     """The caches of a model's layers, and how far each sequence is. Arguments are Transformer Engine's.
 
     Args:
@@ -50,8 +50,6 @@ class InferenceParams(DeviceDefault):
     `pre_step` changes tensors where they lie. So a step of one token, once captured in a CUDA graph, can be replayed
     after each `pre_step`; in a capture attention reads the whole cache, because a graph's shapes stay.
     """
-
-    cache_manager = Sentence("InferenceParams.cache has each layer's keys and values")
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from reference.nn import blocks, checks
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
-from reference.nn.attributes import OneRank
+from reference.nn.attributes import OfTransformerLayer
 from reference.nn.autograd import rounded_gradient
 from reference.nn.cached import ended
 from reference.nn.core_attention import Mask
@@ -46,7 +46,7 @@ _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_ba
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 
 
-class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).

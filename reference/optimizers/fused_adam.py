@@ -8,6 +8,7 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.dtensor import like, shard
+from reference.nn.attributes import OfAdam
 from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.quantized_tensor import write
 from reference.ops.adam import correction
@@ -39,7 +40,7 @@ Lists = tuple[
 ]  # gradients, parameters, both moments, copies, and the scales of the former three
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(OfAdam, torch.optim.Optimizer):
     """Adam and AdamW with Transformer Engine's arguments and defaults; the arithmetic is `twin::adam`'s.
 
     The state of a parameter is `exp_avg`, `exp_avg_sq` and, with master weights, `master_param`

@@ -10,6 +10,7 @@ from torch.optim.optimizer import required
 from reference import formats, not_offered
 from reference.arguments import check_arguments
 from reference.dtensor import like, placed, shard
+from reference.nn.attributes import OfSGD
 from reference.ops.library import twin
 from reference.optimizers.parameters import (
     PLAIN,
@@ -62,7 +63,7 @@ def numbers_of(group: dict[str, Any], where: str = "") -> Numbers:
 
 
 @not_offered.without_methods
-class FusedSGD(torch.optim.Optimizer):
+class FusedSGD(OfSGD, torch.optim.Optimizer):
     """SGD with Transformer Engine's arguments and defaults; the arithmetic is `twin::sgd`'s.
 
     The state of a parameter is `momentum_buffer`, of the parameter's dtype, which exists from its first step with a
