@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def with_frozen(model: Any) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, None, {}, "no rotary embedd"),
         ({"is_causal": False}, None, {}, "its attention is not causal"),
         ({}, with_more, {}, "it has adapter"),
-        ({}, with_hook, {}, "hooks are registered on it"),
+        ({}, with_hook, {}, "hooks are registered on mlp"),
         ({}, with_tie, {}, "mlp.gate_proj, mlp.up_proj: a tied weight"),
         ({}, with_frozen, {}, "gate and up differ in requires_grad"),
         ({}, None, {"filter": {"*.layers.0.mlp.down_proj": False}}, "mlp.down_proj: filter leaves it out"),
@@ -260,6 +261,85 @@ def test_what_does_not_match_is_replaced_module_by_module(changes: Any, change: 
     assert report.skipped["model.layers.0"].startswith("module by module; ")
     assert report.converted["model.layers.0.self_attn.q_proj"] == "te.Linear"
     assert torch.isfinite(model(input_ids=IDS).logits).all()
+
+
+def _of_class(part: str) -> Any:
+    """Gives a part of the first layer a subclass whose result is twice as large."""
+
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = model.model.layers[0].get_submodule(part)
+        kind = type(found)
+        forward = lambda self, *args, **given: _twice(kind.forward(self, *args, **given))  # noqa: E731
+        found.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+    return change
+
+
+def _in_its_class(part: str) -> Any:
+    """Replaces a method of the library's class."""
+
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        kind: Any = type(model.get_submodule(part))
+        was = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **given: _twice(was(self, *args, **given)))
+
+    return change
+
+
+def _in_the_instance(part: str) -> Any:
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = model.get_submodule(part)
+        was = found.forward
+        found.forward = lambda *args, **given: _twice(was(*args, **given))
+
+    return change
+
+
+def _by_a_hook(part: str) -> Any:
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        model.get_submodule(part).register_forward_hook(lambda module, given, out: _twice(out))
+
+    return change
+
+
+def _twice(out: Any) -> Any:
+    return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+
+def _by_a_function(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = sys.modules[type(model).__module__]
+    monkeypatch.setattr(home, "apply_rotary_pos_emb", lambda q, k, *others, **given: (q, k))
+
+
+def _in_torch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = lambda self, x: 2 * torch.nn.functional.linear(x, self.weight, self.bias)  # noqa: E731
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+
+
+WHOLE, ATTENTION, MLP = "model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp"
+MODIFIED: dict[str, Any] = {
+    **{f"subclass of {part}": _of_class(part) for part in ("", "self_attn", "mlp", "mlp.act_fn", "mlp.up_proj")},
+    **{f"method of {part}": _in_its_class(part) for part in (WHOLE, ATTENTION, MLP, f"{MLP}.act_fn")},
+    **{
+        f"{way.__name__} {part}": way(part)
+        for way in (_in_the_instance, _by_a_hook)
+        for part in (WHOLE, ATTENTION, MLP, f"{MLP}.act_fn", f"{MLP}.up_proj", "model.rotary_emb")
+    },
+    "function": _by_a_function,
+    "torch's linear": _in_torch,
+}
+
+
+@pytest.mark.parametrize("how", MODIFIED)
+def test_a_block_that_somebody_changed_goes_on_computing_what_it_did(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain()
+    before = model(input_ids=IDS).logits
+    MODIFIED[how](model, monkeypatch)
+    changed = model(input_ids=IDS).logits
+    assert not torch.allclose(changed.float(), before.float(), atol=1e-3), "the change changes something"
+    te.convert(model, blocks=True)
+    torch.testing.assert_close(model(input_ids=IDS).logits.float(), changed.float(), rtol=2e-2, atol=2e-2)
+    assert type(model.model.layers[0]).__name__ != "TransformerLayer"
 
 
 def test_weights_to_be_kept_in_fp8_and_other_kinds() -> None:

@@ -10,6 +10,8 @@ With a cache of Hugging Face's (`past_key_values`), and where positions differ b
 part; the bits are the same.
 """
 
+import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +28,9 @@ KINDS = {
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+PARTS = ("self_attn", "mlp", "mlp.act_fn")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 # The block's name → Hugging Face's; fc1_weight is gate's rows, then up's.
 NAMES = {
     "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -118,16 +123,37 @@ def _obstacle(block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any)
         "its attention is not causal": not (attention.is_causal and getattr(attention.config, "is_causal", True)),
         f"attention's scaling is {attention.scaling}": attention.scaling != attention.head_dim**-0.5,
         "its model has no rotary embedding of a kind that is known": not _is_known(rotary),
-        "hooks are registered on it": any(bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-                                               or part._backward_pre_hooks)
-                                          for part in (block, attention, block.mlp)),
-        "its forward was replaced": any("forward" in vars(part) for part in (block, attention, block.mlp)),
     }  # fmt: skip
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), _other_code(block, rotary))
+
+
+def _other_code(block: Any, rotary: Any) -> str | None:
+    """What in a decoder layer is not the code of its class's file: a changed class, method or function, or a hook."""
+    own, home = type(block).__module__, sys.modules[type(block).__module__]
+    parts = {"it": block, **{name: block.get_submodule(name) for name in PARTS}, "rotary_emb": rotary}
+    extra = {name for name, _ in block.named_modules()} - {"", *PARTS, *ATTENTION, *MLP, *NORMS}
+    if extra:
+        return f"it has {', '.join(sorted(extra))}"
+    for name, part in parts.items():
+        if name != "mlp.act_fn" and type(part).__module__ != own:
+            return f"{name} is a {type(part).__module__}.{type(part).__qualname__}"
+        if any(getattr(part, hooks) for hooks in HOOKS):
+            return "hooks are registered on it" if part is block else f"hooks are registered on {name}"
+        if "forward" in vars(part) or not is_as_written(type(part)):
+            return f"the forward of {name} was replaced"
+    changed = [name for name in FUNCTIONS if getattr(getattr(home, name, None), "__module__", own) != own]
+    return f"{own}.{changed[0]} was replaced" if changed else None
+
+
+def is_as_written(kind: Any) -> bool:
+    """Whether the forward of a class is from the file of the class that defines it."""
+    owner = next(one for one in kind.__mro__ if "forward" in vars(one))
+    return bool(inspect.unwrap(owner.forward).__globals__["__name__"] == owner.__module__)
 
 
 def _is_silu(function: Any) -> bool:
-    return isinstance(function, torch.nn.SiLU) or type(function).__name__ == "SiLUActivation"
+    kind = type(function)
+    return kind is torch.nn.SiLU or f"{kind.__module__}.{kind.__name__}" == "transformers.activations.SiLUActivation"
 
 
 def _is_known(rotary: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from reference import model_init
 from reference.conversion.attributes import reads_weight
-from reference.conversion.blocks import DecoderBlock
+from reference.conversion.blocks import HOOKS, DecoderBlock, is_as_written
 from reference.conversion.norms import rms_norm_of
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
@@ -17,7 +17,6 @@ from reference.nn.transformer_layer import TransformerLayer
 from reference.ops.library import twin
 
 Places = Sequence[tuple[torch.nn.Module, str]]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Layers(NamedTuple):
@@ -98,7 +97,8 @@ def _choice(layers: Layers, module: Any) -> _Choice | str:
 def _computes_as(kind: Any, module: Any) -> bool:
     """Whether the class of `module` is `kind`, or a subclass with its forward."""
     own: Any = type(module)
-    return issubclass(own, kind) and own.forward is kind.forward and own.__call__ is torch.nn.Module.__call__
+    same = issubclass(own, kind) and own.forward is kind.forward and own.__call__ is torch.nn.Module.__call__
+    return same and is_as_written(kind)
 
 
 def _obstacle(module: Any, places: Places) -> str | None:
@@ -110,7 +110,7 @@ def _obstacle(module: Any, places: Places) -> str | None:
             return f"its {key} is {parameter.dtype}: float32, bfloat16 and float16 are accepted"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if any(getattr(module, hooks) for hooks in _HOOKS):
+    if any(getattr(module, hooks) for hooks in HOOKS):
         return "hooks are registered on it"
     for owner, attribute in places:
         reader = reads_weight(owner, attribute)
