@@ -69,6 +69,12 @@ def test_twenty_steps_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, SHORT) == recorded(precision, SHORT)
 
 
+@pytest.mark.parametrize("batches", [0, -1, 1.5, True])
+def test_a_mean_of_no_batches_is_refused(batches: Any) -> None:
+    with pytest.raises(ValueError, match=f"Trainer.evaluate: batches={batches}; an int from 1 is accepted"):
+        Trainer(TINY, corpus()).evaluate(batches)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["delayed", "current"])
 def test_twenty_steps_on_a_gpu_have_the_recorded_hashes(precision: str) -> None:

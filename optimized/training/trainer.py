@@ -26,6 +26,7 @@ from optimized.training.corpus import Corpus
 from optimized.training.model import GPT, sample
 from optimized.training.settings import Settings
 from reference import files
+from reference.arguments import is_int
 from reference.nn.dropout import Generator
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -138,6 +139,8 @@ class Trainer:
 
     def evaluate(self, batches: int = HELD_OUT_BATCHES) -> float:
         """The mean loss, in nats per byte, of batches of the held-out text that are always the same."""
+        if not is_int(batches) or batches < 1:
+            raise ValueError(f"Trainer.evaluate: batches={batches!r}; an int from 1 is accepted.")
         with self._undisturbed():
             losses = [self.model.loss(self._windows(self.unseen, i), self.recipe) for i in range(batches)]
         return sum(map(float, losses)) / batches

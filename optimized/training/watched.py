@@ -77,7 +77,8 @@ def _count_codes(run: Run, moment: str, seen: dict[str, torch.Tensor], product: 
         codes = formats.cast(tensor, fmt, used.get((product, name), 1.0)).view(torch.uint8).flatten()
         run.codes[moment, name] = torch.bincount(codes.int(), minlength=256)
         alive = tensor.flatten() != 0
-        run.lost[moment, name] = float(((codes & 0x7F) == 0)[alive].float().mean())
+        lost = ((codes & 0x7F) == 0) & alive
+        run.lost[moment, name] = float(lost.sum()) / max(1, int(alive.sum()))
 
 
 def compare(tally: Tally, cpu: Trainer, gpu: Trainer) -> None:
