@@ -22,6 +22,7 @@ from reference.threads import here
 Context = ModuleContext | BlockContext
 Forward = Callable[..., tuple[Any, Saved]]
 Backward = Callable[..., Saved]
+Rows = tuple[tuple[int, ...] | None, ...]  # for each tensor None, or the rows of its parts
 
 
 class Plain:
@@ -65,13 +66,16 @@ class _Pair(torch.autograd.Function):
         plan: Any,
         context: Context,
         updates: bool,
-        *tensors: torch.Tensor | None,
+        rows: Rows | None,
+        *tensors: Any,
     ) -> Any:
         trains = any(plan.needs)
+        if rows is not None:
+            tensors = _grouped(tensors, rows)
         unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
         out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
-        ctx.backward_function, ctx.plan, ctx.context, ctx.updates = backward, plan, context, updates
+        ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
         return out
 
     @staticmethod
@@ -83,23 +87,49 @@ class _Pair(torch.autograd.Function):
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.context.stateful)
-        return None, None, None, None, None, *results
+        if ctx.rows is not None:
+            results = _split(results, ctx.rows)
+        return None, None, None, None, None, None, *results
 
 
-def wanted(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    """Which gradients a backward will compute: none under torch.no_grad()."""
-    enabled = torch.is_grad_enabled()
-    return tuple([x is not None and x.requires_grad and enabled for x in tensors])
+def _grouped(tensors: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
+    """The tensors with each weight's parts in a tuple."""
+    left = iter(tensors)
+    return tuple([next(left) if one is None else tuple([next(left) for _ in one]) for one in rows])
 
 
-def differentiable(
-    forward: Forward, backward: Backward, plan: Any, context: Context, *tensors: torch.Tensor | None
-) -> Any:
-    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`."""
+def _split(grads: Saved, rows: Rows) -> Saved:
+    """The gradients with that of each weight split into those of its parts."""
+    found: list[torch.Tensor | None] = []
+    for grad, one in zip(grads, rows, strict=True):
+        found += [grad] if one is None else [None] * len(one) if grad is None else grad.split(one)
+    return tuple(found)
+
+
+def wanted(*tensors: Any) -> tuple[bool, ...]:
+    """Which gradients a backward will compute: none under torch.no_grad(). A weight of several parts is a tuple."""
+    if not torch.is_grad_enabled():
+        return (False,) * len(tensors)
+    return tuple([x is not None and (any(map(_trains, x)) if type(x) is tuple else x.requires_grad) for x in tensors])
+
+
+def _trains(x: torch.Tensor) -> bool:
+    return x.requires_grad
+
+
+def differentiable(forward: Forward, backward: Backward, plan: Any, context: Context, *tensors: Any) -> Any:
+    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`.
+
+    A tuple among `tensors` is a weight of several parts, by rows; the functions get it as one.
+    """
+    rows: Rows | None = None
+    if tuple in map(type, tensors):
+        rows = tuple([tuple([len(one) for one in x]) if type(x) is tuple else None for x in tensors])
+        tensors = tuple([one for x in tensors for one in (x if type(x) is tuple else (x,))])
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
     updates = stateful and here().first_module_pending and recompute.updates_scales()
-    out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
+    out = _Pair.apply(forward, backward, plan, context, updates, rows, *tensors)
     if updates:
         here().first_module_pending = False
     return out

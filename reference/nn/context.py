@@ -14,7 +14,7 @@ import torch
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
-from reference.quantized import Quantized, Transposed, as_dtype, wgrad
+from reference.quantized import Parts, Quantized, Transposed, Weight, as_dtype, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 
@@ -119,6 +119,8 @@ class ModuleContext:
 
         A quantized tensor that is no weight is read: a layer casts its input by its own recipe.
         """
+        if isinstance(x, tuple):
+            return self._unwrap_parts(x, trains)
         if not isinstance(x, QuantizedTensor):
             return x
         if not (isinstance(x, Float8Tensor) and x.is_weight):
@@ -133,8 +135,20 @@ class ModuleContext:
         say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
         return dequantized(codes, scale_inv, x.dtype)
 
-    def weight(self, gemm: int, name: str, w: torch.Tensor | Quantized, transpose: bool) -> Quantized:
+    def _unwrap_parts(self, parts: tuple[Any, ...], trains: bool) -> Any:
+        """A weight of several parts, each kept in FP8: `Parts`, or dequantized outside of FP8."""
+        found: Any = [self.unwrap_weight(one, trains) for one in parts]
+        if not self.fp8:
+            return torch.cat(found)
+        if trains and self.gemms[0].weight.dtype_t is not None:
+            whole = torch.cat([one.codes_t.t() for one in found]).t()
+            found = [found[0]._replace(codes_t=whole), *(one._replace(codes_t=None) for one in found[1:])]
+        return Parts(tuple(found))
+
+    def weight(self, gemm: int, name: str, w: torch.Tensor | Weight, transpose: bool) -> Weight:
         """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast."""
+        if isinstance(w, Parts):
+            return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
         if cached is not None:
             return cached
@@ -213,10 +227,10 @@ class WeightRequest(NamedTuple):
     transpose: bool
 
 
-def quantize_weights(*wanted: WeightRequest) -> list[Quantized]:
+def quantize_weights(*wanted: WeightRequest) -> list[Weight]:
     """Several modules' weights, in one launch if all of them are cast now, with their transposes."""
     casts = [one for one in wanted if one.context.fp8 and one.context.is_first_microbatch is not False]
-    xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, Quantized)]
+    xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, (Quantized, Parts))]
     ws: Sequence[Any] = [one.w for one in wanted]
     if len(casts) == len(xs) == len(wanted) and len({x.dtype for x in xs}) == 1:
         first, *others = [one.context.gemms[one.gemm].weight for one in wanted]

@@ -1,8 +1,9 @@
 """A layer's FP8 state: the scales and amax histories of recipes with state, and when they are created and moved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from reference.autocast import AutocastState
 from reference.nn.float8_tensor import Float8Tensor
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
-from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
+from reference.scaling import FP8TensorMeta
 
 
 class WithFP8State(torch.nn.Module):
@@ -30,7 +31,7 @@ class WithFP8State(torch.nn.Module):
 
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
-    fp8_weights: ClassVar[dict[str, int]] = {}
+    fp8_weights: Mapping[str, int] = MappingProxyType({})
     keeps_scales = False
     fp8: bool
     fp8_meta: dict[str, Any]
@@ -118,8 +119,11 @@ class WithFP8State(torch.nn.Module):
 
     def state_columns(self) -> dict[str, int]:
         """The number of columns of `scaling_fwd` and `scaling_bwd`."""
-        names = zip(scaling.KEYS, (FORWARD_TENSORS, BACKWARD_TENSORS), strict=True)
-        return {key: self.num_gemms * len(columns) for key, columns in names}
+        return scaling.columns_of(max(self.num_gemms, len(self.fp8_weights)))
+
+    def columns_of_parts(self) -> Mapping[str, int]:
+        """Names of the parameters that are or could be kept in FP8, and their columns if they are."""
+        return self.fp8_weights
 
     def make_state(self, recipe: DelayedScaling) -> None:
         """Create or resize the FP8 state as a run under `recipe` would."""
