@@ -15,6 +15,7 @@ import torch
 
 from reference import compiled, recompute
 from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 from reference.threads import here
@@ -43,6 +44,7 @@ class Plain:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
+_PLAIN_SET = frozenset(_PLAIN)
 _plain = Plain()
 player = _plain
 
@@ -84,6 +86,8 @@ class _Pair(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
         saved = ctx.saved_tensors
+        if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
+            grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.context.stateful)

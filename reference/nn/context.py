@@ -69,8 +69,8 @@ class ModuleContext:
     Attributes:
         gemms: the quantizers of its GEMMs.
         kind: for plans; everything but tensors that its launches depend on.
-        replayable: False where a weight is cast for later microbatches, or its gradient is delayed or added to
-            main_grad.
+        replayable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
+            or results are no plain tensors.
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
@@ -95,7 +95,8 @@ class ModuleContext:
     def replayable(self) -> bool:
         """See the attributes of the class."""
         reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
-        return reads_all and not (self.module.fuse_wgrad_accumulation or self.module.delay_wgrad_compute)
+        module = self.module
+        return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
 
     @property
     def recipe(self) -> Recipe | None:

@@ -25,6 +25,7 @@ class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, 
 
     fuse_wgrad_accumulation = False
     tp_size = 1
+    replays = True  # whether `optimized` may repeat its launches
     reuses_weights = False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graph`)
 
     def __init__(self) -> None:
