@@ -13,6 +13,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
+from reference.nn.parameters import DeviceDefault, parameter_device
 from reference.ops.attention import MAX_HEAD_DIM
 
 MAX_ATTENTIONS = 65535  # batch times heads on a GPU, a dimension of the grid
@@ -67,11 +68,11 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
 
 
 def device_of(module: Any) -> torch.device | None:
-    """The device of a layer's parameters; None for a module without parameters of its own."""
+    """The device of a layer's parameters; None for another module without parameters of its own."""
     for parameter in module._parameters.values():
         if parameter is not None:
-            return parameter.device
-    return None
+            return parameter.device  # type: ignore[no-any-return]
+    return parameter_device(module) if isinstance(module, DeviceDefault) else None
 
 
 def is_prepared(module: torch.nn.Module) -> bool:

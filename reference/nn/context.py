@@ -172,7 +172,7 @@ class ModuleContext:
         how, main_grad = self.gemms[gemm].how, self.module.main_grad(name)
         if main_grad is None:
             return wgrad(g, x, dtype, how, None)
-        weight = self.module._parameters[name]
+        weight = getattr(self.module, name)
         if self._is_first or getattr(weight, "overwrite_main_grad", False):
             main_grad.zero_()
         wgrad(g, x, dtype, how, main_grad)

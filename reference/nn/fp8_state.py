@@ -10,6 +10,7 @@ import torch
 from reference import model_init, recompute, scaling
 from reference.autocast import AutocastState
 from reference.nn.float8_tensor import Float8Tensor
+from reference.nn.parameters import parameter_device
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
 from reference.scaling import FP8TensorMeta
@@ -42,7 +43,13 @@ class WithFP8State(torch.nn.Module):
     _fp8_workspaces: dict[str, Quantized]
 
     def _parameter_device(self) -> torch.device:
-        return next(parameter for parameter in self._parameters.values() if parameter is not None).device
+        device = parameter_device(self)
+        if device is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: its parameters are gone, and no tensors are in their place; a layer with its "
+                f"weight is accepted."
+            )
+        return device
 
     def _fresh_state(self, device: torch.device) -> None:
         """Reset scales to 1 and histories to 0; where weights are kept in FP8, create the state."""

@@ -23,6 +23,18 @@ class DeviceDefault:
         return torch.device(device)
 
 
+def parameter_device(layer: torch.nn.Module) -> torch.device | None:
+    """The device of a layer's parameters, wherever they are.
+
+    FSDP with `use_orig_params=False` leaves tensors in their place, views of one parameter of another module;
+    `torch.nn.utils.parametrize` computes them from parameters of a module below.
+    """
+    parametrized = layer._modules.get("parametrizations")
+    below = () if parametrized is None else parametrized.parameters()
+    attributes = (t for t in vars(layer).values() if isinstance(t, torch.Tensor) and t.numel())
+    return next((t.device for t in (*layer._parameters.values(), *attributes, *below) if t is not None), None)
+
+
 Split = Sequence[str] | Mapping[str, int] | None
 InitMethod = Callable[[torch.Tensor], Any]
 
