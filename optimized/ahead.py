@@ -57,7 +57,13 @@ def build(configurations: Sequence[Configuration], jobs: int, done: Callable[[],
     """
     pool = ThreadPoolExecutor(jobs)
     try:
-        futures = [pool.submit(compiler.build, *one, announced=False) for one in configurations]
+        try:
+            futures = [pool.submit(compiler.build, *one, announced=False) for one in configurations]
+        except RuntimeError:  # the interpreter is shutting down: no thread takes anything more
+            futures = []
+            for one in configurations:
+                compiler.build(*one, announced=False)
+                done()
         for future in as_completed(futures):
             future.result()
             done()

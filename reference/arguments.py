@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from reference import transforms
 from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
 from reference.ops.activation import Clamp
@@ -293,6 +294,7 @@ def _shown(value: Any) -> str:
 
 def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
     """Refuse what a constructor or forward does not accept; other names in `arguments` are ignored."""
+    transforms.refuse_proxies(layer.removesuffix(".forward"), *arguments.values())
     for name, value in arguments.items():
         accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
         if accepted is not None and not _is_off(value, accepted):

@@ -80,6 +80,15 @@ def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def stacked(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat` of parts of one dtype, whatever it is: under torch.autocast torch refuses some."""
+    side = parts[0].device.type
+    if side != "meta" and torch.is_autocast_enabled(side):
+        with torch.autocast(side, enabled=False):
+            return torch.cat(parts, dim)
+    return torch.cat(parts, dim)
+
+
 class Accumulation(NamedTuple):
     """How each GEMM of a linear layer accumulates in FP8: "fast" or "split" (`reference.ops.gemm_fp8`)."""
 
@@ -121,7 +130,7 @@ def fprop(
         rows = [len(one.codes) for one in w.parts]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         parts = zip(w.parts, biases, strict=True)
-        return torch.cat([fprop(x, one, its_bias, out_dtype, how) for one, its_bias in parts], 1)
+        return stacked([fprop(x, one, its_bias, out_dtype, how) for one, its_bias in parts], 1)
     return gemm(x.codes, w.codes, (x.scales, w.scales), gemm_bias(x, bias, out_dtype), out_dtype, how.fprop)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference import compiled, recompute
+from reference import compiled, recompute, transforms
 from reference.nn.context import BlockContext, ModuleContext, Saved
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.dropout import state_or_none
@@ -82,6 +82,8 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if transforms.sees_gradients(grads):
+            transforms.refuse_gradients(_name(ctx.context))
         # Gradients without a graph would make a second derivative silently zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
@@ -94,6 +96,11 @@ class _Pair(torch.autograd.Function):
         if ctx.rows is not None:
             results = _split(results, ctx.rows)
         return None, None, None, None, None, None, *results
+
+
+def _name(context: Context) -> str:
+    """The layer of a context, for errors."""
+    return type(context.modules[0].module).__name__ if context.modules else "Twin Engine"
 
 
 def _grouped(tensors: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
@@ -126,6 +133,8 @@ def differentiable(forward: Forward, backward: Backward, plan: Any, context: Con
 
     A tuple among `tensors` is a weight of several parts, by rows; the functions get it as one.
     """
+    if transforms.active():
+        transforms.refuse(_name(context))
     rows: Rows | None = None
     if tuple in map(type, tensors):
         rows = tuple([tuple([len(one) for one in x]) if type(x) is tuple else None for x in tensors])
@@ -133,6 +142,10 @@ def differentiable(forward: Forward, backward: Backward, plan: Any, context: Con
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
     updates = stateful and here().first_module_pending and recompute.updates_scales()
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        # torch.export looks into the pair; what it exports is for inference.
+        with torch.no_grad():
+            return _Pair.apply(forward, backward, plan, context, False, rows, *tensors)  # type: ignore[no-untyped-call]
     out = _Pair.apply(forward, backward, plan, context, updates, rows, *tensors)
     if updates:
         here().first_module_pending = False

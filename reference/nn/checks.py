@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.masked import MaskedTensor
 
+from reference import transforms
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
@@ -29,7 +30,9 @@ NO_WINDOWS = ((-1, -1), (-1, 0))
 
 def check_tensor(layer: str, name: str, x: Any) -> None:
     """Refuse all but dense fp32, bf16 and fp16 tensors."""
+    transforms.refuse(layer)
     if not isinstance(x, torch.Tensor):
+        transforms.refuse_proxies(layer, x)
         raise TypeError(f"{layer}: {name}={x!r}; a tensor is accepted.")
     if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
         kind = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
@@ -53,6 +56,7 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
         and (x.dim() == dimensions if layer else x.dim() > 0)
         and x.shape[-1] == features
         and x.device == device_of(module)
+        and not transforms.active()
     ):
         return
     speaker, accepted = type(module).__name__, f"[..., {features}]"

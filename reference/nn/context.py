@@ -14,7 +14,7 @@ import torch
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
-from reference.quantized import Parts, Quantized, Transposed, Weight, as_dtype, wgrad
+from reference.quantized import Parts, Quantized, Transposed, Weight, as_dtype, stacked, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 
@@ -140,9 +140,9 @@ class ModuleContext:
         """A weight of several parts, each kept in FP8: `Parts`, or dequantized outside of FP8."""
         found: Any = [self.unwrap_weight(one, trains) for one in parts]
         if not self.fp8:
-            return torch.cat(found)
+            return stacked(found)
         if trains and self.gemms[0].weight.dtype_t is not None:
-            whole = torch.cat([one.codes_t.t() for one in found]).t()
+            whole = stacked([one.codes_t.t() for one in found]).t()
             found = [found[0]._replace(codes_t=whole), *(one._replace(codes_t=None) for one in found[1:])]
         return Parts(tuple(found))
 

@@ -26,7 +26,7 @@ from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import ModuleContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
-from reference.quantized import Quantized, Transposed, Weight, dgrad, fprop, rows_of, transposed
+from reference.quantized import Quantized, Transposed, Weight, dgrad, fprop, rows_of, stacked, transposed
 from reference.scaling import FORWARD_TENSORS
 
 
@@ -184,7 +184,7 @@ def scales_of(context: ModuleContext, weight: Any) -> int:
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
 
 class Linear(LinearBase):

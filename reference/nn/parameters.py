@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
+from reference.transforms import Unscripted
 
 
-class DeviceDefault:
+class DeviceDefault(Unscripted):
     """The device of a layer's parameters when its constructor gets none; `optimized` overrides it."""
 
     default_device = "cpu"
