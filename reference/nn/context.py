@@ -146,8 +146,11 @@ class ModuleContext:
             found = [found[0]._replace(codes_t=whole), *(one._replace(codes_t=None) for one in found[1:])]
         return Parts(tuple(found))
 
-    def weight(self, gemm: int, name: str, w: torch.Tensor | Weight, transpose: bool) -> Weight:
-        """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast."""
+    def weight(self, gemm: int, name: str, w: torch.Tensor | Weight, transpose: bool) -> Any:
+        """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast.
+
+        It is a `Quantized`, except where `w` is `Parts`.
+        """
         if isinstance(w, Parts):
             return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
@@ -228,7 +231,7 @@ class WeightRequest(NamedTuple):
     transpose: bool
 
 
-def quantize_weights(*wanted: WeightRequest) -> list[Weight]:
+def quantize_weights(*wanted: WeightRequest) -> list[Any]:
     """Several modules' weights, in one launch if all of them are cast now, with their transposes."""
     casts = [one for one in wanted if one.context.fp8 and one.context.is_first_microbatch is not False]
     xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, (Quantized, Parts))]

@@ -48,6 +48,9 @@ class Part(View, Float8Tensor):
             )
         return Part(self.codes, self._source.sharing(dtype, self._source.shape), self._make)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Float8Tensor({self.numbers()}, scale_inv={self._scale_inv}), a part of another"
+
     def _shared(self) -> "Part":  # type: ignore[override]
         return Part(self, self._source, self._make)
 
@@ -56,7 +59,8 @@ class Part(View, Float8Tensor):
 
     def _copied(self, device: torch.device) -> Float8Tensor:
         kept = self._kept
-        whole = Float8Tensor.of_codes(kept.codes.contiguous(), kept.scale_inv, self.dtype, kept.scales, kept.column)
+        scales: Any = kept.scales
+        whole = Float8Tensor.of_codes(kept.codes.contiguous(), kept.scale_inv, self.dtype, scales, kept.column)
         return whole._copied(device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:  # type: ignore[override]

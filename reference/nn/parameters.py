@@ -24,7 +24,7 @@ class DeviceDefault(Unscripted):
         return torch.device(device)
 
 
-def parameter_device(layer: torch.nn.Module) -> torch.device | None:
+def parameter_device(layer: Any) -> torch.device | None:
     """The device of a layer's parameters, wherever they are.
 
     FSDP with `use_orig_params=False` leaves tensors in their place, views of one parameter of another module;

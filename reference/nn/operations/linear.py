@@ -41,7 +41,8 @@ class _Linear(linear.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """`[..., in_features]` → `[..., out_features]`, in the dtype of the weight (or torch.autocast's)."""
         check_tensor(f"ops.{type(self).__name__}", "input", input)
-        return super().forward(in_dtype(input, self.weight.dtype))  # type: ignore[return-value]
+        weight: Any = self.weight
+        return super().forward(in_dtype(input, weight.dtype))  # type: ignore[return-value]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if transformer_engine_state.is_writing():
