@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class WithFP8State(torch.nn.Module):
 
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
-    fp8_weights: Mapping[str, int] = MappingProxyType({})
+    fp8_weights: Mapping[str, int] = {}
     keeps_scales = False
     fp8: bool
     fp8_meta: dict[str, Any]

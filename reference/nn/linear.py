@@ -14,7 +14,6 @@ these rounding points is Transformer Engine's (`module/linear.py`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +72,7 @@ class LinearBase(TransformerEngineBaseModule):
     """A layer with one linear map, whose weight and bias may be split into several parameters."""
 
     fp8_sizes = ("in_features", "out_features")
-    fp8_weights: Mapping[str, int] = MappingProxyType({"weight": 1})
+    fp8_weights: Mapping[str, int] = {"weight": 1}
 
     def _set_up(
         self,
