@@ -296,16 +296,25 @@ def _shown(value: Any) -> str:
 
 def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
     """Refuse what a constructor or forward does not accept; other names in `arguments` are ignored."""
-    transforms.refuse_proxies(layer.removesuffix(".forward"), *arguments.values())
     for name, value in arguments.items():
-        accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
-        if accepted is not None and not _is_off(value, accepted):
-            text = " and ".join(map(repr, accepted)) + (" is accepted" if len(accepted) == 1 else " are accepted")
-            raise NotImplementedError(f"{layer}: {name}={_shown(value)} is not offered; {text}.")
-        rule = RULES.get(f"{layer}.{name}", RULES.get(name))
-        if rule is None or (value is None and layer.endswith(".forward")):  # a forward's None is the constructor's
-            continue
-        if not rule.of_type(value):
-            raise TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
-        if not rule.fits(value):
-            raise ValueError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+        fault = _fault(layer, name, value)
+        if fault is not None:
+            # A tracer may have replaced the value: torch.onnx.export gives tensors for flags.
+            transforms.refuse(layer.removesuffix(".forward"), *arguments.values())
+            raise fault
+
+
+def _fault(layer: str, name: str, value: Any) -> Exception | None:
+    """What is wrong with a value; None if nothing is."""
+    accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
+    if accepted is not None and not _is_off(value, accepted):
+        text = " and ".join(map(repr, accepted)) + (" is accepted" if len(accepted) == 1 else " are accepted")
+        return NotImplementedError(f"{layer}: {name}={_shown(value)} is not offered; {text}.")
+    rule = RULES.get(f"{layer}.{name}", RULES.get(name))
+    if rule is None or (value is None and layer.endswith(".forward")):  # a forward's None is the constructor's
+        return None
+    if not rule.of_type(value):
+        return TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+    if not rule.fits(value):
+        return ValueError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+    return None

@@ -26,8 +26,13 @@ def active() -> bool:
     )
 
 
-def refuse(layer: str) -> None:
-    """Raise NotImplementedError if one is open."""
+def refuse(layer: str, *values: Any) -> None:
+    """Raise NotImplementedError if one is open, or if `torch.fx` traces one of the values."""
+    if any(map(_is_proxy, values)):
+        raise NotImplementedError(
+            f"{layer}: torch.fx.symbolic_trace through it is not offered; a Tracer whose is_leaf_module takes "
+            f"the layer as one call is accepted, or torch.compile."
+        )
     if not active():
         return
     if torch._C._get_tracing_state() is not None:
@@ -62,19 +67,10 @@ def refuse_gradients(layer: str) -> NoReturn:
     )
 
 
-def is_proxy(x: Any) -> bool:
+def _is_proxy(x: Any) -> bool:
     """Whether it stands for a value that `torch.fx` traces."""
     fx = sys.modules.get("torch.fx")
     return fx is not None and isinstance(x, fx.Proxy)
-
-
-def refuse_proxies(layer: str, *values: Any) -> None:
-    """Raise NotImplementedError for values of `torch.fx.symbolic_trace`."""
-    if any(map(is_proxy, values)):
-        raise NotImplementedError(
-            f"{layer}: torch.fx.symbolic_trace through it is not offered; a Tracer whose is_leaf_module takes "
-            f"the layer as one call is accepted, or torch.compile."
-        )
 
 
 class Unscripted:

@@ -43,6 +43,11 @@ CUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "narrow": lambda x: x.narrow(1, 2, 5),
     "unbind": lambda x: x.unbind(),
     "tensor_split": lambda x: x.tensor_split(5),
+    "as_strided": lambda x: x.as_strided((8, 16), (64, 2), 32),
+    "part of a part": lambda x: x[8:40].chunk(2)[1][:, 4:20],
+    "view of a part": lambda x: x.chunk(3)[1].view(8, -1),
+    "reshape of a part": lambda x: x.chunk(3)[1].reshape(-1),
+    "view_as of a part": lambda x: x[16:].view_as(x[16:]),
 }
 WHOLE: dict[str, Callable[[torch.Tensor], Any]] = {
     "detach": lambda x: x.detach(),

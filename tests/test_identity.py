@@ -1,6 +1,7 @@
 """By what programs recognise layers beside calling them: classes, attributes, `__module__`."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_what_transformer_engines_constructor_sets_is_there(name: str) -> None:
         except NotImplementedError as error:
             if f"{attribute} is not offered by Twin Engine: " not in str(error):
                 raise
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_all_attributes_that_dir_lists_can_be_read(name: str) -> None:
+    """`inspect.getmembers` and torch.jit.trace read them; one that means nothing here is not listed."""
+    module = MADE[name](reference)
+    for part in (*module.modules(), reference.InferenceParams(1, 16, 2, 16)):
+        listed = dict(inspect.getmembers(part))
+        assert not {"param_init_meta", "quantizers", "wgrad_store", "cache_manager"} & set(dir(part))
+        assert set(getattr(part, "_parameters", {})) <= set(listed)
 
 
 def test_attributes_tell_the_truth() -> None:

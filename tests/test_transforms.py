@@ -1,5 +1,6 @@
 """PyTorch's transforms over every layer: a result, or a sentence that names the layer; nothing has changed then."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,8 +81,11 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "jacobian": lambda f, x: torch.autograd.functional.jacobian(lambda x: total(f(x)), x, vectorize=True),
     "jit.trace": lambda f, x: torch.jit.trace(f, (x,)),
 }
+NAMED = {"jit.trace": "torch.jit.trace", "onnx": "torch.jit.trace", "jit.script": "torch.jit.script", "fx": "torch.fx"}
 BACKWARD = ("batched gradients", "jacobian")  # a forward runs before they are seen
 MODULES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "jit.trace of a model": lambda f, x: torch.jit.trace(torch.nn.Sequential(torch.nn.Identity(), f), (x,)),
+    "onnx": lambda f, x: torch.onnx.export(f, (x,), io.BytesIO(), dynamo=False),
     "jit.script": lambda f, x: torch.jit.script(f),
     "jit.script of a model": lambda f, x: torch.jit.script(torch.nn.Sequential(torch.nn.Identity(), f)),
     "fx": lambda f, x: torch.fx.symbolic_trace(f),
@@ -126,6 +130,8 @@ def test_a_transform_is_refused_in_a_sentence(name: str, transform: str, fp8: bo
     x = torch.randn(16, 2, HIDDEN)
     f: Any = LAYERS[name]() if name in LAYERS else OTHERS[name]
     said = refused(transform, f, x, fp8)
+    named = NAMED.get(transform.split()[0], "")
+    assert named in said
     assert "is not offered" in said or "are not offered" in said, said
     assert said.endswith("."), said
 

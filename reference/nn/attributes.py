@@ -7,8 +7,6 @@ Transformer Engine has with that thing switched off: there is one rank, and no o
 
 from typing import Any
 
-import torch
-
 
 class Sentence:
     """An attribute that means nothing here; `getattr` with a default does not swallow its error, and hide it."""
@@ -23,6 +21,15 @@ class Sentence:
         if obj is None:
             return self
         raise NotImplementedError(f"{type(obj).__name__}: {self.name} is not offered by Twin Engine: {self.why}.")
+
+
+class WithSentences:
+    """A class with such attributes."""
+
+    def __dir__(self) -> list[str]:
+        """The others: `inspect.getmembers` and torch.jit.trace read all that are listed."""
+        kind = type(self)
+        return [name for name in super().__dir__() if not isinstance(getattr(kind, name, None), Sentence)]
 
 
 class OneRank:
@@ -47,7 +54,7 @@ class OneRank:
     fwd_ln_sm_margin = bwd_ln_sm_margin = inf_ln_sm_margin = 0
 
 
-class OfModule(OneRank):
+class OfModule(WithSentences, OneRank):
     """Of layers with FP8 state."""
 
     fp8: bool
@@ -96,8 +103,11 @@ class OfModule(OneRank):
 
     @property
     def parameter_split_sizes(self) -> list[int]:
-        """Rows of each of the parameters that a weight consists of."""
-        return [len(torch.nn.Module.__getattr__(self, name)) for name in self.__dict__["weight_names"]]  # type: ignore
+        """Rows of each of the parameters that a weight consists of, in layers with one linear map."""
+        names = self.__dict__.get("weight_names")
+        if names is None:
+            raise AttributeError("parameter_split_sizes")
+        return [len(getattr(self, name)) for name in names]
 
 
 class OfAttention(OneRank):

@@ -30,10 +30,10 @@ NO_WINDOWS = ((-1, -1), (-1, 0))
 
 def check_tensor(layer: str, name: str, x: Any) -> None:
     """Refuse all but dense fp32, bf16 and fp16 tensors."""
-    transforms.refuse(layer)
     if not isinstance(x, torch.Tensor):
-        transforms.refuse_proxies(layer, x)
+        transforms.refuse(layer, x)
         raise TypeError(f"{layer}: {name}={x!r}; a tensor is accepted.")
+    transforms.refuse(layer)
     if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
         kind = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
         raise TypeError(f"{layer}: {name} is a tensor that is {kind}; a dense one is accepted.")

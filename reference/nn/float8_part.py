@@ -54,8 +54,9 @@ class Part(View, Float8Tensor):
     def _shared(self) -> "Part":  # type: ignore[override]
         return Part(self, self._source, self._make)
 
-    def _reshaped(self, shape: torch.Size) -> None:  # type: ignore[override]
-        return None
+    def _reshaped(self, shape: torch.Size) -> "Part":
+        made: Part = parts(self, lambda codes: codes.view(shape))
+        return made
 
     def _copied(self, device: torch.device) -> Float8Tensor:
         kept = self._kept

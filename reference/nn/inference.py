@@ -21,14 +21,14 @@ import torch
 
 from reference import not_offered
 from reference.arguments import check_arguments, is_int
-from reference.nn.attributes import Sentence
+from reference.nn.attributes import Sentence, WithSentences
 from reference.nn.cached import Cached, StepTensors
 from reference.nn.parameters import DeviceDefault
 from reference.ops.attention import BLOCK
 
 
 @not_offered.without_methods
-class InferenceParams(DeviceDefault):
+class InferenceParams(WithSentences, DeviceDefault):
     """The caches of a model's layers, and how far each sequence is. Arguments are Transformer Engine's.
 
     Args:

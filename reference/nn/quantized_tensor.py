@@ -18,7 +18,14 @@ from reference import not_offered
 aten = torch.ops.aten
 _SHARED = (aten.detach.default, aten.alias.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
-_PARTS = (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+_PARTS = (
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.as_strided.default,
+)
 
 
 @not_offered.without_methods
