@@ -78,7 +78,7 @@ def test_what_transformer_engines_constructor_sets_is_there(name: str) -> None:
 def test_all_attributes_that_dir_lists_can_be_read(name: str) -> None:
     """`inspect.getmembers` and torch.jit.trace read them; one that means nothing here is not listed."""
     module = MADE[name](reference)
-    for part in (*module.modules(), reference.InferenceParams(1, 16, 2, 16)):
+    for part in (*module.modules(), reference.InferenceParams(1, 16, 2, 16, dtype=torch.bfloat16)):
         listed = dict(inspect.getmembers(part))
         assert not {"param_init_meta", "quantizers", "wgrad_store", "cache_manager"} & set(dir(part))
         assert set(getattr(part, "_parameters", {})) <= set(listed)
