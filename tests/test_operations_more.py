@@ -202,3 +202,35 @@ def test_a_layer_reads_a_quantized_gradient() -> None:
         layer(x).backward(one)
         found.append([x.grad, layer.weight.grad])
     same(*found)
+
+
+READERS: dict[str, Any] = {
+    "Linear": lambda: te.Linear(64, 32, params_dtype=BF16),
+    "LayerNorm": lambda: te.LayerNorm(64, params_dtype=BF16),
+    "Bias": lambda: te.ops.Bias(64, dtype=BF16),
+    "L2Normalization": te.ops.L2Normalization,
+    "ConstantScale": lambda: te.ops.ConstantScale(3.0),
+    "attention": lambda: lambda x: te.DotProductAttention(4, 16, qkv_format="bshd")(*[x.view(2, 8, 4, 16)] * 3),
+    "rotary": lambda: lambda x: te.apply_rotary_pos_emb(
+        x.view(8, 2, 4, 16), te.RotaryPositionEmbedding(16)(8), fused=True
+    ),
+    "cross entropy": lambda: lambda x: te.parallel_cross_entropy(x.view(2, 8, 64), torch.arange(16).view(2, 8)),
+    "fused head": lambda: lambda x: te.fused_linear_cross_entropy(x, numbers(4, (48, 64)), torch.arange(16)),
+    **{name: getattr(te.ops, name) for name in dir(te.ops) if name.endswith(("LU", "GLU"))},
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_follows_reads_a_quantized_input(name: str) -> None:
+    """Forward and backward have the bits of its numbers in a plain tensor."""
+    reader, results = READERS[name](), []
+    with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+        quantized = te.ops.Quantize()(numbers(1, (16, 64)))
+    for x in (quantized.detach(), quantized.dequantize()):
+        assert isinstance(x, te.Float8Tensor) == (not results)
+        x.requires_grad_()
+        y = reader(x)
+        y.float().square().sum().backward()
+        results.append((y.detach(), x.grad))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)

@@ -283,5 +283,7 @@ class BlockContext(NamedTuple):
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
-        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or none."""
-        return self.modules[0].unwrap_weight(x, trains) if self.modules else x
+        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or none. Where it has none, x is read."""
+        if self.modules:
+            return self.modules[0].unwrap_weight(x, trains)
+        return x.numbers() if isinstance(x, QuantizedTensor) else x
