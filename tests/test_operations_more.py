@@ -211,8 +211,8 @@ READERS: dict[str, Any] = {
     "L2Normalization": te.ops.L2Normalization,
     "ConstantScale": lambda: te.ops.ConstantScale(3.0),
     "attention": lambda: lambda x: te.DotProductAttention(4, 16, qkv_format="bshd")(*[x.view(2, 8, 4, 16)] * 3),
-    "rotary": lambda: lambda x: te.apply_rotary_pos_emb(
-        x.view(8, 2, 4, 16), te.RotaryPositionEmbedding(16)(8), fused=True
+    "rotary": lambda: (
+        lambda x: te.apply_rotary_pos_emb(x.view(8, 2, 4, 16), te.RotaryPositionEmbedding(16)(8), fused=True)
     ),
     "cross entropy": lambda: lambda x: te.parallel_cross_entropy(x.view(2, 8, 64), torch.arange(16).view(2, 8)),
     "fused head": lambda: lambda x: te.fused_linear_cross_entropy(x, numbers(4, (48, 64)), torch.arange(16)),
