@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from optimized import compiler, launch
 from reference import notice
-from reference.quantized import Quantized
+from reference.quantized import Parts, Quantized
 
 Configuration = tuple[str, dict[str, int | str]]  # a kernel file and its macros
 Saved = tuple[torch.Tensor | None, ...]
@@ -57,7 +57,13 @@ def build(configurations: Sequence[Configuration], jobs: int, done: Callable[[],
     """
     pool = ThreadPoolExecutor(jobs)
     try:
-        futures = [pool.submit(compiler.build, *one, announced=False) for one in configurations]
+        try:
+            futures = [pool.submit(compiler.build, *one, announced=False) for one in configurations]
+        except RuntimeError:  # the interpreter is shutting down: no thread takes anything more
+            futures = []
+            for one in configurations:
+                compiler.build(*one, announced=False)
+                done()
         for future in as_completed(futures):
             future.result()
             done()
@@ -205,7 +211,7 @@ def compile_plain(forward: Any, backward: Any, plan: Any, context: Any, tensors:
         _Passes.plain.clear()
     _Passes.plain.add(key)
     # A tensor of another type may do anything in a dry pass.
-    if all(type(t) in (*_PLAIN, Quantized, type(None)) for t in tensors):
+    if all(type(t) in (*_PLAIN, Quantized, Parts, type(None)) for t in tensors):
         compile_pair(forward, backward, plan, context, tensors)
 
 

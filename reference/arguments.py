@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from reference import transforms
 from reference.formats import WIDE_DTYPES
 from reference.ops.activation import KINDS as ACTIVATIONS
 from reference.ops.activation import Clamp
@@ -61,7 +62,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((2.0,), "Embedding.norm_type"),
     ((False,), "Embedding.scale_grad_by_freq Embedding.sparse"),
     ((None,), "tensor_parallel_mode userbuffers_options op_kwargs"),
-    ((False,), "tensor_parallel in_place cache_quantized_input overwrite_input"),
+    ((False,), "tensor_parallel cache_quantized_input overwrite_input"),
     ((True,), "rowwise"),
     ((False,), "Float8CurrentScalingQuantizer.use_existing_amax with_amax_reduction pin_memory internal"),
     ((None,), "Float8CurrentScalingQuantizer.scale Float8CurrentScalingQuantizer.amax"),
@@ -238,7 +239,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_INTERLEAVING, "qkv_interleave_dim"),
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
     (_FLAG, "checkpoint"),
-    (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
+    (_FLAG, "in_place output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),
     (_FLAG, "apply_residual_connection_post_layernorm checkpoint_core_attention qk_norm_before_rope"),
     (_FLAG, "parallel_attention_mlp delay_wgrad_compute save_original_input"),
     (_FLAG, "return_reason enabled calibrating preserve_high_precision_init_val"),
@@ -296,14 +297,24 @@ def _shown(value: Any) -> str:
 def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
     """Refuse what a constructor or forward does not accept; other names in `arguments` are ignored."""
     for name, value in arguments.items():
-        accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
-        if accepted is not None and not _is_off(value, accepted):
-            text = " and ".join(map(repr, accepted)) + (" is accepted" if len(accepted) == 1 else " are accepted")
-            raise NotImplementedError(f"{layer}: {name}={_shown(value)} is not offered; {text}.")
-        rule = RULES.get(f"{layer}.{name}", RULES.get(name))
-        if rule is None or (value is None and layer.endswith(".forward")):  # a forward's None is the constructor's
-            continue
-        if not rule.of_type(value):
-            raise TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
-        if not rule.fits(value):
-            raise ValueError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+        fault = _fault(layer, name, value)
+        if fault is not None:
+            # A tracer may have replaced the value: torch.onnx.export gives tensors for flags.
+            transforms.refuse(layer.removesuffix(".forward"), *arguments.values())
+            raise fault
+
+
+def _fault(layer: str, name: str, value: Any) -> Exception | None:
+    """What is wrong with a value; None if nothing is."""
+    accepted = OFF.get(f"{layer}.{name}", OFF.get(name))
+    if accepted is not None and not _is_off(value, accepted):
+        text = " and ".join(map(repr, accepted)) + (" is accepted" if len(accepted) == 1 else " are accepted")
+        return NotImplementedError(f"{layer}: {name}={_shown(value)} is not offered; {text}.")
+    rule = RULES.get(f"{layer}.{name}", RULES.get(name))
+    if rule is None or (value is None and layer.endswith(".forward")):  # a forward's None is the constructor's
+        return None
+    if not rule.of_type(value):
+        return TypeError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+    if not rule.fits(value):
+        return ValueError(f"{layer}: {name}={_shown(value)}; {rule.accepted}.")
+    return None

@@ -78,10 +78,10 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
             layers[prefix] = attention
     states, missing = {}, []
     for prefix, layer in layers.items():
-        checkpoint_format.check_present(found, prefix, layer.state_columns())
+        layer.check_present(found, prefix)
         layer.refuse_codes("load_fp8_state", found.get(prefix + checkpoint_format.STATE), prefix.rstrip("."))
         own = {name: found[name] for name in checkpoint_format.names(prefix) if name in found}
-        states[prefix] = checkpoint_format.take(own, prefix, layer.state_columns(), layer._parameter_device())
+        states[prefix] = layer.taken(own, prefix, layer._parameter_device())
         if states[prefix] is None:
             missing.append(prefix.rstrip(".") or "the module")
     if missing:

@@ -16,13 +16,13 @@ every tensor gets its own. `offset` is for generators that draw many times from 
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from reference import workers
 from reference.denormals import check_denormals
 
 Words = npt.NDArray[np.uint64]
@@ -67,8 +67,12 @@ def element_words(seed: int, start: int, count: int, offset: int = 0) -> list[Wo
 
 
 def draw_seed() -> int:
-    """A seed from torch's default CPU generator, which `torch.manual_seed` sets: 0 .. 2^63 - 2."""
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    """A seed from torch's default CPU generator, which `torch.manual_seed` sets: 0 .. 2^63 - 2.
+
+    In a fake mode (`FakeTensorMode`), where no tensor has numbers, it is 0, and nothing is drawn.
+    """
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    return int(seed) if type(seed) is torch.Tensor else 0
 
 
 def new_state(device: torch.device | str = "cpu") -> torch.Tensor:
@@ -170,6 +174,8 @@ def _draw(shape: Sequence[int], piece: Callable[[int, int], Floats]) -> torch.Te
     RuntimeError where subnormal numbers are flushed to zero.
     """
     check_denormals()
+    if type(made := torch.empty(tuple(shape), dtype=torch.float32, device="cpu")) is not torch.Tensor:
+        return made  # of a fake mode
     out = np.empty(prod(shape), dtype=np.float32)
     starts = range(0, out.size, _CHUNK)
 
@@ -177,13 +183,7 @@ def _draw(shape: Sequence[int], piece: Callable[[int, int], Floats]) -> torch.Te
         stop = min(start + _CHUNK, out.size)
         out[start:stop] = piece(start, stop - start)
 
-    if len(starts) <= 2:
-        for start in starts:
-            fill(start)
-    else:
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-            for _ in pool.map(fill, starts):
-                pass
+    workers.each(fill, [(start,) for start in starts])
     return torch.from_numpy(out).reshape(tuple(shape))
 
 

@@ -297,6 +297,8 @@ def auto_precision(
 def _disabled(model: torch.nn.Module, layers: Mapping[str, Any], disable: Any) -> dict[str, str]:
     """The layers that run in 16 bits in any case, with the pattern that says so."""
     found: dict[str, str] = {}
+    if not isinstance(disable, Iterable):
+        raise TypeError(f"auto_precision: disable={disable!r}; a name, a pattern, or several are accepted.")
     for pattern in [disable] if isinstance(disable, str) else disable:
         if not isinstance(pattern, str):
             raise TypeError(f"auto_precision: disable has {pattern!r}; names and patterns are accepted.")

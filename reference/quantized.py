@@ -43,6 +43,33 @@ class Transposed(NamedTuple):
     scales: torch.Tensor | None
 
 
+class Parts(NamedTuple):
+    """A weight `[out, in]` that consists of several matrices, by rows, each with a scale of its own.
+
+        y = the parts' y side by side                       each part as a GEMM of its own
+        dx = T( part 1 + part 2 + ... )                     each part split and in fp32; the sums are rounded to fp32
+
+    Outside of FP8's backward (a transpose in 16 bits) the transpose is one matrix, that of the first part.
+    """
+
+    parts: tuple[Quantized, ...]
+
+    @property
+    def saved(self) -> tuple[torch.Tensor | None, ...]:
+        """The parts' `saved`, one after the other."""
+        return tuple([t for one in self.parts for t in one.saved])
+
+
+Weight = Quantized | Parts
+
+
+def transposed(saved: "tuple[torch.Tensor | None, ...]") -> "Transposed | tuple[Transposed, ...]":
+    """What a backward reads of a `Quantized` or of `Parts`: `transposed(weight.saved)`."""
+    if len(saved) == 2 or saved[2] is None:
+        return Transposed(*saved[:2])
+    return tuple([Transposed(*saved[i : i + 2]) for i in range(0, len(saved), 2)])
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`[..., features]` as contiguous `[tokens, features]`."""
     return x.reshape(-1, x.shape[-1]).contiguous()
@@ -51,6 +78,15 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in `dtype`; x itself if it has that dtype, so that a compiler sees one tensor."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def stacked(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat` of parts of one dtype, whatever it is: under torch.autocast torch refuses some."""
+    side = parts[0].device.type
+    if side != "meta" and torch.is_autocast_enabled(side):
+        with torch.autocast(side, enabled=False):
+            return torch.cat(parts, dim)
+    return torch.cat(parts, dim)
 
 
 class Accumulation(NamedTuple):
@@ -87,9 +123,14 @@ def gemm_bias(x: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype) -
 
 
 def fprop(
-    x: Quantized, w: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype, how: Accumulation
+    x: Quantized, w: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype, how: Accumulation
 ) -> torch.Tensor:
     """y `[tokens, out]`."""
+    if isinstance(w, Parts):
+        rows = [len(one.codes) for one in w.parts]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        parts = zip(w.parts, biases, strict=True)
+        return stacked([fprop(x, one, its_bias, out_dtype, how) for one, its_bias in parts], 1)
     return gemm(x.codes, w.codes, (x.scales, w.scales), gemm_bias(x, bias, out_dtype), out_dtype, how.fprop)
 
 
@@ -114,9 +155,25 @@ def fprop_residual(
     return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest)
 
 
-def dgrad(g: Quantized, w: Transposed, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
+def dgrad(
+    g: Quantized, w: Transposed | tuple[Transposed, ...], out_dtype: torch.dtype, how: Accumulation
+) -> torch.Tensor:
     """dx `[tokens, in]`."""
+    if not isinstance(w, Transposed):
+        return _dgrad_of_parts(g, w, out_dtype, how)
     return gemm(g.codes, w.codes_t, (g.scales, w.scales), None, out_dtype, how.dgrad)
+
+
+def _dgrad_of_parts(g: Quantized, w: tuple[Transposed, ...], out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
+    """dx of a weight with several scales: see `Parts`."""
+    rows = [one.codes_t.shape[1] for one in w if one.codes_t is not None]
+    pairs = zip(g.codes.split(rows, 1), w, strict=True)
+    first, *others = [(Quantized(codes.contiguous(), None, g.scales), one) for codes, one in pairs]
+    dx = dgrad(*first, torch.float32, how)
+    for part, one in others:
+        assert one.codes_t is not None
+        twin.gemm_fp8_accumulate(part.codes, one.codes_t, part.scales, one.scales, dx)
+    return as_dtype(dx, out_dtype)
 
 
 def wgrad(

@@ -93,6 +93,34 @@ class FP8TensorMeta:
         return f"FP8TensorMeta(scale={self.scale}, amax_history={list(self.amax_history.shape)})"
 
 
+def columns_of(gemms: int) -> dict[str, int]:
+    """The number of columns of `scaling_fwd` and `scaling_bwd` for that many GEMMs."""
+    return {key: gemms * len(names) for key, names in zip(KEYS, (FORWARD_TENSORS, BACKWARD_TENSORS), strict=True)}
+
+
+@torch.no_grad()
+def regrouped(state: dict[str, Any], gemms: int) -> dict[str, Any]:
+    """The state of a linear layer whose weight has one scale, as that of one whose weight has `gemms`, or the reverse.
+
+    Each part gets the scale and the history of the whole. The whole gets the largest amaxes, and the smallest scale.
+    """
+    forward, backward = (state[key] for key in KEYS)
+    count = forward.scale.numel() // len(FORWARD_TENSORS)
+    if count == gemms:
+        return state
+    found = {
+        key: FP8TensorMeta.fresh(columns, forward.amax_history.shape[0], forward.scale.device)
+        for key, columns in columns_of(gemms).items()
+    }
+    one = found[KEYS[0]]
+    one.scale[:1], one.amax_history[:, :1] = forward.scale[:1], forward.amax_history[:, :1]
+    one.scale[1::3] = forward.scale[1::3].amin()
+    one.amax_history[:, 1::3] = forward.amax_history[:, 1::3].amax(1, keepdim=True)
+    grads = found[KEYS[1]]
+    grads.scale[:1], grads.amax_history[:, :1] = backward.scale[:1], backward.amax_history[:, :1]
+    return {**state, **found}
+
+
 class Membership(NamedTuple):
     """The recipe, the process group and the thread of a module's last run in FP8."""
 

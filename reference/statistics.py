@@ -97,7 +97,8 @@ class _Observer(Hook):
             for recipe in self._beside(module, context)
         }
         gemms = []
-        for i, (gemm, weight) in enumerate(zip(context.gemms, module.fp8_weights, strict=True)):
+        weights = module.fp8_weights if module.num_gemms > 1 else ("weight",)
+        for i, (gemm, weight) in enumerate(zip(context.gemms, weights, strict=True)):
             part = weight.removesuffix("weight").removesuffix("_")
             observed: dict[str, Any] = {}
             for role, field in _FIELDS.items():

@@ -40,5 +40,13 @@ def each(function: Callable[..., None], tasks: Sequence[tuple[Any, ...]]) -> Non
         return
     pool = _pool(torch.get_num_threads(), os.getpid())
     inference = torch.is_inference_mode_enabled()
-    for future in [pool.submit(_piece, function, task, inference) for task in tasks]:
+    futures = []
+    for i, task in enumerate(tasks):
+        try:
+            futures.append(pool.submit(_piece, function, task, inference))
+        except RuntimeError:  # the interpreter is shutting down, as in an atexit handler: no thread takes more
+            for left in tasks[i:]:
+                function(*left)
+            break
+    for future in futures:
         future.result()

@@ -206,7 +206,7 @@ _OFFERED = """
     is_first_microbatch checkpoint_core_attention rotary_pos_emb inference_params query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax fp8_dpa
     accumulate_into_main_grad rng_state_tracker_function tensor_parallel_group size p scale input *extra_inputs
-    glu_interleave_size save_original_input
+    glu_interleave_size save_original_input in_place
     name ub_name layer_number seq_length micro_batch_size
     checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
 OFFERED = set(_OFFERED.split())

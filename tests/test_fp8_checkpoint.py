@@ -301,5 +301,5 @@ def test_a_weight_in_fp8_that_became_plain_is_refused(how: str) -> None:
         assert isinstance(layer.weight, Float8Tensor)
     layer.weight = torch.nn.Parameter(torch.zeros(16, 32, dtype=BF16))
     layer.bias = torch.nn.Parameter(torch.zeros(16, dtype=BF16))
-    with pytest.raises(RuntimeError, match=r"Linear: weight is a plain torch.bfloat16 parameter in a layer that was"):
+    with pytest.raises(RuntimeError, match=r"Linear: weight is a plain torch.bfloat16 tensor in a layer that was"):
         layer(torch.ones(3, 32, dtype=BF16))

@@ -1,6 +1,7 @@
 """By what programs recognise layers beside calling them: classes, attributes, `__module__`."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -80,6 +81,16 @@ def test_a_class_of_either_package_is_the_same_class(name: str) -> None:
     assert issubclass(derived, here)
     assert not issubclass(here, derived)
     assert not isinstance(MADE[name](optimized), derived)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_all_attributes_that_dir_lists_can_be_read(name: str) -> None:
+    """`inspect.getmembers` and torch.jit.trace read them; one that means nothing here is not listed."""
+    made = MADE[name](reference)
+    for part in made.modules() if isinstance(made, torch.nn.Module) else [made]:
+        listed = dict(inspect.getmembers(part))
+        assert not {"param_init_meta", "quantizers", "wgrad_store", "cache_manager"} & set(dir(part))
+        assert set(getattr(part, "_parameters", {})) <= set(listed)
 
 
 def test_attributes_tell_the_truth() -> None:

@@ -114,3 +114,123 @@ def test_quantize_in_a_model() -> None:
         NotImplementedError, match=r"^transformer_engine_state_dict: model has '0', a te.ops.Quantize, w"
     ):
         te.transformer_engine_state_dict(other)
+
+
+@pytest.mark.parametrize("ways", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_quantize_gives_tensors_in_fp8(recipe: Any, ways: tuple[bool, bool]) -> None:
+    """Of the input, and of its gradient; outside of autocast plain ones. Layers before and after it read them."""
+    module = te.ops.Quantize(*ways)
+    x = numbers(1, (4, 32)).requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = module(x)
+    y.backward(numbers(2, (4, 32)))
+    assert [isinstance(t, te.Float8Tensor) for t in (y, x.grad)] == list(ways)
+    assert y._data.dtype == torch.uint8 if ways[0] else y.dtype == BF16
+    assert type(module(numbers(1, (4, 32)))) is torch.Tensor
+    torch.manual_seed(0)
+    whole = te.ops.Sequential(
+        te.ops.Linear(32, 32, dtype=BF16), te.ops.GELU(), module, te.ops.Bias(32, dtype=BF16), te.ops.Quantize(*ways)
+    )
+    assert all(torch.isfinite(t).all() for t in run(whole, numbers(3, (4, 32)), recipe=recipe))
+
+
+@pytest.mark.parametrize("moved", [torch.float16, torch.float32, BF16])
+@pytest.mark.parametrize("given", [torch.float16, torch.float32, BF16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te.ops.Linear(32, 48, dtype=BF16),
+        lambda: te.ops.BasicLinear(32, 48, dtype=BF16),
+        lambda: te.ops.LayerNorm(32, dtype=BF16),
+        lambda: te.ops.RMSNorm(32, dtype=BF16),
+        lambda: te.ops.Bias(32, dtype=BF16),
+        lambda: te.ops.Sequential(te.ops.RMSNorm(32, dtype=BF16), te.ops.Linear(32, 48, dtype=BF16), te.ops.GELU()),
+    ],
+)
+def test_results_have_the_dtype_of_the_parameters(make: Any, given: torch.dtype, moved: torch.dtype) -> None:
+    """As those of an input that was cast before; gradients have their tensor's dtype; torch.autocast decides alone."""
+    torch.manual_seed(0)
+    module, x = make().to(moved), numbers(1, (4, 32), given)
+    dtype = torch.promote_types(given, moved) if isinstance(module, te.ops.Bias) else moved
+    y, dx, *grads = run(module, x)
+    assert (y.dtype, dx.dtype, {g.dtype for g in grads}) == (dtype, given, {moved})
+    expected = run(module, x.to(dtype))
+    assert_same_bits(y, expected[0])
+    assert_same_bits(dx, expected[1].to(given))
+    with torch.autocast("cpu", dtype=BF16):
+        assert module(x).dtype == BF16
+
+
+def test_an_extra_input_is_added_in_its_memory() -> None:
+    for leaf in (True, False):
+        x, other = numbers(1, (4, 32)).requires_grad_(), numbers(2, (4, 32)).requires_grad_()
+        expected = (x + other).detach()
+        extra = other if leaf else other * 1
+        address = extra.data_ptr()
+        y = te.ops.AddExtraInput(in_place=True)(x, extra)
+        assert y.data_ptr() == address
+        assert_same_bits(y.detach(), expected)
+        assert_same_bits(extra.detach(), expected)
+        y.backward(grad := numbers(3, (4, 32)))
+        same([x.grad, other.grad], [grad, grad])
+    squared = other.square()
+    te.ops.AddExtraInput(in_place=True)(x, other)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_extra_output_s_gradient_is_added(in_place: bool) -> None:
+    x = numbers(1, (4, 32)).requires_grad_()
+    y, extra = te.ops.MakeExtraOutput(in_place=in_place)(x)
+    (y * 2 + extra * 3).sum().backward()
+    assert x.grad.unique().tolist() == [5.0]
+    y, _ = te.ops.MakeExtraOutput(in_place=in_place)(x)
+    x.grad = None
+    (y * 2).sum().backward()
+    assert x.grad.unique().tolist() == [2.0]
+
+
+def test_a_layer_reads_a_quantized_gradient() -> None:
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, device="cpu")
+    torch.manual_seed(0)
+    layer, x, found = te.Linear(32, 48, params_dtype=BF16), numbers(1, (16, 32)).requires_grad_(), []
+    grad = quantizer(numbers(2, (16, 48)))
+    for one in (grad, grad.dequantize()):
+        x.grad = layer.weight.grad = None
+        layer(x).backward(one)
+        found.append([x.grad, layer.weight.grad])
+    same(*found)
+
+
+READERS: dict[str, Any] = {
+    "Linear": lambda: te.Linear(64, 32, params_dtype=BF16),
+    "LayerNorm": lambda: te.LayerNorm(64, params_dtype=BF16),
+    "Bias": lambda: te.ops.Bias(64, dtype=BF16),
+    "L2Normalization": te.ops.L2Normalization,
+    "ConstantScale": lambda: te.ops.ConstantScale(3.0),
+    "attention": lambda: lambda x: te.DotProductAttention(4, 16, qkv_format="bshd")(*[x.view(2, 8, 4, 16)] * 3),
+    "rotary": lambda: (
+        lambda x: te.apply_rotary_pos_emb(x.view(8, 2, 4, 16), te.RotaryPositionEmbedding(16)(8), fused=True)
+    ),
+    "cross entropy": lambda: lambda x: te.parallel_cross_entropy(x.view(2, 8, 64), torch.arange(16).view(2, 8)),
+    "fused head": lambda: lambda x: te.fused_linear_cross_entropy(x, numbers(4, (48, 64)), torch.arange(16)),
+    **{name: getattr(te.ops, name) for name in dir(te.ops) if name.endswith(("LU", "GLU"))},
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_follows_reads_a_quantized_input(name: str) -> None:
+    """Forward and backward have the bits of its numbers in a plain tensor."""
+    reader, results = READERS[name](), []
+    with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+        quantized = te.ops.Quantize()(numbers(1, (16, 64)))
+    for x in (quantized.detach(), quantized.dequantize()):
+        assert isinstance(x, te.Float8Tensor) == (not results)
+        x.requires_grad_()
+        y = reader(x)
+        y.float().square().sum().backward()
+        results.append((y.detach(), x.grad))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)

@@ -23,6 +23,7 @@ LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
     "Linear": lambda **kw: te.Linear(80, 48, **kw),
     "LayerNormMLP": lambda **kw: te.LayerNormMLP(80, 112, activation="geglu", **kw),
     "TransformerLayer": lambda **kw: te.TransformerLayer(80, 112, 5, fuse_qkv_params=True, **kw),
+    "q, k, v": lambda **kw: te.TransformerLayer(80, 112, 5, num_gqa_groups=1, **kw),
 }
 
 
@@ -54,6 +55,8 @@ def named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         ("LayerNormMLP", torch.float32, "hybrid"),
         ("TransformerLayer", BF16, "hybrid"),
         ("TransformerLayer", torch.float16, "e4m3"),
+        ("q, k, v", BF16, "hybrid"),
+        ("q, k, v", torch.float32, "e4m3"),
     ],
 )
 def test_training_has_the_bits_of_a_cpu(name: str, dtype: torch.dtype, fmt: str, masters: bool) -> None:
@@ -99,12 +102,12 @@ def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in named(module)}
 
 
-def made(hidden: int, quantized: bool) -> tuple[torch.nn.Module, torch.Tensor, te.DelayedScaling]:
+def made(hidden: int, quantized: bool, fused: bool = True) -> tuple[torch.nn.Module, torch.Tensor, te.DelayedScaling]:
     recipe = te.DelayedScaling(amax_history_len=4)
     torch.manual_seed(0)
     with te.quantized_model_init(enabled=quantized, recipe=recipe):
         layer = optimized.TransformerLayer(
-            hidden, 4 * hidden, 4, fuse_qkv_params=True, hidden_dropout=0, attention_dropout=0, params_dtype=BF16
+            hidden, 4 * hidden, 4, fuse_qkv_params=fused, hidden_dropout=0, attention_dropout=0, params_dtype=BF16
         )
     return layer, numbers(1, (64, 2, hidden), BF16, 1.0).cuda().requires_grad_(), recipe
 
@@ -125,9 +128,10 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], wha
         assert_same_bits(value, expected[name], f"{what}, {name}")
 
 
-def test_a_whole_step_replays_as_a_cuda_graph() -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["one weight", "q, k, v"])
+def test_a_whole_step_replays_as_a_cuda_graph(fused: bool) -> None:
     """The writes of the weights too: codes, transposed codes and scales stay where they are."""
-    layer, x, recipe = made(64, quantized=True)
+    layer, x, recipe = made(64, True, fused)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -150,8 +154,9 @@ def test_a_whole_step_replays_as_a_cuda_graph() -> None:
         same(snapshot(layer), expected[i], f"replay {i}")
 
 
-def test_graphed_callables_replay_the_bits_of_eager_mode() -> None:
-    layer, x, recipe = made(64, quantized=True)
+@pytest.mark.parametrize("fused", [True, False], ids=["one weight", "q, k, v"])
+def test_graphed_callables_replay_the_bits_of_eager_mode(fused: bool) -> None:
+    layer, x, recipe = made(64, True, fused)
     eager = copy.deepcopy(layer)
     optimized.make_graphed_callables(layer, (x,), enabled=True, recipe=recipe)
     for i in range(4):

@@ -191,3 +191,9 @@ def test_other_recipes_are_named_when_asked_for() -> None:
         _ = recipe.Float8BlockScaling
     with pytest.raises(AttributeError, match="no attribute"):
         _ = recipe.NoSuchThing
+
+
+@pytest.mark.parametrize("choices", [None, [], "x", 3])
+def test_by_layer_takes_a_dictionary(choices: Any) -> None:
+    with pytest.raises(TypeError, match=r"^by_layer: choices=.*; a dictionary of names or modules is accepted"):
+        te.recipe.by_layer(te.Linear(32, 32), choices)

@@ -8,9 +8,16 @@ import torch
 from optimized import ahead
 from optimized.replay.calls import Function, Kind, Saved, play, specification
 from reference.nn import autograd
-from reference.quantized import Quantized
+from reference.quantized import Parts, Quantized
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
+def _tensors_of(x: Any) -> tuple[Any, ...]:
+    """The tensors of a pair's argument: of a quantized weight its own, and of one in parts those of each."""
+    if isinstance(x, Parts):
+        return tuple([t for one in x.parts for t in one[:3]])
+    return x[:3] if isinstance(x, Quantized) else (x,)
 
 
 class Player(autograd.Plain):
@@ -25,8 +32,8 @@ class Player(autograd.Plain):
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
         # A weight that is kept in FP8 comes quantized; its tensors lie where they lay in the step before.
         inputs = tensors
-        if Quantized in map(type, tensors):
-            inputs = tuple(part for x in tensors for part in (x[:3] if isinstance(x, Quantized) else (x,)))
+        if not _PLAIN.issuperset(map(type, tensors)):
+            inputs = tuple([part for x in tensors for part in _tensors_of(x)])
         # A pair without a module is a single op, which launches as fast by itself.
         if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
             self.prepare(pair, plan, context, tensors, backward)

@@ -31,7 +31,7 @@ from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import norm_plan
 from reference.nn.rotated import angles_of
 from reference.ops.library import twin
-from reference.quantized import Quantized, fprop_residual, rows_of
+from reference.quantized import Weight, fprop_residual, rows_of
 
 Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -123,9 +123,9 @@ def forward(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    weight: torch.Tensor | Quantized,
+    weight: torch.Tensor | Weight,
     bias: torch.Tensor | None,
-    proj_weight: torch.Tensor | Quantized,
+    proj_weight: torch.Tensor | Weight,
     proj_bias: torch.Tensor | None,
     source: torch.Tensor | None = None,
     *key_value: Any,
@@ -180,8 +180,10 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     (_, proj, *others), _, (mask, *angles), _ = context
-    saved_first, saved_proj, (dropped, mixed, joined, q, k, *rest) = saved[:8], saved[8:12], saved[12:]
-    saved_kv, saved_core = rest[: 4 if joined is not None else 0], rest[4 if joined is not None else 0 :]
+    of_first, of_kv = plan.first.saved, 0 if plan.key_value is None else plan.key_value.saved
+    saved_first, saved_proj = saved[:of_first], saved[of_first : of_first + 4]
+    dropped, mixed, joined, q, k, *rest = saved[of_first + 4 :]
+    saved_kv, saved_core = rest[:of_kv], rest[of_kv:]
     grad = rows_of(grad)
     inner = before_dropout(grad, plan.p, dropped)
     context_grad, *proj_grads = linear.backward(plan.proj, proj, saved_proj, inner)
@@ -282,8 +284,15 @@ def prepared(
     turns = (angles if isinstance(angles, tuple) else (angles, angles)) if angles is not None else None
     plan = Plan(
         needs,
-        layernorm_linear.Plan(dtype, needs[:5], contexts[0].kind, norm_plan(first), first.return_layernorm_output),
-        linear.Plan(dtype, needs[7:], key_value.kind) if crosses else None,
+        layernorm_linear.Plan(
+            dtype,
+            needs[:5],
+            contexts[0].kind,
+            norm_plan(first),
+            first.return_layernorm_output,
+            linear.scales_of(contexts[0], tensors[3]),
+        ),
+        linear.Plan(dtype, needs[7:], key_value.kind, linear.scales_of(key_value, tensors[8])) if crosses else None,
         core_plan,
         linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
         module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),

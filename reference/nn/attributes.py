@@ -43,7 +43,16 @@ def _own(layer: Any, name: str, asked: str) -> Any:
     return layer.__dict__[name]
 
 
-class OneRank:
+class WithSentences:
+    """A class with such attributes."""
+
+    def __dir__(self) -> list[str]:
+        """The others: `inspect.getmembers` and torch.jit.trace read all that are listed."""
+        kind = type(self)
+        return [name for name in super().__dir__() if not isinstance(getattr(kind, name, None), Sentence)]
+
+
+class OneRank(WithSentences):
     """Of every layer: what tensor, sequence and context parallelism over one rank mean."""
 
     tp_group: Any = None
@@ -144,8 +153,8 @@ class OfModule(OneRank):
 
     @property
     def parameter_split_sizes(self) -> list[int]:
-        """Rows of each of the parameters that a weight consists of."""
-        return [len(torch.nn.Module.__getattr__(self, name)) for name in self.__dict__["weight_names"]]  # type: ignore
+        """Rows of each of the parameters that a weight consists of, in layers with one linear map."""
+        return [len(getattr(self, name)) for name in _own(self, "weight_names", "parameter_split_sizes")]
 
 
 class OfTransformerLayer(OneRank):
@@ -170,7 +179,7 @@ class OfCoreAttention(OneRank):
         return None if get is None else get()
 
 
-class OfAdam:
+class OfAdam(WithSentences):
     """Of FusedAdam."""
 
     layout: Any
@@ -196,7 +205,7 @@ class OfAdam:
         return {dtype: torch.tensor([most]) for dtype, most in RANGES.items()}
 
 
-class OfSGD:
+class OfSGD(WithSentences):
     """Of FusedSGD: what concerns apex's master gradients, which do not exist here."""
 
     materialize_master_grads = True
@@ -205,7 +214,7 @@ class OfSGD:
     multi_tensor_sgd = Sentence("the op is twin::sgd")
 
 
-class OfCache:
+class OfCache(WithSentences):
     """Of InferenceParams. There are no pages."""
 
     max_batch_size: int

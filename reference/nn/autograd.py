@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference import compiled, recompute
+from reference import compiled, recompute, transforms
 from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 from reference.threads import here
@@ -22,6 +23,7 @@ from reference.threads import here
 Context = ModuleContext | BlockContext
 Forward = Callable[..., tuple[Any, Saved]]
 Backward = Callable[..., Saved]
+Rows = tuple[tuple[int, ...] | None, ...]  # for each tensor None, or the rows of its parts
 
 
 class Plain:
@@ -42,6 +44,7 @@ class Plain:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
+_PLAIN_SET = frozenset(_PLAIN)
 _plain = Plain()
 player = _plain
 
@@ -65,41 +68,85 @@ class _Pair(torch.autograd.Function):
         plan: Any,
         context: Context,
         updates: bool,
-        *tensors: torch.Tensor | None,
+        rows: Rows | None,
+        *tensors: Any,
     ) -> Any:
         trains = any(plan.needs)
+        if rows is not None:
+            tensors = _grouped(tensors, rows)
         unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
         out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
-        ctx.backward_function, ctx.plan, ctx.context, ctx.updates = backward, plan, context, updates
+        ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if transforms.sees_gradients(grads):
+            transforms.refuse_gradients(_name(ctx.context))
         # Gradients without a graph would make a second derivative silently zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
         saved = ctx.saved_tensors
+        if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
+            grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.context.stateful)
-        return None, None, None, None, None, *results
+        if ctx.rows is not None:
+            results = _split(results, ctx.rows)
+        return None, None, None, None, None, None, *results
 
 
-def wanted(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    """Which gradients a backward will compute: none under torch.no_grad()."""
-    enabled = torch.is_grad_enabled()
-    return tuple([x is not None and x.requires_grad and enabled for x in tensors])
+def _name(context: Context) -> str:
+    """The layer of a context, for errors."""
+    return type(context.modules[0].module).__name__ if context.modules else "Twin Engine"
 
 
-def differentiable(
-    forward: Forward, backward: Backward, plan: Any, context: Context, *tensors: torch.Tensor | None
-) -> Any:
-    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`."""
+def _grouped(tensors: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
+    """The tensors with each weight's parts in a tuple."""
+    left = iter(tensors)
+    return tuple([next(left) if one is None else tuple([next(left) for _ in one]) for one in rows])
+
+
+def _split(grads: Saved, rows: Rows) -> Saved:
+    """The gradients with that of each weight split into those of its parts."""
+    found: list[torch.Tensor | None] = []
+    for grad, one in zip(grads, rows, strict=True):
+        found += [grad] if one is None else [None] * len(one) if grad is None else grad.split(one)
+    return tuple(found)
+
+
+def wanted(*tensors: Any) -> tuple[bool, ...]:
+    """Which gradients a backward will compute: none under torch.no_grad(). A weight of several parts is a tuple."""
+    if not torch.is_grad_enabled():
+        return (False,) * len(tensors)
+    return tuple([x is not None and (any(map(_trains, x)) if type(x) is tuple else x.requires_grad) for x in tensors])
+
+
+def _trains(x: torch.Tensor) -> bool:
+    return x.requires_grad
+
+
+def differentiable(forward: Forward, backward: Backward, plan: Any, context: Context, *tensors: Any) -> Any:
+    """`forward`'s output, with `backward` as its derivative with respect to `tensors`; see `plan.needs`.
+
+    A tuple among `tensors` is a weight of several parts, by rows; the functions get it as one.
+    """
+    if not context.modules:  # a layer's forward has checked at its entry
+        transforms.refuse(_name(context))
+    rows: Rows | None = None
+    if tuple in map(type, tensors):
+        rows = tuple([tuple([len(one) for one in x]) if type(x) is tuple else None for x in tensors])
+        tensors = tuple([one for x in tensors for one in (x if type(x) is tuple else (x,))])
     # The first module with scales of an outermost autocast runs backward last, and then updates the gradients' scales.
     stateful = context.stateful is not None and any(plan.needs)
     updates = stateful and here().first_module_pending and recompute.updates_scales()
-    out = _Pair.apply(forward, backward, plan, context, updates, *tensors)
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        # torch.export looks into the pair; what it exports is for inference.
+        with torch.no_grad():
+            return _Pair.apply(forward, backward, plan, context, False, rows, *tensors)  # type: ignore[no-untyped-call]
+    out = _Pair.apply(forward, backward, plan, context, updates, rows, *tensors)
     if updates:
         here().first_module_pending = False
     return out

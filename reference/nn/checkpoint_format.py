@@ -15,7 +15,7 @@ A load checks every layer's entries before it changes the first layer.
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from reference.formats import WIDE_DTYPES
 from reference.nn import transformer_engine_state
 from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.packed_state import PackedState
-from reference.scaling import KEYS, FP8TensorMeta
+from reference.scaling import KEYS, FP8TensorMeta, columns_of
 
 if TYPE_CHECKING:
     from reference.nn.checkpoints import Checkpointed
@@ -112,6 +112,20 @@ def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], de
     if state is None and parts[0] is not None:
         state = _joined(parts, parts[0].device if device.type == "meta" else device)
     return state
+
+
+def gemms_of(state_dict: Mapping[str, Any], prefix: str, accepted: Sequence[int]) -> int:
+    """For how many GEMMs a layer's state was written, of those `accepted`; the first of them where it does not say."""
+    packed, older = state_dict.get(prefix + STATE), state_dict.get(_part_names(prefix)[0])
+    if packed is not None and transformer_engine_state.is_pickled(packed):
+        return min(accepted)  # Transformer Engine splits no weight that is kept in FP8
+    for gemms in accepted:
+        columns = columns_of(gemms)
+        if isinstance(packed, torch.Tensor) and packed.dim() == 2 and packed.shape[1] == sum(columns.values()):
+            return gemms
+        if isinstance(older, torch.Tensor) and older.shape == (columns[KEYS[0]],):
+            return gemms
+    return accepted[0]
 
 
 def names(prefix: str) -> list[str]:

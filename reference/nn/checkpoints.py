@@ -1,7 +1,7 @@
 """How a layer's FP8 state, and its weights that are kept in FP8, enter checkpoints and are loaded."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.fp8_state import WithFP8State
 from reference.notice import say_once
 from reference.recipe import DelayedScaling
-from reference.scaling import FP8TensorMeta
+from reference.scaling import FP8TensorMeta, columns_of, regrouped
 
 
 class Checkpointed(WithFP8State):
@@ -20,9 +20,14 @@ class Checkpointed(WithFP8State):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
         super().__init_subclass__(**kwargs)
-        for name in cls.__dict__.get("fp8_weights", ()):
-            read, write = functools.partial(_scale_inv, name=name), functools.partial(_set_scale_inv, name=name)
-            setattr(cls, f"{name}_scale_inv", property(read, write))
+        cls.name_scale_invs()
+
+    @classmethod
+    def name_scale_invs(cls, weights: Iterable[str] = ()) -> None:
+        for name in weights or cls.fp8_weights:
+            if not hasattr(cls, f"{name}_scale_inv"):
+                read, write = functools.partial(_scale_inv, name=name), functools.partial(_set_scale_inv, name=name)
+                setattr(cls, f"{name}_scale_inv", property(read, write))
 
     def get_extra_state(self) -> torch.Tensor:
         """The FP8 state as `reference.nn.checkpoint_format` packs it; a fresh one before the first run in FP8."""
@@ -42,13 +47,29 @@ class Checkpointed(WithFP8State):
         """
         prefix, device = f"{type(self).__name__}.", self._parameter_device()
         given = {prefix + checkpoint_format.STATE: state}
-        checkpoint_format.check_present(given, prefix, self.state_columns())
+        self.check_present(given, prefix)
         self.refuse_codes("set_extra_state", state)
-        self.load_state(checkpoint_format.take(given, prefix, self.state_columns(), device))
+        self.load_state(self.taken(given, prefix, device))
+
+    def _columns_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, int]:
+        """The columns of the state in a checkpoint: a weight of several parts has one scale there, or one each."""
+        own = max(self.num_gemms, len(self.fp8_weights))
+        parts = len(self.columns_of_parts())
+        others = {1, max(parts, 1)} - {own} if self.num_gemms == 1 else ()
+        return columns_of(checkpoint_format.gemms_of(state_dict, prefix, (own, *others)))
+
+    def check_present(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Refuse broken state of this layer."""
+        checkpoint_format.check_present(state_dict, prefix, self._columns_in(state_dict, prefix))
+
+    def taken(self, state_dict: dict[str, Any], prefix: str, device: torch.device) -> checkpoint_format.State | None:
+        """Remove the layer's state, checked before, from `state_dict`, and return it as this layer keeps it."""
+        state = checkpoint_format.take(state_dict, prefix, self._columns_in(state_dict, prefix), device)
+        return None if state is None else regrouped(state, max(self.num_gemms, len(self.fp8_weights)))
 
     def refuse_codes(self, caller: str, state: Any, name: str = "") -> None:
         """Refuse the state of a layer that keeps weights in FP8, unless this one does."""
-        kept = checkpoint_format.kept_weights(state, self.fp8_weights) if self.quantized_init is None else {}
+        kept = checkpoint_format.kept_weights(state, self._kept_in(state)) if self.quantized_init is None else {}
         for weight, scale_inv in kept.items():
             raise ValueError(
                 f"{caller}: in the checkpoint {name or type(self).__name__} keeps {weight} in FP8 (scale_inv="
@@ -56,6 +77,12 @@ class Checkpointed(WithFP8State):
                 f"have read codes as numbers; layers made or converted in quantized_model_init, or load_state_dict, "
                 f"are accepted."
             )
+
+    def _kept_in(self, packed: Any) -> Mapping[str, int]:
+        """The columns of the weights that a packed state says may be kept in FP8."""
+        parts = self.columns_of_parts()
+        written = checkpoint_format.gemms_of({checkpoint_format.STATE: packed}, "", (self.num_gemms, len(parts)))
+        return parts if written == len(parts) else {}
 
     def load_state(self, state: checkpoint_format.State | None) -> None:
         """Take FP8 state that was checked before; where there is none, scales start at 1."""
@@ -69,9 +96,8 @@ class Checkpointed(WithFP8State):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         theirs = transformer_engine_state.is_writing()
         if theirs:
-            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.write(
-                self.fp8_meta, self.num_gemms
-            )
+            state = regrouped(self.fp8_meta, self.num_gemms) if "scaling_fwd" in self.fp8_meta else self.fp8_meta
+            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.write(state, self.num_gemms)
         for name, weight in self._fp8_parameters().items():
             if theirs:
                 destination[prefix + name] = weight.numbers()
@@ -118,8 +144,8 @@ class Checkpointed(WithFP8State):
         """`check_checkpoint` of the FP8 state."""
         name = prefix + checkpoint_format.STATE
         if self.fp8_weights or self.keeps_scales:
-            checkpoint_format.check_present(state_dict, prefix, self.state_columns())
-            checkpoint_format.check_no_codes(state_dict, prefix, self.fp8_weights)
+            self.check_present(state_dict, prefix)
+            checkpoint_format.check_no_codes(state_dict, prefix, self._kept_in(state_dict.get(name)))
         elif name in state_dict:
             checkpoint_format.check_no_state(name, state_dict[name])
 
@@ -145,7 +171,7 @@ class Checkpointed(WithFP8State):
         own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
         if self.fp8_weights or self.keeps_scales:
             device = own[0].device if own and assign else self._parameter_device()
-            state = checkpoint_format.take(state_dict, prefix, self.state_columns(), device)
+            state = self.taken(state_dict, prefix, device)
             if own if state is None else checkpoint_format.is_fresh(state):
                 of = prefix.rstrip(".") or "the module"
                 say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
@@ -166,7 +192,7 @@ class Checkpointed(WithFP8State):
 
     def _join_weights(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
         """Convert each weight of `state_dict` to what this module keeps: a Float8Tensor, or numbers of its dtype."""
-        for name, column in self.fp8_weights.items():
+        for name, column in self.columns_of_parts().items():
             weight, value = self._parameters.get(name), state_dict.get(prefix + name)
             if weight is None or value is None:
                 continue

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.masked import MaskedTensor
 
+from reference import transforms
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
+from reference.nn.parameters import DeviceDefault, parameter_device
 from reference.ops.attention import MAX_HEAD_DIM
 
 MAX_ATTENTIONS = 65535  # batch times heads on a GPU, a dimension of the grid
@@ -29,7 +31,9 @@ NO_WINDOWS = ((-1, -1), (-1, 0))
 def check_tensor(layer: str, name: str, x: Any) -> None:
     """Refuse all but dense fp32, bf16 and fp16 tensors."""
     if not isinstance(x, torch.Tensor):
+        transforms.refuse(layer, x)
         raise TypeError(f"{layer}: {name}={x!r}; a tensor is accepted.")
+    transforms.refuse(layer)
     if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
         kind = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
         raise TypeError(f"{layer}: {name} is a tensor that is {kind}; a dense one is accepted.")
@@ -52,6 +56,7 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
         and (x.dim() == dimensions if layer else x.dim() > 0)
         and x.shape[-1] == features
         and x.device == device_of(module)
+        and not transforms.active()
     ):
         return
     speaker, accepted = type(module).__name__, f"[..., {features}]"
@@ -67,11 +72,11 @@ def check_input(module: Any, x: Any, features: int, name: str = "inp", layer: st
 
 
 def device_of(module: Any) -> torch.device | None:
-    """The device of a layer's parameters; None for a module without parameters of its own."""
+    """The device of a layer's parameters; None for another module without parameters of its own."""
     for parameter in module._parameters.values():
         if parameter is not None:
-            return parameter.device
-    return None
+            return parameter.device  # type: ignore[no-any-return]
+    return parameter_device(module) if isinstance(module, DeviceDefault) else None
 
 
 def is_prepared(module: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
-from reference.quantized import Quantized, Transposed, as_dtype, wgrad
+from reference.quantized import Parts, Quantized, Transposed, Weight, as_dtype, stacked, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 
@@ -69,8 +69,8 @@ class ModuleContext:
     Attributes:
         gemms: the quantizers of its GEMMs.
         kind: for plans; everything but tensors that its launches depend on.
-        replayable: False where a weight is cast for later microbatches, or its gradient is delayed or added to
-            main_grad.
+        replayable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
+            or results are no plain tensors.
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
@@ -95,7 +95,8 @@ class ModuleContext:
     def replayable(self) -> bool:
         """See the attributes of the class."""
         reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
-        return reads_all and not (self.module.fuse_wgrad_accumulation or self.module.delay_wgrad_compute)
+        module = self.module
+        return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -119,6 +120,8 @@ class ModuleContext:
 
         A quantized tensor that is no weight is read: a layer casts its input by its own recipe.
         """
+        if isinstance(x, tuple):
+            return self._unwrap_parts(x, trains)
         if not isinstance(x, QuantizedTensor):
             return x
         if not (isinstance(x, Float8Tensor) and x.is_weight):
@@ -133,8 +136,23 @@ class ModuleContext:
         say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
         return dequantized(codes, scale_inv, x.dtype)
 
-    def weight(self, gemm: int, name: str, w: torch.Tensor | Quantized, transpose: bool) -> Quantized:
-        """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast."""
+    def _unwrap_parts(self, parts: tuple[Any, ...], trains: bool) -> Any:
+        """A weight of several parts, each kept in FP8: `Parts`, or dequantized outside of FP8."""
+        found: Any = [self.unwrap_weight(one, trains) for one in parts]
+        if not self.fp8:
+            return stacked(found)
+        if trains and self.gemms[0].weight.dtype_t is not None:
+            whole = stacked([one.codes_t.t() for one in found]).t()
+            found = [found[0]._replace(codes_t=whole), *(one._replace(codes_t=None) for one in found[1:])]
+        return Parts(tuple(found))
+
+    def weight(self, gemm: int, name: str, w: torch.Tensor | Weight, transpose: bool) -> Any:
+        """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast.
+
+        It is a `Quantized`, except where `w` is `Parts`.
+        """
+        if isinstance(w, Parts):
+            return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
         if cached is not None:
             return cached
@@ -157,7 +175,7 @@ class ModuleContext:
         how, main_grad = self.gemms[gemm].how, self.module.main_grad(name)
         if main_grad is None:
             return wgrad(g, x, dtype, how, None)
-        weight = self.module._parameters[name]
+        weight = getattr(self.module, name)
         if self._is_first or getattr(weight, "overwrite_main_grad", False):
             main_grad.zero_()
         wgrad(g, x, dtype, how, main_grad)
@@ -213,10 +231,10 @@ class WeightRequest(NamedTuple):
     transpose: bool
 
 
-def quantize_weights(*wanted: WeightRequest) -> list[Quantized]:
+def quantize_weights(*wanted: WeightRequest) -> list[Any]:
     """Several modules' weights, in one launch if all of them are cast now, with their transposes."""
     casts = [one for one in wanted if one.context.fp8 and one.context.is_first_microbatch is not False]
-    xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, Quantized)]
+    xs = [one.w.contiguous() for one in wanted if one.transpose and not isinstance(one.w, (Quantized, Parts))]
     ws: Sequence[Any] = [one.w for one in wanted]
     if len(casts) == len(xs) == len(wanted) and len({x.dtype for x in xs}) == 1:
         first, *others = [one.context.gemms[one.gemm].weight for one in wanted]
@@ -265,5 +283,7 @@ class BlockContext(NamedTuple):
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
-        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or none."""
-        return self.modules[0].unwrap_weight(x, trains) if self.modules else x
+        """As `ModuleContext.unwrap_weight`; a block's modules are all in FP8 or none. Where it has none, x is read."""
+        if self.modules:
+            return self.modules[0].unwrap_weight(x, trains)
+        return x.numbers() if isinstance(x, QuantizedTensor) else x

@@ -37,10 +37,17 @@ class DelayedGradients(torch.nn.Module):
 
     def parts_of(self, name: str) -> list[torch.nn.Parameter]:
         """The parameters that a weight consists of, by rows."""
-        return [self._parameters[name]]  # type: ignore[list-item]
+        return [getattr(self, name)]
 
-    def refuse_compilers(self) -> None:
-        """Refuse torch.compile, in a forward of a layer that delays."""
+    def refuse_what_cannot_delay(self) -> None:
+        """Refuse torch.compile, and weights that are no leaves, in a forward of a layer that delays."""
+        for name in self.delayed_weights():
+            if not all(part.is_leaf for part in self.parts_of(name)):
+                raise NotImplementedError(
+                    f"{type(self).__name__}: delay_wgrad_compute=True with a {name} that is computed from others "
+                    f"(parametrized, or flattened by FSDP with use_orig_params=False) is not offered: its gradient "
+                    f"would not reach them; a parameter is accepted."
+                )
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{type(self).__name__}: delay_wgrad_compute=True under torch.compile is not offered; eager mode is "

@@ -19,6 +19,7 @@ from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 from reference.rng_tracker import CudaRNGStatesTracker
 from reference.threads import here
+from reference.transforms import Unscripted
 
 
 class Generator(torch.nn.Module):
@@ -124,7 +125,7 @@ def bias_dropout_add(
     return differentiable(drop_forward, drop_backward, plan, BlockContext(random=(state,)), *tensors).view(x.shape)
 
 
-class DropPath(torch.nn.Module):
+class DropPath(Unscripted, torch.nn.Module):
     """Stochastic depth: x's entries along its first dimension are dropped as a whole with probability p.
 
     y = T( m · x ), a product of fp32 values; m is `twin::bias_dropout_add` of fp32 ones `[1, n]`, one for each of x's n

@@ -13,8 +13,9 @@ says its scale; for a weight of `quantized_model_init` a column of its module's 
   optimizer's fp32 master weights do not pass through T. `copy_` of another Float8Tensor of the same format copies codes
   and scale_inv: it casts nothing and records no amax. Any other op that changes the tensor reads it, works in T, and
   writes the result: AdamW's two in-place ops are two writes.
-* `detach` and `view` give a Float8Tensor of the same memory. Other views are `QuantizedTensor`s; a write to one reads
-  and writes the whole.
+* `detach` and `view` give a tensor of the same class and memory; slices and chunks a Float8Tensor with the scale of the
+  whole. Other views are `QuantizedTensor`s. A write to a part or to another view reads and writes the whole.
+* `data = values` writes values of its shape. Those of another shape replace its memory.
 * A write leaves the scale alone. A weight's scales are updated when the outermost autocast ends
   (`reference.ops.scale_update`), and the next write uses the new scale. 16-bit weights that are cast in each forward
   follow the same rule, so with master weights both train with the same bits.
@@ -46,7 +47,7 @@ from reference.nn.float8_quantizer import (
     Float8Quantizer,
     Quantizer,
 )
-from reference.nn.quantized_tensor import QuantizedTensor
+from reference.nn.quantized_tensor import QuantizedTensor, wrapper
 from reference.ops.library import LIBRARY, twin
 from reference.scaling import FP8TensorMeta
 
@@ -253,8 +254,8 @@ class Float8Tensor(Alike, QuantizedTensor):
         return Float8Quantizer(state.scale[column : column + 1], state.amax_history[0, column : column + 1], KINDS[FP8])
 
     def sharing(self, dtype: torch.dtype, shape: torch.Size) -> "Float8Tensor":
-        """Another tensor of the same memory, which stands for numbers of `dtype`."""
-        return _wrapped(Float8Tensor, self._kept, dtype, shape)
+        """Another tensor of the same class and memory, which stands for numbers of `dtype`."""
+        return _wrapped(type(self), self._kept, dtype, shape)
 
     def _shared(self) -> "Float8Tensor":
         return self.sharing(self.dtype, self.shape)
@@ -267,7 +268,12 @@ class Float8Tensor(Alike, QuantizedTensor):
         kept = self._kept.moved(device, copied=True)
         kept.scales = copy.deepcopy(kept.state())
         kept.scales.apply(lambda x: x.to(device))
-        return _wrapped(Float8Tensor, kept, self.dtype, self.shape)
+        return _wrapped(type(self), kept, self.dtype, self.shape)
+
+    def _parts(self, make: Callable[[torch.Tensor], Any]) -> Any:
+        from reference.nn.float8_part import parts  # which imports this module
+
+        return parts(self, make)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: torch's storages of float8 do not survive plain pickle.
@@ -328,9 +334,9 @@ class Float8Tensor(Alike, QuantizedTensor):
 
 def _wrapped(cls: Any, kept: Kept, dtype: torch.dtype, shape: torch.Size | None = None) -> Float8Tensor:
     """A tensor of what is kept; `dtype` is T, and `shape` another shape of the same memory."""
-    shape, device = kept.codes.shape if shape is None else shape, kept.codes.device
-    made: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    made: Float8Tensor = wrapper(
+        cls, kept.codes, kept.codes.shape if shape is None else shape, dtype, kept.codes.device
+    )
     made._kept = kept
     return made
 

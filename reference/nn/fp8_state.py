@@ -1,17 +1,18 @@
 """A layer's FP8 state: the scales and amax histories of recipes with state, and when they are created and moved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from reference import model_init, recompute, scaling
 from reference.autocast import AutocastState
 from reference.nn.float8_tensor import Float8Tensor
+from reference.nn.parameters import parameter_device
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
-from reference.scaling import BACKWARD_TENSORS, FORWARD_TENSORS, FP8TensorMeta
+from reference.scaling import FP8TensorMeta
 
 
 class WithFP8State(torch.nn.Module):
@@ -30,7 +31,7 @@ class WithFP8State(torch.nn.Module):
 
     num_gemms = 1
     fp8_sizes: tuple[str, ...] = ()
-    fp8_weights: ClassVar[dict[str, int]] = {}
+    fp8_weights: Mapping[str, int] = {}
     keeps_scales = False
     fp8: bool
     fp8_meta: dict[str, Any]
@@ -41,7 +42,13 @@ class WithFP8State(torch.nn.Module):
     _fp8_workspaces: dict[str, Quantized]
 
     def _parameter_device(self) -> torch.device:
-        return next(parameter for parameter in self._parameters.values() if parameter is not None).device
+        device = parameter_device(self)
+        if device is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: its parameters are gone, and no tensors are in their place; a layer with its "
+                f"weight is accepted."
+            )
+        return device
 
     def _fresh_state(self, device: torch.device) -> None:
         """Reset scales to 1 and histories to 0; where weights are kept in FP8, create the state."""
@@ -118,8 +125,11 @@ class WithFP8State(torch.nn.Module):
 
     def state_columns(self) -> dict[str, int]:
         """The number of columns of `scaling_fwd` and `scaling_bwd`."""
-        names = zip(scaling.KEYS, (FORWARD_TENSORS, BACKWARD_TENSORS), strict=True)
-        return {key: self.num_gemms * len(columns) for key, columns in names}
+        return scaling.columns_of(max(self.num_gemms, len(self.fp8_weights)))
+
+    def columns_of_parts(self) -> Mapping[str, int]:
+        """Names of the parameters that are or could be kept in FP8, and their columns if they are."""
+        return self.fp8_weights
 
     def make_state(self, recipe: DelayedScaling) -> None:
         """Create or resize the FP8 state as a run under `recipe` would."""

@@ -15,23 +15,31 @@ from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import ModuleContext, Saved
 from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
-from reference.nn.linear import LinearBase
+from reference.nn.linear import LinearBase, scales_of
 from reference.nn.parameters import InitMethod, Split
 from reference.ops.library import twin
-from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of
+from reference.quantized import Quantized, Transposed, Weight, as_dtype, dgrad, fprop, rows_of, transposed
 from reference.quantizer import NormPlan
 
 __all__ = ["LayerNormLinear"]
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β, w, b), the kind of the quantizers, the norm, whether it is returned."""
+    """T, which gradients are wanted (x, γ, β, w, b), the kind of the quantizers, the norm, whether it is returned, and
+    how many scales the weight has in FP8.
+    """
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: Hashable
     norm: NormPlan
     returns_norm: bool = False
+    scales: int = 1
+
+    @property
+    def saved(self) -> int:
+        """How many tensors `forward` saves."""
+        return 6 + 2 * self.scales
 
 
 def forward(
@@ -40,7 +48,7 @@ def forward(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    weight: torch.Tensor | Quantized,
+    weight: torch.Tensor | Weight,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
     """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm` also norm(x) in the activation dtype."""
@@ -49,7 +57,7 @@ def forward(
     normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=plan.needs[3])
     w = context.weight(0, "weight", weight, transpose=any(plan.needs[:3]))
     y = fprop(normed, w, bias, dtype, gemm.how)
-    saved = (*normed.saved, *w.saved, x, gamma, mean, rstd)
+    saved = (*normed.saved, x, gamma, mean, rstd, *w.saved)
     if not plan.returns_norm:
         return y, saved
     return (y, norm_output(normed, x, gamma, beta, plan)), saved
@@ -78,13 +86,13 @@ def quantized_backward(
     residual_grad: torch.Tensor | None = None,
 ) -> Saved:
     """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
-    gemm, normed, w = context.gemms[0], Transposed(*saved[:2]), Transposed(*saved[2:4])
+    gemm, normed, w = context.gemms[0], Transposed(*saved[:2]), transposed(saved[6:])
     dx = dgamma = dbeta = None
     if any(plan.needs[:3]):
         dnorm = dgrad(g, w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
-        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[4:], residual_grad)
+        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[2:6], residual_grad)
     dw = context.weight_grad(0, "weight", g, normed, plan.dtype) if plan.needs[3] else None
     return dx, dgamma, dbeta, dw
 
@@ -188,6 +196,7 @@ class LayerNormLinear(LinearBase):
         bias = self.joined_bias()
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output)
+        scales = scales_of(context, parameters[2])
+        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output, scales)
         results = differentiable(forward, backward, plan, context, *tensors)
         return with_extras(self, inp, results, self.out_features, bias, dtype)

@@ -8,8 +8,8 @@
 T is the activation dtype. Source: Transformer Engine's `pytorch/module/layernorm_mlp.py`.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -144,7 +144,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     num_gemms = 2
     fp8_sizes = ("hidden_size", "ffn_hidden_size")
-    fp8_weights: ClassVar = {"fc1_weight": 1, "fc2_weight": 4}
+    fp8_weights: Mapping[str, int] = {"fc1_weight": 1, "fc2_weight": 4}
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter

@@ -13,8 +13,8 @@ FP8 is PyTorch's own GEMM and outside the bit contract. In FP8 with T = fp32 the
 these rounding points is Transformer Engine's (`module/linear.py`).
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,19 +25,26 @@ from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import ModuleContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
-from reference.quantized import Quantized, Transposed, dgrad, fprop, rows_of
+from reference.quantized import Quantized, Transposed, Weight, dgrad, fprop, rows_of, stacked, transposed
+from reference.scaling import FORWARD_TENSORS
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, w, b), and the kind of the GEMM's quantizers."""
+    """T, which gradients are wanted (x, w, b), the kind of the GEMM's quantizers, the weight's scales in FP8."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: Hashable
+    scales: int = 1
+
+    @property
+    def saved(self) -> int:
+        """How many tensors `forward` saves."""
+        return 2 + 2 * self.scales
 
 
 def forward(
-    plan: Plan, context: ModuleContext, x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None
+    plan: Plan, context: ModuleContext, x: torch.Tensor, weight: torch.Tensor | Weight, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, out]` of x `[tokens, in]`."""
     needs_dx, needs_dw, _ = plan.needs
@@ -55,7 +62,7 @@ def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tenso
 
 def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Saved:
     """dx, dw of a quantized dL/dy."""
-    gemm, x, w = context.gemms[0], Transposed(*saved[:2]), Transposed(*saved[2:])
+    gemm, x, w = context.gemms[0], Transposed(*saved[:2]), transposed(saved[2:])
     dx = dgrad(g, w, plan.dtype, gemm.how) if plan.needs[0] else None
     dw = context.weight_grad(0, "weight", g, x, plan.dtype) if plan.needs[1] else None
     return dx, dw
@@ -65,7 +72,7 @@ class LinearBase(TransformerEngineBaseModule):
     """A layer with one linear map, whose weight and bias may be split into several parameters."""
 
     fp8_sizes = ("in_features", "out_features")
-    fp8_weights: ClassVar = {"weight": 1}
+    fp8_weights: Mapping[str, int] = {"weight": 1}
 
     def _set_up(
         self,
@@ -85,13 +92,10 @@ class LinearBase(TransformerEngineBaseModule):
                 f"{layer}: fuse_wgrad_accumulation=True with parameters_split={split!r} is not offered; "
                 f"parameters_split=None is accepted."
             )
-        if self.quantized_init is not None and split is not None:
-            raise NotImplementedError(
-                f"{layer}: parameters_split={split!r} in quantized_model_init is not offered (a weight in FP8 is one "
-                f"tensor with one scale; fuse_qkv_params=True of an attention makes it so); None is accepted."
-            )
         self.in_features, self.out_features = int(in_features), int(out_features)
         parts = split_sizes(layer, split, self.out_features)
+        if self.quantized_init is not None and split is not None:
+            self._keep_parts(parts)
         dtype, device = parameter_dtype(layer, params_dtype), self.resolve_device(device)
         self._init_method = init_method or init.normal_
         self._rng = (get_rng_state_tracker, rng_tracker_name)
@@ -100,6 +104,18 @@ class LinearBase(TransformerEngineBaseModule):
             self.keep_in_fp8()
         else:
             self.reset_parameters()
+
+    def _keep_parts(self, parts: dict[str, int]) -> None:
+        """Let each part of a weight that is kept in FP8 have a scale of its own, that of a GEMM of its own."""
+        for name, rows in parts.items():
+            if rows % 16:
+                raise ValueError(
+                    f"{type(self).__name__}: parameters_split gives {name.rstrip('_')!r} {rows} rows in "
+                    f"quantized_model_init; a multiple of 16 is accepted (rows of FP8 operands start at multiples of "
+                    f"16 bytes)."
+                )
+        self.fp8_weights = _columns_of(f"{name}weight" for name in parts)
+        self.name_scale_invs(self.fp8_weights)
 
     def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
         self.weight_names = [f"{part}weight" for part in parts]
@@ -134,9 +150,18 @@ class LinearBase(TransformerEngineBaseModule):
         """The parameters that the weight consists of, by rows."""
         return [getattr(self, part) for part in self.weight_names]
 
-    def joined_weight(self) -> torch.Tensor:
-        """The weight `[out, in]`, its parts concatenated."""
-        return _joined([getattr(self, name) for name in self.weight_names])
+    def columns_of_parts(self) -> dict[str, int]:
+        return _columns_of(self.weight_names)
+
+    def delayed_weights(self) -> list[str]:
+        return ["weight"]
+
+    def joined_weight(self) -> Any:
+        """The weight `[out, in]`, its parts concatenated; several that are kept in FP8 as a tuple."""
+        parts = [getattr(self, name) for name in self.weight_names]
+        if len(parts) > 1 and self.quantized_init is not None:
+            return tuple(parts)
+        return _joined(parts)
 
     def joined_bias(self) -> torch.Tensor | None:
         """The bias `[out]`, or None."""
@@ -148,8 +173,17 @@ class LinearBase(TransformerEngineBaseModule):
         return text if recipe is None else f"{text}, recipe={recipe}"
 
 
+def _columns_of(weights: Iterable[str]) -> dict[str, int]:
+    return {name: len(FORWARD_TENSORS) * i + 1 for i, name in enumerate(weights)}
+
+
+def scales_of(context: ModuleContext, weight: Any) -> int:
+    """How many scales a weight of `joined_weight` has in this forward."""
+    return len(weight) if type(weight) is tuple and context.fp8 else 1
+
+
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
 
 class Linear(LinearBase):
@@ -243,7 +277,7 @@ class Linear(LinearBase):
         context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind)
+        plan = Plan(dtype, wanted(*tensors), context.kind, scales_of(context, tensors[1]))
         out = differentiable(forward, backward, plan, context, *tensors)
         out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:

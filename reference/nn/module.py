@@ -25,6 +25,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
+    replays = True  # whether `optimized` may repeat its launches
     reuses_weights = False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graph`)
 
     def __init__(self) -> None:
@@ -68,8 +69,12 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
 
     def initialize(self, name: str, init_method: InitMethod) -> None:
         """Let `init_method` fill a weight; in `quantized_model_init` its values are cast to FP8 and dropped."""
-        weight = self._parameters[name]
-        assert weight is not None
+        weight = self._parameters.get(name)
+        if weight is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} is no parameter of the layer any more (parametrized, or flattened by "
+                f"FSDP with use_orig_params=False); reset_parameters before that is accepted."
+            )
         self._fp8_workspaces.clear()
         if self.quantized_init is None:
             init_method(weight)
@@ -115,7 +120,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
                     self.main_grad(name)
         if self.delay_wgrad_compute:
-            self.refuse_compilers()
+            self.refuse_what_cannot_delay()
         state, checkpointed = self.init_fp8_metadata()
         if self.reuses_weights:
             is_first_microbatch = False
@@ -159,11 +164,13 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
     def _check_kept_in_fp8(self) -> None:
         """Refuse a plain parameter that has replaced a weight kept in FP8."""
         for name in self.fp8_weights:
-            weight = self._parameters.get(name)
-            if isinstance(weight, torch.nn.Parameter) and not isinstance(weight, Float8Tensor):
+            weight: Any = self._parameters.get(name)
+            replaced = weight is None or isinstance(weight, torch.nn.Parameter)
+            weight = getattr(self, name) if weight is None else weight
+            if replaced and not isinstance(weight, Float8Tensor):
                 raise RuntimeError(
-                    f"{type(self).__name__}: {name} is a plain {weight.dtype} parameter in a layer that was made in "
-                    f"quantized_model_init; a weight in FP8 is accepted. What replaced it (FSDP2's fully_shard, an "
+                    f"{type(self).__name__}: {name} is a plain {weight.dtype} tensor in a layer that was made in "
+                    f"quantized_model_init; a weight in FP8 is accepted. What replaced it (FSDP, a parametrization, an "
                     f"assignment) needs a layer that was made outside of quantized_model_init."
                 )
 

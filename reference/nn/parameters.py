@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
+from reference.transforms import Unscripted
 
 
-class DeviceDefault:
+class DeviceDefault(Unscripted):
     """The device of a layer's parameters when its constructor gets none; `optimized` overrides it."""
 
     default_device = "cpu"
@@ -26,6 +27,18 @@ class DeviceDefault:
             device = torch.get_default_device()
             device = cls.default_device if device.type == "cpu" else device
         return torch.device(device)
+
+
+def parameter_device(layer: Any) -> torch.device | None:
+    """The device of a layer's parameters, wherever they are.
+
+    FSDP with `use_orig_params=False` leaves tensors in their place, views of one parameter of another module;
+    `torch.nn.utils.parametrize` computes them from parameters of a module below.
+    """
+    parametrized = layer._modules.get("parametrizations")
+    below = () if parametrized is None else parametrized.parameters()
+    attributes = (t for t in vars(layer).values() if isinstance(t, torch.Tensor) and t.numel())
+    return next((t.device for t in (*layer._parameters.values(), *attributes, *below) if t is not None), None)
 
 
 Split = Sequence[str] | Mapping[str, int] | None

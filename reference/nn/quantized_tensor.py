@@ -7,7 +7,7 @@ Source: Transformer Engine's `pytorch/quantized_tensor.py`.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ from reference import not_offered
 aten = torch.ops.aten
 _SHARED = (aten.detach.default, aten.alias.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
+_PARTS = (
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.as_strided.default,
+)
 
 
 @not_offered.without_methods
@@ -69,6 +77,10 @@ class QuantizedTensor(torch.Tensor):
         """The same memory in another shape, if it can be had."""
         return None
 
+    def _parts(self, make: Callable[[torch.Tensor], Any]) -> Any:
+        """Parts of the same memory, as `make` cuts them out of a plain tensor, if they can be had."""
+        return None
+
     def _copied(self, device: torch.device) -> "QuantizedTensor | None":
         """A copy of the same kind, if there is one."""
         return None
@@ -76,6 +88,8 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _composite(func):  # elsewhere autograd has decomposed it
+            return func.decompose(*args, **kwargs)
         x: Any = args[0] if args else None
         found = None
         if func in _SHARED:
@@ -90,10 +104,29 @@ class QuantizedTensor(torch.Tensor):
             found = x._copied(kwargs.get("device") or x.device)
         elif func is aten.view.default and isinstance(x, QuantizedTensor):
             found = x._reshaped(torch.empty(x.shape, dtype=torch.uint8, device="meta").view(args[1]).shape)
+        elif func in _PARTS and isinstance(x, QuantizedTensor):
+            found = x._parts(lambda whole: func(whole, *args[1:], **kwargs))
         return _dispatch_plain(func, args, kwargs) if found is None else found
 
+    def _set_values(self, values: torch.Tensor) -> None:
+        """What `data = values` does."""
+        if values.shape == self.shape:
+            write([(self, values)])
+        else:
+            self._replace(values)
+
+    def _replace(self, values: torch.Tensor) -> None:
+        """Take values of another shape."""
+        raise NotImplementedError
+
     # `weight.data = values` writes plain values; torch itself accepts another tensor of the same class only.
-    data = property(lambda self: self.detach(), lambda self, values: write([(self, values)]))  # type: ignore
+    data = property(lambda self: self.detach(), _set_values)  # type: ignore
+
+
+def _composite(func: Any) -> bool:
+    """Whether an op consists of others."""
+    found: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return found
 
 
 class _Dequantize(torch.autograd.Function):
@@ -137,6 +170,23 @@ def _dispatch_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: owners.get(id(x), x), out)
 
 
+def wrapper(
+    cls: Any,
+    of: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+) -> Any:
+    """A tensor of class `cls` without memory; in inference mode it is what a view of `of` is."""
+    if torch.is_inference_mode_enabled() and not of.is_inference():
+        with torch.inference_mode(False):
+            return wrapper(cls, of, shape, dtype, device, strides)
+    made = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)  # type: ignore
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
 class View(QuantizedTensor):
     """A view of a part of a quantized tensor, or of such a view; `make` computes it from the source's numbers."""
 
@@ -147,10 +197,7 @@ class View(QuantizedTensor):
     def __new__(
         cls: Any, like: torch.Tensor, source: QuantizedTensor, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> "View":
-        self: View = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(self)
+        self: View = wrapper(cls, source, like.shape, like.dtype, like.device, like.stride())
         self._source, self._make = source, make
         return self
 
@@ -163,6 +210,12 @@ class View(QuantizedTensor):
             whole = view._source.numbers()
             view._make(whole).copy_(values)
             view._source.quantize_(whole)
+
+    def _replace(self, values: torch.Tensor) -> None:
+        raise ValueError(
+            f"{type(self).__name__}: data has shape {list(values.shape)}; that of the view, {list(self.shape)}, is "
+            f"accepted."
+        )
 
     def _shared(self) -> "View":
         return View(self, self._source, self._make)

@@ -137,6 +137,9 @@ def define(outputs: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable
         @functools.wraps(function)
         def definition(*args: Any) -> Any:
             check_denormals()
+            if torch.is_autocast_enabled("cpu"):  # which would choose dtypes for what the definition consists of
+                with torch.autocast("cpu", enabled=False):
+                    return function(*args)
             return function(*args)
 
         LIBRARY.impl(name, definition, "CPU")

@@ -42,6 +42,8 @@ def by_layer(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"by_layer: model={model!r}; a torch.nn.Module is accepted.")
+    if not isinstance(choices, Mapping):
+        raise TypeError(f"by_layer: choices={choices!r}; a dictionary of names or modules is accepted.")
     named = layers_of(model)
     layers = named | {name: one for name, one in model.named_modules() if hasattr(one, "attends_in_fp8")}
     decided: dict[str, Recipe | str | None] = {}

@@ -11,6 +11,7 @@ from reference.nn.context import BlockContext, Saved
 from reference.ops.activation import Clamp, is_gated
 from reference.ops.library import twin
 from reference.quantized import as_dtype, rows_of
+from reference.transforms import Unscripted
 
 
 class Plan(NamedTuple):
@@ -32,7 +33,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     return (twin.activation_backward(grad.contiguous(), saved[0], plan.kind),)
 
 
-class _Activation(torch.nn.Module):
+class _Activation(Unscripted, torch.nn.Module):
     """`twin::activation` of one kind; a gated kind activates the first half of the last dimension.
 
     Args:

@@ -14,6 +14,14 @@ from reference.ops.norm import MAX_HIDDEN
 from reference.quantized import as_dtype
 
 
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in the dtype of an operation's parameter, which its result has, too; x itself under torch.autocast."""
+    side = x.device.type
+    if x.dtype == dtype or (side != "meta" and torch.is_autocast_enabled(side)):
+        return x
+    return x.to(dtype)
+
+
 class Identity(torch.nn.Module):
     """x itself."""
 
@@ -58,14 +66,32 @@ class ConstantScale(torch.nn.Module):
         return f"{self.scale}"
 
 
+class _AddInPlace(torch.autograd.Function):
+    """extra + x in the memory of extra, a leaf or not; the gradient passes to both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        return extra.detach().add_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, grad
+
+
 class AddExtraInput(torch.nn.Module):
-    """x plus another input, of x's shape and dtype; `in_place`: only False is offered."""
+    """x plus another input, of x's shape and dtype.
+
+    Args:
+        in_place: the sum is written to the other input, and the result shares its memory. A backward that still needs
+            what was there raises an error.
+    """
 
     num_extra_inputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
         check_arguments("ops.AddExtraInput", locals())
         super().__init__()
+        self.in_place = in_place
 
     def forward(self, input: torch.Tensor, extra_input: torch.Tensor) -> torch.Tensor:
         for name, x in (("input", input), ("extra_input", extra_input)):
@@ -75,17 +101,25 @@ class AddExtraInput(torch.nn.Module):
                 f"ops.AddExtraInput: extra_input is {extra_input.dtype} {list(extra_input.shape)}; that of the input, "
                 f"{input.dtype} {list(input.shape)}, is accepted."
             )
+        if self.in_place:
+            return _AddInPlace.apply(input, extra_input)  # type: ignore[no-any-return, no-untyped-call]
         return extra_input + input
 
 
 class MakeExtraOutput(torch.nn.Module):
-    """x, and x as an extra output; `in_place`: only False is offered."""
+    """x, and x as an extra output.
+
+    Args:
+        in_place: accepted without effect: Transformer Engine adds the gradients in the memory of the extra output's,
+            autograd where it likes. The sum is the same.
+    """
 
     num_extra_outputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
         check_arguments("ops.MakeExtraOutput", locals())
         super().__init__()
+        self.in_place = in_place
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return input, input
@@ -122,7 +156,7 @@ class Bias(DeviceDefault, torch.nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         check_input(self, input, self.bias.shape[0], "input")
-        dtype = activation_dtype(input)
+        dtype = activation_dtype(in_dtype(input, torch.promote_types(input.dtype, self.bias.dtype)))
         return bias_dropout_add(as_dtype(input, dtype), as_dtype(self.bias, dtype), None, 0.0, None)
 
     def extra_repr(self) -> str:
@@ -164,6 +198,11 @@ class LayerNorm(layernorm.LayerNorm):
     ) -> None:
         super().__init__(**_norm_arguments(locals()))
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm of x, in the dtype of the weight (or torch.autocast's)."""
+        check_tensor("ops.LayerNorm", "input", input)
+        return super().forward(in_dtype(input, self.weight.dtype))
+
 
 class RMSNorm(layernorm.RMSNorm):
     """`te.RMSNorm` with the arguments of Transformer Engine's operation."""
@@ -179,6 +218,11 @@ class RMSNorm(layernorm.RMSNorm):
         sm_margin: int = 0,
     ) -> None:
         super().__init__(**_norm_arguments(locals()))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm of x, in the dtype of the weight (or torch.autocast's)."""
+        check_tensor("ops.RMSNorm", "input", input)
+        return super().forward(in_dtype(input, self.weight.dtype))
 
 
 class L2Normalization(layernorm.L2Normalization):

@@ -10,6 +10,8 @@ from reference import philox
 from reference.arguments import check_arguments
 from reference.dtensor import distributed
 from reference.nn import linear, transformer_engine_state
+from reference.nn.checks import check_tensor
+from reference.nn.operations.basic import in_dtype
 
 
 @torch.no_grad()
@@ -37,8 +39,10 @@ class _Linear(linear.Linear):
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """`[..., in_features]` → `[..., out_features]`."""
-        return super().forward(input)  # type: ignore[return-value]
+        """`[..., in_features]` → `[..., out_features]`, in the dtype of the weight (or torch.autocast's)."""
+        check_tensor(f"ops.{type(self).__name__}", "input", input)
+        weight: Any = self.weight
+        return super().forward(in_dtype(input, weight.dtype))  # type: ignore[return-value]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if transformer_engine_state.is_writing():

@@ -12,7 +12,8 @@ from reference.nn import transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_tensor
 from reference.nn.context import ModuleContext, Saved
-from reference.nn.float8_tensor import dequantized
+from reference.nn.float8_quantizer import KINDS
+from reference.nn.float8_tensor import Float8Tensor, dequantized
 from reference.nn.module import TransformerEngineBaseModule
 from reference.quantized import Quantized, as_dtype, rows_of
 
@@ -26,15 +27,21 @@ class Plan(NamedTuple):
     kind: Hashable
 
 
-def _read(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    return x.codes if x.scales is None else dequantized(x.codes, x.scales, dtype)
+def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """x as a Float8Tensor; outside of FP8, and where a compiler or a dispatch mode looks on, as its numbers."""
+    if x.scales is None:
+        return x.codes
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return dequantized(x.codes, x.scales, dtype)
+    kind = KINDS[x.codes.dtype]
+    return Float8Tensor(x.codes.shape, dtype, data=x.codes, fp8_scale_inv=x.scales, fp8_dtype=kind)
 
 
 def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
     """y `[rows, n]` of x `[rows, n]`."""
     if not plan.ways[0]:
         return as_dtype(x, plan.dtype).clone(), ()
-    return _read(context.gemms[0].input.quantize(x, transpose=False), plan.dtype), ()
+    return _tensor(context.gemms[0].input.quantize(x, transpose=False), plan.dtype), ()
 
 
 def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Saved:
@@ -42,14 +49,14 @@ def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tenso
     if not plan.ways[1]:
         return (grad,)
     g, _ = context.gemms[0].grad.grad(grad.contiguous(), transpose=False, dbias=False)
-    return (_read(g, plan.dtype),)
+    return (_tensor(g, plan.dtype),)
 
 
 class Quantize(TransformerEngineBaseModule):
     """Inside `te.autocast` x, or its gradient, as FP8 holds it; outside x itself.
 
     The scale is this module's own, by the recipe: of an input forward (E4M3), of a gradient backward. The result is a
-    plain tensor of T, where Transformer Engine's holds the codes: a linear after it casts once more.
+    `Float8Tensor` of T (in torch.compile its numbers as a plain tensor); a linear after it reads it, and casts.
 
     Args:
         forward: quantize x.
@@ -57,6 +64,7 @@ class Quantize(TransformerEngineBaseModule):
     """
 
     keeps_scales = True
+    replays = False  # what it gives are no plain tensors
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         check_arguments("ops.Quantize", locals())

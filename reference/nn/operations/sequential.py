@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from reference import transforms
 from reference.arguments import check_arguments
 
 
@@ -43,6 +44,7 @@ class Sequential(torch.nn.Sequential):
         if op_kwargs is not None:
             check_arguments("ops.Sequential.forward", {"op_kwargs": op_kwargs})
         if len(extra_inputs) != self.num_extra_inputs:
+            transforms.refuse("ops.Sequential", *extra_inputs)  # torch.onnx.export gives None for `op_kwargs`
             raise ValueError(
                 f"ops.Sequential: {len(extra_inputs)} extra_inputs; {self.num_extra_inputs}, as many as its operations "
                 f"take, is accepted."
