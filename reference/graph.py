@@ -2,19 +2,20 @@
 
 Kernels read scales, amax histories and random states and change them in place, so a replay does so as well. The host's
 part stays outside the graphs: autocast's updates of the scales, and dropout's seeds, which are drawn before each
-replay. Warm-up and capture change no state. A layer that runs twice in one graph takes its second mask from the first
-one's seed. With `cache_quantized_params` the casts of the weights stay outside, too: a graph reads FP8 copies, which a
-call with `is_first_microbatch=True` makes anew where they lie.
+replay (`reference.capture`). Warm-up and capture change no state. With `cache_quantized_params` the casts of the
+weights stay outside, too: a graph reads FP8 copies, which a call with `is_first_microbatch=True` makes anew where they
+lie.
 """
 
 import gc
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from reference import scaling
+from reference import capture, scaling
 from reference.arguments import check_arguments
 from reference.autocast import AutocastState, autocast, current, restored
 from reference.nn.dropout import Generator
@@ -176,7 +177,6 @@ class _Graphed:
             )
         self.original: Callable[..., Any] = module.forward
         self.training = module.training
-        self.drawing: list[Generator] = []  # in the order of their draws
         self.layers = [
             one
             for one in module.modules()
@@ -253,11 +253,9 @@ class _Graphed:
     def _captured(self, *args: torch.Tensor) -> Any:
         count = len(args) - len(self.tensors)
         tensors = dict(zip(self.tensors, args[count:], strict=True))
-        thread = here()
-        with restored(self.settings), undrawn():
-            out = self.original(*args[:count], **tensors, **self.constants)
-            self.drawing = list(dict.fromkeys(thread.undrawn or ()))
-        return out
+        warming = capture.present() is None
+        with restored(self.settings), undrawn() if warming else nullcontext():
+            return self.original(*args[:count], **tensors, **self.constants)
 
     def install(self, clone_gradients: bool) -> None:
         """Replace the module's forward by the replay."""
@@ -288,8 +286,6 @@ class _Graphed:
         if state.enabled or state.calibrating:
             for layer in self.layers:
                 scaling.join(layer, state.recipe, state.group)
-        for generator in self.drawing:
-            generator.draw(generator.state.device)
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last and updates the gradients' scales.
