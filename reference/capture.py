@@ -90,6 +90,7 @@ def _draw(steps: list[Any], out: torch.Tensor) -> torch.Tensor:
 
 
 _open: list[Draws] = []  # of captures that have begun and not ended
+_lists: list[list[Any]] = []  # those of `begun`
 
 
 def capturing(device: torch.device | None = None) -> bool:
@@ -105,6 +106,17 @@ def present() -> Draws | None:
     return (own or _open)[-1]  # autograd's threads have none of their own
 
 
+@contextlib.contextmanager
+def begun() -> Iterator[list[Any]]:
+    """A list of the graphs whose capture begins inside."""
+    found: list[Any] = []
+    _lists.append(found)
+    try:
+        yield found
+    finally:
+        _lists[:] = [one for one in _lists if one is not found]
+
+
 def follow(graph: Any) -> None:
     """Let the graphs of a class with the methods of `torch.cuda.CUDAGraph` draw at their replays."""
     begin, end, replay, reset = graph.capture_begin, graph.capture_end, graph.replay, graph.reset
@@ -114,6 +126,8 @@ def follow(graph: Any) -> None:
         begin(self, *args, **kwargs)
         self.twin_draws = Draws()
         _open.append(self.twin_draws)
+        for found in _lists:
+            found.append(self)
 
     @functools.wraps(end)
     def capture_end(self: Any) -> None:

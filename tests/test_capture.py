@@ -337,7 +337,7 @@ def test_many_seeds_are_the_seeds_drawn_one_by_one() -> None:
 def test_a_failed_or_reset_capture_leaves_nothing() -> None:
     layer = te.ops.Dropout(0.5)
     graph = FakeGraph()
-    with pytest.raises(ZeroDivisionError), faked(graph):
+    with contextlib.suppress(ZeroDivisionError), faked(graph):
         layer(torch.ones(4, 8))
         raise ZeroDivisionError
     assert capture.present() is None
