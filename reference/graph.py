@@ -2,9 +2,8 @@
 
 Kernels read scales, amax histories and random states and change them in place, so a replay does so as well. The host's
 part stays outside the graphs: autocast's updates of the scales, and dropout's seeds, which are drawn before each
-replay (`reference.capture`). Warm-up and capture change no state. With `cache_quantized_params` the casts of the
-weights stay outside, too: a graph reads FP8 copies, which a call with `is_first_microbatch=True` makes anew where they
-lie.
+replay (`reference.capture`). Warm-up and capture change no state. With `cache_quantized_params` weights are cast
+outside, too: a graph reads FP8 copies, which a call with `is_first_microbatch=True` makes anew where they lie.
 """
 
 import gc
@@ -110,8 +109,7 @@ def make_graphed_callables(
         raise ValueError(
             "make_graphed_callables: _reuse_graph_input_output_buffers=True without _order; False is accepted."
         )
-    one = not isinstance(modules, tuple)
-    count = 1 if one else len(modules)
+    count = len(modules) if isinstance(modules, tuple) else 1
     flags = given["enabled"] if isinstance(given["enabled"], tuple) else (given["enabled"],) * count
     if len(flags) != count:
         raise ValueError(
@@ -128,7 +126,7 @@ def make_graphed_callables(
         say_once("graph", "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are")
         for target in targets:
             target.reset = _nothing
-        return targets[0] if one else targets
+        return targets if isinstance(modules, tuple) else targets[0]
     shared = (bool(given["calibrating"]), settings.recipe, given["amax_reduction_group"])
     graphs = [
         _Graphed(module, keywords, AutocastState(bool(flag), *shared), bool(given["cache_quantized_params"]))
@@ -157,7 +155,7 @@ def make_graphed_callables(
     for graph in graphs:
         graph.install(in_module=_order is None)
     found = targets if _order is None else tuple(graphs)
-    return found[0] if one else found
+    return found if isinstance(modules, tuple) else found[0]
 
 
 def _capture(graphs: "list[_Graphed]", args: Any, **options: Any) -> None:
@@ -179,10 +177,7 @@ def _capture(graphs: "list[_Graphed]", args: Any, **options: Any) -> None:
         graph.graphs.append(captured)
     for graph in graphs:
         graph.replay = graph.module.forward
-        if graph.own_forward:
-            graph.module.forward = graph.original  # type: ignore[method-assign]
-        else:
-            del graph.module.forward
+        graph.put_back()
 
 
 def _nothing() -> None:
@@ -328,7 +323,7 @@ class _Graphed:
         for layer, membership, copies in zip(self.layers, self.memberships, self.eager_copies, strict=True):
             layer._membership, layer._fp8_workspaces = membership, dict(copies)
         if in_module:
-            self.module.forward = self  # type: ignore[method-assign]
+            self.module.forward = self.forward  # type: ignore[method-assign]
             self.module.reset = self.reset  # type: ignore[assignment]
 
     def reset(self) -> None:
@@ -336,8 +331,21 @@ class _Graphed:
         for graph in self.graphs:
             graph.reset()
         self.graphs, self.replay = [], None
+        if vars(self.module).get("forward") == self.forward:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Give the module the forward that it had."""
+        if self.own_forward:
+            self.module.forward = self.original  # type: ignore[method-assign]
+        else:
+            del self.module.forward
 
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
+        """A pass of a schedule."""
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """The module's forward after the capture."""
         if self.module.training != self.training or self.replay is None:
             return self.original(*args, **kwargs)

@@ -297,10 +297,11 @@ def test_reset_frees_the_graphs_and_the_module_runs_without_them() -> None:
     layers, x = chain(optimized), torch.randn(4, 2, HIDDEN, device="cuda", dtype=BF16, requires_grad=True)
     eager = copy.deepcopy(layers)
     te.make_graphed_callables(layers, ((x,), (x,)))
-    graphs = [one for layer in layers for one in layer.forward.graphs]
+    graphs = [one for layer in layers for one in layer.forward.__self__.graphs]
     assert len(graphs) == 4
     for layer in layers:
         layer.reset()
+        assert "forward" not in vars(layer)
     for one in graphs:
         with pytest.raises(RuntimeError, match="replay"):
             one.replay()
@@ -309,6 +310,16 @@ def test_reset_frees_the_graphs_and_the_module_runs_without_them() -> None:
         y = layer(x)
         torch.manual_seed(1)
         assert_same_bits(y, other(x))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_module_whose_graph_was_reset_is_as_before() -> None:
+    layer, x = te.Linear(HIDDEN, 16), torch.randn(4, HIDDEN)
+    te.make_graphed_callables(layer, [x])
+    assert "forward" in vars(layer)
+    layer.reset()
+    assert "forward" not in vars(layer)
+    assert torch.equal(layer(x), copy.deepcopy(layer)(x))
 
 
 @pytest.mark.gpu
