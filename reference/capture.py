@@ -1,7 +1,7 @@
 """Dropout's seeds in CUDA graphs: eager steps, captures and replays read one stream, torch's CPU generator.
 
     eager       Generator.draw: seed from the CPU generator;     a launch:              state = (seed, 0)
-    capture     Generator.draw: a slot in the graph's memory;    a launch, captured:    state = (slot, 0)
+    capture     Generator.draw: a slot beside the graph;         a launch, captured:    state = (slot, 0)
     replay      all slots' seeds, in the order of the capture;   one copy, the graph
 
 A capture takes nothing from the stream, and each replay takes what the captured step would take in eager mode at that
@@ -34,7 +34,7 @@ class Draws:
 
     Attributes:
         steps: in the order of the capture, a number of draws, or a fork and the steps inside of it.
-        blocks: int64 [BLOCK] each, in the graph's memory; a slot for each draw.
+        blocks: int64 [BLOCK] each; a slot for each draw.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,11 @@ class Draws:
         """int64 []: where each replay puts this draw's seed."""
         position = self.count % BLOCK
         if position == 0:
-            with torch.inference_mode(False):  # tensors of inference mode cannot be written outside of it
+            # Not from the graph's own memory: what runs before this draw may use the same place there, and so overwrite
+            # the seeds of a replay. Another stream's memory is not the graph's.
+            outside = torch.cuda.default_stream(device) if device.type == "cuda" else None
+            # Tensors of inference mode cannot be written outside of it.
+            with torch.inference_mode(False), torch.cuda.stream(outside):
                 self.blocks.append(torch.empty(BLOCK, dtype=torch.int64, device=device))
         steps = self._innermost
         steps.append(steps.pop() + 1 if steps and isinstance(steps[-1], int) else 1)
@@ -74,6 +78,8 @@ class Draws:
         with torch.no_grad():
             for block, row in zip(self.blocks, seeds, strict=True):
                 block.copy_(row, non_blocking=True)
+                if pinned:  # nobody may have its memory before the replay has read it
+                    block.record_stream(torch.cuda.current_stream(block.device))
 
 
 def _draw(steps: list[Any], out: torch.Tensor) -> torch.Tensor:
