@@ -35,7 +35,7 @@ MASK_TYPES = {
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "symmetric_ar_type bottom_right_diagonal enc_dec_bottom_right_diagonal"),
     ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors"),
-    ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
+    ((None,), "thd_attention_policies"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
     ((None,), "make_graphed_callables.capture_time_hooks"),
     ((None,), "get_cpu_offload_context.offload_stream"),
@@ -45,7 +45,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad"),
     ((False,), "_graph amsgrad"),
     ((False,), "distribute_saved_activations make_graphed_callables.retain_graph_in_backward"),
-    ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
@@ -200,7 +199,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_FLAGS, "make_graphed_callables.enabled make_graphed_callables.fp8_enabled"),
     (_FLAG_OR_NONE, "make_graphed_callables.calibrating make_graphed_callables.fp8_calibrating"),
     (_FLAG_OR_NONE, "make_graphed_callables.cache_quantized_params make_graphed_callables.fp8_weight_caching"),
-    (_FLAG, "allow_unused_input clone_param_grads_on_return"),
+    (_FLAG, "allow_unused_input clone_param_grads_on_return _reuse_graph_input_output_buffers"),
     (_ints(0), "num_warmup_iters"),
     (_SIZE, "max_batch_size max_sequence_length num_heads_kv"),
     (_or_none(_SIZE), "max_ctx_len"),

@@ -2,27 +2,28 @@
 
 Kernels read scales, amax histories and random states and change them in place, so a replay does so as well. The host's
 part stays outside the graphs: autocast's updates of the scales, and dropout's seeds, which are drawn before each
-replay. Warm-up and capture change no state. A layer that runs twice in one graph takes its second mask from the first
-one's seed. With `cache_quantized_params` the casts of the weights stay outside, too: a graph reads FP8 copies, which a
-call with `is_first_microbatch=True` makes anew where they lie.
+replay (`reference.capture`). Warm-up and capture change no state. With `cache_quantized_params` weights are cast
+outside, too: a graph reads FP8 copies, which a call with `is_first_microbatch=True` makes anew where they lie.
 """
 
 import gc
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from reference import scaling
+from reference import capture, scaling
 from reference.arguments import check_arguments
 from reference.autocast import AutocastState, autocast, current, restored
 from reference.nn.dropout import Generator
 from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.module import TransformerEngineBaseModule
 from reference.notice import say_once
+from reference.pipeline_order import modules_of_passes
 from reference.quantized import Quantized
-from reference.random import undrawn
+from reference.random import fork, undrawn
 from reference.recipe import DelayedScaling
 from reference.threads import here
 
@@ -71,7 +72,8 @@ def make_graphed_callables(
 
     Args:
         modules: a layer, or a tuple or list of layers in the order in which they run; the result is a tuple, too.
-        sample_args: a tuple of tensors, or one for each module; shapes, dtypes and requires_grad as in later calls.
+        sample_args: a tuple or list of tensors, or one for each module; shapes, dtypes and requires_grad as in later
+            calls.
         num_warmup_iters: runs before the capture.
         allow_unused_input: accept inputs that get no gradient.
         sample_kwargs: keyword arguments, or one dict for each module. Tensors may change from call to call; other
@@ -79,12 +81,20 @@ def make_graphed_callables(
         enabled, calibrating, recipe, amax_reduction_group: as in `autocast`; `enabled` may be a tuple, one for each
             module.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: their older names.
-        pool: memory pool of another graph to share.
+        pool: memory pool of another graph to share; with `_order` each pass has its own.
         clone_param_grads_on_return: copy the parameters' gradients out of the graph's memory, which the next backward
             overwrites.
         cache_quantized_params: keep FP8 copies of the weights. Each call then needs `is_first_microbatch`: True casts
             them, False takes the copies as they are. The modules themselves need not accept it.
-        _order and the rest: only "off" is offered.
+        _order, _num_layers_per_chunk: a pipeline's schedule, in which a module has several forwards open at a time
+            (`reference.pipeline_order`). Each pass is a graph and an entry of `sample_args`; the result is a callable
+            for each pass, and the modules stay as they are.
+        _reuse_graph_input_output_buffers: accepted with `_order`, without effect: passes share no memory.
+        retain_graph_in_backward and the rest: only "off" is offered.
+
+    Returns:
+        The module or modules, or the passes of `_order`. Each has `reset()`, which frees its graphs; it then runs
+            without them.
 
     Source: Transformer Engine's `pytorch/graph.py`.
     """
@@ -95,54 +105,100 @@ def make_graphed_callables(
         if given[name] is not None and given[older] is not None:
             raise ValueError(f"make_graphed_callables: {name} and {older}, its older name, are given; one is accepted.")
         given[name] = given[older] if given[name] is None else given[name]
-    targets, args, kwargs = _one_each(modules, sample_args, sample_kwargs)
-    flags = given["enabled"] if isinstance(given["enabled"], tuple) else (given["enabled"],) * len(targets)
-    if len(flags) != len(targets):
+    if _reuse_graph_input_output_buffers and _order is None:
         raise ValueError(
-            f"make_graphed_callables: enabled has {len(flags)} entries for {len(targets)} modules; one flag or as many "
-            f"as modules are accepted."
+            "make_graphed_callables: _reuse_graph_input_output_buffers=True without _order; False is accepted."
         )
+    count = len(modules) if isinstance(modules, tuple) else 1
+    flags = given["enabled"] if isinstance(given["enabled"], tuple) else (given["enabled"],) * count
+    if len(flags) != count:
+        raise ValueError(
+            f"make_graphed_callables: enabled has {len(flags)} entries for {count} modules; one flag or as many as "
+            f"modules are accepted."
+        )
+    targets, args, kwargs = _one_each(modules, sample_args, sample_kwargs, ordered=_order is not None)
+    if _order is not None:
+        passes = modules_of_passes(_order, _num_layers_per_chunk, count, len(args))
+        targets, flags = tuple(targets[i] for i in passes), tuple(flags[i] for i in passes)
     # An autocast checks them.
     settings = autocast(recipe=given["recipe"], amax_reduction_group=given["amax_reduction_group"]).settings
     if _nothing_to_capture(args):
         say_once("graph", "make_graphed_callables: on a CPU there is nothing to capture; the modules run as they are")
-        return modules
+        for target in targets:
+            target.reset = _nothing
+        return targets if isinstance(modules, tuple) else targets[0]
     shared = (bool(given["calibrating"]), settings.recipe, given["amax_reduction_group"])
     graphs = [
         _Graphed(module, keywords, AutocastState(bool(flag), *shared), bool(given["cache_quantized_params"]))
         for module, keywords, flag in zip(targets, kwargs, flags, strict=True)
     ]
+    if _order is not None:
+        for graph in graphs:  # the passes of a module read one copy of its weights
+            graph.copies = next(other.copies for other in graphs if other.module is graph.module)
     kept = [tensor for graph in graphs for tensor in graph.state()]
     before = [tensor.clone() for tensor in kept]
     gc.collect()  # destroying an older graph, which is garbage, would end a capture
-    with warnings.catch_warnings():
-        # torch itself keeps the last warm-up's outputs, of another stream, alive during the capture.
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-        torch.cuda.make_graphed_callables(
-            targets,
-            tuple((*tensors, *graph.tensors.values()) for tensors, graph in zip(args, graphs, strict=True)),
-            num_warmup_iters=num_warmup_iters,
-            allow_unused_input=allow_unused_input,
-            pool=pool,
-        )
+    options = {"num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
+    with fork():  # warm-up draws from torch's generators what its own ops in the modules need
+        if _order is None:
+            _capture(graphs, args, pool=pool, **options)
+        else:
+            for graph, tensors in zip(graphs, args, strict=True):
+                _capture([graph], [tensors], **options)
     with torch.no_grad():
         for tensor, value in zip(kept, before, strict=True):
             tensor.copy_(value)
+    if clone_param_grads_on_return:
+        hooked = dict.fromkeys(parameter for target in targets for parameter in target.parameters())
+        for parameter in (one for one in hooked if one.requires_grad):
+            parameter.register_hook(torch.clone)
     for graph in graphs:
-        graph.install(clone_param_grads_on_return)
-    return modules
+        graph.install(in_module=_order is None)
+    found = targets if _order is None else tuple(graphs)
+    return found if isinstance(modules, tuple) else found[0]
 
 
-def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple[Any, ...], ...]:
-    """Modules, their sample tensors and their sample keywords, as tuples of one length."""
+def _capture(graphs: "list[_Graphed]", args: Any, **options: Any) -> None:
+    """Capture one graph, or several that run one after the other and share memory."""
+    for graph in graphs:
+        graph.module.forward = graph.captured  # type: ignore[method-assign]
+        graph.has_backward = False
+    with warnings.catch_warnings(), capture.begun() as found:
+        # torch itself keeps the last warm-up's outputs, of another stream, alive during the capture.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        torch.cuda.make_graphed_callables(
+            tuple(graph.module for graph in graphs),
+            tuple((*tensors, *graph.tensors.values()) for tensors, graph in zip(args, graphs, strict=True)),
+            **options,
+        )
+    # Forwards come first, and then, the last one first, the backwards of those that have one.
+    backwards = [graph for graph in reversed(graphs) if graph.has_backward]
+    for graph, captured in zip((*graphs, *backwards), found, strict=False):
+        graph.graphs.append(captured)
+    for graph in graphs:
+        graph.replay = graph.module.forward
+        graph.put_back()
+
+
+def _nothing() -> None:
+    """`reset` of a module that has no graph."""
+
+
+def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any, ordered: bool) -> tuple[tuple[Any, ...], ...]:
+    """Modules, their sample tensors and their sample keywords, as tuples; of one length, unless `ordered`."""
     if not isinstance(modules, tuple):
         modules, sample_args, sample_kwargs = (modules,), (sample_args,), (sample_kwargs,)
-    kwargs = ({},) * len(modules) if sample_kwargs is None else tuple(keywords or {} for keywords in sample_kwargs)
+    if not isinstance(sample_args, (tuple, list)):
+        raise TypeError(
+            f"make_graphed_callables: sample_args={sample_args!r}; a tuple of tensors for each is accepted."
+        )
+    count = len(sample_args) if ordered else len(modules)
+    kwargs = ({},) * count if sample_kwargs is None else tuple(keywords or {} for keywords in sample_kwargs)
     for name, given in (("sample_args", sample_args), ("sample_kwargs", kwargs)):
-        if len(given) != len(modules):
+        if len(given) != count:
             raise ValueError(
-                f"make_graphed_callables: {name} has {len(given)} entries for {len(modules)} modules; one for each is "
-                f"accepted."
+                f"make_graphed_callables: {name} has {len(given)} entries for {count} "
+                f"{'sample_args' if ordered else 'modules'}; one for each is accepted."
             )
     for module in modules:
         if not isinstance(module, torch.nn.Module):
@@ -150,9 +206,9 @@ def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any) -> tuple[tuple
                 f"make_graphed_callables: modules={module!r}; a module, or a tuple or list of them, is accepted."
             )
     for args in sample_args:
-        if not isinstance(args, tuple) or not all(isinstance(arg, torch.Tensor) for arg in args):
+        if not isinstance(args, (tuple, list)) or not all(isinstance(arg, torch.Tensor) for arg in args):
             raise TypeError(f"make_graphed_callables: sample_args={args!r}; a tuple of tensors for each is accepted.")
-    return modules, tuple(sample_args), kwargs
+    return modules, tuple(map(tuple, sample_args)), kwargs
 
 
 def _nothing_to_capture(sample_args: tuple[tuple[torch.Tensor, ...], ...]) -> bool:
@@ -174,9 +230,9 @@ class _Graphed:
                 f"make_graphed_callables: is_first_microbatch={self.constants['is_first_microbatch']!r} is not "
                 f"offered; None is accepted (cache_quantized_params=True takes it in each call)."
             )
+        self.own_forward = "forward" in vars(module)
         self.original: Callable[..., Any] = module.forward
         self.training = module.training
-        self.drawing: list[Generator] = []  # in the order of their draws
         self.layers = [
             one
             for one in module.modules()
@@ -202,7 +258,9 @@ class _Graphed:
                 layer.init_fp8_metadata()
         self.copies: dict[tuple[TransformerEngineBaseModule, str], Quantized] = {}
         self.eager_copies = [dict(layer._fp8_workspaces) for layer in self.layers]
-        module.forward = self.captured  # type: ignore[method-assign]
+        self.has_backward = False
+        self.graphs: list[Any] = []  # of the forward and, if there is one, the backward
+        self.replay: Callable[..., Any] | None = None  # None after `reset`
 
     def _fp8_state(self) -> list[torch.Tensor]:
         metas = [layer.fp8_meta[key] for layer in self.layers for key in scaling.KEYS if key in layer.fp8_meta]
@@ -253,27 +311,43 @@ class _Graphed:
     def _captured(self, *args: torch.Tensor) -> Any:
         count = len(args) - len(self.tensors)
         tensors = dict(zip(self.tensors, args[count:], strict=True))
-        thread = here()
-        with restored(self.settings), undrawn():
+        warming = capture.present() is None
+        with restored(self.settings), undrawn() if warming else nullcontext():
             out = self.original(*args[:count], **tensors, **self.constants)
-            self.drawing = list(dict.fromkeys(thread.undrawn or ()))
+        self.has_backward = any(one.requires_grad for one in torch.utils._pytree.tree_leaves(out))
         return out
 
-    def install(self, clone_gradients: bool) -> None:
-        """Replace the module's forward by the replay."""
+    def install(self, in_module: bool) -> None:
+        """Forget what the capture has left; let the module itself replay, unless the pass is called by itself."""
         self.held = self._fp8_state()
         for layer, membership, copies in zip(self.layers, self.memberships, self.eager_copies, strict=True):
-            layer._membership, layer._fp8_workspaces = membership, copies
-        self.replay = self.module.forward
-        self.module.forward = self.forward  # type: ignore[method-assign]
-        if clone_gradients:
-            for parameter in self.module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(torch.clone)
+            layer._membership, layer._fp8_workspaces = membership, dict(copies)
+        if in_module:
+            self.module.forward = self.forward  # type: ignore[method-assign]
+            self.module.reset = self.reset  # type: ignore[assignment]
+
+    def reset(self) -> None:
+        """Free the graphs and their memory; calls then run the module without them."""
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs, self.replay = [], None
+        if vars(self.module).get("forward") == self.forward:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Give the module the forward that it had."""
+        if self.own_forward:
+            self.module.forward = self.original  # type: ignore[method-assign]
+        else:
+            del self.module.forward
+
+    def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
+        """A pass of a schedule."""
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """The module's forward after the capture."""
-        if self.module.training != self.training:
+        if self.module.training != self.training or self.replay is None:
             return self.original(*args, **kwargs)
         first_microbatch = kwargs.pop("is_first_microbatch", None) if self.caches else None
         self._check(kwargs)
@@ -288,8 +362,6 @@ class _Graphed:
         if state.enabled or state.calibrating:
             for layer in self.layers:
                 scaling.join(layer, state.recipe, state.group)
-        for generator in self.drawing:
-            generator.draw(generator.state.device)
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last and updates the gradients' scales.

@@ -75,6 +75,11 @@ def draw_seed() -> int:
     return int(seed) if type(seed) is torch.Tensor else 0
 
 
+def draw_seeds(out: torch.Tensor) -> None:
+    """Fill `out`, int64 [n] on the CPU, with what n calls of `draw_seed` would return."""
+    torch.randint(2**63 - 1, out.shape, out=out)
+
+
 def new_state(device: torch.device | str = "cpu") -> torch.Tensor:
     """A generator's state: int64 `[2]`, (seed, offset 0), with a newly drawn seed; without one on the meta device.
 

@@ -6,9 +6,10 @@ TransformerLayer one more for its hidden states), and makes its masks from it by
 `torch.compile`, from `make_graphed_callables`, and in a checkpoint's recomputation. `torch.cuda.manual_seed` alone has
 no effect.
 
-A CUDA graph that you capture yourself replays kernels and no Python, so it draws nothing. Each replay advances the
-offset of the state that was captured, which gives a new mask. Three functions reach the states of captured modules, and
-one context makes eager mode behave like such a graph, so that a CPU reproduces its masks:
+The same holds in a CUDA graph that you capture yourself by PyTorch: a capture draws nothing, and each replay draws what
+the captured step would draw in eager mode (`reference.capture`). A graph that is captured or replayed by other means
+draws nothing; each replay advances the offset of the captured state, which gives a new mask. Three functions reach the
+states of modules, and one context makes eager mode, or what is captured inside, go on from them without a draw:
 
     te.random.seed(7, model)              torch.manual_seed(7), and every state in `model` follows from 7
     saved = te.random.get_state(model)    plain tensors, for a checkpoint: torch's generators and every state in `model`
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from reference import philox
+from reference import capture, philox
 from reference.nn.dropout import Generator
 from reference.threads import here
 
@@ -102,7 +103,15 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
 
 @contextlib.contextmanager
 def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
-    """Run what is inside and then restore every random state."""
+    """Run what is inside and then restore every random state; captured in a CUDA graph, at each replay."""
+    draws, states = capture.present(), [generator.state for generator in _generators(module).values()]
+    if draws is not None:
+        before = [state.clone() for state in states]
+        with draws.forked(fork):
+            yield
+        for state, value in zip(states, before, strict=True):
+            state.copy_(value)
+        return
     saved = get_state(module)
     try:
         yield
@@ -112,9 +121,9 @@ def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """Inside, layers draw no seeds and continue from their present states, as in a CUDA graph."""
+    """Inside, layers draw no seeds and continue from their present states, with a new offset for each mask."""
     thread = here()
-    outer, thread.undrawn = thread.undrawn, []
+    outer, thread.undrawn = thread.undrawn, True
     try:
         yield
     finally:

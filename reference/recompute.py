@@ -38,7 +38,7 @@ class _Frame:
     def __init__(self, tracker: Any = None) -> None:
         self.tracker = tracker
         self.state: AutocastState = current()
-        self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
+        self.draws = not here().undrawn  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
         self.used: dict[Any, int] = defaultdict(int)
         self.run: Any = None  # PyTorch's hook of the last recomputation

@@ -11,10 +11,11 @@ GPU, that of the current CUDA device, from which torch's own ops draw.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
-from reference import recompute
+from reference import capture, recompute
 
 CPU_BYTES = 5056  # of the state of torch's CPU generator
 
@@ -38,7 +39,8 @@ class CudaRNGStatesTracker:
     """Named random states, each of which `fork` makes the present one for a while.
 
     In a checkpoint's recomputation, this package's or PyTorch's with use_reentrant=False, `fork` brings back the state
-    of the first run and leaves the tracker as it is, so masks repeat.
+    of the first run and leaves the tracker as it is, so masks repeat. In a CUDA graph each replay forks for the masks
+    of layers (`reference.capture`); PyTorch's own ops in it draw from PyTorch's CUDA generator.
 
     Source: Transformer Engine's `pytorch/distributed.py`.
     """
@@ -84,6 +86,11 @@ class CudaRNGStatesTracker:
         """Draw from the state `name` inside; afterwards the generators have the state from before."""
         if name not in self.states_:
             raise KeyError(f"CudaRNGStatesTracker.fork: name={name!r}; one of {list(self.states_)} is accepted.")
+        draws = capture.present()
+        if draws is not None:  # the present states are those of the capture, not of a replay
+            with draws.forked(partial(self.fork, name)):
+                yield
+            return
         again, outer = recompute.replaying(), _present()
         _enter(recompute.recalled(self, self.states_[name]))
         try:

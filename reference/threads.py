@@ -27,7 +27,7 @@ class Thread:
         autocasts: `autocast`s, and the settings that a checkpoint or a capture restores.
         inits: `quantized_model_init`s.
         recording, replaying: checkpointed calls in their first run, and in their recomputation.
-        undrawn: None, or the dropout generators that drew no seed, as in a CUDA graph.
+        undrawn: whether dropout draws no seeds (`reference.random.undrawn`).
         first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first one
             updates the gradients' scales.
     """
@@ -39,7 +39,7 @@ class Thread:
         self.inits: list[Any] = []
         self.recording: list[Any] = []
         self.replaying: list[Any] = []
-        self.undrawn: list[Any] | None = None
+        self.undrawn = False
         self.first_module_pending = False
 
 

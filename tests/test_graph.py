@@ -4,13 +4,14 @@ import copy
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from conftest import assert_same_bits
 
 import reference as te
-from reference import graph, scaling
+from reference import capture, graph, scaling
 from reference.nn.dropout import Generator
 
 BF16 = torch.bfloat16
@@ -96,7 +97,7 @@ class Replay(torch.autograd.Function):
         return None, None, *(next(grads) if t.requires_grad else None for t in ctx.inputs)
 
 
-def pretend(modules: Any, samples: Any, num_warmup_iters: int, allow_unused_input: bool, pool: Any) -> None:
+def pretend(modules: Any, samples: Any, num_warmup_iters: int, allow_unused_input: bool, pool: Any = None) -> None:
     """`torch.cuda.make_graphed_callables` with functions in the place of graphs."""
     for module, args in zip(modules, samples, strict=True):
         run = module.forward
@@ -105,7 +106,8 @@ def pretend(modules: Any, samples: Any, num_warmup_iters: int, allow_unused_inpu
         module.zero_grad()
 
         def replay(*args: torch.Tensor, run: Any = run, module: Any = module) -> torch.Tensor:
-            return Replay.apply(run, len(args), *args, *module.parameters())
+            with mock.patch.object(graph.capture, "present", capture.Draws):  # what runs is what a replay repeats
+                return Replay.apply(run, len(args), *args, *module.parameters())
 
         module.forward = replay
 
@@ -280,13 +282,89 @@ def test_a_list_is_a_tuple() -> None:
     assert found == tuple(layers)
 
 
+@pytest.mark.parametrize("_as", [tuple, list])
+def test_samples_are_tuples_or_lists(_as: Callable[..., Any]) -> None:
+    layer, x = te.Linear(16, 16), torch.randn(2, 16)
+    assert te.make_graphed_callables(layer, _as([x])) is layer
+    assert te.make_graphed_callables((layer,), _as([_as([x])])) == (layer,)
+    layer.reset()  # frees nothing on a CPU
+
+
+@pytest.mark.gpu
+def test_reset_frees_the_graphs_and_the_module_runs_without_them() -> None:
+    import optimized
+
+    layers, x = chain(optimized), torch.randn(4, 2, HIDDEN, device="cuda", dtype=BF16, requires_grad=True)
+    eager = copy.deepcopy(layers)
+    te.make_graphed_callables(layers, ((x,), (x,)))
+    graphs = [one for layer in layers for one in layer.forward.__self__.graphs]
+    assert len(graphs) == 4
+    for layer in layers:
+        layer.reset()
+        assert "forward" not in vars(layer)
+    for one in graphs:
+        with pytest.raises(RuntimeError, match="replay"):
+            one.replay()
+    for layer, other in zip(layers, eager, strict=True):
+        torch.manual_seed(1)
+        y = layer(x)
+        torch.manual_seed(1)
+        assert_same_bits(y, other(x))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_module_whose_graph_was_reset_is_as_before() -> None:
+    layer, x = te.Linear(HIDDEN, 16), torch.randn(4, HIDDEN)
+    te.make_graphed_callables(layer, [x])
+    assert "forward" in vars(layer)
+    layer.reset()
+    assert "forward" not in vars(layer)
+    assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+
+
+@pytest.mark.gpu
+def test_a_layer_that_runs_twice_in_one_graph_draws_twice() -> None:
+    import optimized
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = optimized.TransformerLayer(HIDDEN, 64, 2, params_dtype=BF16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(te.checkpoint(self.layer, x))
+            return out
+
+    torch.manual_seed(2)
+    compare((Twice(),), "cuda", True)
+
+
 @pytest.mark.parametrize(
     ("error", "sentence", "arguments"),
     [
         (ValueError, "enabled and fp8_enabled, its older name, are given", {"enabled": True, "fp8_enabled": True}),
         (TypeError, "fp8_weight_caching=1; None, True and False are accepted", {"fp8_weight_caching": 1}),
         (NotImplementedError, "retain_graph_in_backward=True is not offered", {"retain_graph_in_backward": True}),
-        (NotImplementedError, r"_order=\[1, -1\] is not offered; None is accepted", {"_order": [1, -1]}),
+        (ValueError, r"_order=\[1, 1\]; a list of chunks from 1 on", {"_order": [1, 1]}),
+        (ValueError, r"_order=\[-1, 1\]; a list of chunks from 1 on", {"_order": [-1, 1]}),
+        (ValueError, r"_order=\[1, 3, -3, -1\]; a list of chunks from 1 on", {"_order": [1, 3, -3, -1]}),
+        (ValueError, r"_order=\[1, -1, -0.5\]; a list of chunks", {"_order": [1, -1, -0.5]}),
+        (ValueError, r"_order=True; a list of chunks", {"_order": True}),
+        (
+            ValueError,
+            "_num_layers_per_chunk=2 for 1 chunks in _order and 1 modules; None",
+            {"_order": [1, -1], "_num_layers_per_chunk": 2},
+        ),
+        (
+            ValueError,
+            "sample_args has 1 entries for 1 modules and 2 microbatches in _order; 2 are",
+            {"_order": [1, -1] * 2},
+        ),
+        (
+            ValueError,
+            "_reuse_graph_input_output_buffers=True without _order; False",
+            {"_reuse_graph_input_output_buffers": True},
+        ),
         (ValueError, "enabled has 2 entries for 1 modules", {"enabled": (True, False)}),
         (TypeError, "sample_args=1; a tuple of tensors", {"sample_args": 1}),
         (TypeError, "modules=3; a module, or a tuple or list of them", {"modules": 3}),

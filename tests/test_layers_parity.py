@@ -140,19 +140,19 @@ def test_a_layer_replays_as_a_cuda_graph(name: str, same_bits) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y_gpu = step(gpu, device["x"], device["g"])
-    te.random.set_state(te.random.get_state(gpu), layer)
     for i in range(3):
         x, g = numbers(i, shape, torch.bfloat16, 1.0 + i), numbers(9 + i, shape, torch.bfloat16, 0.1)
         layer.zero_grad(set_to_none=True)
         inp = x.clone().requires_grad_()
-        with te.random.undrawn():
-            y = step(layer, inp, g)
+        torch.manual_seed(i)
+        y = step(layer, inp, g)
         with torch.no_grad():
             device["x"].copy_(x)
             device["g"].copy_(g)
             device["x"].grad.zero_()
             for p in gpu.parameters():
                 p.grad.zero_()
+        torch.manual_seed(i)
         graph.replay()
         same_bits(y, y_gpu, f"y, replay {i}")
         same_bits(inp.grad, device["x"].grad, f"dx, replay {i}")
@@ -163,7 +163,7 @@ def test_a_layer_replays_as_a_cuda_graph(name: str, same_bits) -> None:
 
 
 def test_seeds_reach_masks_on_both_devices_in_graphs_and_after_resuming(same_bits) -> None:
-    """torch's CPU generator decides, on a GPU, too; `te.random` reaches the states of a graph of the user's own."""
+    """torch's CPU generator decides, on a GPU and in graphs, too; `te.random` reaches states that draw no seeds."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16)
     gpu = copy.deepcopy(layer).to("cuda")
@@ -181,6 +181,12 @@ def test_seeds_reach_masks_on_both_devices_in_graphs_and_after_resuming(same_bit
     same_bits(expected, graphed(x.cuda()), "make_graphed_callables")
     graph, static = torch.cuda.CUDAGraph(), x.cuda()
     with torch.cuda.graph(graph):
+        y = gpu(static)
+    torch.set_rng_state(saved)
+    graph.replay()
+    same_bits(expected, y, "a graph of the user's own")
+    graph = torch.cuda.CUDAGraph()
+    with te.random.undrawn(), torch.cuda.graph(graph):
         y = gpu(static)
     masks = []
     for seed in (3, 4, 3):

@@ -1,17 +1,14 @@
 """A microbatch's forward and backward as a CUDA graph: the same launches, which the host makes by one call.
 
 A graph holds addresses. It reads its bytes from a buffer, its parameters, scales and random states where they always
-are, and it leaves the gradients in its own memory. It draws nothing: the seeds of its masks are drawn before each
-replay, in the order in which the layers drew them, so the bits are those of a step without a graph.
+are, and it leaves the gradients in its own memory. The seeds of its masks are drawn before each replay
+(`reference.capture`), so the bits are those of a step without a graph.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
-
-from reference.random import undrawn
-from reference.threads import here
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -28,15 +25,11 @@ class Graph:
     def __init__(self, run: Run, windows: torch.Tensor, pool: "torch.cuda._POOL_HANDLE") -> None:
         self.windows = windows.clone()
         self.graph = torch.cuda.CUDAGraph()
-        with undrawn():
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.loss = run(self.windows)
-            self.drawing = list(dict.fromkeys(here().undrawn or ()))
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.loss = run(self.windows)
 
     def __call__(self, windows: torch.Tensor) -> torch.Tensor:
         """The loss of other windows."""
-        for generator in self.drawing:
-            generator.draw(generator.state.device)
         self.windows.copy_(windows)
         self.graph.replay()
         return self.loss.clone()

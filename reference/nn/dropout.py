@@ -4,12 +4,14 @@ y = T( residual + T( dropout( T( x + bias ) ) ) )       T: one rounding to x's d
 y = T( residual + T( m · T( dropout( T( x + bias ) ) ) ) )             with `DropPath`: m is 0 or fp32(1 / (1 − p))
 """
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from reference import philox, recompute
+from reference import capture, philox, recompute
 from reference.compiled import before, order
 from reference.moved import byte_after
 from reference.nn.autograd import differentiable, rounded_gradient, wanted
@@ -26,8 +28,7 @@ class Generator(torch.nn.Module):
     """A layer's random state: int64 `[seed, offset]` on its device; each op with dropout advances the offset.
 
     In each forward of its layer `draw` takes a new seed from torch's default CPU generator, so torch's own seeds and
-    states decide about the masks, the same on every device. A CUDA graph draws nothing while it is replayed: it
-    continues from the present state, with a new mask at each replay (`reference.random`).
+    states decide about the masks, the same on every device. A CUDA graph does so at each replay (`reference.capture`).
 
     Args:
         device: of the state.
@@ -56,7 +57,7 @@ class Generator(torch.nn.Module):
         return self
 
     def draw(self, device: torch.device) -> None:
-        """Draw a new seed for this forward; not in a recomputation, nor while a CUDA graph is captured.
+        """Draw a new seed for this forward, or let a CUDA graph that is captured draw it; not in a recomputation.
 
         `device` is the input's: a loader that replaces parameters one by one leaves the state on the meta device.
         """
@@ -65,14 +66,14 @@ class Generator(torch.nn.Module):
             tracker = None if self._get_rng is None else self._get_rng()
             # As the first run did, so that torch's own dropout after it repeats, too; but no tracker is left advanced.
             restored = tracker is None or tracker is again.tracker or isinstance(tracker, CudaRNGStatesTracker)
-            if again.draws and restored:
+            if again.draws and restored and not self._captured():
                 with forked(self._get_rng):
                     philox.draw_seed()
             return
         if self.state.is_meta and device.type != "meta":
             self._put(philox.new_state(device))
-        elif thread.undrawn is not None:
-            thread.undrawn.append(self)
+        elif thread.undrawn:
+            return
         elif torch.compiler.is_compiling():
             if self._get_rng is not None:
                 raise NotImplementedError(
@@ -80,10 +81,22 @@ class Generator(torch.nn.Module):
                     "fork random states; eager mode is accepted."
                 )
             torch.ops.twin.draw_seed(order(self.state.device), self.state)
-        elif not (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
+        elif self._captured():
+            self._draw_at_replays()
+        else:
             with forked(self._get_rng):
                 # One launch with the seed as an argument makes (seed, 0); a copy would wait for the GPU.
                 torch.mul(self._one, philox.draw_seed(), out=self.state)
+
+    def _captured(self) -> bool:
+        return capture.capturing(self.state.device)
+
+    def _draw_at_replays(self) -> None:
+        draws = capture.present()
+        if draws is None:  # a graph that is not PyTorch's goes on from the present state
+            return
+        with contextlib.nullcontext() if self._get_rng is None else draws.forked(partial(forked, self._get_rng)):
+            torch.mul(self._one, draws.slot(self.state.device), out=self.state)
 
     def take(self) -> torch.Tensor:
         """The state for an op that advances it; in a recomputation a copy of the first run's."""
