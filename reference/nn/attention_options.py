@@ -8,7 +8,7 @@ import torch
 from reference.arguments import check_arguments
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
 from reference.nn.attention_lengths import NAMES, NO_LENGTHS, Lengths, check_lengths
-from reference.nn.checks import Names, check_cudnn, check_grid, check_mask
+from reference.nn.checks import NO_WINDOWS, Names, check_cudnn, check_grid, check_mask
 from reference.nn.inference import InferenceParams
 
 
@@ -76,11 +76,14 @@ class Options(NamedTuple):
         """
         check_sinks(layer, core, self.bias, dtype)
         if self.lengths.given:
-            check_lengths(layer, self.lengths, kind, shape, tokens, device, (mask, self.bias.kind))
+            check_lengths(layer, self.lengths, kind, shape, tokens, device)
+        if self.lengths.read_by(kind):
+            if mask is not None and tokens is None:  # it is not read, and a diagonal does not depend on it
+                check_mask(layer, names, kind, mask, NO_WINDOWS[0], shape, device)
         elif self.inference is None:
-            check_mask(layer, names, kind, mask, window, shape, device)
+            check_mask(layer, names, kind, mask, window, shape, device, self.bias.kind)
         if self.bias.given:
-            check_bias(layer, self.bias, dtype, shape, device, kind, mask)
+            check_bias(layer, self.bias, dtype, shape, device)
         if core.attention_backend == "cudnn":
             check_cudnn(dtype, device, shape[2:], kind, window, self.bias.kind)
         elif dtype != torch.float32 and device.type == "cuda":

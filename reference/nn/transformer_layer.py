@@ -232,12 +232,13 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
                 cross-attention, without effect in an encoder.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
-            inference_params, rotary_pos_emb: of self-attention, as in `MultiheadAttention.forward`.
+            rotary_pos_emb: of self-attention and of a decoder's cross-attention, whose angles are those of queries and
+                of keys, or a pair of them: as in `MultiheadAttention.forward`. inference_params: of self-attention; a
+                decoder takes one of the two.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
                 cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
-                there, with padding mask types; self-attention takes those of q alone. With them, too, the layer runs
-                module by module.
+                there; self-attention takes those of q alone. With them, too, the layer runs module by module.
             bottom_right_diagonal, pad_between_seqs and the rest: Transformer Engine's, in its order;
                 only "off" is offered.
 
@@ -291,7 +292,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params)
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
         if self.layer_type == "decoder":
-            second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
+            second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
             hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross())
         if fused:
@@ -343,7 +344,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
     ) -> Any:
         """The results of an attention as a module."""
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
-        if source is None:
+        if angles is not None:  # an attention of the user's own may take none
             shared["rotary_pos_emb"] = angles
         if window is not None:
             shared["window_size"] = window
