@@ -144,7 +144,7 @@ def computed(case: Case, tensors: list[torch.Tensor], bias: torch.Tensor, hidden
             out[m, :count], at = t[at : at + count], at + count
         return out
 
-    q, k, v, g = (laid(t, n).to(case.dtype).contiguous() for n, t in enumerate(tensors))
+    q, k, v, g = (laid(t.detach(), n).to(case.dtype).contiguous() for n, t in enumerate(tensors))
     given = [t.requires_grad_() for t in (q, k, v)]
     out = layer(*given, **more)
     out.backward(g.flatten(-2))
