@@ -1,4 +1,4 @@
-"""Which keys a query sees, however it is said: masks, lengths, packed, a cache; against attention written out in float64.
+"""Which keys a query sees, however it is said (masks, lengths, packed, a cache), against attention written out.
 
 Cases are drawn from all mask types, windows, biases, layouts and ways to say a sequence's length. The other side is
 plain PyTorch in float64, one sequence after the other, and shares no code with the package.
@@ -158,7 +158,7 @@ def test_every_way_to_say_it_is_the_attention_written_out(case: Case) -> None:
     batch = len(case.lengths)
     shapes = [(case.sizes[0], HEADS), *[(case.sizes[1], GROUPS)] * 2, (case.sizes[0], HEADS)]
     tensors = [numbers(n, batch, *shape, D).to(BF16) for n, shape in enumerate(shapes)]
-    for n, (lq, lk) in enumerate(case.lengths):  # what is padding has no gradient that comes in
+    for n, (lq, _) in enumerate(case.lengths):  # what is padding has no gradient that comes in
         tensors[3][n, lq:] = 0
     bias = numbers(5, 1, HEADS, *case.sizes)
     hidden = numbers(6, batch, 1, *case.sizes) > 0.5

@@ -218,8 +218,8 @@ class DotProductAttention(ContextGroup, FP8Attention):
             core_attention_bias_type: "no_bias", "post_scale_bias" (scaled scores plus core_attention_bias) or "alibi".
             core_attention_bias: `[1 or b, 1 or h, sq, skv]`, fp32 or the queries' dtype; it may want a gradient.
             alibi_slopes: fp32 `[h]` or `[b, h]`; None are Transformer Engine's own.
-            cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, for padding mask types,
-                which then do not read a mask; the other types do not read lengths. cu_seqlens_q_padded,
+            cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, for padding mask
+                types, which then do not read a mask; the other types do not read lengths. cu_seqlens_q_padded,
                 cu_seqlens_kv_padded: where they start in "thd", if apart; other layouts do not read them.
             max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
             inference_params: keys and values go to its cache, and queries see what is there: `reference.nn.inference`.

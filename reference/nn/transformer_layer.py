@@ -235,7 +235,7 @@ class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.
                 fp32 is cast to torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
             attention_mask, self_attn_mask_type, window_size: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: of a decoder's
-                cross-attention, without effect in an encoder.
+                cross-attention; an encoder takes None.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
             rotary_pos_emb: of self-attention and of a decoder's cross-attention, whose angles are those of queries and
@@ -298,7 +298,8 @@ class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.
         if self.attn_input_format == "thd":
             sides = 2 if self.layer_type == "decoder" else 1
             options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
-        check_forward(self, hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, options)
+        enc_dec = (enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
+        check_forward(self, hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:

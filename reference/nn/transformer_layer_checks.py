@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.nn import checks
@@ -44,9 +46,13 @@ def check_forward(
     window: Any,
     angles: Any,
     cross: tuple[Any, Any, Any, Any],
+    enc_dec: tuple[Any, Any, Any],
     options: Options,
 ) -> None:
-    """Refuse what a part of the layer would refuse, before anything changes."""
+    """Refuse what a part of the layer would refuse, before anything changes.
+
+    `cross`: of cross-attention its source, mask, mask type and window; `enc_dec`: the last three as they are given.
+    """
     modules: Any = layer._modules
     attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], layer.layer_type == "decoder"
     packed = layer.attn_input_format == "thd"
@@ -56,6 +62,14 @@ def check_forward(
     if (cross[0] is not None) != decodes:
         wanted = "an encoder_output" if decodes else "no encoder_output"
         raise ValueError(f"TransformerLayer: layer_type={layer.layer_type!r} takes {wanted}.")
+    if not decodes and not (enc_dec[0] is enc_dec[1] is enc_dec[2] is None):
+        names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
+        name, one = next(pair for pair in zip(names, enc_dec, strict=True) if pair[1] is not None)
+        shown = "a tensor" if isinstance(one, torch.Tensor) else "a tuple" if name == names[0] else repr(one)
+        raise ValueError(
+            f"TransformerLayer: {name} is {shown} with layer_type='encoder', which has no cross-attention; None is "
+            f"accepted."
+        )
     if decodes and angles is not None and options.inference is not None:
         raise NotImplementedError(
             "TransformerLayer: rotary_pos_emb with inference_params in a decoder is not offered, because its "
