@@ -157,6 +157,7 @@ class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.
             "device": device,
         }
         attention = {**common, **{name: given[name] for name in _ATTENTION}, "qkv_format": attn_input_format}
+        returns = apply_residual_connection_post_layernorm and not output_layernorm
         self.self_attention = self.same_side(MultiheadAttention)(
             hidden_size,
             num_attention_heads,
@@ -164,7 +165,7 @@ class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.
             attn_mask_type=self_attn_mask_type,
             layer_number=layer_number,
             input_layernorm=not output_layernorm,
-            **attention,
+            **{**attention, "return_layernorm_output": returns},
         )
         if layer_type == "decoder":
             self.inter_attention = self.same_side(MultiheadAttention)(

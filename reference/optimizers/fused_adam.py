@@ -131,7 +131,11 @@ class FusedAdam(torch.optim.Optimizer):
     def _common(self) -> dict[str, Any]:
         """What all groups have in common, by the names of arguments here and of `torch.optim.Adam`."""
         masters, first, second, master, remainders, capturable = self.layout
-        names = {"adam_w_mode": self.adam_w_mode, "decoupled_weight_decay": self.adam_w_mode, "capturable": capturable}
+        names: dict[str, Any] = {
+            "adam_w_mode": self.adam_w_mode,
+            "decoupled_weight_decay": self.adam_w_mode,
+            "capturable": capturable,
+        }
         names |= {"master_weights": masters, "master_weight_dtype": master, "store_param_remainders": remainders}
         names |= {"exp_avg_dtype": first, "exp_avg_sq_dtype": second, "use_decoupled_grad": self.use_decoupled_grad}
         return {**names, "set_grad_none": self.set_grad_none, "amsgrad": False, "maximize": False}
