@@ -92,6 +92,8 @@ class Options(NamedTuple):
         if self.lengths.given:
             check_lengths(layer, self.lengths, kind, shape, tokens, device)
         if self.lengths.read_by(kind):
+            if not (mask is None or isinstance(mask, (torch.Tensor, tuple))):
+                raise TypeError(f"{layer}: {names[0]}={mask!r}; None, a bool tensor or two are accepted.")
             if mask is not None and tokens is None:  # it is not read, and a diagonal does not depend on it
                 check_mask(layer, names, kind, mask, NO_WINDOWS[0], shape, device)
         elif self.inference is None:
