@@ -44,6 +44,7 @@ X, QKV, PACKED, SOURCE = numbers(1, 8, 2, 32), numbers(2, 8, 2, 2, 16), numbers(
 CUT = {"attn_mask_type": "padding_causal"}
 IN_THD = {"qkv_format": "thd", **CUT}
 THD = {"cu_seqlens_q": ends(5, 4), "cu_seqlens_kv": ends(5, 4), "max_seqlen_q": 5, "max_seqlen_kv": 5}
+OF_Q = {"cu_seqlens_q": ends(5, 4), "max_seqlen_q": 5}
 KV = {"key_layer": None, "value_layer": None, "kv_layer": numbers(4, 8, 2, 2, 2, 16)}
 APART = {"cu_seqlens_q_padded": ends(6, 6), "cu_seqlens_kv_padded": ends(6, 6)}
 
@@ -69,6 +70,11 @@ LAYERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         te.TransformerLayer,
         {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "layer_type": "decoder"},
         {"hidden_states": X, "rotary_pos_emb": ANGLES, "encoder_output": SOURCE},
+    ),
+    "TransformerLayer, encoder": (
+        te.TransformerLayer,
+        {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
+        {"hidden_states": X, "rotary_pos_emb": ANGLES},
     ),
     "RotaryPositionEmbedding": (te.RotaryPositionEmbedding, {"dim": 16}, {"max_seq_len": 8}),
     **{
@@ -139,6 +145,11 @@ WHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": X.new_zeros(1, 1, 8, 8)},
     ),
     "alibi_slopes": ({}, {"core_attention_bias_type": "alibi"}),
+    "TransformerLayer, encoder.forward.enc_dec_attn_mask": ({}, {}),
+    "TransformerLayer, encoder.forward.cu_seqlens_q": (IN_THD, {"packed": PACKED, **OF_Q}),
+    "TransformerLayer, encoder.forward.cu_seqlens_q_padded": (
+        IN_THD, {"packed": PACKED, **OF_Q, "cu_seqlens_q_padded": ends(6, 6)},
+    ),
     "forward.attention_mask": (CUT, {"attention_mask": mask(0, 0)}),
     "forward.enc_dec_attn_mask": ({"enc_dec_attn_mask_type": "padding"}, {"enc_dec_attn_mask": mask(0, 0)}),
     "qkv_layer": ({}, {"query_layer": None, **KV, "kv_layer": None, "qkv_layer": numbers(4, 8, 2, 3, 2, 16)}),
@@ -155,6 +166,12 @@ REFUSED = each(
     DotProductAttention.num_gqa_groups max_seqlen_q max_seqlen_kv""",
     True,
 )
+# An encoder has no cross-attention, and one length.
+REFUSED |= {
+    f"TransformerLayer, encoder.{name}": True
+    for name in ("encoder_output", "enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size",
+                 "cu_seqlens_kv", "cu_seqlens_kv_padded")
+}  # fmt: skip
 
 # A name, or a layer's, and why it changes none of what is looked at.
 WITHOUT_EFFECT = {

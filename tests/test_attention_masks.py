@@ -319,3 +319,40 @@ def test_a_cache_aligns_each_sequence_at_its_own_end(kind: str, window: Any) -> 
             scores = (q[start:, h] @ k[:, h].T / D**0.5).masked_fill(~sees, -torch.inf)
             want = scores.softmax(-1) @ v[:, h]
             assert float((out[b, :count, h].double() - want).abs().max()) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        (None, {}),
+        (None, {"window_size": (2, 0)}),
+        (None, {"core_attention_bias_type": "alibi"}),
+        (te.DelayedScaling(fp8_dpa=True), {}),
+        (te.DelayedScaling(fp8_dpa=True), {"window_size": (2, 0)}),
+    ],
+)
+def test_on_a_gpu_two_masks_give_the_same_bits(recipe: Any, more: dict[str, Any]) -> None:
+    """Without waiting for the device."""
+    import optimized
+
+    results = []
+    for library, device in ((te, "cpu"), (optimized, "cuda")):
+        layer = library.DotProductAttention(
+            2, 16, attn_mask_type="padding_causal_bottom_right", attention_type="cross", device=device
+        )
+        q, k, v = (numbers(n, s, 4, 2, 16).to(device, BF16).requires_grad_() for n, s in enumerate((4, 8, 8)))
+        masks = tuple(one.to(device) for one in cross_masks())
+        before = torch.cuda.get_sync_debug_mode()
+        with library.autocast(enabled=recipe is not None, recipe=recipe):
+            layer(q, k, v, masks, **more)  # makes what it keeps
+            torch.cuda.set_sync_debug_mode("error" if device == "cuda" else before)
+            try:
+                out = layer(q, k, v, masks, **more)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        out.backward(numbers(4, 4, 4, 32).to(device, BF16))
+        results.append([t.cpu() for t in (out, q.grad, k.grad, v.grad)])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)

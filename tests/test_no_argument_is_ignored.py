@@ -20,6 +20,7 @@ from argument_values import (
     OPTIONS_WHERE,
     OTHERS,
     REFUSED,
+    SOURCE,
     WHERE,
     WITHOUT_EFFECT,
     numbers,
@@ -31,7 +32,7 @@ from reference.arguments import OFF
 
 def named(layer: str, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a constructor by the names that a layer has for them; those that it lacks are left out."""
-    if layer == "TransformerLayer":
+    if layer.startswith("TransformerLayer"):
         given = dict(given)
         for name, own in (
             ("qkv_format", ["attn_input_format"]),
@@ -144,7 +145,7 @@ def effects(layer: str, name: str, of_forward: bool) -> list[str]:
     results = []
     for value in others(layer, name, default):
         if isinstance(value, str) and value == "negative":
-            value = (call[name] + 1) % 8 if layer == "Embedding" else -call[name]
+            value = (call[name] + 1) % 8 if layer == "Embedding" else -call.get(name, SOURCE)
         try:
             after, go = found(*((make, {**call, name: value}) if of_forward else ({**make, name: value}, call)))
             same = after == BASES[key][0] and go() == BASES[key][1]
@@ -161,16 +162,16 @@ ARGUMENTS = [
     for layer, (kind, *_) in LAYERS.items()
     for of_forward, function in ((False, kind), (True, kind.forward))
     for name in inspect.signature(function).parameters
-    if name not in ("self", "args", "kwargs")
+    if name not in ("self", "args", "kwargs") and (of_forward or "," not in layer)
 ]
 
 
 def wrong(layer: str, name: str, found: list[str]) -> list[Any]:
     """What is ignored and not listed; and an argument whose every value is refused, although others are accepted."""
-    keys = (name, f"{layer}.{name}")
+    keys = (name, f"{layer}.{name}", f"{layer.partition(',')[0]}.{name}")
     if any(key in WITHOUT_EFFECT for key in keys):
         return [(*keys, "acts, and is not for WITHOUT_EFFECT")] if "changed" in found else []
-    refusal = re.compile("^refused: .*(accepted|not offered|needs|must).*[.]")
+    refusal = re.compile("^refused: .*(accepted|not offered|needs|must|takes).*[.]")
     results = [(layer, name, one) for one in found if one != "changed" and not refusal.match(one)]
     off = any(key in OFF or key in REFUSED for key in keys)
     return results if off or "changed" in found else [*results, (layer, name, "is always refused", found)]
