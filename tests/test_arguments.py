@@ -141,6 +141,8 @@ def test_each_argument(layer: str, name: str, kind: str) -> None:
         given = META  # it is the older name of normalized_shape
     if name == "activation_params":
         given = {**given, "activation": "clamped_swiglu"}
+    if (layer, name) == ("MultiheadAttention", "return_layernorm_output"):
+        given = {**given, "input_layernorm": True}
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):
         given = {**given, "qkv_weight_interleaved": False}
     refused, taken = KINDS[kind]

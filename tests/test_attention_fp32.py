@@ -13,6 +13,8 @@ from reference import notice
 RECIPE = te.DelayedScaling(amax_history_len=4)
 BOTTOM_RIGHT = torch.ones(20, 26, dtype=torch.bool).triu(7)
 CROSS = (PADDING, torch.arange(26).view(1, 1, 1, 26) >= 17)
+MORE_KEYS = torch.tensor([17 - 20, 17 - 13]).view(2, 1, 1, 1)  # than queries has each sequence of CROSS
+OWN_RIGHT = torch.arange(26) > torch.arange(20)[:, None] + MORE_KEYS
 BLIND = torch.ones(20, 12, dtype=torch.bool).triu(-7)  # causal from the bottom right, with fewer keys than queries
 # attn_mask_type -> (keys, mask as it is given, pairs that are hidden)
 MASKS: dict[str, tuple[int, Any, torch.Tensor | None]] = {
@@ -25,7 +27,7 @@ MASKS: dict[str, tuple[int, Any, torch.Tensor | None]] = {
     "padding, two masks": (26, CROSS, CROSS[0].transpose(2, 3) | CROSS[1]),
     "padding_causal": (20, PADDING, PADDING | PADDING.transpose(2, 3) | CAUSAL),
     "causal,padding": (20, PADDING, PADDING | PADDING.transpose(2, 3) | CAUSAL),
-    "padding_causal_bottom_right": (26, CROSS, CROSS[0].transpose(2, 3) | CROSS[1] | BOTTOM_RIGHT),
+    "padding_causal_bottom_right": (26, CROSS, CROSS[0].transpose(2, 3) | CROSS[1] | OWN_RIGHT),
     "arbitrary": (20, ARBITRARY, ARBITRARY),
     "arbitrary, nothing is seen": (20, torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.ones(20, 20, dtype=torch.bool)),
 }

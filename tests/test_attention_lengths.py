@@ -185,18 +185,14 @@ def packed_call(**more: Any) -> None:
 
 CU = torch.tensor([0, 6, 9], dtype=torch.int32)
 REFUSALS: list[tuple[Callable[..., None], dict[str, Any], str]] = [
-    (padded_call, {"attn_mask_type": "causal"}, "cu_seqlens_q with the mask type 'causal'; a padding type"),
-    (padded_call, {"attention_mask": torch.zeros(2, 1, 1, 6, dtype=torch.bool)}, "cu_seqlens_q and a mask are both"),
     (padded_call, {"cu_seqlens_kv": None}, "cu_seqlens_kv=None; an int32 tensor [3] is accepted"),
     (padded_call, {"cu_seqlens_q": CU.long()}, "cu_seqlens_q is torch.int64 [3]; torch.int32 [3] is accepted"),
     (padded_call, {"cu_seqlens_q": CU[:2]}, "cu_seqlens_q is torch.int32 [2]; torch.int32 [3] is accepted"),
     (padded_call, {"cu_seqlens_q": CU + 1}, "cu_seqlens_q must start with 0 and not fall"),
     (padded_call, {"cu_seqlens_kv": CU.flip(0)}, "cu_seqlens_kv must start with 0 and not fall"),
     (padded_call, {"cu_seqlens_q": CU * 2}, "with lengths of at most 6"),
-    (padded_call, {"cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded goes with qkv_format='thd'"),
     (padded_call, {"max_seqlen_kv": 7}, "max_seqlen_kv=7; None or 6, the sequence's, is accepted"),
     (padded_call, {"max_seqlen_kv": "6"}, "max_seqlen_kv='6'; None or an int from 1"),
-    (padded_call, {"core_attention_bias_type": "alibi"}, "'alibi' with cu_seqlens_q and 'padding' is not offered"),
     (packed_call, {"cu_seqlens_q": None}, "cu_seqlens_q=None; qkv_format='thd' needs an int32 tensor [batch + 1]"),
     (packed_call, {"max_seqlen_q": 5}, "cu_seqlens_q must start with 0 and not fall, with lengths of at most 5"),
     (packed_call, {"cu_seqlens_q_padded": CU + 1}, "at most 9 tokens in all"),

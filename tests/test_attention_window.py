@@ -164,19 +164,6 @@ def test_a_window_is_a_mask(kind: str, shift: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_with_two_masks_a_window_has_no_one_diagonal() -> None:
-    q, k = numbers(1, 3, 2, 2, 16).bfloat16(), numbers(2, 5, 2, 2, 16).bfloat16()
-    masks = torch.zeros(2, 1, 1, 3, dtype=torch.bool), torch.zeros(2, 1, 1, 5, dtype=torch.bool)
-    layer = te.DotProductAttention(2, 16)
-    for kind in ("padding", "padding_causal_bottom_right"):
-        with pytest.raises(
-            NotImplementedError, match=rf"window_size=\(4, 0\) with attn_mask_type='{kind}' and two masks"
-        ):
-            layer(q, k, k, masks, attn_mask_type=kind, window_size=(4, 0))
-        layer(q, k, k, masks, attn_mask_type=kind)
-    layer(q, k, k, masks, attn_mask_type="padding_causal", window_size=(4, 0))
-
-
 def test_cudnn_has_no_window() -> None:
     q = numbers(1, 4, 1, 2, 16).bfloat16()
     with pytest.raises(

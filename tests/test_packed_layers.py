@@ -120,9 +120,9 @@ CU = torch.tensor([0, 6, 9], dtype=torch.int32)
         ("decoder", {"encoder_output": numbers(1, 9, 1, 64)}, "encoder_output has shape [9, 1, 64]; [tokens, 64]"),
         ("encoder", {"cu_seqlens_q_padded": CU[:2]}, "cu_seqlens_q_padded is torch.int32 [2]"),
         ("encoder", {"max_seqlen_q": 5}, "with lengths of at most 5"),
-        ("encoder", {"self_attn_mask_type": "causal"}, "cu_seqlens_q with the mask type 'causal'; a padding type"),
+        ("encoder", {"self_attn_mask_type": "causal"}, "qkv_format='thd' with the mask type 'causal'; a padding type"),
         ("encoder", {"rotary_pos_emb": torch.zeros(5, 1, 1, 16)}, "with 6 positions or more"),
-        ("self", {"attention_mask": torch.zeros(2, 1, 1, 6, dtype=torch.bool)}, "cu_seqlens_q and a mask are both"),
+        ("self", {"attention_mask": "hidden"}, "attention_mask='hidden'; None, a bool tensor or two are accepted"),
     ],
 )
 def test_refusals(kind: str, more: dict[str, Any], sentence: str) -> None:

@@ -88,8 +88,8 @@ SHARED = [
     *each("window_size", [(-1, 3), (-2, 0), (4,), (4, 0, 0), (4.0, 0), (True, 0), [-1, -1], -1, torch.ones(2)]),
     *each("alibi_slopes", [torch.ones(2)]),
     *each("core_attention_bias", [torch.zeros(1, 1, 6, 6)]),
-    *each("cu_seqlens_q", [torch.tensor([0, 6, 9], dtype=torch.int32), "no"]),
-    *each("max_seqlen_kv", [0, 6, "no"]),
+    *each("cu_seqlens_q", [torch.tensor([0, 6, 9]), torch.tensor([0, 6], dtype=torch.int32), "no"]),
+    *each("max_seqlen_kv", [0, 7, "no"]),
     *(
         {"core_attention_bias_type": "alibi", "alibi_slopes": wrong}
         for wrong in (torch.ones(3), "no", torch.ones(2, 3))

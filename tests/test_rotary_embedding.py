@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import assert_same_bits
 from dry_gpu import DryGpu
 
 import optimized
 import reference as te
+from reference.nn.transformer_layer import bias_dropout_add
 
 BF16 = torch.bfloat16
 F32 = np.float32
@@ -302,3 +304,68 @@ def test_bad_arguments_are_refused(given: dict[str, Any], error: type[Exception]
     with pytest.raises(error, match=rf"^apply_rotary_pos_emb: .*{sentence}") as found:
         te.apply_rotary_pos_emb(**{"t": T, "freqs": FREQS, **given})
     assert str(found.value).endswith(".")
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "module by module"])
+def test_a_decoder_turns_queries_and_keys_of_its_cross_attention(layout: str, fused: bool, pair: bool) -> None:
+    """As Transformer Engine's: the angles of self-attention; here against its cross-attention written out."""
+    torch.manual_seed(1)
+    sizes = {"sbhd": ((6, 2), (9, 2)), "bshd": ((2, 6), (2, 9)), "thd": ((12,), (18,))}[layout]
+    types = dict.fromkeys(
+        ["self_attn_mask_type", "enc_dec_attn_mask_type"], "padding" if layout == "thd" else "no_mask"
+    )
+    layer = te.TransformerLayer(
+        32, 64, 2, layer_type="decoder", attn_input_format=layout, params_dtype=BF16, hidden_dropout=0.0,
+        attention_dropout=0.0, **types,
+    )  # fmt: skip
+    if not fused:
+        layer.layernorm_mlp.register_forward_hook(lambda *_: None)
+        layer.inter_attention.proj.register_forward_hook(lambda *_: None)
+    numbers = np.random.default_rng(2)
+    x, source = (torch.from_numpy(numbers.normal(size=(*size, 32))).to(BF16).requires_grad_() for size in sizes)
+    own, other = te.RotaryPositionEmbedding(16)(9), te.RotaryPositionEmbedding(16, rotary_base=100.0)(9)
+    given: Any = (own, other) if pair else own
+    lengths: dict[str, Any] = {}
+    if layout == "thd":
+        ends = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (6, 9)]
+        lengths = {"cu_seqlens_q": ends[0], "cu_seqlens_kv": ends[1], "max_seqlen_q": 6, "max_seqlen_kv": 9}
+    leaves = [x, source, *layer.parameters()]
+
+    def grads(out: torch.Tensor) -> list[torch.Tensor]:
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    def written_out() -> torch.Tensor:
+        cross, of_self = layer.inter_attention, {key: one for key, one in lengths.items() if "kv" not in key}
+        of_self |= {key.replace("_q", "_kv"): one for key, one in of_self.items()}
+        hidden = bias_dropout_add(*layer.self_attention(x, rotary_pos_emb=given, **of_self), x, 0.0, None)
+        q = cross.layernorm_query(hidden).unflatten(-1, (2, 16))
+        k, v = cross.key_value(source).unflatten(-1, (2, 2, 16)).unbind(-3)
+        ends_of = [lengths.get("cu_seqlens_q"), lengths.get("cu_seqlens_kv")]
+        q, k = (
+            te.apply_rotary_pos_emb(t.contiguous(), freqs, layout, fused=True, cu_seqlens=one)
+            for t, freqs, one in zip((q, k), (own, other if pair else own), ends_of, strict=True)
+        )
+        y, bias = cross.proj(cross.core_attention(q, k, v.contiguous(), **lengths))
+        hidden = bias_dropout_add(y, bias, hidden, 0.0, None)
+        return bias_dropout_add(*layer.layernorm_mlp(hidden), hidden, 0.0, None)
+
+    found = grads(layer(x, encoder_output=source, rotary_pos_emb=given, **lengths))
+    assert not torch.equal(found[0], layer(x, encoder_output=source, rotary_pos_emb=(own * 0, own * 0), **lengths))
+    want = grads(written_out())
+    # Gradients of hidden states that have two uses are added in another order there.
+    assert_same_bits(found[0], want[0])
+    for one, two in zip(found, want, strict=True):
+        assert float((one - two).abs().max()) <= 0.03 * float(two.abs().max())
+
+
+def test_a_decoder_takes_angles_or_a_cache() -> None:
+    layer = te.TransformerLayer(32, 64, 2, layer_type="decoder", params_dtype=BF16).eval()
+    cache, x = te.InferenceParams(2, 8, 2, 16, BF16), torch.zeros(4, 2, 32, dtype=BF16)
+    cache.pre_step({0: 4, 1: 4})
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match=r"^TransformerLayer: rotary_pos_emb with inference_"),
+    ):
+        layer(x, encoder_output=x, rotary_pos_emb=te.RotaryPositionEmbedding(16)(8), inference_params=cache)

@@ -261,3 +261,19 @@ def test_encoder_and_decoder_know_their_inputs() -> None:
         layer_of()(x, encoder_output=x)
     with pytest.raises(ValueError, match="layer_type='decoder' takes an encoder_output"):
         layer_of(layer_type="decoder")(x)
+
+
+def test_an_encoder_has_no_cross_attention_to_tell() -> None:
+    layer, x = layer_of(), numbers(4, 8, 2, 64).bfloat16()
+    for name, value, shown in (
+        ("enc_dec_attn_mask", torch.zeros(2, 1, 1, 8, dtype=torch.bool), "a tensor"),
+        ("enc_dec_attn_mask_type", "causal", "'causal'"),
+        ("enc_dec_window_size", (2, 0), r"\(2, 0\)"),
+    ):
+        with pytest.raises(ValueError, match=f"TransformerLayer: {name} is {shown} with layer_type='encoder'"):
+            layer(x, **{name: value})
+
+
+def test_an_attention_without_a_norm_cannot_return_its_output() -> None:
+    with pytest.raises(ValueError, match="MultiheadAttention: return_layernorm_output=True with input_layernorm=False"):
+        te.MultiheadAttention(64, 4, return_layernorm_output=True)

@@ -16,7 +16,17 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.nn import attention_fp8
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_fp8 import FP8Attention
-from reference.nn.attention_lengths import Lengths, lengths_mask, lengths_of, maps_of, packed, to_sequences, to_tokens
+from reference.nn.attention_lengths import (
+    Lengths,
+    lengths_alibi,
+    lengths_mask,
+    lengths_of,
+    lengths_of_masks,
+    maps_of,
+    packed,
+    to_sequences,
+    to_tokens,
+)
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attention_options import NO_OPTIONS, Options, unpacked
 from reference.nn.attributes import OfCoreAttention
@@ -201,14 +211,17 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
                 torch.autocast's dtype; without torch.autocast attention is PyTorch's own.
             key_layer, value_layer: the same with the keys' length and heads; values have their own d.
             attention_mask: bool, True = hidden; `[b, 1, 1, s]` (for cross-attention a pair, queries' and keys') with a
-                padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types ignore it.
+                padding mask type, broadcastable to `[b, h, sq, skv]` with "arbitrary". The other types do not read it.
+                Where a diagonal ends at each sequence's last query and key ("padding_causal_bottom_right", and a window
+                or ALiBi with "padding"), what two masks hide is at the end.
             qkv_format, attn_mask_type, window_size: None is the constructor's.
             checkpoint_core_attention: recompute in backward.
             core_attention_bias_type: "no_bias", "post_scale_bias" (scaled scores plus core_attention_bias) or "alibi".
             core_attention_bias: `[1 or b, 1 or h, sq, skv]`, fp32 or the queries' dtype; it may want a gradient.
             alibi_slopes: fp32 `[h]` or `[b, h]`; None are Transformer Engine's own.
-            cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, instead of a mask, for
-                padding mask types. cu_seqlens_q_padded, cu_seqlens_kv_padded: "thd", where they start, if apart.
+            cu_seqlens_q, cu_seqlens_kv: int32 `[b + 1]` on the device, where each sequence ends, for padding mask
+                types, which then do not read a mask; the other types do not read lengths. cu_seqlens_q_padded,
+                cu_seqlens_kv_padded: where they start in "thd", if apart; other layouts do not read them.
             max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
             inference_params: keys and values go to its cache, and queries see what is there: `reference.nn.inference`.
                 The causal types mean one thing; masks, lengths and biases are not given.
@@ -295,23 +308,29 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, bias.given, inference_params is not None)
         of_entries: tuple[torch.Tensor, ...] = ()
-        if lengths.given and x.dtype != torch.float32 and not self.attends_in_fp8():
-            of_entries = lengths_of(lengths)
-        elif lengths.given:
-            kind, window, mask = lengths_mask(kind, core.window, lengths, shape)
-            core = core._replace(mask_type=kind, window=window)
+        values, slopes, counts = bias.values, None, None
+        if bias.given:
+            core = core._replace(bias=bias.kind)
+            slopes = self._slopes(bias, x.device)
+        if lengths.given and lengths.read_by(kind):
+            counts = lengths_of(lengths)
         elif inference_params is None:
-            mask = full_mask(kind, mask)
+            counts = lengths_of_masks(kind, core.window, mask, shape[0], bias.kind)
+        if counts is None:
+            mask = full_mask(kind, mask) if inference_params is None else None
+        elif x.dtype != torch.float32 and not self.attends_in_fp8():
+            of_entries, mask = counts, None
+        else:
+            if slopes is not None and (alibi := lengths_alibi(slopes, kind, counts, shape)) is not None:
+                values, slopes = alibi, None
+            kind, window, mask = lengths_mask(kind, core.window, counts, shape)
+            core = core._replace(mask_type=kind, window=window)
         maps = None
         if tokens is not None:
             maps, of_keys = maps_of(lengths, tokens)
             given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
         heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(heads_first) for t in given)
-        slopes = None
-        if bias.given:
-            core = core._replace(bias=bias.kind)
-            slopes = self._slopes(bias, q.device)
         run = self._attend
         if inference_params is not None:
             step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
@@ -319,7 +338,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             out, *rows = run(*qkv, core, mask, None, None)
             out, rows = out.reshape(*q.shape[:3], v.shape[3]), [t.reshape(q.shape[:3]) for t in rows]
         else:
-            arguments = (q, k, v, core, mask, bias.values, slopes, *of_entries)
+            arguments = (q, k, v, core, mask, values, slopes, *of_entries)
             out, *rows = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:

@@ -33,10 +33,8 @@ class Bias(NamedTuple):
 NO_BIAS = Bias()
 
 
-def check_bias(
-    layer: str, bias: Bias, dtype: torch.dtype, shape: Shape, device: torch.device, kind: str, mask: Any
-) -> None:
-    """Refuse a bias that attention of `dtype` and `shape` [b, h, sq, skv] under mask type `kind` does not take."""
+def check_bias(layer: str, bias: Bias, dtype: torch.dtype, shape: Shape, device: torch.device) -> None:
+    """Refuse a bias that attention of `dtype` and `shape` [b, h, sq, skv] does not take."""
     if bias.kind not in KINDS:
         raise ValueError(f"{layer}: core_attention_bias_type={bias.kind!r}; one of {KINDS} is accepted.")
     named = (("core_attention_bias", bias.values, "post_scale_bias"), ("alibi_slopes", bias.slopes, "alibi"))
@@ -57,11 +55,6 @@ def check_bias(
         _check_values(layer, bias.values, dtype, shape)
     if bias.kind == "alibi":
         _check_slopes(layer, bias.slopes, shape)
-        if isinstance(mask, tuple) and kind in ("padding", "padding_causal_bottom_right"):
-            raise NotImplementedError(
-                f"{layer}: core_attention_bias_type='alibi' with a mask type of {kind!r} and two masks is not offered, "
-                f"because the diagonal would end where each sequence does; 'post_scale_bias' is accepted."
-            )
 
 
 def check_sinks(layer: str, core: Any, bias: Bias, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ import torch
 from reference.arguments import MASK_TYPES
 from reference.compiled import before
 from reference.nn import attention_of_torch, core_attention, layernorm_linear, linear
+from reference.nn.attention_lengths import lengths_mask, lengths_of_masks
 from reference.nn.autograd import wanted
 from reference.nn.cached import Cached, StepTensors, entered, turned
 from reference.nn.checks import Window
@@ -272,6 +273,9 @@ def prepared(
         tensors += [source, modules["key_value"].joined_weight(), modules["key_value"].joined_bias()]
         key_value = modules["key_value"].context(dtype, is_first_microbatch)
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
+    hidden = None
+    if inference is None:
+        core_plan, hidden = _masked(module, core_plan, mask, x, source)
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch))
     contexts += [key_value] if crosses else []
@@ -305,9 +309,26 @@ def prepared(
         cached,
     )
     state = generator.take() if p > 0 else None  # not inside the pair: a compiler cannot trace it there
-    hidden = None if inference is not None else full_mask(mask_type, mask)
     reads = (hidden, *((None, None) if turns is None else map(angles_of, turns)), *(step or ()))
     return plan, BlockContext(tuple(contexts), (state, core_state), reads), tuple(tensors)
+
+
+def _masked(
+    module: Any, core: CorePlan, mask: Mask, x: torch.Tensor, source: torch.Tensor | None
+) -> tuple[CorePlan, torch.Tensor | None]:
+    """How to attend, and the mask over pairs; it holds each sequence's own diagonal, if there is one."""
+    batch, sequence = module._batch, 1 - module._batch
+    counts = lengths_of_masks(core.mask_type, core.window, mask, x.shape[batch])
+    if counts is None:
+        return core, full_mask(core.mask_type, mask)
+    shape = (
+        x.shape[batch],
+        module.num_attention_heads,
+        x.shape[sequence],
+        (x if source is None else source).shape[sequence],
+    )
+    kind, window, hidden = lengths_mask(core.mask_type, core.window, counts, shape)
+    return core._replace(mask_type=kind, window=window), hidden
 
 
 def parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:

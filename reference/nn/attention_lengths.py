@@ -5,7 +5,8 @@ follows. In "thd" the sequences lie one after the other; sequence n starts at cu
 its end and the next one's start belong to none: their outputs and gradients are +0.
 
 The ops of attention take lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
-alone, without dropout. In fp32, where attention is PyTorch's, lengths become a mask. "thd" is first gathered into
+alone, without dropout. In fp32, where attention is PyTorch's, lengths become a mask. Two masks have lengths, too, where
+a diagonal ends at each sequence's last query and key. "thd" is first gathered into
 `[b, max_seqlen, h, d]`, with zeros after each sequence, and the output is gathered back. Lengths stay on their device:
 nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
 """
@@ -16,9 +17,9 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.checks import Shape
+from reference.nn.checks import Shape, ends_once, has_diagonals
 from reference.nn.context import BlockContext, Saved
-from reference.ops.attention_lengths import hidden_by_lengths
+from reference.ops.attention_lengths import alibi_by_lengths, hidden_by_lengths
 
 
 class Lengths(NamedTuple):
@@ -37,10 +38,9 @@ class Lengths(NamedTuple):
         q, kv, q_padded, kv_padded, max_q, max_kv = self
         return not (q is kv is q_padded is kv_padded is max_q is max_kv is None)
 
-    @property
-    def first(self) -> str:
-        """The name of the first that is given."""
-        return next(name for name, x in zip(NAMES, self, strict=True) if x is not None)
+    def read_by(self, kind: str) -> bool:
+        """Whether a mask type takes them: a padding type, if more than the longest ones are given."""
+        return MASK_TYPES[kind][1] and kind != "arbitrary" and not (self.q is self.kv is None)
 
     def arguments(self) -> dict[str, Any]:
         """By a forward's names."""
@@ -63,35 +63,50 @@ NO_LENGTHS = Lengths()
 
 
 def check_lengths(
-    layer: str, given: Lengths, kind: str, shape: Shape, tokens: tuple[int, int] | None, device: torch.device, more: Any
+    layer: str, given: Lengths, kind: str, shape: Shape, tokens: tuple[int, int] | None, device: torch.device
 ) -> None:
-    """Refuse lengths that attention of `shape` [b, h, sq, skv] under mask type `kind` does not take.
+    """Refuse lengths that do not fit attention of `shape` [b, h, sq, skv], whether mask type `kind` reads them or not.
 
-    `tokens`: of queries and of keys in "thd", else None. `more`: the mask and the bias's kind. On a GPU numbers are
-    checked there: an assertion ends the program.
+    `tokens`: of queries and of keys in "thd", else None. On a GPU numbers are checked there: an assertion ends the
+    program.
     """
-    mask, bias = more
     batch, _, *longest = shape
-    if not MASK_TYPES[kind][1] or kind == "arbitrary":
-        raise ValueError(f"{layer}: {given.first} with the mask type {kind!r}; a padding type is accepted.")
-    if mask is not None:
-        raise ValueError(f"{layer}: {given.first} and a mask are both given; one of them is accepted.")
-    if bias == "alibi" and kind in ("padding", "padding_causal_bottom_right"):
-        raise NotImplementedError(
-            f"{layer}: core_attention_bias_type='alibi' with cu_seqlens_q and {kind!r} is not offered, because the "
-            f"diagonal would end where each sequence does; 'post_scale_bias' is accepted."
-        )
+    reads = given.read_by(kind)
+    if tokens is not None and not reads:
+        raise ValueError(f"{layer}: qkv_format='thd' with the mask type {kind!r}; a padding type is accepted.")
     for n, name in enumerate(NAMES[:4]):
-        if given[n] is not None or n < 2:
+        if given[n] is not None or (n < 2 and reads):
             _check_one(layer, name, given[n], batch, device)
     for n, side in enumerate(["q", "kv"]):
         padded, most = given[2 + n], given[4 + n]
-        if tokens is None and padded is not None:
-            raise ValueError(f"{layer}: {NAMES[2 + n]} goes with qkv_format='thd'; None is accepted.")
         if tokens is None and most is not None and most != longest[n]:
             raise ValueError(f"{layer}: max_seqlen_{side}={most}; None or {longest[n]}, the sequence's, is accepted.")
         limit = longest[n] * batch if tokens is None else tokens[n]
-        _check_numbers(layer, given[n], given[n] if padded is None else padded, longest[n], limit, side)
+        if reads:
+            starts = given[n] if padded is None or tokens is None else padded
+            _check_numbers(layer, given[n], starts, longest[n], limit, side)
+
+
+def check_alike(layer: str, given: Lengths) -> None:
+    """Refuse lengths of keys that are not those of the queries, for an encoder, whose attention has one of each.
+
+    On a GPU numbers are compared there: an assertion ends the program.
+    """
+    for n in (0, 2, 4):
+        q, kv = given[n], given[n + 1]
+        if kv is None or kv is q:
+            continue
+        sentence = f"{layer}: {NAMES[n + 1]} differs from {NAMES[n]}, and an encoder has one length; None is accepted."
+        tensors = isinstance(q, torch.Tensor) and isinstance(kv, torch.Tensor)
+        if n == 4 or not tensors or q.shape != kv.shape or q.dtype != kv.dtype or q.device != kv.device:
+            if n == 4 and q == kv:
+                continue
+            raise ValueError(sentence)
+        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+            if not torch.equal(q, kv):
+                raise ValueError(sentence)
+        elif q.device.type != "meta":
+            torch._assert_async((q == kv).all(), sentence)
 
 
 def packed(layer: str, qkv: tuple[Any, Any, Any], given: Lengths) -> tuple[Lengths, tuple[int, int]]:
@@ -150,21 +165,45 @@ def _check_numbers(layer: str, x: torch.Tensor, padded: torch.Tensor, longest: i
         torch._assert_async(fits, sentence)
 
 
-def lengths_of(given: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many queries and keys each sequence has, int32 `[b]`."""
+Counts = tuple[torch.Tensor, torch.Tensor]
+"""How many queries and keys each sequence has, int32 `[b]`."""
+
+
+def lengths_of(given: Lengths) -> Counts:
+    """Those that a call is given."""
     return given.q.diff(), given.kv.diff()
 
 
+def lengths_of_masks(kind: str, window: tuple[int, int], mask: Any, batch: int, bias: Any = "no_bias") -> Counts | None:
+    """Those of two padding masks, if each sequence has a diagonal of its own; otherwise None: masks say all.
+
+    One mask is of queries and keys alike, whose diagonal is that of the whole batch.
+    """
+    if not isinstance(mask, tuple) or mask[0] is mask[1] or not has_diagonals(kind, window, bias):
+        return None
+    for whose, one in zip(("queries", "keys"), mask, strict=True):
+        if one.device.type != "meta" and (one.device.type != "cpu" or torch.compiler.is_compiling()):
+            torch._assert_async(ends_once(one), f"the mask of the {whose} must hide the end of each sequence alone")
+    q, kv = (one[:, 0, 0].logical_not().sum(-1, dtype=torch.int32).expand(batch).contiguous() for one in mask)
+    return q, kv
+
+
 def lengths_mask(
-    kind: str, window: tuple[int, int], given: Lengths, shape: Shape
+    kind: str, window: tuple[int, int], counts: Counts, shape: Shape
 ) -> tuple[str, tuple[int, int], torch.Tensor]:
     """The mask type and the window that are left, and a mask `[b, 1, sq, skv]` that hides all else.
 
     Without top-left alignment a sequence's diagonal ends at its own last query and key.
     """
     b, h, sq, skv = shape
-    rule, left, right, hidden = hidden_by_lengths(MASK_TYPES[kind][0], *window, (b, h, sq, skv), *lengths_of(given))
+    rule, left, right, hidden = hidden_by_lengths(MASK_TYPES[kind][0], *window, (b, h, sq, skv), *counts)
     return kind if rule == "causal" else "padding", (left, right), hidden
+
+
+def lengths_alibi(slopes: torch.Tensor, kind: str, counts: Counts, shape: Shape) -> torch.Tensor | None:
+    """ALiBi's numbers `[b, h, sq, skv]` where each sequence has a diagonal of its own, otherwise None."""
+    b, h, sq, skv = shape
+    return alibi_by_lengths(slopes, (b, h, sq, skv), *counts) if has_diagonals(kind, (-1, -1), "alibi") else None
 
 
 class Maps(NamedTuple):

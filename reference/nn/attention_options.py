@@ -7,7 +7,7 @@ import torch
 from reference.arguments import check_arguments
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
 from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths
-from reference.nn.checks import Names, check_cudnn, check_grid, check_mask
+from reference.nn.checks import NO_WINDOWS, Names, check_cudnn, check_grid, check_mask
 from reference.nn.inference import InferenceParams
 
 
@@ -90,11 +90,16 @@ class Options(NamedTuple):
                 f"offered, because PyTorch's attention shows no scores; bfloat16 and float16 are accepted with 'exact'."
             )
         if self.lengths.given:
-            check_lengths(layer, self.lengths, kind, shape, tokens, device, (mask, self.bias.kind))
+            check_lengths(layer, self.lengths, kind, shape, tokens, device)
+        if self.lengths.read_by(kind):
+            if not (mask is None or isinstance(mask, (torch.Tensor, tuple))):
+                raise TypeError(f"{layer}: {names[0]}={mask!r}; None, a bool tensor or two are accepted.")
+            if mask is not None and tokens is None:  # it is not read, and a diagonal does not depend on it
+                check_mask(layer, names, kind, mask, NO_WINDOWS[0], shape, device)
         elif self.inference is None:
-            check_mask(layer, names, kind, mask, window, shape, device)
+            check_mask(layer, names, kind, mask, window, shape, device, self.bias.kind)
         if self.bias.given:
-            check_bias(layer, self.bias, dtype, shape, device, kind, mask)
+            check_bias(layer, self.bias, dtype, shape, device)
         if core.attention_backend == "cudnn":
             check_cudnn(dtype, device, shape[2:], kind, window, self.bias.kind)
         elif dtype != torch.float32 and device.type == "cuda":

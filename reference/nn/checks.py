@@ -133,8 +133,26 @@ def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, in
     return left, 0 if causal else right
 
 
+def has_diagonals(kind: str, window: tuple[int, int], bias: Any) -> bool:
+    """Whether each sequence has a diagonal of its own, which ends at its last query and key.
+
+    `window`: what `window_of` leaves. `bias`: a bias's kind.
+    """
+    rule, padded = MASK_TYPES[kind]
+    if not padded or kind == "arbitrary" or rule == "causal":
+        return False
+    return rule == "causal_bottom_right" or window[0] >= 0 or bias == "alibi"
+
+
 def check_mask(
-    layer: str, names: Names, kind: str, mask: Any, window: tuple[int, int], shape: Shape, device: torch.device
+    layer: str,
+    names: Names,
+    kind: str,
+    mask: Any,
+    window: tuple[int, int],
+    shape: Shape,
+    device: torch.device,
+    bias: Any = "no_bias",
 ) -> None:
     """Refuse a mask that does not fit the others, or attention of `shape` [b, h, sq, skv]; some kinds read no mask."""
     name = names[0]
@@ -151,13 +169,23 @@ def check_mask(
     pair = mask if isinstance(mask, tuple) else (mask, mask)
     if len(pair) != 2:
         raise ValueError(f"{layer}: {name} is a tuple of {len(pair)}; two, the queries' and the keys', are accepted.")
-    if isinstance(mask, tuple) and window[0] >= 0 and kind in ("padding", "padding_causal_bottom_right"):
-        raise NotImplementedError(
-            f"{layer}: {names[2]}={window} with {names[1]}={kind!r} and two masks is not offered, because the window "
-            f"would end where each sequence does; 'arbitrary' with a mask that hides what the window hides is accepted."
-        )
     for whose, part, length in (("queries", pair[0], sq), ("keys", pair[1], skv)):
         _check_one_mask(layer, f"{name} of the {whose}", part, (batch, 1, 1, length), kind, device)
+    if pair[0] is pair[1] or not has_diagonals(kind, window, bias):
+        return
+    for whose, part in (("queries", pair[0]), ("keys", pair[1])):
+        # Elsewhere the assertion that `lengths_of_masks` makes looks at the numbers.
+        if device.type == "cpu" and not torch.compiler.is_compiling() and not bool(ends_once(part)):
+            raise ValueError(
+                f"{layer}: {name} of the {whose} hides elements before others that it shows; two masks that hide the "
+                f"end of each sequence alone are accepted with {names[1]}={kind!r}, whose diagonal ends there, or "
+                f"'arbitrary'."
+            )
+
+
+def ends_once(mask: torch.Tensor) -> torch.Tensor:
+    """Whether all that a mask `[.., s]` hides is at the end."""
+    return (mask[..., 1:] >= mask[..., :-1]).all()
 
 
 def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, kind: str, device: torch.device) -> None:

@@ -109,6 +109,11 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         check_arguments("MultiheadAttention", locals())
         channels = checks.check_channels("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
         groups = checks.check_groups("MultiheadAttention", num_gqa_groups, int(num_attention_heads))
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(
+                "MultiheadAttention: return_layernorm_output=True with input_layernorm=False, which has no norm; "
+                "input_layernorm=True is accepted."
+            )
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.hidden_size = int(hidden_size)
@@ -219,7 +224,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
                 positions of each sequence start at 0; with inference_params they are those of all positions from 0 on.
             core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
-                there, with a padding mask type.
+                there.
             pad_between_seqs: as there. The rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:

@@ -157,6 +157,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             "device": device,
         }
         attention = {**common, **{name: given[name] for name in _ATTENTION}, "qkv_format": attn_input_format}
+        returns = apply_residual_connection_post_layernorm and not output_layernorm
         self.self_attention = self.same_side(MultiheadAttention)(
             hidden_size,
             num_attention_heads,
@@ -164,7 +165,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             attn_mask_type=self_attn_mask_type,
             layer_number=layer_number,
             input_layernorm=not output_layernorm,
-            **attention,
+            **{**attention, "return_layernorm_output": returns},
         )
         if layer_type == "decoder":
             self.inter_attention = self.same_side(MultiheadAttention)(
@@ -235,15 +236,16 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
                 fp32 is cast to torch.autocast's dtype; without torch.autocast its attention is PyTorch's own.
             attention_mask, self_attn_mask_type, window_size: of self-attention, as in `DotProductAttention.forward`.
             encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: of a decoder's
-                cross-attention, without effect in an encoder.
+                cross-attention; an encoder takes None.
             is_first_microbatch: as in `Linear.forward`.
             checkpoint_core_attention: recompute attention in backward.
-            inference_params, rotary_pos_emb: of self-attention, as in `MultiheadAttention.forward`.
+            rotary_pos_emb: of self-attention and of a decoder's cross-attention, whose angles are those of queries and
+                of keys, or a pair of them: as in `MultiheadAttention.forward`. inference_params: of self-attention; a
+                decoder takes one of the two.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
                 cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
-                there, with padding mask types; self-attention takes those of q alone. With them, too, the layer runs
-                module by module.
+                there; self-attention takes those of q alone. With them, too, the layer runs module by module.
             pad_between_seqs: as there. bottom_right_diagonal and the rest: Transformer Engine's, in its order; only
                 "off" is offered.
 
@@ -297,7 +299,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         if self.attn_input_format == "thd":
             sides = 2 if self.layer_type == "decoder" else 1
             options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
-        check_forward(self, hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, options)
+        enc_dec = (enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
+        check_forward(self, hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -323,7 +326,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params)
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
         if self.layer_type == "decoder":
-            second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, None)
+            second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
             hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross())
         if fused:
@@ -375,7 +378,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
     ) -> Any:
         """The results of an attention as a module."""
         shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
-        if source is None:
+        if angles is not None:  # an attention of the user's own may take none
             shared["rotary_pos_emb"] = angles
         if window is not None:
             shared["window_size"] = window

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.nn import checks
+from reference.nn.attention_lengths import check_alike
 from reference.nn.attention_options import Options
 from reference.nn.layernorm_mlp import check_activation_params
 from reference.nn.multihead_attention import MultiheadAttention
@@ -43,26 +46,42 @@ def check_forward(
     window: Any,
     angles: Any,
     cross: tuple[Any, Any, Any, Any],
+    enc_dec: tuple[Any, Any, Any],
     options: Options,
 ) -> None:
-    """Refuse what a part of the layer would refuse, before anything changes."""
+    """Refuse what a part of the layer would refuse, before anything changes.
+
+    `cross`: of cross-attention its source, mask, mask type and window; `enc_dec`: the last three as they are given.
+    """
     modules: Any = layer._modules
     attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], layer.layer_type == "decoder"
     packed = layer.attn_input_format == "thd"
     checks.check_input(mlp, hidden_states, layer.hidden_size, "hidden_states", "TransformerLayer", packed)
-    lengths = options.lengths
-    if lengths.given and lengths.q is None:
-        raise ValueError(f"TransformerLayer: {lengths.first} without cu_seqlens_q; it is accepted with that.")
+    if options.lengths.given and not decodes:
+        check_alike("TransformerLayer", options.lengths)
     if (cross[0] is not None) != decodes:
         wanted = "an encoder_output" if decodes else "no encoder_output"
         raise ValueError(f"TransformerLayer: layer_type={layer.layer_type!r} takes {wanted}.")
+    if not decodes and not (enc_dec[0] is enc_dec[1] is enc_dec[2] is None):
+        names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
+        name, one = next(pair for pair in zip(names, enc_dec, strict=True) if pair[1] is not None)
+        shown = "a tensor" if isinstance(one, torch.Tensor) else "a tuple" if name == names[0] else repr(one)
+        raise ValueError(
+            f"TransformerLayer: {name} is {shown} with layer_type='encoder', which has no cross-attention; None is "
+            f"accepted."
+        )
+    if decodes and angles is not None and options.inference is not None:
+        raise NotImplementedError(
+            "TransformerLayer: rotary_pos_emb with inference_params in a decoder is not offered, because its "
+            "cross-attention has no cache that says where its queries are; one of them is accepted."
+        )
     if _checks(attention):
         names = ("attention_mask", "self_attn_mask_type", "window_size")
         of_self = options.of_self()
         attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, of_self)
     if decodes and _checks(modules["inter_attention"]):
         names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-        modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, None, names, options.of_cross())
+        modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, angles, names, options.of_cross())
     if current().enabled and not checks.has_run_in_fp8(mlp):
         attentions = [part for part in modules.values() if _checks(part)]
         checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

@@ -117,6 +117,17 @@ def _places(
     return i, j, of_keys - of_queries, (i >= of_queries) | (j >= of_keys)
 
 
+def alibi_by_lengths(
+    slopes: torch.Tensor,
+    shape: tuple[int, int, int, int],
+    q_lengths: torch.Tensor | None,
+    kv_lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """ALiBi's numbers, fp32 `[b, h, sq, skv]`, with the diagonal of each entry at its own bottom right."""
+    i, j, diagonal, _ = _places(shape, q_lengths, kv_lengths, slopes.device)
+    return (slopes.view(-1, shape[1], 1, 1) * -(i + diagonal - j).abs().float()).expand(shape).contiguous()
+
+
 def without_lengths(shape: tuple[int, int, int, int], options: Any) -> Any:
     """The options of a call on a batch of `shape` [b, h, sq, skv] without their lengths, which give the same bits.
 
@@ -125,9 +136,7 @@ def without_lengths(shape: tuple[int, int, int, int], options: Any) -> Any:
     """
     scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths = options
     if slopes is not None and mask_type != "causal":
-        i, j, diagonal, _ = _places(shape, q_lengths, kv_lengths, slopes.device)
-        slopes = slopes.view(-1, shape[1], 1, 1)
-        bias, slopes = (slopes * -(i + diagonal - j).abs().float()).expand(shape).contiguous(), None
+        bias, slopes = alibi_by_lengths(slopes, shape, q_lengths, kv_lengths), None
     mask_type, left, right, hidden = hidden_by_lengths(mask_type, left, right, shape, q_lengths, kv_lengths)
     mask = hidden if mask is None else hidden | mask
     return scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, None, None

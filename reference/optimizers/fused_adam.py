@@ -19,6 +19,7 @@ from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, che
 from reference.optimizers.adam_state import Numbers, captured_numbers_of, numbers_of
 from reference.optimizers.parameters import (
     PLAIN,
+    check_common,
     check_device,
     check_memory,
     check_parameter,
@@ -115,6 +116,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"{WHO}: param_group={param_group!r}; a dict with 'params' is accepted.")
         where = f" in group {len(self.param_groups)}"
+        check_common(WHO, param_group, where, self._common())
         found = self._numbers_of({**self.defaults, **param_group}, where)._asdict()
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):
@@ -126,6 +128,18 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
         super().add_param_group(param_group)
         param_group.update({name: value for name, value in found.items() if name in param_group})
         self._to_device(param_group)
+
+    def _common(self) -> dict[str, Any]:
+        """What all groups have in common, by the names of arguments here and of `torch.optim.Adam`."""
+        masters, first, second, master, remainders, capturable = self.layout
+        names: dict[str, Any] = {
+            "adam_w_mode": self.adam_w_mode,
+            "decoupled_weight_decay": self.adam_w_mode,
+            "capturable": capturable,
+        }
+        names |= {"master_weights": masters, "master_weight_dtype": master, "store_param_remainders": remainders}
+        names |= {"exp_avg_dtype": first, "exp_avg_sq_dtype": second, "use_decoupled_grad": self.use_decoupled_grad}
+        return {**names, "set_grad_none": self.set_grad_none, "amsgrad": False, "maximize": False}
 
     def _numbers_of(self, group: dict[str, Any], where: str) -> Numbers:
         """The numbers of a group that is added; its rate may lie on a device, if it is to."""

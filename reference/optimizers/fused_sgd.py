@@ -14,6 +14,7 @@ from reference.nn.attributes import OfSGD
 from reference.ops.library import twin
 from reference.optimizers.parameters import (
     PLAIN,
+    check_common,
     check_device,
     check_memory,
     check_parameter,
@@ -112,7 +113,10 @@ class FusedSGD(OfSGD, torch.optim.Optimizer):
         """As torch's; also refuses numbers that a step would refuse."""
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"{WHO}: param_group={param_group!r}; a dict with 'params' is accepted.")
-        found = numbers_of({**self.defaults, **param_group}, f" in group {len(self.param_groups)}")
+        where = f" in group {len(self.param_groups)}"
+        common = {"wd_after_momentum": self.wd_after_momentum, "set_grad_none": self.set_grad_none}
+        check_common(WHO, param_group, where, {**common, "materialize_master_grads": True, "maximize": False})
+        found = numbers_of({**self.defaults, **param_group}, where)
         super().add_param_group({**param_group, **found._asdict()})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -143,6 +143,16 @@ def real(who: str, name: str, value: Any, where: str = "") -> float:
     return float(value)
 
 
+def check_common(who: str, group: dict[str, Any], where: str, own: dict[str, Any]) -> None:
+    """Refuse another value in a new group for what an optimizer has once for all groups, `own`."""
+    for name, value in own.items():
+        given = group.get(name, value)
+        if given is not value and (type(given) is not type(value) or given != value):
+            raise ValueError(
+                f"{who}: {name}={given!r}{where}; {value!r} is accepted, because it is the same for all groups."
+            )
+
+
 def checked_grad_none(who: str, set_grad_none: Any) -> bool | None:
     """The deprecated argument of Transformer Engine's constructors; a warning if it is given."""
     if set_grad_none is None:
