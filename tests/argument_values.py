@@ -188,6 +188,7 @@ WITHOUT_EFFECT = {
     "layer_number": "chooses a cache of inference_params: tests/test_inference.py",
     "DotProductAttention.attention_type": "says where keys come from, which are given here",
     "pad_between_seqs": "cu_seqlens_q_padded and cu_seqlens_kv_padded say it",
+    "in_place": "chooses the memory of a result: tests/test_operations_more.py",
     "Adafactor.foreach": "a choice of loops of PyTorch's, whose numbers are the same",
 }  # fmt: skip
 

@@ -66,7 +66,7 @@ def static(layer: Any) -> list[Any]:
 def bits(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
-    x = x.detach()
+    x = x.detach().dequantize() if isinstance(x, te.Float8Tensor) else x.detach()
     return (x.dtype, x.shape, None if x.is_meta else x.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
