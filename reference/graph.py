@@ -195,6 +195,7 @@ class _Graphed:
                 "make_graphed_callables: cache_quantized_params=True with a layer with fuse_wgrad_accumulation=True is "
                 "not offered (its first microbatch overwrites main_grad, which a graph cannot); False is accepted."
             )
+        self.choices = self._choices()
         # A layer is updated from its first call on, not from its capture on.
         self.memberships = [layer._membership for layer in self.layers]
         with restored(settings):
@@ -203,6 +204,10 @@ class _Graphed:
         self.copies: dict[tuple[TransformerEngineBaseModule, str], Quantized] = {}
         self.eager_copies = [dict(layer._fp8_workspaces) for layer in self.layers]
         module.forward = self.captured  # type: ignore[method-assign]
+
+    def _choices(self) -> list[Any]:
+        """What `te.recipe.by_layer` has chosen for its layers."""
+        return [(layer.own_recipe, layer.in_high_precision) for layer in self.layers]
 
     def _fp8_state(self) -> list[torch.Tensor]:
         metas = [layer.fp8_meta[key] for layer in self.layers for key in scaling.KEYS if key in layer.fp8_meta]
@@ -287,7 +292,12 @@ class _Graphed:
         state = current()
         if state.enabled or state.calibrating:
             for layer in self.layers:
-                scaling.join(layer, state.recipe, state.group)
+                own = layer.own_settings(state)
+                if not (own.enabled or own.calibrating):
+                    continue
+                if layer._fitted is not own.recipe:  # another recipe may have run without the graph
+                    layer.fit_state(own.recipe)
+                scaling.join(layer, own.recipe, own.group)
         for generator in self.drawing:
             generator.draw(generator.state.device)
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
@@ -314,6 +324,11 @@ class _Graphed:
                     f"it under an autocast like the one given to make_graphed_callables."
                 )
         if captured.enabled or captured.calibrating:
+            if self._choices() != self.choices:
+                raise RuntimeError(
+                    f"{name}: te.recipe.by_layer has chosen other recipes since its CUDA graph was captured; the choices "
+                    f"of then are accepted, or another make_graphed_callables."
+                )
             held = self._fp8_state()
             if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
                 raise RuntimeError(

@@ -31,7 +31,7 @@ class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, 
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
-        self._history_rows: int | None = None
+        self._fitted: Recipe | None = None
         self._fp8_workspaces: dict[str, Quantized] = {}
         self._precision: Precision | None = None  # that of the last forward in FP8
         self._membership: scaling.Membership | None = None
@@ -44,7 +44,7 @@ class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, 
         Gradients that are still to be computed stay with this module, whose backward they belong to.
         """
         cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
-        state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
+        state = {**self.__dict__, "_membership": None, "_precision": None, "_fitted": None, "_fp8_workspaces": cached}
         return state | {"_delayed": deque()} if self.delay_wgrad_compute else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,7 +132,8 @@ class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, 
         recalled = checkpointed and recipe.history_rows is not None
         if recalled:
             scale = recompute.recalled(self, forward.scale)
-            forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
+            history = None if recompute.replaying() else forward.amax_history
+            forward = FP8TensorMeta(scale, history, recipe.scaled_max(True))
         if recalled or torch.compiler.is_compiling():
             gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
             return Precision(gemms, recipe, forward, backward)
