@@ -37,7 +37,7 @@ class WithFP8State(torch.nn.Module):
     quantized_init: model_init.QuantizedInit | None
     own_recipe: Recipe | None = None
     in_high_precision = False
-    _fitted: Recipe | None  # the recipe that the state fits, if known: spares looking at it
+    _fitted: Recipe | None = None  # the recipe that the state fits, if known: spares looking at it
     _fp8_workspaces: dict[str, Quantized]
 
     def _parameter_device(self) -> torch.device:
@@ -123,22 +123,15 @@ class WithFP8State(torch.nn.Module):
 
     def fit_state(self, recipe: Recipe) -> None:
         """Create or resize the state for a recipe with state, and bring its scales to that format and margin."""
-        compiling = torch.compiler.is_compiling()
-        if recipe.history_rows is not None:
-            settings = (recipe.history_rows, recipe.scaled_max(True), recipe.scaled_max(False))
-            if not compiling:
+        settings = _settings(recipe)
+        if not torch.compiler.is_compiling():
+            if settings is not None:
                 _fit(self, *settings)
-            elif not self._fits(*settings):  # guarded; a graph that makes the state serves this module only
-                _make_state(id(self), *settings)
-        self._fitted = None if compiling else recipe
-
-    def _fits(self, length: int, *scaled_max: float) -> bool:
-        """Whether `_fit` would leave the state as it is, but for its device."""
-        for key, its_max in zip(KEYS, scaled_max, strict=True):
-            meta = self.fp8_meta.get(key)
-            if meta is None or meta.scaled_max != its_max or meta.amax_history.shape[0] != length:
-                return False
-        return True
+            self._fitted = recipe
+        elif settings is not None and (self._fitted is None or _settings(self._fitted) != settings):
+            # Not the state itself is asked: a trace may begin again, and must go the same way when it has been made.
+            _make_state(id(self), *settings)
+            self._fitted = None
 
     def make_state(self, recipe: DelayedScaling) -> None:
         """Create or resize the FP8 state as a run under `recipe` would."""
@@ -161,6 +154,12 @@ class WithFP8State(torch.nn.Module):
                     f"{type(self).__name__}: {name}={getattr(self, name)} {where}; a multiple of 16 is "
                     f"accepted (rows of FP8 operands start at multiples of 16 bytes)."
                 )
+
+
+def _settings(recipe: Recipe) -> tuple[int, float, float] | None:
+    """What the state depends on: rows, and `scaled_max` forward and backward; None for a recipe without state."""
+    rows = recipe.history_rows
+    return None if rows is None else (rows, recipe.scaled_max(True), recipe.scaled_max(False))
 
 
 def _fit(module: Any, length: int, *scaled_max: float) -> None:

@@ -44,7 +44,7 @@ class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, 
         Gradients that are still to be computed stay with this module, whose backward they belong to.
         """
         cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
-        state = {**self.__dict__, "_membership": None, "_precision": None, "_fitted": None, "_fp8_workspaces": cached}
+        state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
         return state | {"_delayed": deque()} if self.delay_wgrad_compute else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
