@@ -3,6 +3,9 @@
 The recomputation happens after autocast has ended and the scales have been updated. So a checkpoint records the
 autocast state and each module's scales, restores both, and its recomputed casts record no amax.
 
+What changes between the two runs cannot be brought back: if a weight or an input was changed in place or replaced,
+the recomputation is refused. `by_layer`'s choices are those of the first run.
+
 The same holds inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which Hugging Face's
 `gradient_checkpointing_enable` calls: modules recognise PyTorch's frame by its saved-tensor hooks and keep their
 records with it. With `use_reentrant=True`, or where the outer one of two nested checkpoints would recompute the inner
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import noop_context_fn
 
 from reference.arguments import check_arguments
@@ -35,8 +39,8 @@ class _Frame:
 
     updates = False  # whether a recomputed layer may update the gradients' scales; that of the first run does
 
-    def __init__(self, tracker: Any = None) -> None:
-        self.tracker = tracker
+    def __init__(self, tracker: Any = None, inputs: Any = None) -> None:
+        self.tracker, self.inputs = tracker, inputs
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
@@ -155,6 +159,7 @@ class _Replaying:
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
+        self.frame.inputs.check()
         self.frame.used = defaultdict(int)
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
@@ -262,6 +267,70 @@ def settings(module: torch.nn.Module, compiling: bool) -> tuple[AutocastState, b
     return current(), True, False
 
 
+def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
+    """In a first run note `state`, the module's own settings, and its weights; in a recomputation return those of then.
+
+    Raises:
+        RuntimeError: a weight was changed or replaced since the first run.
+    """
+    frame = _innermost()[0]
+    if frame is None or (frame is _QUEUES and not module.training):
+        return state
+    if again:
+        state, seen = frame.next_tensor(module, "run")
+        for name, (weight, *then) in seen.items():
+            now = module._parameters.get(name)
+            if weight is not now or _content(now) != then:
+                raise _changed(f"{type(module).__name__}'s {name}", weight is now and _content(now)[1] == then[1])
+    managed = hasattr(module, "_is_fsdp_managed_module")  # FSDP frees and gathers weights between the runs
+    weights = {} if managed else {k: (w, *_content(w)) for k, w in module._parameters.items() if w is not None}
+    for one in here().recording or ([] if again else [frame]):
+        one.record(module, (state, weights), "run")
+    return state
+
+
+def _content(x: Any) -> list[int]:
+    """What changes where a tensor is written in place or gets other memory: its version and its address."""
+    kept = getattr(x, "_kept", None)  # of a weight that is kept in FP8
+    x = x if kept is None else kept.codes
+    if x.is_inference() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return [0, 0]
+    return [x._version, x.data_ptr()]
+
+
+def _changed(what: str, in_place: bool) -> RuntimeError:
+    how = "changed in place" if in_place else "replaced"
+    return RuntimeError(
+        f"checkpoint: {what} was {how} between the first run and its recomputation in backward, which would compute "
+        f"other gradients; a change after the backward is accepted."
+    )
+
+
+class _Inputs:
+    """What a checkpointed function reads: the tensors inside of its arguments, and the weights of a module.
+
+    Arguments that are tensors themselves are PyTorch's to compare: it saves them, and hooks may move them.
+    """
+
+    def __init__(self, function: Any, args: Any, kwargs: Any) -> None:
+        inner = [x for x in args if not isinstance(x, torch.Tensor)]
+        self.tensors = [x for x in tree_leaves((inner, kwargs)) if isinstance(x, torch.Tensor)]
+        waiting = [getattr(function, "__self__", function)]
+        while waiting:
+            module = waiting.pop()
+            if isinstance(module, torch.nn.Module) and not hasattr(module, "_is_fsdp_managed_module"):
+                self.tensors += [x for x in module._parameters.values() if x is not None]
+                waiting += [one for one in module._modules.values() if one is not None]
+        self.seen = [_content(x) for x in self.tensors]
+
+    def check(self) -> None:
+        """Refuse a recomputation with others."""
+        for x, then in zip(self.tensors, self.seen, strict=True):
+            if (now := _content(x)) != then:
+                what = "a weight" if isinstance(x, torch.nn.Parameter) else "an input"
+                raise _changed(f"{what} {list(x.shape)} of the function", now[1] == then[1])
+
+
 def refuse_foreign_recompute(module: torch.nn.Module) -> None:
     """Refuse an FP8 module's forward inside a backward pass, unless a checkpoint recomputes what it has recorded."""
     if torch._C._current_graph_task_id() != -1 and not replaying():
@@ -297,6 +366,9 @@ def checkpoint(
             with the states of the first run, and leaves those that it finds.
         tp_group: None or a process group of one rank, without effect.
         context_fn, determinism_check, debug: as in `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        RuntimeError: in backward, where an input or a weight was changed in place or replaced since this run.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r}; a module or function is accepted.")
@@ -305,7 +377,7 @@ def checkpoint(
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
-    frame = _Frame(tracker)
+    frame = _Frame(tracker, _Inputs(function, args, kwargs))
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()

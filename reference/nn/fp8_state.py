@@ -78,6 +78,14 @@ class WithFP8State(torch.nn.Module):
             state = replace(state, enabled=False, calibrating=False)
         return state
 
+    def run_settings(self, compiling: bool) -> tuple[AutocastState, bool, bool]:
+        """The settings of a forward now, whether a checkpoint is active, and whether it recomputes."""
+        state, checkpointed, again = recompute.settings(self, compiling)
+        state = self.own_settings(state)
+        if checkpointed and not compiling:
+            state = recompute.same_run(self, state, again)
+        return state, checkpointed, again
+
     def init_fp8_metadata(self) -> tuple[AutocastState, bool]:
         """Create or resize the FP8 state for the current autocast, if necessary.
 
@@ -85,8 +93,7 @@ class WithFP8State(torch.nn.Module):
             that autocast, and whether a checkpoint is active.
         """
         compiling = torch.compiler.is_compiling()
-        state, checkpointed, again = recompute.settings(self, compiling)
-        state = self.own_settings(state)
+        state, checkpointed, again = self.run_settings(compiling)
         if not compiling and (state.enabled or self.fp8):  # a compiler traces forward only
             recompute.refuse_foreign_recompute(self)
         # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
