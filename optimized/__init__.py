@@ -11,6 +11,7 @@ needs neither CuPy nor a GPU: the first kernel says, in a sentence, what is miss
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -42,7 +43,9 @@ from reference import (  # noqa: F401
     fp8_model_init,
     fused_linear_cross_entropy,
     get_cpu_offload_context,
+    get_cudnn_version,
     get_default_recipe,
+    get_device_compute_capability,
     init_fp8_state,
     is_bf16_available,
     is_fp8_block_scaling_available,
@@ -93,6 +96,11 @@ class _OnHopper(DeviceDefault):
     """A layer whose default device is "cuda"; it refuses a GPU that cannot run the kernels."""
 
     default_device = "cuda"
+
+    @classmethod
+    def same_side(cls, kind: Any) -> Any:
+        """This package's class of that name, if it has one."""
+        return _HERE.get(kind, kind)
 
     @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
@@ -146,6 +154,13 @@ class InferenceParams(_OnHopper, reference.InferenceParams):
 
 class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
     """`reference.RotaryPositionEmbedding` with "cuda" as its default device."""
+
+
+_HERE: dict[Any, Any] = {
+    getattr(reference, name): kind
+    for name, kind in tuple(globals().items())
+    if isinstance(kind, type) and issubclass(kind, _OnHopper) and kind is not _OnHopper
+}
 
 
 def _publish_operations() -> None:

@@ -278,11 +278,11 @@ def write_result(name: str, payload: Mapping[str, Any], folder: Path = RESULTS) 
     return path
 
 
-def write_plot(path: Path, figure: Any) -> None:
-    """Write a figure of matplotlib's as a PNG.
+def write_plot(path: Path, figure: Any, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a figure of matplotlib's as a PNG; `metadata` are texts in it.
 
     Raises:
         files.NotWritten: the file cannot be written.
     """
     with files.replacing(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+        figure.savefig(file, format="png", dpi=110, metadata=metadata)

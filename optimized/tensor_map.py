@@ -26,6 +26,7 @@ _TYPES = {
 }
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread of autograd has none before it calls the CUDA runtime
 _CACHED = 4096  # maps; one is 128 bytes and a training step of a deep model needs a few hundred
 
 
@@ -114,7 +115,7 @@ def encode(
     check(pointer, dtype, shape, strides, box, swizzle, l2)
     rank = len(shape)
     result = TensorMap()
-    status = _driver()(
+    arguments = (
         result.words.ctypes.data,
         _TYPES[dtype][0],
         rank,
@@ -128,6 +129,10 @@ def encode(
         _L2_PROMOTIONS[l2],
         0,  # out of bounds reads zero
     )
+    status = _driver()(*arguments)
+    if status == _NO_CONTEXT:
+        launch.runtime().setDevice(torch.cuda.current_device())
+        status = _driver()(*arguments)
     if status != 0:
         raise RuntimeError(
             f"cuTensorMapEncodeTiled returned CUresult {status} for pointer={pointer:#x}, dtype={dtype}, "

@@ -38,7 +38,9 @@ from reference.nn.transformer_layer import TransformerLayer
 from reference.offload import get_cpu_offload_context
 from reference.precision import PrecisionPlan, auto_precision
 from reference.quantization import (
+    get_cudnn_version,
     get_default_recipe,
+    get_device_compute_capability,
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -107,7 +109,9 @@ __all__ = [
     "fp8_model_init",
     "fused_linear_cross_entropy",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
+    "get_device_compute_capability",
     "init_fp8_state",
     "install_as_transformer_engine",
     "is_bf16_available",

@@ -33,7 +33,7 @@ MASK_TYPES = {
 # Transformer Engine's arguments for what is not offered, by the values that mean "off".
 _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "symmetric_ar_type bottom_right_diagonal enc_dec_bottom_right_diagonal"),
-    ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer"),
+    ((None,), "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors"),
     ((None,), "thd_attention_policies make_graphed_callables._order make_graphed_callables._num_layers_per_chunk"),
     ((None,), "make_graphed_callables.pre_warmup_hook make_graphed_callables.post_warmup_hook"),
     ((None,), "make_graphed_callables.capture_time_hooks"),
@@ -42,10 +42,9 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((False,), "get_cpu_offload_context.retain_pinned_cpu_buffers"),
     ((False,), "return_layernorm_output_gathered ub_tp_comm_overlap ub_overlap_ag"),
     ((False,), "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad"),
-    ((False,), "_graph return_max_logit amsgrad"),
+    ((False,), "_graph amsgrad"),
     ((False,), "distribute_saved_activations make_graphed_callables.retain_graph_in_backward"),
     ((False,), "make_graphed_callables._reuse_graph_input_output_buffers"),
-    ((None, False), "pad_between_seqs"),
     ((False, None), "fp8_output fp8_grad bf16_backward"),
     # In Transformer Engine, too, these have no effect without ub_tp_comm_overlap.
     ((True, False), "TransformerLayer.ub_overlap_ag TransformerLayer.ub_overlap_rs TransformerLayer.ub_bulk_dgrad"),
@@ -54,7 +53,6 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((0,), "sm_margin cp_rank"),
     ((1,), "tp_size cp_size"),
     ((1, None), "num_splits"),
-    ((-3,), "qkv_interleave_dim"),
     ((0.0, None), "softcap"),
     (("auto",), "thd_attention_policy_dispatch"),
     ((None,), "Embedding.max_norm"),
@@ -150,6 +148,7 @@ _SHARE = Rule(is_real, lambda x: 0 <= x <= 1, "a number from 0 to 1 is accepted"
 _FRACTION = Rule(is_real, lambda x: 0 < x <= 1, "a number above 0, at most 1, is accepted")
 _OFFSET = Rule(is_real, lambda x: abs(x) < 1e30, "a number between -1e30 and 1e30 is accepted")
 _NUMBER = Rule(is_real, lambda x: abs(x) <= 3.4e38, "a finite number of fp32 is accepted")
+_INTERLEAVING = Rule(is_int, lambda x: x in (-3, -2), "-3 and -2 are accepted")
 _FLAG = Rule(lambda x: isinstance(x, bool), _any, "True and False are accepted")
 _FLAG_OR_NONE = Rule(lambda x: x is None or isinstance(x, bool), _any, "None, True and False are accepted")
 _NAME = Rule(lambda x: x is None or isinstance(x, str), _any, "None or a string is accepted")
@@ -233,7 +232,10 @@ _NAMES: list[tuple[Rule, str]] = [
     (_SCALE, "qk_norm_eps"),
     (_or_none(_one_of("L2Normalization", "RMSNorm", "LayerNorm")), "qk_norm_type"),
     (_or_none(_WINDOW), "window_size enc_dec_window_size"),
-    (_PROBABILITY, "attention_dropout hidden_dropout drop_path_rate"),
+    (_PROBABILITY, "attention_dropout hidden_dropout"),
+    (_SHARE, "drop_path_rate"),
+    (_FLAG_OR_NONE, "return_max_logit pad_between_seqs"),
+    (_INTERLEAVING, "qkv_interleave_dim"),
     (_FLAG, "bias return_bias fuse_wgrad_accumulation zero_centered_gamma return_layernorm_output input_layernorm"),
     (_FLAG, "checkpoint"),
     (_FLAG, "output_layernorm fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved"),

@@ -6,11 +6,14 @@ after an hour or more. Reading a damaged file raises an error that names it.
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import secrets
+import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +30,10 @@ _DIGEST = hashlib.sha256().digest_size
 
 class NotWritten(OSError):
     """A file could not be written; the text names it. Its former content is unchanged."""
+
+
+class Locked(OSError):
+    """Another process holds a lock; the text says which."""
 
 
 class Damaged(ValueError):
@@ -99,6 +106,78 @@ def append(path: Path, text: str) -> None:
         raise NotWritten(f"{path} was not written: {error.strerror or error}.") from error
 
 
+_held: set[int] = set()  # descriptors of locks
+
+
+def _release_in_child() -> None:
+    """A forked process does not hold its parent's locks, which end with the parent."""
+    for descriptor in _held:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock `folder/name` until the block ends, or the process, however it ends.
+
+    The folder is made; it is removed again if nothing was written to it.
+
+    Raises:
+        Locked: another process has it; the text says which.
+        NotWritten: the folder cannot be made or written to.
+    """
+    path = folder / name
+    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquired(path)
+    except OSError as error:
+        if isinstance(error, Locked):
+            raise
+        raise NotWritten(f"{path} was not written: {error.strerror or error}.") from error
+    _held.add(descriptor)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        if descriptor in _held:  # not in a child
+            _held.discard(descriptor)
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            for one in missing:
+                one.rmdir()
+
+
+def _acquired(path: Path) -> int:
+    """The descriptor of a lock file that this process holds, with its number and machine inside."""
+    import fcntl
+
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            here = os.fstat(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(here, os.stat(path)):  # and not one that its holder has removed meanwhile
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    return descriptor
+        except BlockingIOError as error:
+            who = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise Locked(f"{path.parent} is in use by {who}.") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
 def cache_folder(kind: str) -> Path:
     """The user's folder for what can be made again, `~/.cache/twin-engine/<kind>`.
 
@@ -146,19 +225,55 @@ def kept(kind: str, name: str) -> bytes | None:
         return None
 
 
+_KINDS = {
+    stat.S_IFDIR: "Is a directory",
+    stat.S_IFIFO: "it is a pipe",
+    stat.S_IFCHR: "it is a device",
+    stat.S_IFBLK: "it is a device",
+    stat.S_IFSOCK: "it is a socket",
+}
+
+
+def is_there(path: Path, remedy: str = "") -> bool:
+    """Whether there is a file at `path`; False where there is nothing.
+
+    Raises:
+        Damaged: there is something else: a link to nothing, a folder, a pipe, a path that cannot be looked at.
+    """
+    try:
+        mode = os.stat(path).st_mode  # Path.exists answers False to some errors, which depends on Python's version
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.islink(path):
+            return False
+        raise Damaged(f"{path} is a link to {os.readlink(path)}, which is not there{remedy}.") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}){remedy}.") from error
+    if not stat.S_ISREG(mode):
+        raise Damaged(f"{path} cannot be read ({_KINDS.get(stat.S_IFMT(mode), 'it is no file')}){remedy}.")
+    return True
+
+
+@contextlib.contextmanager
+def reading(path: Path, remedy: str = "") -> Iterator[BinaryIO]:
+    """A file to read from; errors as in `read`."""
+    if not is_there(path, remedy):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error}){remedy}.") from error
+
+
 def read(path: Path, remedy: str = "") -> bytes:
     """The content of a file; `remedy` ends the error's sentence.
 
     Raises:
         FileNotFoundError: there is no such file.
-        Damaged: it cannot be read.
+        Damaged: it cannot be read, or it is a folder, a pipe or a device, which may have no end.
     """
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(*error.args, error.filename) from error
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror or error}){remedy}.") from error
+    with reading(path, remedy) as file:
+        return file.read()
 
 
 def record(path: Path, remedy: str = "") -> dict[str, Any]:
@@ -182,6 +297,9 @@ def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
         if not content.startswith(b"PK"):
             raise ValueError("it is no npz file")
         with np.load(io.BytesIO(content)) as found:
+            end = content.rindex(b"PK\x05\x06")  # the record that says how many members there are
+            if int.from_bytes(content[end + 10 : end + 12], "little") != len(found.files):
+                raise ValueError("its list of members is not whole")
             return {name: found[name] for name in found.files}
     except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers raise different ones
         raise Damaged(f"{path} is damaged ({error}){remedy}.") from error

@@ -1,11 +1,11 @@
 """FP8 state without the weights: for loaders that ignore it, and for distributed checkpoints.
 
 `load_state_dict`, torch.distributed.checkpoint and Hugging Face's `from_pretrained` load a layer's state with its
-weights (`reference.nn.checkpoint_format`). Two cases need a call:
+weights (`reference.nn.checkpoint_format`), whatever its history's length. Two cases need a call:
 
     te.load_fp8_state(model, "folder")      the weights were loaded in another way, or a loader ignored the state
-    te.init_fp8_state(model, recipe)        before torch.distributed.checkpoint loads a history of another length than
-                                            DelayedScaling's 1024: it fills tensors of the shapes that it finds
+    te.init_fp8_state(model, recipe)        before a loader that copies into tensors of equal shapes alone, and whose
+                                            checkpoint has a history of another length than DelayedScaling's 1024
 
 Transformer Engine's checkpoints load as ours do, and `te.transformer_engine_state_dict(model)` is one
 (docs/checkpoints.md).

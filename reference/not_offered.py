@@ -11,45 +11,43 @@ from typing import Any, NoReturn, TypeVar
 
 Kind = TypeVar("Kind", bound=type)
 
-_OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
-_RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
-_QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
+OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
+RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
+QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
-_EXPERTS = "there are no layers for a mixture of experts"
-_PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
-_ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
-_EXPORT = "there is no export"
+EXPERTS = "there are no layers for a mixture of experts"
+PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
+ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
+EXPORT = "there is no export"
 STATE = "scales belong to a layer (layer.fp8_meta) and autocast's settings to a thread"
-_AVAILABLE = "`twin info` prints what the machine can run"
-_OFFLOAD = "te.get_cpu_offload_context is what offloads activations"
-_INTERNAL = "it is a part of Transformer Engine's inside"
+OFFLOAD = "te.get_cpu_offload_context is what offloads activations"
+INTERNAL = "it is a part of Transformer Engine's inside"
 _WHERE = "what is offered of it is an attribute of `te` itself"
 
 # Package → reason → names.
 NAMES: dict[str, dict[str, str]] = {
     "te": {
-        _EXPERTS: "GroupedLinear Fp8Padding Fp8Unpadding moe_permute moe_permute_and_pad_with_probs "
+        EXPERTS: "GroupedLinear Fp8Padding Fp8Unpadding moe_permute moe_permute_and_pad_with_probs "
         "moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs moe_unpermute "
         "permutation router ep",
-        _PARALLEL: "initialize_ub destroy_ub UserBufferQuantizationMode CPLoadBalancingStrategy distributed_weight",
-        _ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
+        PARALLEL: "initialize_ub destroy_ub UserBufferQuantizationMode CPLoadBalancingStrategy distributed_weight",
+        ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
-        _RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
-        _QUANTIZED: "Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor "
+        RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
+        QUANTIZED: "Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor "
         "MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer HybridQuantizedTensor "
         "HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage IdentityQuantizer",
         _STORAGE: "QuantizedTensorStorage Float8TensorStorage prepare_for_saving restore_from_saved "
         "restore_from_func_ctx",
         _WHERE: "attention module transformer distributed jit tensor float8_tensor quantized_tensor",
-        _AVAILABLE: "get_cudnn_version get_device_compute_capability",
-        _OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
+        OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
-        _EXPORT: "onnx_export export onnx_extensions",
+        EXPORT: "onnx_export export onnx_extensions",
         "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
-        _INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
+        INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
-    "recipe": {_RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},
+    "recipe": {RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},
     "optimizers": {
         "te.optimizers has FusedAdam, FusedSGD and clip_grad_norm_": "MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
@@ -57,38 +55,38 @@ NAMES: dict[str, dict[str, str]] = {
         "multi_tensor_unscale_l2norm"
     },
     "ops": {
-        _OPS: "BasicOperation FusedOperation FusibleOperation fused is_op_fuser_grouped_tensor_path_supported "
+        OPS: "BasicOperation FusedOperation FusibleOperation fused is_op_fuser_grouped_tensor_path_supported "
         "register_backward_fusion register_forward_backward_fusion register_forward_fusion",
-        _PARALLEL: "AllGather AllReduce ReduceScatter",
-        _EXPERTS: "GroupedLinear ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU",
+        PARALLEL: "AllGather AllReduce ReduceScatter",
+        EXPERTS: "GroupedLinear ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU",
         "there is no such activation": "SiTUGLU",
     },
     "quantization": {
-        _RECIPES: "CustomRecipeState Float8BlockScalingRecipeState MXFP8BlockScalingRecipeState "
+        RECIPES: "CustomRecipeState Float8BlockScalingRecipeState MXFP8BlockScalingRecipeState "
         "NVFP4BlockScalingRecipeState QuantizerRole QuantizerRequest DelayedScalingRequest get_fp4_te_dtype",
         STATE: "RecipeState DelayedScalingRecipeState Float8CurrentScalingRecipeState FP8GlobalState",
-        _INTERNAL: "split_and_copy",
+        INTERNAL: "split_and_copy",
     },
 }
-_ROLES = {_INTERNAL: "get_quantizer_roles set_meta_tensor", _EXPORT: "onnx_forward"}
+_ROLES = {INTERNAL: "get_quantizer_roles set_meta_tensor", EXPORT: "onnx_forward"}
 _NORM = {"its method reset_parameters is what draws parameters anew": "reset_layer_norm_parameters"}
 # Class → reason → methods. A subclass of Quantizer has Quantizer's.
 METHODS: dict[str, dict[str, str]] = {
     "Linear": _ROLES,
     "LayerNormLinear": {**_ROLES, **_NORM},
     "LayerNormMLP": {**_ROLES, **_NORM},
-    "DotProductAttention": {_INTERNAL: "get_qkv_quantization_capabilities get_quantizer_roles set_meta_tensor"},
-    "MultiheadAttention": {_INTERNAL: "fast_setattr"},
-    "TransformerLayer": {_INTERNAL: "fast_setattr", STATE: "reset_fp8_meta_tensors"},
+    "DotProductAttention": {INTERNAL: "get_qkv_quantization_capabilities get_quantizer_roles set_meta_tensor"},
+    "MultiheadAttention": {INTERNAL: "fast_setattr"},
+    "TransformerLayer": {INTERNAL: "fast_setattr", STATE: "reset_fp8_meta_tensors"},
     "InferenceParams": {
         "a layer's forward writes its keys and values itself (inference_params=...)": "step",
         "the cache has no pages": "convert_paged_to_nonpaged",
     },
     "FusedSGD": {"a parameter's momentum is state[parameter]['momentum_buffer']": "get_momentums"},
     "Quantizer": {
-        _INTERNAL: "alloc_tensors create_metadata get_columnwise_shape inner_tensor_specs is_quantizable "
+        INTERNAL: "alloc_tensors create_metadata get_columnwise_shape inner_tensor_specs is_quantizable "
         "is_requantization_safe quantize_impl storage_metadata supports_only_rowwise_all_gather",
-        _EXPORT: "onnx_quantize onnx_dequantize",
+        EXPORT: "onnx_quantize onnx_dequantize",
     },
     "QuantizedTensor": {
         "its memory is free when nobody holds it": "clear",
@@ -108,6 +106,8 @@ PACKAGES |= {f"{root}.{part}": part for root in PACKAGES for part in ("recipe", 
 def sentence(package: str, name: str) -> str | None:
     """Why the module `package` has no `name`; None if Transformer Engine has no such name."""
     known = PACKAGES.get(package, "")
+    if known == "te" and name in REASONS["recipe"]:  # DelayedScaling is a name of `te`; so others are looked for here
+        known = "recipe"
     reason = REASONS.get(known, {}).get(name)
     return None if reason is None else f"{known}.{name} is not offered by Twin Engine: {reason}."
 

@@ -12,6 +12,7 @@ one of `te.recipe.by_layer`, which `apply` calls. Finer ones are not offered, an
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,11 +90,12 @@ class PrecisionPlan:
             files.NotWritten: the file could not be written.
         """
         layers = {name: {"choice": _packed(one.recipe), "why": one.why} for name, one in self.layers.items()}
-        files.write(Path(path), json.dumps({"format": _FORMAT, "version": _VERSION, "layers": layers}, indent=1) + "\n")
+        plan = {"format": _FORMAT, "version": _VERSION, "sha256": _digest(layers), "layers": layers}
+        files.write(Path(path), json.dumps(plan, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "PrecisionPlan":
-        """The plan that `save` wrote.
+        """The plan that `save` wrote; one that was edited by hand is read without its `sha256`.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -107,7 +109,20 @@ class PrecisionPlan:
         layers = found.get("layers")
         if not isinstance(layers, dict):
             raise files.Damaged(f"{path} is damaged: its layers are a {type(layers).__name__}, not an object.")
+        unknown = sorted(found.keys() - {"format", "version", "sha256", "layers"})
+        if unknown:
+            raise files.Damaged(f"{path} is damaged, at {unknown[0]!r}: a plan has format, version, sha256 and layers.")
+        if "sha256" in found and found["sha256"] != _digest(layers):
+            raise files.Damaged(
+                f"{path} is damaged, at 'layers': they are not those that were written; where they were edited by "
+                f"hand, take the line with sha256 out."
+            )
         return cls({name: _unpacked_choice(path, name, one) for name, one in layers.items()})
+
+
+def _digest(layers: dict[str, Any]) -> str:
+    """A SHA-256 of the layers as JSON has them."""
+    return hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
 
 
 def _packed(choice: Recipe | str | None) -> Any:

@@ -34,12 +34,15 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
+    "get_cudnn_version",
     "get_default_fp8_recipe",
     "get_default_recipe",
+    "get_device_compute_capability",
     "get_fp8_max",
     "get_fp8_te_dtype",
     "get_fp8_torch_dtype",
     "is_bf16_available",
+    "is_bf16_compatible",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -94,6 +97,30 @@ def is_fp8_available(return_reason: bool = False) -> Answer:
 def is_bf16_available(return_reason: bool = False) -> Answer:
     """Whether bf16 runs here: True; with `return_reason` (True, "")."""
     return answer("is_bf16_available", check_fp8_support(), return_reason)
+
+
+def is_bf16_compatible() -> bool:
+    """True: bf16 runs on every CPU, and on every GPU that the kernels run on."""
+    return True
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """The current GPU's, as (9, 0).
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("get_device_compute_capability: no GPU is visible here; a machine with one is accepted.")
+    major, minor = torch.cuda.get_device_capability()
+    return major, minor
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """Major, minor and patch of the cuDNN that PyTorch has loaded; (0, 0, 0) where it has none, as on a CPU."""
+    number = torch.backends.cudnn.version() or 0
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
+    return major, rest // 100, rest % 100
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.moved import byte_after
 from reference.recipes.base import Recipe
 from reference.threads import Thread, here
 
@@ -101,7 +102,7 @@ class FP8TensorMeta:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `nn.Module._apply`'s function to its device or into shared memory; dtypes stay fp32."""
-        like = fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device))
+        like = byte_after(fn, self.scale.device)
         self.to(like.device)
         if like.device.type == "cpu" and like.is_shared():
             self.scale.share_memory_()

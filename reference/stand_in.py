@@ -7,70 +7,61 @@
     from transformer_engine.common.recipe import DelayedScaling, Format
 
 So Accelerate's `mixed_precision="fp8"`, Lightning's `TransformerEnginePrecision` and a model's own subclasses of
-`te.Linear` run as they are, on a CPU too. Megatron-Core's extension is imported and trains a model; placeholders stand
-for what it names and Twin Engine has not, and refuse to be made or called. Package metadata name "transformer-engine",
-in the release whose API this is, as these libraries ask for. A name that Twin Engine does not offer raises the same
-sentence as `te.<name>`.
+`te.Linear` run as they are, on a CPU too. Every module of Transformer Engine's Python source can be imported, and every
+name from it; what Twin Engine has not is a placeholder, which refuses to be made, called or read
+(`reference.placeholders`). Classes say that they are Transformer Engine's (`__module__`), by which programs recognise
+layers that draw their own weights; pickles go on naming this package. Package metadata name "transformer-engine", in
+the release whose API this is, as these libraries ask for.
 """
 
+import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-from reference import not_offered
+import torch
+
+from reference import not_offered, placeholders
+from reference.nn.float8_quantizer import DType
+from reference.nn.layernorm import L2Normalization
 from reference.nn.module import TransformerEngineBaseModule
 from reference.recompute import activation_recompute_forward
 
 VERSION = "2.20.2"
 """The release of Transformer Engine whose names and arguments Twin Engine has (tests/transformer_engine_api.json)."""
 ROOT = "transformer_engine"
+START = f"{ROOT}.pytorch"
 _PACKAGE = "twin_engine"  # a name of `reference` and `optimized` in a clone and in a wheel
 
-_LAYERS = "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm"
-_QUANTIZERS = "Float8CurrentScalingQuantizer Float8Quantizer Quantizer"
-_ATTENTIONS = "DotProductAttention MultiheadAttention"
-# Modules of transformer_engine.pytorch, and what of the package they hold.
-NAMES = {
-    "module": _LAYERS,
-    "module.linear": "Linear",
-    "module.layernorm_linear": "LayerNormLinear",
-    "module.layernorm_mlp": "LayerNormMLP",
-    "module.layernorm": "LayerNorm",
-    "module.rmsnorm": "RMSNorm",
-    "attention": f"{_ATTENTIONS} InferenceParams RotaryPositionEmbedding apply_rotary_pos_emb",
-    "attention.inference": "InferenceParams",
-    "attention.dot_product_attention": "DotProductAttention",
-    "attention.multi_head_attention": "MultiheadAttention",
-    "attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb",
-    "transformer": "TransformerLayer",
-    "distributed": "checkpoint CudaRNGStatesTracker",
-    "cpu_offload": "get_cpu_offload_context",
-    "cross_entropy": "parallel_cross_entropy",
-    "graph": "make_graphed_callables",
-    "utils": "is_bf16_available",
-    "tensor": f"{_QUANTIZERS} Float8Tensor QuantizedTensor",
-    "tensor.float8_tensor": f"{_QUANTIZERS} Float8Tensor",
-    "float8_tensor": "Float8Tensor",
-    "quantized_tensor": "QuantizedTensor Quantizer",
-    "constants": "DType",
-}
-# What is no attribute of the package.
+
+def _unchanged(function: Any) -> Any:
+    return function
+
+
+def _not_compiled(recursive: bool = True) -> Callable[[Any], Any]:
+    return lambda function: torch.compiler.disable(function, recursive=recursive)
+
+
+# What is no attribute of the package, by the beginning of the modules that have it.
 KINDS: dict[str, dict[str, Any]] = {
-    "module.base": {"TransformerEngineBaseModule": TransformerEngineBaseModule},
+    "module": {"TransformerEngineBaseModule": TransformerEngineBaseModule},
     "distributed": {"activation_recompute_forward": activation_recompute_forward},
+    "ops": {"L2Normalization": L2Normalization},
+    # A compiler may fuse what these decorate; here it does not.
+    "jit": {"jit_fuser": _unchanged, "dropout_fuser": _unchanged, "no_torch_dynamo": _not_compiled},
+    f"{ROOT}_torch": {"DType": DType},  # programs import it as `tex`
+    "constants": {"dist_group_type": torch.distributed.ProcessGroup},
 }
-# Names that Megatron-Core needs while it is imported, as base classes and annotations, whether or not it will use them.
-PLACEHOLDERS = {
-    "": "GroupedLinear",
-    "ops": "Sequential FusibleOperation",
-    "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function",
-}
-_ROUTER = "te.router is not offered by Twin Engine: there are no layers for a mixture of experts."
+
+
+MOVED = {f"{START}.tensor.quantized_tensor": f"{START}.quantized_tensor"}
+"""Modules of older releases, and where they are now."""
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -84,13 +75,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Says why there is no module or name of Transformer Engine's, and gives its metadata."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        owner, _, last = name.rpartition(".")
-        text = not_offered.sentence(_PACKAGE, last) if f"{owner}.".startswith(f"{ROOT}.pytorch.") else None
-        if text is not None:
-            raise ImportError(text, name=name)
+    """Gives Transformer Engine's metadata."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         asked = getattr(context, "name", None)
@@ -101,63 +86,142 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def _placeholder(name: str, sentence: str) -> type:
-    """A class that can be a base and an annotation, but says why there are no objects of it."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(sentence)
-
-    return type(name, (), {"__init__": refuse, "__doc__": sentence})
-
-
 def _module(name: str, offered: Mapping[str, Any], package: str = _PACKAGE) -> ModuleType:
-    """A module of that name, which says what it does not offer; `package` is where it would be."""
+    """A module of that name, whose other names are placeholders; `package` is ours in its place."""
     made = ModuleType(name, f"Twin Engine in the place of {name}.")
     made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     made.__path__ = []
 
-    def missing(attribute: str) -> NoReturn:
+    def missing(attribute: str) -> Any:
+        kind = placeholders.kind_of(name, attribute)
+        if kind is None and not_offered.sentence(package, attribute) and name in _PLACES.values():
+            kind = "class" if attribute[0].isupper() else "function"
+        if kind is not None:
+            text = placeholders.sentence(name, attribute, package)
+            vars(made)[attribute] = placeholder = placeholders.make(name, attribute, kind, text)
+            return placeholder
         text = f"module {name!r} has no attribute {attribute!r}"
         if not attribute.startswith("_"):
             text = (
                 f"{name}.{attribute} is not offered by Twin Engine, which stands in for Transformer Engine {VERSION}."
             )
-        raise AttributeError(not_offered.sentence(package, attribute) or text, name=attribute, obj=made)
+        raise AttributeError(text, name=attribute, obj=made)
 
     made.__dict__.update(offered, __getattr__=missing)
     return made
 
 
-def _modules(package: ModuleType) -> dict[str, ModuleType]:
-    """Every module of Transformer Engine that resolves, by full name."""
-    start = f"{ROOT}.pytorch"
-    found: dict[str, ModuleType] = {
-        f"{start}.{name}": _module(f"{start}.{name}", {key: getattr(package, key) for key in keys.split()})
-        for name, keys in NAMES.items()
+# Our modules, and Transformer Engine's in whose place they stand.
+_PLACES = {
+    "": START,
+    "ops": f"{START}.ops",
+    "optimizers": f"{START}.optimizers",
+    "quantization": f"{START}.quantization",
+    "fp8": f"{START}.fp8",
+    "recipe": f"{ROOT}.common.recipe",
+}
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    """A module's public names, submodules left out."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    for name, kinds in KINDS.items():
-        vars(found.setdefault(f"{start}.{name}", _module(f"{start}.{name}", {}))).update(kinds)
-    for name in ("quantization", "fp8", "optimizers"):
-        found[f"{start}.{name}"] = getattr(package, name)
-    ops = {name: value for name, value in vars(package.ops).items() if not name.startswith("_")}
-    found[f"{start}.ops"] = _module(f"{start}.ops", ops, f"{_PACKAGE}.ops")
-    found[start] = _module(start, {name: getattr(package, name) for name in package.__all__})
-    for name, absent in PLACEHOLDERS.items():
-        path = f"{start}.{name}" if name else start
-        module = found.setdefault(path, _module(path, {}))
-        for one in absent.split():
-            if one not in vars(module):  # by the package
-                owner = f"{_PACKAGE}.{name}".rstrip(".")
-                setattr(module, one, _placeholder(one, not_offered.sentence(owner, one) or _ROUTER))
-    found[f"{ROOT}.common"] = _module(f"{ROOT}.common", {})
-    found[f"{ROOT}.common.recipe"] = package.recipe
-    found[ROOT] = _module(ROOT, {"__version__": VERSION})
-    found[f"{ROOT}_torch"] = _module(f"{ROOT}_torch", {"DType": package.DType})  # programs import it as `tex`
+
+
+def _modules(package: ModuleType) -> dict[str, ModuleType]:
+    """Every module of Transformer Engine's, by full name."""
+    table = placeholders.table()
+    own = {part: getattr(package, part) for part in _PLACES if part}
+    offered = {START: {name: getattr(package, name) for name in package.__all__}}
+    offered |= {_PLACES[part]: _public(module) for part, module in own.items()}
+    names: dict[str, Any] = {}  # of all modules but te.ops's, which has layers of the same names
+    for part in ("", "quantization", "optimizers", "recipe"):
+        names |= {name: value for name, value in offered[_PLACES[part]].items() if not isinstance(value, ModuleType)}
+    found: dict[str, ModuleType] = {}
+    for name, groups in table.items():
+        below = name.removeprefix(f"{START}.")
+        known = dict(names)
+        for beginning, kinds in KINDS.items():
+            known |= kinds if below.split(".")[0] == beginning else {}
+        known |= offered[_PLACES["ops"]] if below.split(".")[0] == "ops" else {}
+        theirs = [one for what in ("class", "function", "value") for one in groups.get(what, ())]
+        here = {one: known[one] for one in theirs if one in known}
+        here |= {one: value for one, value in known.items() if below in KINDS and one in KINDS[below]}
+        part = next((one for one, place in _PLACES.items() if place == name), "")
+        ours = f"{_PACKAGE}.{part}" if part else _PACKAGE
+        found[name] = _module(name, here | offered.get(name, {}), ours)
+    vars(found[ROOT])["__version__"] = VERSION
+    found |= {older: found[newer] for older, newer in MOVED.items()}
     for name, module in found.items():
         owner, _, last = name.rpartition(".")
         if owner:
+            if isinstance(vars(found[owner]).get(last), ModuleType):  # ours, which tells nothing of what is missing
+                del vars(found[owner])[last]
             vars(found[owner]).setdefault(last, module)  # te.cross_entropy is a function here
     return found
+
+
+# --- classes that say that they are Transformer Engine's --------------------------------------------------
+
+
+class _Renamed(NamedTuple):
+    """A class, by its own name, in a pickle."""
+
+    module: str
+    name: str
+
+    def find(self) -> Any:
+        return functools.reduce(getattr, self.name.split("."), importlib.import_module(self.module))
+
+
+_own_names: dict[type, str] = {}
+"""Class → its own `__module__`."""
+_pickled_before: dict[type, Any] = {}
+
+
+def _rebuilt(function: Any, *args: Any) -> Any:
+    """`function(*args)` of a pickle or copy; classes came by their own names."""
+    parts: list[Any] = [one.find() if isinstance(one, _Renamed) else one for one in (function, *args)]
+    return parts[0](*parts[1:])
+
+
+def _named(one: Any) -> Any:
+    renamed = isinstance(one, type) and one in _own_names
+    return _Renamed(_own_names[one], one.__qualname__) if renamed else one
+
+
+def _rename(kind: type, module: str) -> None:
+    """Let `kind.__module__` be Transformer Engine's; pickles and copies of its objects go on naming its own."""
+    if kind in _own_names:
+        return
+    _own_names[kind] = kind.__module__
+    before: Any = kind.__reduce_ex__
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        reduced = before(self, protocol)
+        if not isinstance(reduced, tuple) or reduced[0] is _rebuilt:
+            return reduced
+        function, args, *rest = reduced
+        return (_rebuilt, tuple(map(_named, (function, *args))), *rest)
+
+    kind.__module__ = module
+    if not issubclass(kind, torch.Tensor):  # these have functions that make them
+        _pickled_before[kind] = vars(kind).get("__reduce_ex__")
+        kind.__reduce_ex__ = reduce_ex  # type: ignore[method-assign, assignment]
+
+
+def _rename_all(modules: Mapping[str, ModuleType]) -> None:
+    for name, groups in placeholders.table().items():
+        for one in groups.get("defines", ()):
+            kind = vars(modules[name]).get(one)
+            if isinstance(kind, type):
+                _rename(kind, name)
+
+
+# --- installing ---------------------------------------------------------------------------------------------
 
 
 def install(package: ModuleType) -> None:
@@ -175,8 +239,26 @@ def install(package: ModuleType) -> None:
             f"install_as_transformer_engine: the real {ROOT} is installed here; an environment without it is accepted "
             f"(pip uninstall transformer-engine)."
         )
-    sys.modules.update(_modules(package))
+    modules = _modules(package)
+    sys.modules.update(modules)
     sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]
+    _rename_all(modules)
+
+
+def uninstall() -> None:
+    """Undo `install`, for tests."""
+    for name in [one for one in sys.modules if one.partition(".")[0] in (ROOT, f"{ROOT}_torch")]:
+        del sys.modules[name]
+    sys.meta_path[:] = [one for one in sys.meta_path if one is not _finder]
+    for kind, own in _own_names.items():
+        kind.__module__ = own
+    for kind, before in _pickled_before.items():
+        if before is None:
+            del kind.__reduce_ex__  # type: ignore[misc]
+        else:
+            kind.__reduce_ex__ = before  # type: ignore[method-assign]
+    _own_names.clear()
+    _pickled_before.clear()
 
 
 def _installed() -> bool:

@@ -1,18 +1,22 @@
-"""Reads Transformer Engine's public PyTorch API off its Python source into transformer_engine_api.json: names only.
+"""Reads Transformer Engine's public PyTorch API off its source: names, signatures, attributes, modules; no code.
 
-    python tests/read_transformer_engine_api.py <the folder of transformer_engine/> tests/transformer_engine_api.json
+    python tests/read_transformer_engine_api.py <a clone of Transformer Engine, or its bare git directory> [section ...]
 
-The file that lies here was read from release 2.20.2: the wheel transformer_engine_cu12-2.20.2, which holds the Python
-source. Nothing is imported. A parameter is written as in the signature, "bias=True", annotations left out; "*" and
-"/" mean what they mean in Python.
+writes tests/transformer_engine_api.json (all of it, or the sections named), with the version and commit that each
+section was read from, and for `reference.stand_in` the names of each module (reference/tables/transformer_engine.json).
+`names`, `methods`, `submodules` and `callables` were read from the wheel transformer_engine_cu12-2.20.2, whose source
+is newer than the public branch that `attributes` and the modules were read from. Nothing is imported. A parameter is
+written as in the signature, "bias=True", annotations left out; "*" and "/" mean what they mean in Python.
 """
 
 import ast
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-VERSION = "2.20.2"
 PYTORCH = "transformer_engine/pytorch/"
 PACKAGES = {
     "te": PYTORCH + "__init__.py",
@@ -88,6 +92,16 @@ CLASSES = {  # whose methods are names
     "Float8Tensor": PYTORCH + "tensor/float8_tensor.py",
     "FP8GlobalStateManager": PYTORCH + "quantization.py",
 }
+ATTRIBUTES = {  # whose constructors' attributes are read
+    name: CLASSES.get(name, PYTORCH + path)
+    for name, path in {
+        "TransformerEngineBaseModule": "module/base.py",
+        "LayerNorm": "module/layernorm.py",
+        "RMSNorm": "module/rmsnorm.py",
+        **{name: path for name, (path, *methods) in CALLABLES.items() if "__init__" in methods},
+        "CudaRNGStatesTracker": "distributed.py",
+    }.items()
+}
 BASES = {"LayerNorm": "ops/basic/layer_norm.py", "RMSNorm": "ops/basic/rmsnorm.py"}  # take what **kwargs passes on
 
 
@@ -161,6 +175,87 @@ def methods_of(path: Path, owner: str) -> list[str]:
     return public(found.body, (ast.FunctionDef,))
 
 
+def attributes_of(path: Path, owner: str) -> list[str]:
+    """The public attributes that a class's constructor sets."""
+    body = ast.parse(path.read_text("utf-8")).body
+    found = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+    inits = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    names = {
+        node.attr
+        for init in inits
+        for node in ast.walk(init)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def module_name(path: Path, root: Path) -> str:
+    """A file's dotted name."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def contents(path: Path, module: str) -> dict[str, str]:
+    """Name → "class", "function", "value", or the module and name that it is imported from ("a.b:c")."""
+    found: dict[str, str] = {}
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = "class"
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = "function"
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: "value" for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            owner = ".".join(part for part in (start, node.module) if part)
+            if owner.startswith("transformer_engine"):
+                found |= {alias.asname or alias.name: f"{owner}:{alias.name}" for alias in node.names}
+    return {name: what for name, what in found.items() if not name.startswith("_")}
+
+
+def modules(root: Path) -> dict[str, dict[str, str]]:
+    """Module → class, function or value → its public names, imported ones among them; and the classes it defines."""
+    paths = {module_name(path, root): path for path in sorted((root / "transformer_engine").rglob("*.py"))}
+    kept = re.compile(r"transformer_engine(\.(common|debug|pytorch)(\.(?!setup$|triton)\w+)*)?$")
+    raw = {name: contents(path, name) for name, path in paths.items() if kept.match(name)}
+    raw["transformer_engine_torch"] = bindings(root)
+
+    def kind(module: str, name: str) -> str | None:
+        what = raw.get(module, {}).get(name)
+        if f"{module}.{name}" in raw or what == f"{module}:{name}":  # a module
+            return None
+        if what is None or ":" not in what:
+            return what or ("value" if module.startswith("transformer_engine_torch") else None)
+        return kind(*what.split(":"))
+
+    def everything(module: str) -> set[str]:
+        stars = [what.partition(":")[0] for name, what in raw[module].items() if name == "*"]
+        return {name for name in raw[module] if name != "*"}.union(*(everything(one) for one in stars if one in raw))
+
+    found: dict[str, dict[str, list[str]]] = {}
+    for module, own in raw.items():
+        groups = found.setdefault(module, {"class": [], "function": [], "value": [], "defines": []})
+        groups["defines"] = sorted(name for name, what in own.items() if what == "class")
+        stars = [what.partition(":")[0] for name, what in own.items() if name == "*"]
+        for name in sorted(everything(module)):
+            what = next(filter(None, (kind(one, name) for one in (module, *stars))), None)
+            if what is not None:
+                groups[what].append(name)
+    return {m: {what: " ".join(names) for what, names in groups.items() if names} for m, groups in found.items()}
+
+
+def bindings(root: Path) -> dict[str, str]:
+    """What the extension in C++ offers to Python."""
+    found: dict[str, str] = {}
+    for path in sorted((root / "transformer_engine").rglob("pybind*")):
+        text = path.read_text("utf-8")
+        found |= dict.fromkeys(re.findall(r'm\.def\(\s*"(\w+)"', text), "function")
+        found |= dict.fromkeys(re.findall(r'py::(?:class_|enum_)<[^>]*>+\(\s*m,\s*"(\w+)"', text), "class")
+    return {name: what for name, what in found.items() if not name.startswith("_")}
+
+
 def read(root: Path) -> dict[str, object]:
     """All of it."""
     callables = {"DelayedScaling": fields(root / PACKAGES["recipe"], "DelayedScaling")}
@@ -183,7 +278,6 @@ def read(root: Path) -> dict[str, object]:
     submodules = {path.relative_to(root / PYTORCH).parts[0] for path in (root / PYTORCH).glob("*/__init__.py")}
     submodules |= {path.stem for path in (root / PYTORCH).glob("*.py")}
     return {
-        "version": VERSION,
         "names": {
             **{package: names(root / path) for package, path in PACKAGES.items()},
             **{
@@ -194,8 +288,34 @@ def read(root: Path) -> dict[str, object]:
         "methods": {owner: methods_of(root / path, owner) for owner, path in CLASSES.items()},
         "submodules": sorted(name for name in submodules - {"setup"} if not name.startswith("_")),
         "callables": callables,
+        "attributes": {owner: attributes_of(root / path, owner) for owner, path in ATTRIBUTES.items()},
     }
 
 
+def main(source: str, *sections: str) -> None:
+    """Read the newest commit of `source` and write both files."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", "-C", source, *arguments], capture_output=True, check=True).stdout
+
+    here = Path(__file__).resolve().parents[1]
+    target = here / "tests/transformer_engine_api.json"
+    with tempfile.TemporaryDirectory() as folder:
+        archive = git("archive", "HEAD", "transformer_engine", "build_tools/VERSION.txt")
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        found = read(Path(folder))
+        table = modules(Path(folder))
+        version = (Path(folder) / "build_tools/VERSION.txt").read_text("utf-8").strip()
+    api = json.loads(target.read_text("utf-8"))
+    read_now = sections or tuple(found)
+    api |= {name: found[name] for name in read_now}
+    where = f"{version}, commit {git('rev-parse', 'HEAD').decode().strip()}"
+    api["sources"] = api.get("sources", {}) | dict.fromkeys((*read_now, "modules"), where)
+    if "callables" in read_now:
+        api["version"] = version
+    target.write_text(json.dumps(api, indent=1) + "\n", "utf-8")
+    (here / "reference/tables/transformer_engine.json").write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(read(Path(sys.argv[1])), indent=1) + "\n", "utf-8")
+    main(*sys.argv[1:])

@@ -10,6 +10,7 @@ import torch
 from adams import BF16, RANGE, decoded, encoded, numbers
 from conftest import assert_same_bits
 
+import reference as te
 from reference.ops import adam_states
 from reference.ops.adam import correction
 
@@ -157,3 +158,29 @@ def test_refusals_of_the_op(change: dict[str, Any], error: Any, sentence: str) -
         return
     with pytest.raises(error, match=f"twin::adam_states: {sentence}"):
         call()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept", [torch.float16, torch.uint8, torch.bfloat16])
+def test_a_parameter_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype, kept: torch.dtype) -> None:
+    """A number without dimensions (CLIP's logit_scale) has the words of a vector of one number, and its own shape."""
+    options: dict[str, Any] = {"exp_avg_dtype": kept, "exp_avg_sq_dtype": kept, "master_weights": True}
+    if kept == torch.float16:
+        options["master_weight_dtype"] = torch.float16
+    found = []
+    for size in (shape, (torch.Size(shape).numel(),)):
+        p = torch.nn.Parameter(torch.full(size, 2.25, dtype=dtype))
+        optimizer = te.optimizers.FusedAdam([p], lr=0.1, **options)
+        for step in range(3):
+            p.grad = torch.full(size, 0.5 + step, dtype=dtype)
+            optimizer.step()
+        saved = optimizer.state_dict()
+        assert all(x.shape == size for name, x in saved["state"][0].items() if not name.endswith("_scale"))
+        assert optimizer.get_unscaled_state(p, "exp_avg").shape == size
+        again = te.optimizers.FusedAdam([p], lr=0.1, **options)
+        again.load_state_dict(saved)
+        for name, x in optimizer.state[p].items():
+            assert torch.equal(x, again.state[p][name])
+        found.append(p.detach().reshape(-1))
+    assert torch.equal(*found)

@@ -202,6 +202,7 @@ _OFFERED = """
     inp hidden_states attention_mask encoder_output enc_dec_attn_mask
     softmax_type core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv
     cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
+    return_max_logit qkv_layer kv_layer qkv_interleave_dim
     is_first_microbatch checkpoint_core_attention rotary_pos_emb inference_params query_layer key_layer value_layer
     margin fp8_format amax_history_len amax_compute_algo reduce_amax fp8_dpa
     accumulate_into_main_grad rng_state_tracker_function tensor_parallel_group size p scale input *extra_inputs
@@ -290,7 +291,7 @@ def test_every_argument_has_a_rule() -> None:
 
     elsewhere = {"parameters_split", "inp", "hidden_states", "attention_mask", "encoder_output", "enc_dec_attn_mask"}
     elsewhere |= {"input", "extra_inputs", "rotary_pos_emb", "query_layer", "key_layer", "value_layer", "use_fp8"}
-    elsewhere |= {"inference_params"}
+    elsewhere |= {"inference_params", "qkv_layer", "kv_layer"}
     elsewhere |= {"core_attention_bias", "alibi_slopes", *NAMES[:4]}
     for call in CALLS:
         layer = call.removesuffix(".__init__")

@@ -26,6 +26,11 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "head or none": ([0, -8, 4, 20, 264, True, 16.0, "16", (16, 16), np.float64(16)], [None, 8, np.int32(16)]),
     "flag": ([None, 0, 1, "yes", "", (True,), np.True_, 1.0, torch.tensor(True)], [True, False]),
+    "flag or none": ([0, 1, "yes", (True,), np.True_, torch.tensor(True)], [None, True, False]),
+    "share": (
+        [None, "0.1", True, False, (0.1,), -0.1, 1.1, 2, NAN, INF, torch.tensor(0.1), np.ones(2)],
+        [0, 0.0, 0.5, np.float32(0.25), 1, 1.0],
+    ),
     "probability": (
         [None, "0.1", True, False, (0.1,), -0.1, 1, 1.0, 2, NAN, INF, np.float32(1), torch.tensor(0.1), np.ones(2)],
         [0, 0.0, 0.5, np.float32(0.25), np.float64(0.25)],
@@ -69,13 +74,15 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
 }  # fmt: skip
 ARGUMENTS = {
     "size": "in_features out_features ffn_hidden_size num_attention_heads hidden_size normalized_shape",
+    "flag or none": "return_max_logit",
     "size or none": "num_gqa_groups layer_number seq_length micro_batch_size",
     "head or none": "kv_channels",
     "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
     "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
     "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode qk_norm_before_rope "
     "parallel_attention_mlp delay_wgrad_compute save_original_input",
-    "probability": "attention_dropout hidden_dropout drop_path_rate",
+    "probability": "attention_dropout hidden_dropout",
+    "share": "drop_path_rate",
     "epsilon": "eps layernorm_epsilon",
     "function": "init_method output_layer_init_method",
     "rng": "get_rng_state_tracker",

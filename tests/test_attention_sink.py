@@ -1,5 +1,6 @@
 """Sinks of attention's softmax: against float64, the written order of their gradient, the layers."""
 
+import copy
 import re
 from typing import Any
 
@@ -115,6 +116,49 @@ def test_a_layer_against_float64(kind: str) -> None:
         pairs.append((names["softmax_offset"].grad, wide[3].grad))
     for found, want in pairs:
         assert (found.double() - want).norm() / want.norm() < 0.02
+
+
+def test_the_offset_is_transformer_engines_attribute() -> None:
+    """None, zeros outside of `state_dict`, which may want a gradient as its tests have it, or a parameter."""
+    vanilla, one, learnable = (
+        te.DotProductAttention(4, 16, softmax_type=kind) for kind in ("vanilla", "off-by-one", "learnable")
+    )
+    assert vanilla.softmax_offset is None
+    for layer in (one, learnable):
+        assert layer.softmax_offset.dtype == torch.float32
+        assert layer.softmax_offset.tolist() == [0.0] * 4
+    assert "softmax_offset" in learnable.state_dict()
+    assert "softmax_offset" not in one.state_dict()
+    q, k, v = numbers(4, 3, 20, 2, 4, 16).bfloat16()
+    one.softmax_offset.requires_grad = True
+    results = []
+    for layer in (one, learnable):
+        y = layer(q, k, v)
+        y.backward(torch.ones_like(y))
+        results.append((y, layer.softmax_offset.grad))
+        assert layer.softmax_offset.grad.any()
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    assert copy.deepcopy(one).to(torch.bfloat16).softmax_offset.dtype == torch.float32
+    with torch.no_grad():
+        one.softmax_offset.fill_(-1e30)
+    assert_same_bits(one(q, k, v), vanilla(q, k, v))
+
+
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_the_offset_leaves_meta(kind: str) -> None:
+    expected = te.DotProductAttention(4, 16, softmax_type=kind)
+    q, k, v = numbers(4, 3, 20, 2, 4, 16).bfloat16()
+    for move in ("to_empty", "to", "nothing"):
+        layer = te.DotProductAttention(4, 16, softmax_type=kind, device="meta")
+        assert layer.softmax_offset.is_meta
+        if kind == "learnable":
+            layer.softmax_offset = torch.nn.Parameter(torch.zeros(4))
+        if move != "nothing":
+            getattr(layer, move)(device="cpu")
+        if kind == "learnable":
+            layer.softmax_offset.data.zero_()
+        assert_same_bits(layer(q, k, v), expected(q, k, v))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

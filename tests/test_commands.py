@@ -83,12 +83,13 @@ def test_a_report_that_cannot_be_written_is_said(
     monkeypatch.setattr(walkthrough, "_steps", lambda *given: [Outcome("Speed", "it was fast", None)])
     monkeypatch.setattr(os, "fsync", full)
     path = tmp_path / "report.html"
-    path.write_text("the last one")
+    last = Report("FP8 training, bit by bit", "the last one").html()
+    path.write_text(last)
     assert main(["walkthrough", "--output", str(path)]) == 2
     found = capsys.readouterr()
     assert "it was fast" in found.out
     assert found.err == f"{path} was not written: No space left on device.\n"
-    assert path.read_text() == "the last one"
+    assert path.read_text() == last
     assert os.listdir(tmp_path) == ["report.html"]
 
 

@@ -1,9 +1,11 @@
 """`torch.compile(fullgraph=True)` runs the layers with eager mode's bits, FP8 state included, and compiles once."""
 
+import ast
 import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +171,112 @@ def test_transformer_layers_of_every_kind(variant: str, backend: str) -> None:
     }.get(variant, {})
     recipe = te.DelayedScaling(amax_history_len=2, fp8_format=te.Format.E4M3, amax_compute_algo="most_recent")
     compare_modules(eager, [t.to(torch.float16) for t in hidden()], True, backend, 3, recipe, **extra)
+
+
+class Biased(torch.nn.Module):
+    """A layer that adds its last input to attention's scores."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        *x, bias = inputs
+        result: torch.Tensor = self.layer(*x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+        return result
+
+
+def ends(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+PADDED = {"cu_seqlens_q": ends(0, 4, 7), "cu_seqlens_kv": ends(0, 3, 5)}  # of [4, 2, ..]
+PACKED = {"cu_seqlens_q": ends(0, 5, 8), "cu_seqlens_kv": ends(0, 5, 8), "max_seqlen_q": 5, "max_seqlen_kv": 5}
+APART = {"cu_seqlens_q_padded": ends(0, 6, 10), "cu_seqlens_kv_padded": ends(0, 6, 10)}
+ALIBI = {"core_attention_bias_type": "alibi", "alibi_slopes": torch.tensor([0.5, 0.25])}
+CORE = {"softmax_scale": 0.3, "attention_dropout": 0.2}
+
+
+def attention_layer(kind: str, layout: str = "sbhd", mask: str = "causal", **more: Any) -> Any:
+    if kind == "core":
+        return te.DotProductAttention(HEADS, 8, qkv_format=layout, attn_mask_type=mask, **CORE, **more)
+    if kind == "block":
+        return te.MultiheadAttention(HIDDEN, HEADS, qkv_format=layout, attn_mask_type=mask, params_dtype=BF16, **more)
+    more = {"self_attn_mask_type": mask, "params_dtype": BF16, **more}
+    return te.TransformerLayer(HIDDEN, 64, HEADS, attn_input_format=layout, **more)
+
+
+# kind of layer, its arguments, those of its forward
+OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "core, lengths": ("core", {"mask": "padding_causal"}, PADDED),
+    "core, packed": ("core", {"layout": "thd", "mask": "padding_causal_bottom_right"}, {**PACKED, **APART}),
+    "core, ALiBi": ("core", {"layout": "bshd"}, ALIBI),
+    "core, bias": ("core", {}, {}),
+    "block, packed, rotary": ("block", {"layout": "thd", "mask": "padding"}, {**PACKED, "rotary_pos_emb": "angles"}),
+    "block, ALiBi": ("block", {}, {"core_attention_bias_type": "alibi"}),
+    "block, lengths, recomputed": ("block", {"mask": "padding"}, {**PADDED, "checkpoint_core_attention": True}),
+    "layer, lengths": ("layer", {"mask": "padding_causal", "window_size": (2, 0)}, PADDED),
+    "layer, packed": ("layer", {"layout": "thd", "mask": "padding"}, PACKED),
+    "layer, bias": ("layer", {"layout": "bshd"}, {}),
+    "decoder, lengths": ("layer", {"mask": "padding", "layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}, {
+        **PADDED, "encoder_output": torch.randn(4, 2, HIDDEN, generator=torch.Generator().manual_seed(5)).to(BF16),
+    }),
+}  # fmt: skip
+
+
+FAST = ("core, lengths", "core, packed", "block, packed, rotary", "block, ALiBi", "layer, bias")
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in OPTIONS]
+)
+def test_lengths_biases_and_packed_sequences(option: str) -> None:
+    kind, arguments, extra = OPTIONS[option]
+    torch.manual_seed(1)
+    layer = attention_layer(kind, **arguments)
+    layout = arguments.get("layout", "sbhd")
+    shape = {"sbhd": (4, 2), "bshd": (2, 4), "thd": (10,)}[layout]
+    if layout == "thd" and "cu_seqlens_q_padded" not in extra:
+        shape = (8,)
+    sizes = [(HEADS, 8)] * 3 if kind == "core" else [(HIDDEN,)]
+    inputs = [torch.randn(*shape, *size, dtype=BF16) for size in sizes]
+    if option.endswith("bias"):
+        layer = Biased(layer)
+        inputs.append(torch.randn(1, HEADS, 4, 4, dtype=BF16))
+    if "rotary_pos_emb" in extra:
+        extra = {**extra, "rotary_pos_emb": te.RotaryPositionEmbedding(HIDDEN // HEADS)(5)}
+    compare_modules(layer, inputs, kind != "core" and layout == "sbhd", "aot_eager", 2, **extra)
+
+
+def test_other_lengths_do_not_compile_again() -> None:
+    layer = attention_layer("core", "thd", "padding").eval()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    qkv = [torch.randn(8, HEADS, 8, dtype=BF16) for _ in range(3)]
+    for length in (5, 1, 4):
+        given = {**PACKED, "cu_seqlens_q": ends(0, length, 8), "cu_seqlens_kv": ends(0, length, 8)}
+        given |= {"max_seqlen_q": 7, "max_seqlen_kv": 7}
+        assert_same_bits(layer(*qkv, **given), run(*qkv, **given), f"length {length}")
+
+
+def test_packed_sequences_without_their_longest_length_are_refused() -> None:
+    layer = attention_layer("core", "thd", "padding")
+    qkv = [torch.randn(8, HEADS, 8, dtype=BF16) for _ in range(3)]
+    given = {"cu_seqlens_q": ends(0, 5, 8), "cu_seqlens_kv": ends(0, 5, 8)}
+    with pytest.raises(Exception, match=r"max_seqlen_q=None with qkv_format='thd' under torch.compile is not offered"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(*qkv, **given)
+
+
+def test_no_function_that_a_compiler_traces_asks_for_its_locals() -> None:
+    """PyTorch 2.11's compiler doesn't trace `locals()`, and 2.13's not where a variable is also another scope's."""
+    found = []
+    for path in Path(te.__file__).parent.glob("nn/**/*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or function.name == "__init__":
+                continue
+            calls = [one for one in ast.walk(function) if isinstance(one, ast.Call)]
+            if any(isinstance(one.func, ast.Name) and one.func.id == "locals" for one in calls):
+                found.append(f"{path.name}: {function.name}")
+    assert not found
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

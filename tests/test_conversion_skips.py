@@ -142,3 +142,55 @@ def test_norms_are_known_by_what_they_compute() -> None:
         torch.nn.PReLU(32),
     ):
         assert rms_norm_of(other) is None
+
+
+class _Odd(torch.nn.Module):
+    """An RMSNorm but for one thing."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.weight, self.eps, self.odd = torch.nn.Parameter(torch.ones(32)), 1e-6, odd
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        limit = {"clamps x at 1e3": 1e3, "clamps x at fp16's largest": 65504.0, "clamps x at 1e9": 1e9}.get(self.odd)
+        x = x if limit is None else x.clamp(-limit, limit)
+        wide = x.float()
+        rstd = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        rstd = rstd.detach() if self.odd == "detaches rstd" else rstd
+        gamma = self.weight.detach() if self.odd == "detaches gamma" else self.weight
+        y = gamma * (wide * rstd).to(x.dtype)
+        if self.odd == "clips its gradient" and y.requires_grad:
+            y.register_hook(lambda grad: grad.clamp(-1, 1))
+        if self.odd == "is another one in training" and self.training:
+            return y * 2
+        if self.odd == "is another one in evaluation" and not self.training:
+            return y * 2
+        return y * 2 if self.odd == "is another one of three dimensions" and x.dim() == 3 else y
+
+
+@pytest.mark.parametrize(
+    ("odd", "replaced"),
+    [
+        ("nothing", True),
+        ("clamps x at 1e3", False),
+        ("clamps x at fp16's largest", False),
+        ("clamps x at 1e9", False),
+        ("detaches rstd", False),
+        ("detaches gamma", False),
+        ("clips its gradient", False),
+        ("is another one in training", False),
+        ("is another one in evaluation", False),
+        ("is another one of three dimensions", False),
+    ],
+)
+def test_a_norm_is_its_gradients_too(odd: str, replaced: bool) -> None:
+    model = torch.nn.Sequential(_Odd(odd))
+    found = te.convert(model)
+    assert bool(found.converted) is replaced
+
+
+def test_a_layer_without_sizes_yet_is_skipped_with_a_reason() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(32), torch.nn.Linear(32, 32))
+    assert te.convert(model).skipped == {"0": "its parameters have no sizes yet: call the model once, then convert"}
+    model(torch.ones(2, 16))
+    assert te.convert(model).converted == {"0": "te.Linear"}

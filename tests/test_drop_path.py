@@ -83,6 +83,18 @@ def test_seeds_decide_and_evaluation_drops_nothing(same_bits) -> None:
     assert list(layer.state_dict()) == list(plain.state_dict()), "no entries of its own, as in Transformer Engine"
 
 
+def test_a_rate_of_one_drops_everything(same_bits) -> None:
+    """As in the last layer of a schedule that ends at 1: in training the residual is left."""
+    layer, plain = layer_of(drop_path_rate=1.0), layer_of()
+    x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
+    y = layer(x)
+    same_bits(y, x)
+    y.backward(torch.ones_like(y))
+    assert x.grad.eq(1).all()
+    assert not any(p.grad.any() for p in layer.parameters())
+    same_bits(layer.eval()(x), plain.eval()(x))
+
+
 def test_cross_attention_is_not_dropped(same_bits) -> None:
     """As in Transformer Engine: with an MLP that is zero, and self-attention that is dropped, the rest is left."""
     layer = layer_of(drop_path_rate=0.999, layer_type="decoder")

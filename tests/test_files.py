@@ -225,3 +225,21 @@ def test_the_cache_keeps_what_it_was_given_or_nothing(
         assert caplog.messages == [f"{path.with_name(name)} is damaged: it is compiled anew (said once)."]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the XDG specification tells to pass over
     assert files.cache_folder("kind") == Path.home() / ".cache" / "twin-engine" / "kind"
+
+
+def test_a_flipped_bit_in_arrays_is_damage_or_changes_nothing(tmp_path: Path) -> None:
+    """Bit by bit; what changes nothing are dates, attributes and the like of the zip format."""
+    path = tmp_path / "a.npz"
+    with files.replacing(path) as file:
+        np.savez_compressed(file, words=np.arange(20, dtype=np.uint32), about=np.array("{}"))
+    good, want = path.read_bytes(), files.arrays(path)
+    for at in range(8 * len(good)):
+        bent = bytearray(good)
+        bent[at // 8] ^= 1 << at % 8
+        path.write_bytes(bent)
+        try:
+            found = files.arrays(path)
+        except files.Damaged:
+            continue
+        assert found.keys() == want.keys(), at
+        assert all(np.array_equal(found[name], want[name]) for name in want), at

@@ -134,7 +134,8 @@ def test_state_is_one_plain_tensor_a_layer_from_construction_on() -> None:
         "2._extra_state": [1 + 1024, 3 + 2],
         "3._extra_state": [1 + 1024, 6 + 4],
     }
-    assert all(type(v) is torch.Tensor for v in state.values())
+    assert {type(v) for k, v in state.items() if "state" not in k} == {torch.Tensor}
+    assert {type(v) for v in copy.deepcopy(state).values()} == {torch.Tensor}  # and pickles: test_packed_state.py
     fresh = state["2._extra_state"]
     assert bool((fresh[0] == 1).all())
     assert not bool(fresh[1:].any())

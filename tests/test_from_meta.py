@@ -76,6 +76,40 @@ def test_a_model_from_meta_trains_and_is_saved_like_any_other(
             same_bits(value, plain.state_dict()[key], key)
 
 
+LOADED: dict[str, Callable[..., Any]] = {
+    **LAYERS,
+    "DotProductAttention": lambda **more: te.DotProductAttention(4, 8, attention_dropout=0.1),
+    "MultiheadAttention": lambda **more: te.MultiheadAttention(32, 4, qk_norm_type="L2Normalization", **more),
+    "stochastic depth": lambda **more: te.TransformerLayer(32, 64, 4, drop_path_rate=0.5, **more),
+    "Embedding": lambda **more: te.Embedding(10, 32),
+    "RotaryPositionEmbedding": lambda **more: te.RotaryPositionEmbedding(8),
+    "ops": lambda **more: te.ops.Sequential(
+        te.ops.Linear(32, 32), te.ops.Dropout(0.1), te.ops.Quantize(), te.ops.LayerNorm(32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_model_whose_parameters_are_loaded_moves_like_any_other(name: str) -> None:
+    """What is neither parameter nor buffer is still on meta when `from_pretrained` returns."""
+    with torch.device("meta"):
+        layer = LOADED[name](params_dtype=BF16)
+    before = torch.random.get_rng_state()
+    for module in layer.modules():
+        for key, value in module._parameters.items():
+            if value is not None:
+                module._parameters[key] = torch.nn.Parameter(torch.full(value.shape, 0.125, dtype=value.dtype))
+    layer.to(torch.float16)
+    assert torch.equal(before, torch.random.get_rng_state()), "a move on one device draws nothing"
+    layer.to("cpu").to(BF16)
+    for module in layer.modules():
+        kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        values = [value for value in (*kept, *module._buffers.values()) if value is not None and value.numel()]
+        assert not any(value.is_meta for value in values)
+    if name in LAYERS:
+        assert step(layer)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_forward_on_meta_gives_shapes(name: str, kept: bool) -> None:

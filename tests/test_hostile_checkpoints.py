@@ -175,3 +175,36 @@ def test_a_damaged_state_is_read_or_refused(draw: Any) -> None:
     if refused is not None:
         assert refused.startswith("checkpoint: Linear._extra_state")
         assert "scaling_fwd" not in layer.fp8_meta
+
+
+@given(st.data())
+def test_a_malformed_state_of_ours_is_named_and_changes_nothing(draw: Any) -> None:
+    """Tensors of any dtype, shape, layout and device; what is accepted is a state."""
+    shape = draw.draw(st.sampled_from([(), (0,), (5,), (0, 5), (1, 5), (4, 5), (4, 0), (0, 0), (4, 4), (2, 2, 5)]))
+    dtype = draw.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]))
+    value: Any = torch.ones(shape, dtype=dtype)
+    if value.numel() and dtype.is_floating_point:
+        number = draw.draw(st.sampled_from([1.0, 0.0, -1.0, float("nan"), float("inf"), 1e-45]))
+        value.view(-1)[draw.draw(st.integers(0, value.numel() - 1))] = number
+    value = draw.draw(st.sampled_from([value, value, value, value.to("meta"), value.to_sparse(), [1.0], None, "text"]))
+    layer = trained()
+    before = copy.deepcopy(layer.state_dict())
+    for load in (layer.set_extra_state, lambda x: layer.load_state_dict({**before, KEY: x})):
+        try:
+            load(value)
+        except (TypeError, ValueError) as error:
+            assert str(error).startswith("checkpoint: ")  # noqa: PT017
+            assert KEY in str(error)  # noqa: PT017
+            assert all(torch.equal(x, before[key]) for key, x in layer.state_dict().items())
+        else:
+            assert value is None or tuple(value.shape) == (0,) or (value.dim() == 2 and value.shape[0] >= 2)
+            layer.load_state_dict(before)
+
+
+def test_a_state_without_rows_is_refused_by_name() -> None:
+    layer = trained()
+    for shape in ((0, 5), (4, 0)):
+        with pytest.raises(ValueError, match=rf"^checkpoint: _extra_state is torch.float32 \[{shape[0]}, {shape[1]}\]"):
+            layer.load_state_dict({**layer.state_dict(), KEY: torch.zeros(shape)})
+        with pytest.raises(ValueError, match=r"^checkpoint: _extra_state is torch.float32 \["):
+            te.load_fp8_state(layer, {KEY: torch.zeros(shape)})

@@ -280,10 +280,6 @@ def refusals() -> list[tuple[str, Callable[[Decoder, te.InferenceParams, torch.T
     def call(**more: Any) -> Callable[[Decoder, te.InferenceParams, torch.Tensor], Any]:
         return lambda model, cache, x: model.layers[0](x[:1], **{"inference_params": cache, **more})
 
-    def with_gradients(model: Decoder, cache: te.InferenceParams, x: torch.Tensor) -> Any:
-        with torch.enable_grad():
-            return model.layers[0](x[:1], inference_params=cache)
-
     def elsewhere(**options: Any) -> Callable[[Decoder, te.InferenceParams, torch.Tensor], Any]:
         made = te.TransformerLayer(HIDDEN, 128, 4, num_gqa_groups=2, params_dtype=BF16, **options).eval()
         return lambda model, cache, x: made(x[:1], inference_params=cache)
@@ -292,11 +288,6 @@ def refusals() -> list[tuple[str, Callable[[Decoder, te.InferenceParams, torch.T
     angles = te.RotaryPositionEmbedding(CHANNELS)(4)
     return [
         ("another type", call(inference_params={}), "inference_params={}; None or InferenceParams is accepted"),
-        (
-            "gradients",
-            with_gradients,
-            "inference_params with gradients, which end at the cache; a forward inside",
-        ),
         ("dtype", call(inference_params=half), "are torch.bfloat16 on cpu and the cache is torch.float16 on cpu; one "),
         (
             "heads",
@@ -368,3 +359,40 @@ def test_torch_compile_is_refused() -> None:
     cache.pre_step({0: 2, 1: 2})
     with torch.no_grad(), pytest.raises(Exception, match=r"inference_params under torch.compile is not offered"):
         torch.compile(model, backend="eager", fullgraph=True)(model.numbers(1, 2), inference_params=cache)
+
+
+@pytest.mark.parametrize("kind", ["layer", "block", "core"])
+def test_outside_of_no_grad_the_gradients_end_at_the_cache(kind: str) -> None:
+    """The words are those inside of it; a backward that reaches them says why it can't go on."""
+    torch.manual_seed(1)
+    layer: Any = {
+        "layer": lambda: te.TransformerLayer(64, 128, 4, params_dtype=BF16),
+        "block": lambda: te.MultiheadAttention(64, 4, params_dtype=BF16, return_bias=True, input_layernorm=True),
+        "core": lambda: te.DotProductAttention(4, 16),
+    }[kind]().eval()
+    x = torch.randn(6, 2, *((4, 16) if kind == "core" else (64,))).to(BF16)
+    results = []
+    for grad in (True, False):
+        cache, outs = te.InferenceParams(2, 8, 4, 16, BF16), []
+        cache.allocate_memory(1)
+        leaf = x.clone().requires_grad_(grad)
+        with torch.set_grad_enabled(grad):
+            for first, last in ((0, 5), (5, 6)):
+                cache.pre_step(dict.fromkeys(range(2), last - first))
+                part = leaf[first:last]
+                out = layer(*[part] * (3 if kind == "core" else 1), inference_params=cache)
+                outs.append(out[0] if isinstance(out, tuple) else out)
+        results.append(outs)
+        assert all(out.requires_grad is grad for out in outs)
+        assert not any(t.requires_grad for pair in cache.cache.values() for t in pair)
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    with pytest.raises(RuntimeError, match="a backward has reached a forward with a cache, which keeps nothing for"):
+        results[0][1].sum().backward()
+
+
+def test_outside_of_no_grad_a_model_without_gradients_has_none() -> None:
+    layer = te.TransformerLayer(64, 128, 4, params_dtype=BF16).eval().requires_grad_(False)
+    cache = te.InferenceParams(2, 8, 4, 16, BF16)
+    cache.pre_step({0: 3})
+    assert not layer(torch.randn(3, 1, 64).to(BF16), inference_params=cache).requires_grad

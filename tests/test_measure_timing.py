@@ -261,7 +261,7 @@ def test_a_plot_is_a_png(tmp_path: Path) -> None:
 
     measure.write_plot(tmp_path / "x.png", SimpleNamespace(savefig=save))
     assert (tmp_path / "x.png").read_bytes() == b"png"
-    assert asked == [{"format": "png", "dpi": 110}]
+    assert asked == [{"format": "png", "dpi": 110, "metadata": None}]
 
 
 def test_hashes_of_sources_are_short() -> None:

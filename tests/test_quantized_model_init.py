@@ -14,6 +14,7 @@ from conftest import assert_same_bits
 
 import reference as te
 from reference.nn.float8_tensor import Float8Tensor
+from reference.nn.packed_state import PackedState
 
 BF16 = torch.bfloat16
 RECIPE = te.DelayedScaling(amax_history_len=4)
@@ -240,7 +241,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(how: str, tmp_path) -> None:
     state = layer.state_dict()
     assert state["fc1_weight"].dtype == torch.float8_e4m3fn
     assert [k for k in state if k.endswith("scale_inv")] == ["fc1_weight_scale_inv", "fc2_weight_scale_inv"]
-    assert {type(v) for v in state.values()} == {torch.Tensor}
+    assert {type(v) for v in state.values()} == {torch.Tensor, PackedState}
     if how == "safetensors":
         safetensors.torch.save_file(state, tmp_path / "model.safetensors")
         state = safetensors.torch.load_file(tmp_path / "model.safetensors")

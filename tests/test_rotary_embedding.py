@@ -1,6 +1,7 @@
 """`RotaryPositionEmbedding` and `apply_rotary_pos_emb`: Transformer Engine's formulas, the layers' bits."""
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,66 @@ def test_positions_of_each_sequence(
     same_bits(out.detach(), together([one.detach() for one in alone]))
     (back,) = torch.autograd.grad(out, t, together(grads))
     same_bits(back, together(list(torch.autograd.grad(alone, pieces, grads))))
+
+
+def placed(x: torch.Tensor, how: str) -> torch.Tensor:
+    """x's numbers with other strides."""
+    if how == "channels first":
+        return x.movedim(-1, 0).contiguous().movedim(0, -1)
+    if how == "heads first":
+        return x.movedim(-2, 0).contiguous().movedim(0, -2)
+    if how == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if how == "every other channel":
+        return x.repeat_interleave(2, -1)[..., ::2]
+    if how == "some channels":
+        return torch.cat([x, x], -1)[..., x.shape[-1] :]
+    if how == "queries, keys, values":
+        return torch.stack([x, x, x], -3).select(-3, 1)
+    if how == "parts of a head":
+        return torch.stack([x, x, x], -2).select(-2, 1)
+    if how == "every other token":
+        return x.repeat_interleave(2, 0)[::2]
+    return x
+
+
+PLACES = ("as it is", "channels first", "heads first", "transposed", "every other channel", "some channels")
+PLACES += ("queries, keys, values", "parts of a head", "every other token")
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
+def test_strides_change_no_bit_and_the_result_is_contiguous(layout: str, starts: Any, same_bits: Any) -> None:
+    """Strides of t and of the gradient; both pairings, every dtype."""
+    freqs = te.RotaryPositionEmbedding(8)(20)
+    shape = {"sbhd": (5, 3, 2, 16), "bshd": (3, 5, 2, 16), "thd": (11, 2, 16)}[layout]
+    given: dict[str, Any] = {"start_positions": None if starts is None else torch.tensor(STARTS, dtype=starts)}
+    if layout == "thd":
+        given["cu_seqlens"] = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    for dtype, interleaved in itertools.product((BF16, torch.float16, torch.float32), (False, True)):
+        t, grad = torch.randn(2, *shape).to(dtype)
+        expected = None
+        for place, of_grad in [*zip(PLACES, PLACES, strict=True), *itertools.product(PLACES[:2], PLACES)]:
+            leaf = placed(t, place).requires_grad_()
+            out = te.apply_rotary_pos_emb(leaf, freqs, layout, interleaved=interleaved, fused=True, **given)
+            (back,) = torch.autograd.grad(out, leaf, placed(grad, of_grad))
+            assert out.is_contiguous()
+            expected = (out.detach(), back) if expected is None else expected
+            same_bits(out.detach(), expected[0])
+            same_bits(back, expected[1])
+
+
+def test_an_expanded_input_and_gradient(same_bits: Any) -> None:
+    freqs, t = te.RotaryPositionEmbedding(8)(5), torch.randn(1, 1, 2, 8).to(BF16)
+    for layout in ("sbhd", "bshd"):
+        whole = t.expand(5, 5, 2, 8)
+        leaves = [whole.clone().requires_grad_(), whole.detach().requires_grad_()]
+        results = []
+        for leaf, grad in zip(leaves, (torch.ones(5, 5, 2, 8, dtype=BF16), torch.ones((), dtype=BF16)), strict=True):
+            out = te.apply_rotary_pos_emb(leaf, freqs, layout, torch.zeros(5, dtype=torch.int32))
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, grad.expand(5, 5, 2, 8))))
+        for a, b in zip(*results, strict=True):
+            same_bits(a, b)
 
 
 def test_positions_are_those_of_a_cache(same_bits: Any) -> None:

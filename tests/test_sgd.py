@@ -266,3 +266,28 @@ def ones(dtype: torch.dtype = FP32, shape: tuple[int, ...] = (4, 2)) -> list[tor
 def test_refusals_of_the_op(lists: Any, momentum: float, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=f"twin::sgd: {sentence}"):
         twin.sgd(*lists, 0.1, momentum, 0.0, 0.0, False, False, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_torch_rounds_more_often(dtype: torch.dtype) -> None:
+    """The difference that docs/optimizers.md states: with PyTorch's roundings put in, nearly all its words."""
+    draw = torch.Generator().manual_seed(1)
+    start, *grads = (torch.randn(500, generator=draw).to(dtype) for _ in range(3))
+    ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    a = te.optimizers.FusedSGD([ours], lr=0.1, momentum=0.9)
+    b = torch.optim.SGD([torchs], lr=0.1, momentum=0.9, foreach=False)
+    once, each = start.clone(), start.clone()
+    kept = rounded = grads[0]
+    for step, grad in enumerate(grads):
+        ours.grad, torchs.grad = grad.clone(), grad.clone()
+        a.step()
+        b.step()
+        wide = kept.float() * 0.9 + grad.float() if step else grad.float()
+        once, kept = (once.float() - 0.1 * wide).to(dtype), wide.to(dtype)
+        rounded = (rounded.float() * 0.9).to(dtype) + grad if step else grad
+        rate = torch.tensor(0.1).to(dtype).float()
+        each = (each.float() - rate * rounded.float()).to(dtype)
+    assert torch.equal(ours, once)
+    # PyTorch may fuse its last product and sum, by the machine: a few words differ in their last bit.
+    assert (torchs == each).float().mean() > 0.97
+    assert (ours == torchs).float().mean() < 0.95

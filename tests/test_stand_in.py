@@ -51,11 +51,12 @@ def test_transformer_engines_modules_resolve() -> None:
     from transformer_engine.pytorch.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.attention import DotProductAttention
     from transformer_engine.pytorch.distributed import checkpoint
-    assert root.pytorch is te and root.common.recipe is recipe is reference.recipe
-    assert te.Linear is Linear is reference.Linear and te.fp8 is reference.fp8
+    assert root.pytorch is te and root.common.recipe is recipe and recipe.Format is reference.recipe.Format
+    assert te.Linear is Linear is reference.Linear and te.fp8.fp8_autocast is reference.fp8.fp8_autocast
     assert issubclass(Linear, TransformerEngineBaseModule) and FusedAdam is reference.optimizers.FusedAdam
     assert recipe.DelayedScaling is DelayedScaling is te.recipe.DelayedScaling
-    assert all(getattr(te, name) is getattr(reference, name) for name in reference.__all__)
+    modules = {"fp8", "optimizers", "quantization", "recipe"}  # say what is missing; their names are the same
+    assert all(getattr(te, name) is getattr(reference, name) for name in set(reference.__all__) - modules)
     assert importlib.util.find_spec("transformer_engine") and importlib.util.find_spec("transformer_engine.jax") is None
     reference.install_as_transformer_engine()  # changes nothing
     assert sys.modules["transformer_engine"] is root and before[0] == set(dir(reference))
@@ -71,16 +72,112 @@ def test_the_version_is_that_of_the_api_which_tests_compare_with() -> None:
     assert api["version"] == stand_in.VERSION
 
 
+def test_every_name_of_transformer_engine_can_be_imported_and_refuses_to_be_used() -> None:
+    """The table is read from Transformer Engine's source (read_transformer_engine_api.py)."""
+    program = """
+    import importlib, json, types
+    from reference import placeholders
+    count, wrong = 0, []
+    older = [(module, {"function": names.split()}) for module, names in placeholders.OLDER.items()]
+    for module, groups in [*placeholders.table().items(), *older]:
+        found = importlib.import_module(module)
+        for what in ("class", "function", "value"):
+            for name in groups.get(what, ()):
+                got = {}
+                exec(f"from {module} import {name}", got)
+                one = got[name]
+                if one is not getattr(found, name):
+                    wrong.append((module, name, "twice"))
+                text = getattr(one, "__doc__", None) or getattr(one, "_sentence", "")
+                if isinstance(one, types.ModuleType) or "is not offered by Twin Engine: " not in str(text):
+                    theirs = getattr(one, "__module__", "").startswith(("transformer_engine", "torch"))
+                    if what == "class" and isinstance(one, type) and not theirs:
+                        wrong.append((module, name, one.__module__))
+                    continue
+                count += 1
+                if isinstance(one, type):
+                    if isinstance(3, one) or issubclass(int, one):
+                        wrong.append((module, name, "isinstance"))
+                    one = type("Own", (one,), {"__init__": lambda self: None})
+                try:
+                    one()
+                    wrong.append((module, name, "was called"))
+                except NotImplementedError as error:
+                    if not str(error).endswith("."):
+                        wrong.append((module, name, str(error)))
+    print(json.dumps([count > 500, wrong]))
+    """
+    assert printed(INSTALL + textwrap.dedent(program)) == [True, []]
+
+
+def test_classes_say_that_they_are_transformer_engines() -> None:
+    """And pickles and copies go on naming this package, so that they need no stand-in."""
+    program = """
+    import copy, json, pickle, torch
+    from reference import stand_in
+    before = {name: one.__module__ for name, one in vars(reference).items() if isinstance(one, type)}
+    reference.install_as_transformer_engine()
+    import transformer_engine.pytorch as te
+    layer = te.TransformerLayer(32, 32, 2, num_gqa_groups=1, qk_norm_type="L2Normalization", device="cpu")
+    own = [m for m in layer.modules() if next(m.parameters(), None) is not None]
+    assert len(own) > 4 and all(m.__module__.startswith("transformer_engine.pytorch.") for m in own)
+    assert te.Linear.__module__ == "transformer_engine.pytorch.module.linear"
+    assert repr(te.Linear) == "<class 'transformer_engine.pytorch.module.linear.Linear'>"
+    class Mine(te.Linear):
+        pass
+    things = [layer, te.recipe.DelayedScaling(), te.recipe.Format.HYBRID, te.DType.kFloat8E4M3, te.ops.GELU(),
+              te.InferenceParams(2, 16, 2, 16, torch.bfloat16), te.CudaRNGStatesTracker()]
+    for thing in things:
+        for protocol in (2, 5):
+            data = pickle.dumps(thing, protocol)
+            assert b"transformer_engine" not in data and type(pickle.loads(data)) is type(thing)
+        assert type(copy.copy(thing)) is type(copy.deepcopy(thing)) is type(thing)
+    assert Mine.__module__ == "__main__" and type(copy.deepcopy(Mine(16, 16))) is Mine
+    kept = pickle.dumps(layer)
+    stand_in.uninstall()
+    assert before == {name: one.__module__ for name, one in vars(reference).items() if isinstance(one, type)}
+    assert torch.equal(pickle.loads(kept).layernorm_mlp.fc1_weight, layer.layernorm_mlp.fc1_weight)
+    print(json.dumps("done"))
+    """
+    assert printed("import reference\n" + textwrap.dedent(program)) == "done"
+
+
+def test_names_with_an_obvious_answer_are_offered() -> None:
+    program = """
+    import json
+    from transformer_engine.pytorch.utils import get_device_compute_capability, is_bf16_compatible
+    from transformer_engine.pytorch.jit import jit_fuser, no_torch_dynamo
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+    import torch
+    utils.get_attention_backend = torch.compiler.disable(utils.get_attention_backend)  # as BioNeMo does at import
+    try:
+        get_device_compute_capability()
+        said = "no GPU is visible here"
+    except RuntimeError as error:
+        said = str(error)
+    print(json.dumps([is_bf16_compatible(), jit_fuser(len)("ab"), no_torch_dynamo()(len)("ab"), said]))
+    """
+    *values, said = printed(INSTALL + textwrap.dedent(program))
+    assert values == [True, 2, 2]
+    assert "no GPU is visible here" in said
+
+
 REFUSED = {
-    "from transformer_engine.pytorch import Fp8Padding": "te.Fp8Padding is not offered by Twin Engine: there are no",
-    "from transformer_engine.common.recipe import MXFP8BlockScaling": "recipe.MXFP8BlockScaling is not offered by Twin",
+    "root.pytorch.Fp8Padding(16)": "te.Fp8Padding is not offered by Twin Engine: there are no",
+    "root.common.recipe.MXFP8BlockScaling()": "recipe.MXFP8BlockScaling is not offered by Twin",
+    "root.pytorch.Float8BlockScaling()": "recipe.Float8BlockScaling is not offered by Twin Engine: te.recipe.Del",
+    "reference.Float8BlockScaling": "recipe.Float8BlockScaling is not offered by Twin Engine: te.recipe.Del",
     "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
-    "root.pytorch.router.fused_moe_aux_loss()": "te.router is not offered by Twin Engine: there are no lay",
-    "import transformer_engine.pytorch.export": "te.export is not offered by Twin Engine: there is no export",
+    "root.pytorch.router.fused_moe_aux_loss()": "fused_moe_aux_loss is not offered by Twin Engine: there are no lay",
+    "root.pytorch.export.onnx_export()": "te.onnx_export is not offered by Twin Engine: there is no export",
     "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
     "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",
-    "root.pytorch.ops.AllReduce": "ops.AllReduce is not offered by Twin Engine: tensor, sequence and",
-    "root.pytorch.module.base.get_workspace": "transformer_engine.pytorch.module.base.get_workspace is not offered by",
+    "root.pytorch.ops.AllReduce()": "ops.AllReduce is not offered by Twin Engine: tensor, sequence and",
+    "root.pytorch.module.base.get_workspace()": "transformer_engine.pytorch.module.base.get_workspace is not offered "
+    "by",
+    "root.pytorch.tensor.utils.replace_raw_data()": "transformer_engine.pytorch.tensor.utils.replace_raw_data is not",
+    "root.pytorch.constants.TE_DType[3]": "transformer_engine.pytorch.constants.TE_DType is not offered by",
+    "root.pytorch.Float8BlockQuantizer.copy": "te.Float8BlockQuantizer is not offered by Twin Engine: te.Float8Tensor",
     "root.pytorch.module._private": "module 'transformer_engine.pytorch.module' has no attribute '_private'",
     "optimized.install_as_transformer_engine()": "transformer_engine means the other side of Twin Engine in this",
     "importlib.metadata.distribution('transformer-engine').locate_file('x')": "x: transformer_engine is Twin Engine",
@@ -90,7 +187,8 @@ REFUSED = {
 def test_what_is_not_offered_says_so() -> None:
     program = """
     import importlib.metadata, json
-    import optimized, transformer_engine as root
+    import optimized, reference, transformer_engine as root
+    import transformer_engine.pytorch.router, transformer_engine.pytorch.export
     found = []
     for statement in statements:
         try:

@@ -1,6 +1,7 @@
 """What the driver is asked to encode as a tensor map, and what is refused before it or an op's kernel is asked."""
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,3 +205,22 @@ def test_a_tile_fits_shared_memory() -> None:
         gemm_tile.Tile(2, 256, 5)
     for block_n in (16, 32, 64, 96, 128, 160, 192, 224, 256):
         assert gemm_tile.Tile(1, block_n, 2).narrow == min(block_n, 224)
+
+
+@pytest.mark.gpu
+def test_a_thread_in_which_nothing_has_run_on_the_gpu_encodes_maps() -> None:
+    """Such as autograd's, where a backward may begin with a GEMM."""
+    x = torch.zeros(64, 8, dtype=torch.bfloat16, device="cuda")
+    tensor_map.encode.cache_clear()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            tensor_map.encode(x.data_ptr(), x.dtype, (8, 64), (16,), (8, 64))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert errors == []

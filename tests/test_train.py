@@ -253,17 +253,18 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_changes_nothing(tmp_path
     flipped[-1] ^= 1
     rate = content.replace(b'learning_rate\\": 0.002', b'learning_rate\\": 0.003')
     assert rate != content
-    bad = {
-        "no whole safetensors file": content[: len(content) // 2],
-        "no whole": b"hello",
-        "its numbers are not": bytes(flipped),
-        "and no training run": renamed,
-        "of version '7'": content.replace(b'"version":"1"', b'"version":"7"'),
-        "about itself": rate,
-        "is no whole safetensors": b"",
-    }
+    later = safetensors.torch.save({"x": torch.zeros(1)}, {"twin_engine": "training run", "version": "7"})
+    bad = [
+        ("no whole safetensors file", content[: len(content) // 2]),
+        ("no whole", b"hello"),
+        ("its bytes are not those that were written", bytes(flipped)),
+        ("at its header", renamed),
+        ("of version '7'", later),
+        ("at its header", rate),
+        ("is no whole safetensors", b""),
+    ]
     before = trainer.digest()
-    for text, broken in bad.items():
+    for text, broken in bad:
         path.write_bytes(broken)
         with pytest.raises(files.Damaged, match=text):
             trainer.load(path)
@@ -281,6 +282,29 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_changes_nothing(tmp_path
     checkpoint.write(path, tensors, about)
     with pytest.raises(files.Damaged, match="does not have the tensors of its settings"):
         trainer.load(path)
+
+
+def test_a_checkpoint_of_version_1_is_read_by_its_own_checks(tmp_path: Path) -> None:
+    """It has no checksum of every byte: a digest of its tensors, and one of what it says about itself."""
+    trainer = trained(TINY, 1)
+    path, newer = tmp_path / "run.safetensors", tmp_path / "newer.safetensors"
+    trainer.save(newer)
+    with safetensors.safe_open(newer, framework="pt") as opened:
+        metadata = {name: text for name, text in opened.metadata().items() if name not in ("crc32", "seal")}
+    content = safetensors.torch.save(safetensors.torch.load_file(newer), metadata | {"version": "1"})
+    path.write_bytes(content)
+    second = Trainer(TINY, corpus())
+    second.load(path)
+    assert second.digest() == trainer.digest()
+    flipped = bytearray(content)
+    flipped[-1] ^= 1
+    rate = content.replace(b'learning_rate\\": 0.002', b'learning_rate\\": 0.003')
+    assert rate != content
+    for text, broken in (("its numbers are not", bytes(flipped)), ("about itself", rate)):
+        path.write_bytes(broken)
+        with pytest.raises(files.Damaged, match=text):
+            second.load(path)
+        assert second.digest() == trainer.digest()
 
 
 # --- settings and texts ------------------------------------------------------------------------------------
@@ -303,7 +327,7 @@ def test_the_rate_rises_and_falls_as_a_cosine() -> None:
         ({"heads": 3}, r"hidden=32 with heads=3; a multiple"),
         ({"dropout": 1.0}, r"dropout=1\.0; a number from 0 to below 1"),
         ({"vocabulary": 255}, r"vocabulary=255; at least 256"),
-        ({"rows": 0}, r"rows=0; at least 1"),
+        ({"rows": 0}, r"rows=0; a whole number, at least 1"),
         ({"learning_rate": math.inf}, r"learning_rate=inf; a finite number"),
         ({"clip": -1.0}, r"clip=-1\.0; a finite number of at least 0"),
         ({"seed": -1}, r"seed=-1; 0 to"),

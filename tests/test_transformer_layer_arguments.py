@@ -146,7 +146,7 @@ def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
             ValueError,
             "parallel_attention_mlp=True with output_layernorm=True; False is accepted.",
         ),
-        ({"drop_path_rate": 1.0}, ValueError, "drop_path_rate=1.0; 0 <= p < 1"),
+        ({"drop_path_rate": 1.1}, ValueError, "drop_path_rate=1.1; a number from 0 to 1 is accepted"),
         ({"hidden_dropout": 1.5}, ValueError, "hidden_dropout=1.5; 0 <= p < 1"),
         ({"sequence_parallel": 1}, TypeError, "sequence_parallel=1; True and False are accepted"),
         ({"activation": "tanh"}, ValueError, "activation='tanh'"),

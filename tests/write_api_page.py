@@ -134,9 +134,19 @@ def arguments() -> Iterator[str]:
             yield f"| {code(which)} | {what} |"
 
 
+def attributes() -> Iterator[str]:
+    """The attributes that constructors of Transformer Engine's layers set; test_identity.py asks for each."""
+    yield "\n## Attributes\n"
+    yield "Public attributes that Transformer Engine's constructors set. One that means nothing here raises a"
+    yield "NotImplementedError with a sentence, which `getattr` with a default does not swallow.\n"
+    yield "| class | attributes |\n| --- | --- |"
+    for name, every in API["attributes"].items():
+        yield f"| `{name}` | {code(every)} |"
+
+
 def page() -> str:
     """The page's text."""
-    return "\n".join([INTRO, *names(), *methods(), *arguments()]) + "\n"
+    return "\n".join([INTRO, *names(), *methods(), *attributes(), *arguments()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,45 +6,18 @@ says why; 130 the command was interrupted (`twin compile`, `twin train`).
 
 import argparse
 import importlib
-import stat
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
+from optimized.commands.errors import CommandError, check_folder
 from reference import files
 from reference.version import __version__
 
+__all__ = ["CommandError", "check_folder", "main", "parser", "positive"]
 SUBCOMMANDS = ("walkthrough", "train", "parity", "replay", "bench", "compile", "info")
-
-
-class CommandError(Exception):
-    """A request that cannot be met; its text is the sentence that the user reads."""
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Refuse, before the work begins, a folder that `option` cannot write to."""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise CommandError(f"{option}: {folder} is not a folder that can be written to ({error.strerror}).") from error
-
-
-def check_output(output: Path) -> None:
-    """Refuse, before the work begins, an --output that a page cannot be written to."""
-    try:
-        mode = output.stat().st_mode  # Path.exists() answers False from Python 3.14 on, where this raises
-        what = None if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "not a file"
-    except FileNotFoundError:
-        what = None
-    except OSError as error:
-        what = f"no path here ({error.strerror})"
-    if what is not None:
-        raise CommandError(f"--output is {str(output)!r}, {what}; the path of an HTML file to write is accepted.")
-    check_folder(f"--output is {str(output)!r}", output.resolve().parent)
 
 
 class _Parser(argparse.ArgumentParser):

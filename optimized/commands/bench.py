@@ -16,7 +16,7 @@ from rich.table import Table
 
 from optimized import measure
 from optimized.bench.table import WORDS
-from optimized.commands import CommandError, check_folder, tables
+from optimized.commands import CommandError, check_folder, outputs, tables
 from optimized.device import hopper
 
 SUMMARY = "speed against NVIDIA's libraries and PyTorch; without a Hopper GPU, the recorded results"
@@ -130,6 +130,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.write:
         measure.repository("--write")
         check_folder("--write", measure.RESULTS)
+        for name in (name for name in names if name in BENCHMARKS):
+            outputs.check("--write", measure.RESULTS / f"{name}.json", outputs.RESULT)
     if args.table:
         print(tables.markdown(names))
         return 0

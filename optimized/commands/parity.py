@@ -20,6 +20,7 @@ from rich.table import Table
 
 from optimized import measure
 from optimized.commands import CommandError, check_folder
+from optimized.commands import outputs as overwriting
 from optimized.compare import Tally
 from optimized.device import hopper
 from optimized.recordings import cases, linear, outputs, reader, tensor_core, transformer_engine
@@ -102,6 +103,7 @@ def record(folder: Path, gpu: torch.device | None, console: Console) -> int:
     if gpu is None:
         raise CommandError("--record needs a Hopper GPU; `twin info` says what this machine lacks.")
     check_folder("--record", folder)
+    overwriting.check("--record", folder / f"{RECORDING}.npz", overwriting.RECORDING)
     found = [case for case in cases.cases() if not case.live]
     words: outputs.Outputs = {}
     failed = 0
@@ -161,6 +163,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise CommandError("--write stores the counts of a whole replay; --replay without --op is accepted with it.")
     if args.write:
         measure.repository("--write")
+        overwriting.check("--write", measure.RESULTS / "parity.json", overwriting.RESULT)
     gpu = None if args.replay else hopper()
     if args.record is not None:
         return record(args.record, gpu, console)

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from optimized.commands import CommandError, check_output
+from optimized.commands import CommandError, outputs
 from optimized.commands.replay_page import page
-from reference import files
 from reference.recorded_step import file
 from reference.recorded_step.replay import Refused, Result, in_words, replay
 from reference.recorded_step.statistics import Statistics
@@ -43,6 +42,12 @@ def verdict(recording: file.Recording, result: Result) -> list[str]:
     return lines
 
 
+UNCHECKED = (
+    "The file has version 1 of the format, without checksums: whether its digests and random states are whole cannot "
+    "be checked."
+)
+
+
 def origin(recording: file.Recording) -> str:
     """Where and when a step was recorded."""
     about = recording.about["provenance"]
@@ -50,7 +55,7 @@ def origin(recording: file.Recording) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    check_output(args.output)
+    outputs.check("--output", args.output, outputs.REPLAY)
     try:
         recording = file.read(args.file)
         statistics = Statistics(recording)
@@ -66,9 +71,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise CommandError(str(error)) from error
     except Refused as error:
         raise CommandError(f"{args.file} cannot be replayed: {error}") from error
-    lines = verdict(recording, result)
+    lines = [*verdict(recording, result), *([] if recording.checked else [UNCHECKED])]
     for line in (f"{args.file}: {origin(recording)}", *lines):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    files.write(args.output, page(recording, result, statistics, origin(recording), lines))
+    outputs.write(
+        "--output", args.output, outputs.REPLAY, page(recording, result, statistics, origin(recording), lines)
+    )
     console.print(f"Report: {args.output.resolve()}", markup=False, highlight=False, soft_wrap=True)
     return 0 if result.equal else 1

@@ -11,8 +11,9 @@ SHA-256 of weights, moments, scales, histories and random states every N steps. 
 import argparse
 import contextlib
 import math
+import os
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import reference as te
 from optimized import device
-from optimized.commands import CommandError, positive
+from optimized.commands import CommandError, outputs, positive
 from optimized.training import checkpoint, corpus
 from optimized.training.diagnosis import first_unfinite, unfinite
 from optimized.training.metrics import Metrics
@@ -32,7 +33,8 @@ from reference import files
 
 SUMMARY = "train a GPT in FP8 or bf16, with the same bits on a CPU and on a GPU"
 PROMPT = "def "
-CHECKPOINT, METRICS, PLOT = "checkpoint.safetensors", "metrics.jsonl", "loss.png"
+CHECKPOINT, METRICS, PLOT, STEP = "checkpoint.safetensors", "metrics.jsonl", "loss.png", "step-{}.safetensors"
+LOCK = ".twin-train.lock"
 # What belongs to a run and is in its checkpoint: the option, what it sets, its type, its help.
 OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("--steps", "steps", positive, "optimizer steps"),
@@ -108,25 +110,64 @@ def _device(name: str | None) -> torch.device:
     return gpu or torch.device("cpu")
 
 
+def _stored(path: Path) -> Settings | None:
+    """The settings of the run whose checkpoint is at `path`; None where there is none."""
+    if not files.is_there(path, ": put its file back, or name another folder"):
+        return None
+    settings = checkpoint.about(path).get("settings")
+    known = {one.name for one in fields(Settings)}
+    if not isinstance(settings, dict) or set(settings) - known:
+        unknown = sorted(set(settings) - known)[0] if isinstance(settings, dict) else settings
+        raise CommandError(
+            f"{path} has the setting {unknown!r}, which this version does not know: a later Twin Engine wrote it, and "
+            f"goes on with it."
+        )
+    try:
+        return Settings(**settings)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"{path} has settings of another version: {error}") from error
+
+
+def _check_memory(settings: Settings, where: torch.device) -> None:
+    """Refuse, before anything is allocated, a step that cannot fit by far."""
+    if where.type == "cuda":
+        room = torch.cuda.get_device_properties(where).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if settings.least_bytes > room:
+        raise CommandError(
+            f"twin train: {settings.rows} rows of {settings.sequence} bytes need more than "
+            f"{settings.least_bytes / 2**30:,.0f} GiB, and this machine has {room / 2**30:,.0f}: fewer --rows with "
+            f"--accumulate, a shorter --sequence or a smaller --size need less."
+        )
+
+
 def _trainer(args: argparse.Namespace, console: Console) -> Trainer:
     """A new run, or the one in the folder."""
     path = args.output / CHECKPOINT
-    if path.exists() and not args.resume:
+    if os.path.lexists(path) and not args.resume:
         raise CommandError(f"--output {args.output}: there is a run; --resume goes on with it, or name another folder.")
-    about = checkpoint.about(path) if path.exists() else None
-    settings = _settings(args, None if about is None else Settings(**about["settings"]))
+    stored = _stored(path)
+    settings = _settings(args, stored)
     where = _device(args.device)
+    outputs.check("--output", args.output / METRICS, outputs.METRICS)
+    if stored is None:  # otherwise the picture is the run's
+        outputs.check("--output", args.output / PLOT, outputs.PLOT)
+    if args.record is not None:
+        outputs.check("--record", args.output / STEP.format(args.record), outputs.STEP)
     try:
-        text = corpus.read_files(args.text) if args.text else corpus.read()
+        text = corpus.read_files(args.text, args.output) if args.text else corpus.read()
+        if settings.sequence < len(text.data):  # a longer one is refused by its name
+            _check_memory(settings, where)
         trainer = Trainer(settings, text, where)
-        if about is not None:
+        if stored is not None:
             trainer.load(path)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, files.Damaged):
             raise
         raise CommandError(f"twin train: {error}") from error
     millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
-    say = "goes on after" if about is not None else "there is no checkpoint in the folder, so it starts at"
+    say = "goes on after" if stored is not None else "there is no checkpoint in the folder, so it starts at"
     console.print(
         f"{millions:.1f} million parameters, {settings.precision}, on {where}; {settings.tokens:,} of "
         f"{len(text.data):,} bytes a step" + f"; {say} step {trainer.step}" * args.resume,
@@ -143,6 +184,8 @@ class _Run:
     def __init__(self, args: argparse.Namespace, trainer: Trainer, bar: Progress) -> None:
         self.args, self.trainer, self.bar = args, trainer, bar
         self.metrics = Metrics(args.output / METRICS, trainer.step)
+        if self.metrics.removed:
+            bar.console.print(self.metrics.removed, markup=False, highlight=False, soft_wrap=True)
         self.pending: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         self.task = bar.add_task("training", total=trainer.settings.steps, completed=trainer.step, numbers="")
         self.since = time.perf_counter()
@@ -154,7 +197,7 @@ class _Run:
         number = trainer.step + 1
         record: Any = contextlib.nullcontext()
         if number == args.record:
-            path = args.output / f"step-{number}.safetensors"
+            path = args.output / STEP.format(number)
             record = te.record(trainer.model, path, trainer.optimizer)
         with record:
             losses = trainer.train(capture=number != args.record)
@@ -209,6 +252,15 @@ class _Run:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    try:
+        with files.locked(args.output, LOCK):
+            return _run(args, console)
+    except files.Locked as error:
+        raise CommandError(f"--output {args.output}: {error} Wait for its end, or name another folder.") from error
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
+    """The whole run, in a folder that no other process trains in."""
     trainer = _trainer(args, console)
     _check(args, trainer)
     columns = (
@@ -225,10 +277,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         except KeyboardInterrupt:
             console.print(f"Interrupted in step {trainer.step + 1}. {loop.kept()}", markup=False, soft_wrap=True)
             return 130
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+                raise
+            gpu = trainer.model.device.type == "cuda" or isinstance(error, torch.OutOfMemoryError)
             raise CommandError(
-                f"the GPU has no room for {trainer.settings.rows} rows of {trainer.settings.sequence} bytes: fewer "
-                f"--rows with --accumulate, or --recompute, need less. {loop.kept()}"
+                f"the {'GPU' if gpu else 'machine'} has no room for {trainer.settings.rows} rows of "
+                f"{trainer.settings.sequence} bytes: fewer --rows with --accumulate, or --recompute, need less. "
+                f"{loop.kept()}"
             ) from error
         except files.NotWritten as error:
             raise CommandError(f"{error} {loop.kept()}") from error

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from optimized.commands import check_output, positive
+from optimized.commands import outputs, positive
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps import Progress as StepProgress
@@ -27,7 +27,6 @@ from optimized.commands.steps.style import styled
 from optimized.device import hopper
 from optimized.training import corpus
 from optimized.training.settings import Settings
-from reference import files
 
 SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
@@ -75,7 +74,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    check_output(args.output)
+    outputs.check("--output", args.output, outputs.WALKTHROUGH)
     report = Report(
         "FP8 training, bit by bit",
         "A walk from the FP8 number line to a model trained in FP8, in which a CPU computes exactly the bits "
@@ -93,7 +92,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for outcome in _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick):
             found.append(outcome)
             progress.console.print(_line(outcome), highlight=False)
-            files.write(args.output, report.html())  # the part that is finished can be read
+            # The part that is finished can be read.
+            outputs.write("--output", args.output, outputs.WALKTHROUGH, report.html())
     report.section("What this run found")
     report.text(
         "Steps 3 and 4 compare every bit. Step 5 trains one small model, which is an example and no proof for large "
@@ -101,6 +101,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     )
     verdicts = {True: "equal in every bit", False: "DIFFERENT", None: "–"}
     report.table(["step", "result", "bits"], [[o.step, o.result, verdicts[o.equal]] for o in found])
-    files.write(args.output, report.html())
+    outputs.write("--output", args.output, outputs.WALKTHROUGH, report.html())
     console.print(f"Report: {args.output.resolve()}", soft_wrap=True)
     return 1 if any(outcome.equal is False for outcome in found) else 0

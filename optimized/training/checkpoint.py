@@ -8,23 +8,22 @@
 
 The file is replaced whole (`reference.files`), so a killed process, or a full disk, leaves the one before. Places in
 the text follow from the number of the step. `state` is the `digest` of the tensors, `sha256` that of `about` and
-`state`; a file that does not have them is refused.
+`state`; version 1 has these two checks alone, version 2 those of `reference.sealed`, too.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from reference import files
+from reference import files, sealed
 from reference.recorded_step.digest import with_one_nan
-from reference.recorded_step.file import write_safetensors
+from reference.recorded_step.file import safe_name
 
-FORMAT, VERSION = "training run", "1"
+FORMAT, VERSION = "training run", "2"
 
 
 def digest(tensors: Mapping[str, torch.Tensor], step: int, updates: int) -> str:
@@ -54,31 +53,11 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, A
     here = {name: x.detach().cpu() for name, x in tensors.items()}
     text, state = json.dumps(about), digest(here, about["step"], about["updates"])
     metadata = {"twin_engine": FORMAT, "version": VERSION, "about": text, "state": state, "sha256": _seal(text, state)}
-    write_safetensors(path, here, metadata)
+    sealed.write(path, here, metadata, safe_name)
     return state
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The file, once it is known for a checkpoint of this version."""
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            if metadata.get("twin_engine") != FORMAT:
-                raise files.Damaged(f"{path} is a safetensors file, and no training run of `twin train`.")
-            if metadata.get("version") != VERSION:
-                raise files.Damaged(
-                    f"{path} is a training run of version {metadata.get('version')!r}; version {VERSION!r} is accepted."
-                )
-            yield opened
-    except (safetensors.SafetensorError, OSError) as error:
-        raise files.Damaged(f"{path} is no whole safetensors file ({str(error).rstrip('.')}).") from error
-
-
-def _about(path: Path, opened: Any) -> dict[str, Any]:
-    metadata = opened.metadata()
+def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     text, state = metadata.get("about", ""), metadata.get("state", "")
     if metadata.get("sha256") != _seal(text, state):
         raise files.Damaged(f"{path} is damaged: what it says about itself is not what was written.")
@@ -88,8 +67,7 @@ def _about(path: Path, opened: Any) -> dict[str, Any]:
 
 def about(path: Path) -> dict[str, Any]:
     """What a file is about; errors as in `read`. Its tensors are not read."""
-    with _opened(path) as opened:
-        return _about(path, opened)
+    return _about(path, sealed.metadata(path, FORMAT, VERSION, "`twin train`")[0])
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -98,10 +76,8 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     Raises:
         reference.files.Damaged: it is no checkpoint of a training run, of another version, truncated, or changed.
     """
-    with _opened(path) as opened:
-        found = _about(path, opened)
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        state = opened.metadata()["state"]
-    if digest(tensors, found["step"], found["updates"]) != state:
+    tensors, metadata, _ = sealed.read(path, FORMAT, VERSION, "`twin train`")
+    found = _about(path, metadata)
+    if digest(tensors, found["step"], found["updates"]) != metadata["state"]:
         raise files.Damaged(f"{path} is damaged: its numbers are not those that were written.")
     return tensors, found

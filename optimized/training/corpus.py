@@ -5,6 +5,7 @@ are left out, so that a version gives the same text on every machine. `Corpus.di
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,8 +67,10 @@ def read(limit: int | None = None) -> Corpus:
     return joined(sources()[:limit])
 
 
-def read_files(paths: Sequence[Path]) -> Corpus:
+def read_files(paths: Sequence[Path], without: Path | None = None) -> Corpus:
     """Read files, and of folders every file inside whose name has no leading dot, in the order of their paths.
+
+    Of folders, what is in the folder `without` is left out: a run's own files are no text.
 
     Raises:
         FileNotFoundError: there is no such file or folder; the text names it.
@@ -75,11 +78,16 @@ def read_files(paths: Sequence[Path]) -> Corpus:
     """
     found: list[Path] = []
     for path in paths:
-        if not path.exists():
+        if not os.path.lexists(path):
             raise FileNotFoundError(f"the text {str(path)!r} is not there; a file, or a folder of files, is accepted.")
         if path.is_dir():
             inside = {one.relative_to(path): one for one in path.rglob("*") if one.is_file()}
-            shown = [one for one in inside if not any(part.startswith(".") for part in one.parts)]
+            shown = [
+                one
+                for one, whole in inside.items()
+                if not any(part.startswith(".") for part in one.parts)
+                and not (without is not None and whole.resolve().is_relative_to(without.resolve()))
+            ]
             found += [inside[one] for one in sorted(shown, key=lambda one: one.as_posix())]
         else:
             found.append(path)

@@ -13,27 +13,51 @@ from optimized import measure
 from reference import files
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; the last one may be a part of one, which a killed process has left."""
-    if not path.is_file():
-        return []
+def _lines(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The lines of a file, and the half line at its end that a killed process has left.
+
+    Raises:
+        reference.files.Damaged: another line is none of a run's.
+    """
+    if not files.is_there(path):
+        return [], ""
+    *whole, half = files.read(path).decode(errors="replace").split("\n")
     found = []
-    for text in files.read(path).decode(errors="replace").splitlines():
+    for number, text in enumerate(whole, 1):
         try:
             line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            found.append(line)
-    return found
+        except (ValueError, RecursionError):
+            line = None
+        if not _is_line(line):
+            raise files.Damaged(
+                f"{path} is damaged, at line {number} ({text[:40]!r}): an object with a step and numbers is accepted; "
+                f"mend it, or move the file away, and the run goes on without it."
+            )
+        found.append(line)
+    return found, half
+
+
+def _is_line(line: Any) -> bool:
+    """Whether it is an object with a step, whose other values are numbers, or the text of a hash."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    return all(isinstance(x, str) if name == "sha256" else type(x) in (int, float) for name, x in line.items())
 
 
 class Metrics:
-    """The lines of one run in `path`; those after `step`, where it goes on, are removed."""
+    """The lines of one run in `path`; those after `step`, where it goes on, are removed.
+
+    Attributes:
+        removed: what of them was removed, in words.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        self.lines = [line for line in _lines(path) if line["step"] <= step]
+        found, half = _lines(path)
+        self.lines = [line for line in found if line["step"] <= step]
+        later = len(found) - len(self.lines)
+        parts = [f"{later} lines of steps after {step}"] * bool(later) + ["half a line at its end"] * bool(half)
+        self.removed = f"{path}: removed {' and '.join(parts)}." if parts else ""
         files.write(path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def add(self, step: int, **numbers: Any) -> None:
@@ -60,6 +84,7 @@ class Metrics:
             if steps:
                 axes.plot(steps, [loss / math.log(2) for loss in losses], style, label=label, linewidth=1)
         axes.set(xlabel="step", ylabel="bits per byte")
-        axes.legend(frameon=False)
-        measure.write_plot(path, figure)
+        if axes.lines:
+            axes.legend(frameon=False)
+        measure.write_plot(path, figure, {"Software": "twin train"})
         plt.close(figure)

@@ -12,6 +12,11 @@ from typing import Any
 from reference.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 BYTES = 256
+LARGEST = 2**31 - 1
+COUNTS = (
+    *("sequence", "hidden", "heads", "layers", "rows", "vocabulary"),
+    *("steps", "warmup", "accumulate", "amax_history_len"),
+)
 RECIPES: dict[str, Callable[["Settings"], Recipe | None]] = {
     "bf16": lambda settings: None,
     "delayed": lambda settings: DelayedScaling(amax_history_len=settings.amax_history_len),
@@ -60,18 +65,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
+        for name in COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= LARGEST:
+                raise ValueError(
+                    f"{name}={_shown(value)}; a whole number, at least 1 and at most {LARGEST}, is accepted."
+                )
+        for name in ("learning_rate", "weight_decay", "clip", "std"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={_shown(value)}; a finite number of at least 0 is accepted.")
         wrong = [
             f"precision={self.precision!r}; {', '.join(RECIPES)} are accepted" * (self.precision not in RECIPES),
             f"hidden={self.hidden} with heads={self.heads}; a multiple is accepted" * bool(self.hidden % self.heads),
             f"dropout={self.dropout}; a number from 0 to below 1 is accepted" * (not 0 <= self.dropout < 1),
             f"vocabulary={self.vocabulary}; at least {BYTES} is accepted" * (self.vocabulary < BYTES),
-            f"seed={self.seed}; 0 to 2^63 - 1 is accepted" * (not 0 <= self.seed < 2**63),
+            f"seed={_shown(self.seed)}; 0 to 2^63 - 1 is accepted" * (not 0 <= self.seed < 2**63),
         ]
-        for name in ("sequence", "rows", "layers", "steps", "warmup", "accumulate", "amax_history_len"):
-            wrong.append(f"{name}={getattr(self, name)}; at least 1 is accepted" * (getattr(self, name) < 1))
-        for name in ("learning_rate", "weight_decay", "clip"):
-            value = getattr(self, name)
-            wrong.append(f"{name}={value}; a finite number of at least 0 is accepted" * (not 0 <= value < math.inf))
         for one in filter(None, wrong):
             raise ValueError(f"{one}.")
 
@@ -103,9 +113,21 @@ class Settings:
         """
         return self.tokens * (6 * self.numbers + 6 * self.layers * self.hidden * self.sequence)
 
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that a step needs at least: weights, moments, and each layer's input, in 16 bits."""
+        weights = self.numbers + self.sequence * self.hidden
+        return 10 * weights + 2 * self.layers * self.rows * self.sequence * self.hidden
+
     def differences(self, other: "Settings") -> list[str]:
         """The names of what differs."""
         return [one.name for one in fields(self) if getattr(self, one.name) != getattr(other, one.name)]
+
+
+def _shown(value: object) -> str:
+    """A value in a sentence, shortened."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def falling(t: float) -> float:

@@ -118,7 +118,8 @@ def _obstacle(block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any)
         "its attention is not causal": not (attention.is_causal and getattr(attention.config, "is_causal", True)),
         f"attention's scaling is {attention.scaling}": attention.scaling != attention.head_dim**-0.5,
         "its model has no rotary embedding of a kind that is known": not _is_known(rotary),
-        "hooks are registered on it": any(bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
+        "hooks are registered on it": any(bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+                                               or part._backward_pre_hooks)
                                           for part in (block, attention, block.mlp)),
         "its forward was replaced": any("forward" in vars(part) for part in (block, attention, block.mlp)),
     }  # fmt: skip

@@ -73,6 +73,8 @@ def planned(layers: Layers, module: Any, places: Places, tied: Sequence[str]) ->
 
 def _choice(layers: Layers, module: Any) -> _Choice | str:
     """The layer for a module, by its class; or why none fits."""
+    if any(torch.nn.parameter.is_lazy(one) for one in module._parameters.values()):
+        return "its parameters have no sizes yet: call the model once, then convert"
     if isinstance(module, (torch.nn.Linear, torch.nn.LayerNorm)) and module._parameters.get("weight") is None:
         return "it has no parameter weight"
     if _computes_as(torch.nn.Linear, module) or _is_conv1d(type(module)):

@@ -18,9 +18,9 @@ from reference.nn.attention_bias import Bias
 from reference.nn.attention_fp8 import FP8Attention
 from reference.nn.attention_lengths import Lengths, lengths_mask, lengths_of, maps_of, packed, to_sequences, to_tokens
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
-from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_options import NO_OPTIONS, Options, unpacked
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.cached import entered
+from reference.nn.cached import ended, entered
 from reference.nn.checks import (
     MASK_NAMES,
     Window,
@@ -32,7 +32,17 @@ from reference.nn.checks import (
     window_of,
 )
 from reference.nn.context import BlockContext
-from reference.nn.core_attention import CorePlan, Mask, Plan, backward, forward, full_mask
+from reference.nn.core_attention import (
+    CorePlan,
+    Mask,
+    Plan,
+    backward,
+    backward_with_rows,
+    forward,
+    forward_with_rows,
+    full_mask,
+    max_logit,
+)
 from reference.nn.dropout import Generator
 from reference.nn.inference import InferenceParams
 from reference.nn.one_rank import ContextGroup
@@ -60,8 +70,11 @@ class DotProductAttention(ContextGroup, FP8Attention):
         attention_type: "self" or "cross".
         layer_number: whose cache in `inference_params` is this one's; None is 1.
         name: accepted as in Transformer Engine, without effect.
-        softmax_type: "vanilla", "off-by-one" or "learnable": with a sink of 0 in each head, or of the parameter
-            `softmax_offset` (`reference.ops.attention_sink`).
+        softmax_type: "vanilla", "off-by-one" or "learnable": with a sink in each head (`reference.ops.attention_sink`),
+            of which `softmax_offset` is None, fp32 zeros `[h]`, or a parameter.
+        return_max_logit: `forward` also returns each head's largest score (scaled, biased, not hidden; without sinks),
+            `[h]` in the output's dtype, without gradient: see `reference.nn.core_attention.max_logit`. It costs a
+            reduction of `[b, h, sq]` numbers.
         softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
@@ -112,6 +125,7 @@ class DotProductAttention(ContextGroup, FP8Attention):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
+        self.num_gqa_groups_per_partition = self.num_gqa_groups
         self.layer_number = 1 if layer_number is None else int(layer_number)
         usual = of_keys**-0.5
         self.softmax_scale = usual if softmax_scale is None else float(softmax_scale)
@@ -123,11 +137,23 @@ class DotProductAttention(ContextGroup, FP8Attention):
         self._set_device(device)
         self.generator = Generator(device, get_rng_state_tracker)
         self._default_slopes: torch.Tensor | None = None  # ALiBi's
+        self.return_max_logit = bool(return_max_logit)
         self.softmax_type = softmax_type
-        self.softmax_offset: torch.nn.Parameter | None = None
-        if softmax_type == "learnable":
-            zeros = torch.zeros(self.num_attention_heads, dtype=torch.float32, device=self.generator.state.device)
-            self.softmax_offset = torch.nn.Parameter(zeros)
+        zeros = None if softmax_type == "vanilla" else self._zeros(device)
+        self.softmax_offset = torch.nn.Parameter(zeros) if softmax_type == "learnable" and zeros is not None else zeros
+
+    def _zeros(self, device: torch.device) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Follow the module's device with the sinks of "off-by-one", which are no parameter; they stay fp32."""
+        super()._apply(fn, recurse)
+        offset, device = self.softmax_offset, self._device
+        if self.softmax_type == "off-by-one" and offset is not None and offset.device != device:
+            moved = self._zeros(device) if offset.is_meta else offset.detach().to(device)
+            self.softmax_offset = moved.requires_grad_(offset.requires_grad)
+        return self
 
     def forward(
         self,
@@ -165,7 +191,7 @@ class DotProductAttention(ContextGroup, FP8Attention):
         qkv_interleave_dim: int = -3,
         thd_attention_policies: list[dict[str, Any]] | None = None,
         thd_attention_policy_dispatch: str = "auto",
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend.
 
         Args:
@@ -185,10 +211,13 @@ class DotProductAttention(ContextGroup, FP8Attention):
             max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
             inference_params: keys and values go to its cache, and queries see what is there: `reference.nn.inference`.
                 The causal types mean one thing; masks, lengths and biases are not given.
-            pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
+            pad_between_seqs: with "thd" accepted as in Transformer Engine, without effect: cu_seqlens_*_padded say it.
+            qkv_layer: instead of the first three `[s, b, 3, h, d]`, `[b, s, 3, h, d]` or `[t, 3, h, d]`; kv_layer:
+                instead of keys and values, with 2. With qkv_interleave_dim=-2 the 3, or 2, comes after the heads.
+            fp8_output and the rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
-            `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`, d of the values.
+            `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`, d of the values; with `return_max_logit` also `[h]`.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
         if not (
@@ -205,20 +234,54 @@ class DotProductAttention(ContextGroup, FP8Attention):
             and type(checkpoint_core_attention) is bool
             and qkv_format in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
-            options = Options.checked("DotProductAttention", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "DotProductAttention",
+                self.qkv_format,
+                bias,
+                Lengths(*six),
+                inference_params,
+                qkv_format=qkv_format,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+                fp8_output=fp8_output,
+                bf16_backward=bf16_backward,
+                num_splits=num_splits,
+                score_mod=score_mod,
+                score_mod_bprop=score_mod_bprop,
+                score_mod_tensors=score_mod_tensors,
+                score_mod_bprop_tensors=score_mod_bprop_tensors,
+                qkv_layer=qkv_layer,
+                kv_layer=kv_layer,
+                qkv_interleave_dim=qkv_interleave_dim,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+            )
         layout = self.qkv_format if qkv_format is None else qkv_format
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_mask_type("DotProductAttention", "attn_mask_type", kind)
         core = self.core_plan(kind, window_size)
         options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
+        if qkv_layer is not None or kv_layer is not None:
+            cached = inference_params is not None
+            given = unpacked("DotProductAttention", given, qkv_layer, kv_layer, qkv_interleave_dim, layout, cached)
+        if inference_params is not None and torch.is_grad_enabled():
+            how: dict[str, Any] = {"attn_mask_type": kind, "window_size": window_size, **options.arguments()}
+            return ended(self, *given, attention_mask, layout, bottom_right_diagonal=bottom_right_diagonal, **how)
         tokens = None
         if layout == "thd":
             lengths, tokens = packed("DotProductAttention", given, options.lengths)
             options = options._replace(lengths=lengths)
             check_qkv(self, given[0][None], given[1][None], given[2][None], False)
         else:
-            check_qkv(self, query_layer, key_layer, value_layer, layout == "sbhd")
+            check_qkv(self, given[0], given[1], given[2], layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
         bias, lengths, _ = options
@@ -250,17 +313,19 @@ class DotProductAttention(ContextGroup, FP8Attention):
             slopes = self._slopes(bias, q.device)
         run = self._attend
         if inference_params is not None:
-            cached = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
-            core, mask, qkv = entered(*cached, core._replace(softmax=self.softmax_type), q, k, v)
-            out = run(*qkv, core, mask, None, None).reshape(*q.shape[:3], v.shape[3])
+            step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
+            core, mask, qkv = entered(*step, core._replace(softmax=self.softmax_type), q, k, v)
+            out, *rows = run(*qkv, core, mask, None, None)
+            out, rows = out.reshape(*q.shape[:3], v.shape[3]), [t.reshape(q.shape[:3]) for t in rows]
         else:
             arguments = (q, k, v, core, mask, bias.values, slopes, *of_entries)
-            out = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
+            out, *rows = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
         if maps is not None:
             out = to_tokens(out, maps)
         lead = out.shape[: 1 if maps is not None else 2]
-        return out.reshape(*lead, self.num_attention_heads * self.hidden_size_per_attention_head_v)
+        out = out.reshape(*lead, self.num_attention_heads * self.hidden_size_per_attention_head_v)
+        return (out, max_logit(rows[0], rows[1], out.dtype)) if rows else out
 
     def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
         """[b, h, sq, skv] of queries and keys in a layout."""
@@ -274,16 +339,20 @@ class DotProductAttention(ContextGroup, FP8Attention):
         """The sinks, fp32 `[h]`; None with the usual softmax."""
         if self.softmax_type == "vanilla":
             return None
-        if self.softmax_offset is not None:
-            return self.softmax_offset.float()
-        return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+        offset = self.softmax_offset
+        if offset is None or self.softmax_type == "learnable" or offset.device == device:
+            return self._zeros(device) if offset is None else offset.float()
+        return self._zeros(device) if offset.is_meta else offset.to(device)  # tensors elsewhere than the module
 
     def _slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
         """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""
         if bias.kind != "alibi" or bias.slopes is not None:
             return bias.slopes
         if self._default_slopes is None or self._default_slopes.device != device:
-            self._default_slopes = default_slopes(self.num_attention_heads).to(device)
+            slopes = default_slopes(self.num_attention_heads).to(device)
+            if torch.compiler.is_compiling():  # memory of the graph, and another attribute would mean another graph
+                return slopes
+            self._default_slopes = slopes
         return self._default_slopes
 
     def _attend(
@@ -296,21 +365,26 @@ class DotProductAttention(ContextGroup, FP8Attention):
         bias: torch.Tensor | None,
         slopes: torch.Tensor | None,
         *lengths: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
+        """out `[b, h, sq, d]`; with `return_max_logit` m and inv `[b, h, sq]`, too."""
         if q.dtype == torch.float32:
-            return torch_attention(q, k, v, core, mask, bias, slopes)
+            return (torch_attention(q, k, v, core, mask, bias, slopes),)
         if core.backend == "cudnn":
-            return cudnn_attention(q, k, v, core)
+            return (cudnn_attention(q, k, v, core),)
         if self.attends_in_fp8():
             if self._device != q.device:
                 self._set_device(q.device)
             context = BlockContext((self.context(q.dtype, None),), (self.random_state(q, core),), (mask,))
-            return attention_fp8.attend(core, context, q, k, v)
+            return (attention_fp8.attend(core, context, q, k, v),)
         context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes, *lengths))
         core = core._replace(softmax=self.softmax_type)
         more = self._sinks(q.device) if bias is None else bias
         tensors = (q, k, v) if more is None else (q, k, v, more)
-        return differentiable(forward, backward, Plan(wanted(*tensors), core), context, *tensors)
+        plan = Plan(wanted(*tensors), core)
+        if self.return_max_logit:
+            out, m, inv = differentiable(forward_with_rows, backward_with_rows, plan, context, *tensors)
+            return out, m, inv
+        return (differentiable(forward, backward, plan, context, *tensors),)
 
     def core_plan(self, mask_type: str, window: Window = None) -> CorePlan:
         """How to attend now; a window of None is the constructor's."""

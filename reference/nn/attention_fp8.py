@@ -18,6 +18,7 @@ import torch
 
 from reference import recompute
 from reference.compiled import before
+from reference.moved import byte_after
 from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
@@ -130,6 +131,7 @@ class FP8Attention(TransformerEngineBaseModule):
 
     num_gemms = 2
     fp8_sizes = ("kv_channels",)
+    return_max_logit = False
 
     def _set_device(self, device: torch.device) -> None:
         """Where the state will be created: there are no parameters that tell."""
@@ -140,7 +142,7 @@ class FP8Attention(TransformerEngineBaseModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._set_device(fn(torch.empty(1, dtype=torch.uint8, device=self._device)).device)
+        self._set_device(byte_after(fn, self._device).device)
         return self
 
     def runs_in(self, recipe: Recipe) -> bool:
@@ -158,9 +160,9 @@ class FP8Attention(TransformerEngineBaseModule):
         """Refuse what attention in FP8 does not take, if a forward now would run in it; `layer` names the caller."""
         core: Any = self
         exact, vanilla, channels = core.attention_backend == "exact", core.softmax_type == "vanilla", core.kv_channels
-        fits = isinstance(channels, int) and channels % 16 == 0
+        fits, looks = isinstance(channels, int) and channels % 16 == 0, core.return_max_logit
         if (
-            exact and vanilla and fits and dtype != torch.float32 and not (bias or cached)
+            exact and vanilla and fits and dtype != torch.float32 and not (bias or cached or looks)
         ) or not self.attends_in_fp8():
             return
         if not exact:
@@ -169,6 +171,8 @@ class FP8Attention(TransformerEngineBaseModule):
             what = f"softmax_type={core.softmax_type!r}"
         elif not fits:
             what = f"kv_channels={channels} (no multiple of 16: rows of FP8 operands start at multiples of 16 bytes)"
+        elif looks:
+            what = "return_max_logit=True"
         elif bias or cached:
             what = "a bias" if bias else "inference_params"
         else:

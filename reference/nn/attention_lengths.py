@@ -117,6 +117,11 @@ def with_longest(layer: str, given: Lengths, sides: int = 2) -> Lengths:
         if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.shape[0] < 2:
             shown = list(x.shape) if isinstance(x, torch.Tensor) else x
             raise ValueError(f"{layer}: {NAMES[n]}={shown}; qkv_format='thd' needs an int32 tensor [batch + 1].")
+        if longest[n] is None and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{layer}: {NAMES[4 + n]}=None with qkv_format='thd' under torch.compile is not offered: sizes would "
+                f"depend on numbers of {NAMES[n]}; an int is accepted."
+            )
         longest[n] = int(x.diff().max()) if longest[n] is None else int(longest[n])
     return given._replace(max_q=longest[0], max_kv=longest[1])
 

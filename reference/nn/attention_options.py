@@ -1,13 +1,12 @@
 """What a forward of attention takes beside its tensors, a mask and a window: a bias, lengths, a cache."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
-from reference.nn.attention_lengths import NAMES, NO_LENGTHS, Lengths, check_lengths
+from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths
 from reference.nn.checks import Names, check_cudnn, check_grid, check_mask
 from reference.nn.inference import InferenceParams
 
@@ -20,11 +19,21 @@ class Options(NamedTuple):
     inference: InferenceParams | None = None
 
     @staticmethod
-    def checked(layer: str, arguments: Mapping[str, Any]) -> "Options":
-        """Those among the arguments of a layer's forward, all of which are checked."""
-        check_arguments(f"{layer}.forward", arguments)
-        bias = Bias(arguments["core_attention_bias_type"], arguments["core_attention_bias"], arguments["alibi_slopes"])
-        return Options(bias, Lengths(*[arguments[name] for name in NAMES]), arguments["inference_params"])
+    def checked(
+        layer: str, layout: str, bias: Bias, lengths: Lengths, inference: InferenceParams | None, **more: Any
+    ) -> "Options":
+        """Those arguments of the forward of a layer with a default `layout`, after a check of them and of `more`.
+
+        By name and not as `locals()`, which a compiler does not trace.
+        """
+        check_arguments(f"{layer}.forward", bias.arguments() | lengths.arguments() | more)
+        layout = layout if more.get("qkv_format") is None else more["qkv_format"]
+        if more["pad_between_seqs"] and layout != "thd":
+            raise ValueError(
+                f"{layer}: pad_between_seqs=True with the layout {layout!r}; it goes with 'thd', where "
+                f"cu_seqlens_q_padded and cu_seqlens_kv_padded say where sequences begin."
+            )
+        return Options(bias, lengths, inference)
 
     @property
     def fuses(self) -> bool:
@@ -75,6 +84,11 @@ class Options(NamedTuple):
         `shape` [b, h, sq, skv], `dtype`, `device`: of its activations; `tokens`: of queries and of keys in "thd".
         """
         check_sinks(layer, core, self.bias, dtype)
+        if core.return_max_logit and (dtype == torch.float32 or core.attention_backend != "exact"):
+            raise NotImplementedError(
+                f"{layer}: return_max_logit=True in {dtype} with attention_backend={core.attention_backend!r} is not "
+                f"offered, because PyTorch's attention shows no scores; bfloat16 and float16 are accepted with 'exact'."
+            )
         if self.lengths.given:
             check_lengths(layer, self.lengths, kind, shape, tokens, device, (mask, self.bias.kind))
         elif self.inference is None:
@@ -88,3 +102,29 @@ class Options(NamedTuple):
 
 
 NO_OPTIONS = Options()
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+def unpacked(layer: str, given: Tensors, qkv: Any, kv: Any, dim: int, layout: str, cached: bool) -> Tensors:
+    """q, k and v as views of `qkv_layer`, or of query_layer and `kv_layer`; `dim` is where 3, or 2, of them lie.
+
+    `given`: query_layer, key_layer and value_layer.
+    """
+    name, x, parts = ("qkv_layer", qkv, 3) if qkv is not None else ("kv_layer", kv, 2)
+    alone = given if parts == 3 else (*given[1:], qkv)
+    if any(t is not None for t in alone) or (parts == 3 and kv is not None) or cached:
+        raise ValueError(
+            f"{layer}: {name} with the tensors that it contains, with the other packed tensor or with "
+            f"inference_params; {'it alone' if parts == 3 else 'query_layer and kv_layer'} is accepted."
+        )
+    dims = len(layout) + 1
+    if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() != dims or x.shape[dim] != parts or x.stride(-1) != 1:
+        shown = f"is {list(x.shape)}" if isinstance(x, torch.Tensor) and not x.is_nested else f"is {type(x).__name__}"
+        at = dims + dim
+        accepted = [*layout[:at], str(parts), *layout[at:]]
+        raise ValueError(
+            f"{layer}: {name} {shown}; a tensor [{', '.join(accepted)}] is accepted with {layout!r} and "
+            f"qkv_interleave_dim={dim}, its last dimension contiguous."
+        )
+    views = [x.select(dim, n) for n in range(parts)]
+    return tuple(views) if parts == 3 else (given[0], *views)

@@ -3,7 +3,7 @@
 `reference.nn.inference.InferenceParams.step_of` makes them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,3 +76,29 @@ def entered(
     if cached.layout == "one" and core.softmax == "vanilla":  # a sink belongs to one head of queries
         q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     return core._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "inference_params: a backward has reached a forward with a cache, which keeps nothing for gradients; a "
+            "backward of forwards without inference_params is accepted."
+        )
+
+
+def ended(module: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
+    """The results of `module.forward` without gradients; a backward that reaches them raises a sentence."""
+    with torch.no_grad():
+        results = module.forward(*arguments, **more)
+    tensors = [x for x in (*arguments, *module.parameters()) if isinstance(x, torch.Tensor)]
+    if not any(x.requires_grad for x in tensors):
+        return results
+    anchor = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
+    if not isinstance(results, tuple):
+        return _End.apply(results, anchor)
+    return tuple(_End.apply(x, anchor) if isinstance(x, torch.Tensor) else x for x in results)

@@ -25,6 +25,7 @@ import torch
 from reference.formats import WIDE_DTYPES
 from reference.nn import transformer_engine_state
 from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
+from reference.nn.packed_state import PackedState
 from reference.recipes.base import Format
 from reference.recipes.delayed_scaling import MAX_MARGIN
 from reference.scaling import KEYS, FP8TensorMeta
@@ -50,7 +51,7 @@ def pack(state: Mapping[str, FP8TensorMeta], kept: Mapping[int, torch.Tensor]) -
     packed[0, state[KEYS[0]].scale.shape[0] + 1] = _setting([state[key].scaled_max for key in KEYS])
     for column, scale_inv in kept.items():
         packed[0, column + 1] = scale_inv.detach()[0]
-    return packed
+    return PackedState.of(packed)
 
 
 def _setting(scaled_max: list[float | None]) -> float:
@@ -63,7 +64,7 @@ def kept_weights(packed: Any, weights: Mapping[str, int]) -> dict[str, float]:
 
     A scale_inv of 1 is left out: codes are the numbers then.
     """
-    if not isinstance(packed, torch.Tensor) or packed.is_meta or packed.dim() != 2:
+    if not isinstance(packed, torch.Tensor) or packed.is_meta or packed.dim() != 2 or not len(packed):
         return {}
     found = {name: float(packed[0, column + 1]) for name, column in weights.items() if column + 1 < packed.shape[1]}
     return {name: scale_inv for name, scale_inv in found.items() if scale_inv != 1}
@@ -87,9 +88,12 @@ def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.devic
 
 def is_ours(state: Any) -> bool:
     """Whether an `_extra_state` is a packed state, and not Transformer Engine's or empty."""
-    return not transformer_engine_state.is_pickled(state) and not (
-        isinstance(state, torch.Tensor) and not state.numel()
-    )
+    return not transformer_engine_state.is_pickled(state) and not _is_none(state)
+
+
+def _is_none(state: Any) -> bool:
+    """Whether an `_extra_state` is the empty tensor that says that there is no state."""
+    return isinstance(state, torch.Tensor) and state.shape == (0,)
 
 
 def is_fresh(state: Mapping[str, Any]) -> bool:
@@ -127,7 +131,7 @@ def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], de
     state = None
     if transformer_engine_state.is_pickled(packed):
         state = read_pickled(prefix + STATE, packed, columns, device)
-    elif packed.numel():
+    elif not _is_none(packed):
         state = unpack(packed, columns, device)
     if state is None and parts[0] is not None:
         state = _joined(parts, parts[0].device if device.type == "meta" else device)
@@ -149,7 +153,7 @@ def _part_names(prefix: str) -> list[str]:
 def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[str, int]) -> None:
     """Refuse a layer's broken state, in either form; no state or an empty tensor is accepted."""
     packed, names = state_dict.get(prefix + STATE), _part_names(prefix)
-    if not (isinstance(packed, torch.Tensor) and not packed.numel()):
+    if not _is_none(packed):
         check_state(prefix + STATE, packed, columns)
     present = {name: state_dict[name] for name in names if name in state_dict}
     if present and len(present) < len(names):
@@ -164,7 +168,7 @@ def check_present(state_dict: Mapping[str, Any], prefix: str, columns: Mapping[s
 
 def check_no_state(name: str, value: Any) -> None:
     """Refuse FP8 state of a norm, and Transformer Engine's of attention; state that was never used is accepted."""
-    if isinstance(value, torch.Tensor) and not value.numel():
+    if _is_none(value):
         return
     found = transformer_engine_state.read(name, value) if transformer_engine_state.is_pickled(value) else ({}, None)
     for part, tensor in (

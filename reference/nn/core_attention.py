@@ -3,6 +3,7 @@
 Arithmetic: `reference.ops.attention`. `reference.nn.attention` and `reference.nn.attention_block` call it.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from reference.arguments import MASK_TYPES
 from reference.compiled import before
 from reference.nn.context import BlockContext, Saved
 from reference.nn.heads import dense_rows
+from reference.ops.attention import LOWEST
 from reference.ops.library import twin
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -99,6 +101,35 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
         return *grads, twin.attention_sink_backward(grad, *tensors, more)
     arguments = (*qkv, *tensors, *plan.core.arguments(mask), state_before, *of_bias)
     return *grads, twin.attention_bias_backward(grad, *arguments)
+
+
+def forward_with_rows(
+    plan: Plan, context: BlockContext, *tensors: torch.Tensor
+) -> tuple[tuple[torch.Tensor | None, ...], Saved]:
+    """As `forward`, with m and inv `[b, h, sq]` beside out."""
+    out, saved = forward(plan, context, *tensors)
+    return (out, saved[4], saved[5]), saved
+
+
+def backward_with_rows(
+    plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *unused: torch.Tensor
+) -> Saved:
+    """As `backward`: m and inv are looked at, and get no gradient."""
+    return backward(plan, context, saved, grad)
+
+
+def max_logit(m: torch.Tensor, inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each head's largest score `[h]` in `dtype`, of `twin::attention`'s m and inv, fp32 `[b, h, sq]`.
+
+        round(fp32( max m · fp32(ln 2) ))         -inf where no query of a head sees a key
+
+    A score that is NaN or infinite makes it NaN, as it does its row's inv. m counts in powers of two and in steps of
+    2^-15, so the score is right to some 1e-5 before the rounding.
+    """
+    if not m.numel():
+        return torch.full(m.shape[1:2], -torch.inf, dtype=dtype, device=m.device)
+    largest = (m.detach() + inv.detach() * 0).amax((0, 2))
+    return (largest * math.log(2)).masked_fill(largest == float(LOWEST), -torch.inf).to(dtype)
 
 
 def full_mask(kind: str, mask: Any) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import torch
 
 from reference import philox, recompute
 from reference.compiled import before, order
+from reference.moved import byte_after
 from reference.nn.autograd import differentiable, rounded_gradient, wanted
 from reference.nn.context import BlockContext, Saved
 from reference.nn.parameters import forked
@@ -46,7 +47,7 @@ class Generator(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; a state that leaves the meta device draws a seed."""
         super()._apply(fn, recurse)
-        device = fn(torch.empty(1, dtype=torch.uint8, device=self.state.device)).device
+        device = byte_after(fn, self.state.device).device
         if device != self.state.device:
             with torch.inference_mode(False):
                 state = philox.new_state(device) if self.state.is_meta else self.state.to(device)

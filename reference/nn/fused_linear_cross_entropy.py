@@ -10,7 +10,8 @@ order. Of each chunk, rounded to T where it says so:
     dw   = dᵀ·h of the first chunk; + dᵀ·h          fp32; `twin::gemm_accumulate` of the others, in order
 
 The loss is `twin::cross_entropy_mean` of all rows. With its gradient g, backward gives round(dh · s) and round(dw · s),
-s = g / divisor, each operation rounded once to fp32 and then to the dtype of h and of w. A scale of the loss thus acts
+s = g / divisor, each operation rounded once to fp32 and then to the dtype of h and of w. Where no token
+counts, the mean is NaN, and s is +0: so are the gradients, as those of `cross_entropy`. A scale of the loss thus acts
 on fp32 sums, and an fp16 gradient does not underflow before it.
 
 So a step has the head's three products and no fourth. What is kept for backward is dh and dw in fp32. Where no gradient
@@ -91,7 +92,7 @@ def forward(
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
     """dh and dw of the loss's gradient."""
     divisor, *sums = saved
-    scale = grad / divisor  # type: ignore[operator]
+    scale = (grad / divisor).masked_fill_(divisor == 0, 0.0)  # type: ignore[operator, arg-type]
     found = (None if x is None else _scaled(x, scale, dtype) for x, dtype in zip(sums, plan.dtypes, strict=True))
     return (*found, None)
 

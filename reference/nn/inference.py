@@ -21,6 +21,7 @@ import torch
 
 from reference import not_offered
 from reference.arguments import check_arguments, is_int
+from reference.nn.attributes import Sentence
 from reference.nn.cached import Cached, StepTensors
 from reference.nn.parameters import DeviceDefault
 from reference.ops.attention import BLOCK
@@ -49,6 +50,8 @@ class InferenceParams(DeviceDefault):
     `pre_step` changes tensors where they lie. So a step of one token, once captured in a CUDA graph, can be replayed
     after each `pre_step`; in a capture attention reads the whole cache, because a graph's shapes stay.
     """
+
+    cache_manager = Sentence("InferenceParams.cache has each layer's keys and values")
 
     def __init__(
         self,
@@ -83,6 +86,8 @@ class InferenceParams(DeviceDefault):
         self._ran: set[int] = set()  # layers, since the last `pre_step`
         self._captured = False
         self._mixed: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
+        self.input_qkv_format, self.cache_qkv_format = qkv_format, "bshd"
         device = self.resolve_device(device)
         with torch.inference_mode(False):  # outside of it, torch changes no tensor that was made in it
             self.pre_step_seqlens = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
@@ -227,11 +232,6 @@ class InferenceParams(DeviceDefault):
         """
         if torch.compiler.is_compiling():
             raise NotImplementedError(f"{layer}: inference_params under torch.compile is not offered; eager mode is.")
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{layer}: inference_params with gradients, which end at the cache; a forward inside torch.no_grad() "
-                f"or torch.inference_mode() is accepted."
-            )
         if core.attention_type == "cross" or core.attention_backend == "cudnn" or kind == "arbitrary":
             raise NotImplementedError(
                 f"{layer}: inference_params with attention_type={core.attention_type!r}, attention_backend="

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.moved import byte_after
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import BlockContext, Saved
@@ -238,7 +239,7 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device."""
         super()._apply(fn, recurse)
-        self._put(fn(torch.empty(1, dtype=torch.uint8, device=self.scale.device)).device)
+        self._put(byte_after(fn, self.scale.device).device)
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -255,14 +256,22 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
 
 
 def head_norms(
-    kind: str | None, channels: int, eps: float, dtype: torch.dtype | None, device: torch.device
+    same_side: Callable[[Any], Any],
+    kind: str | None,
+    channels: int,
+    eps: float,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """The norms of queries and of keys by head, for an attention's `qk_norm_type`; L2 is one for both."""
+    """The norms of queries and of keys by head, for an attention's `qk_norm_type`; L2 is one for both.
+
+    `same_side`: `DeviceDefault.same_side` of that attention.
+    """
     if kind is None:
         return None, None
     if kind == "L2Normalization":
         shared = L2Normalization(channels, eps, device=device)
         return shared, shared
-    make = LayerNorm if kind == "LayerNorm" else RMSNorm
+    make = same_side(LayerNorm if kind == "LayerNorm" else RMSNorm)
     query, key = (make(channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2))
     return query, key

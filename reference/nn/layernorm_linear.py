@@ -149,7 +149,7 @@ class LayerNormLinear(LinearBase):
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.name = name
+        self.name, self.ub_name, self.parallel_mode = name, ub_name, parallel_mode
         self._set_up(
             in_features, out_features, parameters_split, params_dtype, device, init_method, get_rng_state_tracker
         )
@@ -180,7 +180,8 @@ class LayerNormLinear(LinearBase):
             y `[..., out_features]`; with `return_bias` the bias after it, with `return_layernorm_output` norm(x) last.
         """
         if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
-            check_arguments("LayerNormLinear.forward", locals())
+            given = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output, "fp8_grad": fp8_grad}
+            check_arguments("LayerNormLinear.forward", given)
         check_input(self, inp, self.in_features)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)

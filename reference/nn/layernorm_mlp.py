@@ -255,7 +255,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             y of inp's shape; with `return_bias` fc2's bias after it, with `return_layernorm_output` norm(x) last.
         """
         if not (is_first_microbatch is None or type(is_first_microbatch) is bool):
-            check_arguments("LayerNormMLP.forward", locals())
+            check_arguments("LayerNormMLP.forward", {"is_first_microbatch": is_first_microbatch})
         check_input(self, inp, self.hidden_size)
         if self.checkpoint and torch.is_grad_enabled():
             result: torch.Tensor = recompute.checkpoint(self._run, inp, is_first_microbatch)

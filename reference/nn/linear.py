@@ -211,7 +211,7 @@ class Linear(LinearBase):
         self.use_bias = bias
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.name = name
+        self.name, self.ub_name, self.parallel_mode = name, ub_name, parallel_mode
         self.save_original_input = save_original_input
         rng = (get_rng_state_tracker, rng_tracker_name)
         self._set_up(in_features, out_features, parameters_split, params_dtype, device, init_method, *rng)
@@ -236,7 +236,8 @@ class Linear(LinearBase):
             `[..., out_features]` in the input's dtype (or torch.autocast's); with `return_bias` also the bias.
         """
         if not (fp8_output is fp8_grad is False and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
-            check_arguments("Linear.forward", locals())
+            given = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output, "fp8_grad": fp8_grad}
+            check_arguments("Linear.forward", given)
         check_input(self, inp, self.in_features)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)

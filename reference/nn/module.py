@@ -8,6 +8,7 @@ import torch
 from reference import model_init, recompute, scaling
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
+from reference.nn.attributes import OfModule
 from reference.nn.checkpoints import Checkpointed
 from reference.nn.context import ModuleContext, Precision
 from reference.nn.delayed import DelayedGradients
@@ -20,11 +21,10 @@ from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
 
 
-class TransformerEngineBaseModule(DelayedGradients, TensorGroup, DeviceDefault, Checkpointed):
+class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, DeviceDefault, Checkpointed):
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
-    tp_size = 1
     reuses_weights = False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graph`)
 
     def __init__(self) -> None:

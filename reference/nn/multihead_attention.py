@@ -12,9 +12,12 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_lengths import maps_of, with_longest
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, maps_of, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attributes import OfAttention
 from reference.nn.autograd import differentiable, wanted
+from reference.nn.cached import ended
 from reference.nn.context import BlockContext
 from reference.nn.core_attention import Mask
 from reference.nn.heads import Heads, SplitPlan, split_backward, split_forward
@@ -27,7 +30,7 @@ from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
 
 
-class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
@@ -109,6 +112,11 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.hidden_size = int(hidden_size)
+        self.hidden_size_per_attention_head = channels
+        self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
+        self.layer_number = 1 if layer_number is None else int(layer_number)
+        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self.softmax_type, self.qkv_weight_interleaved, self.name = softmax_type, qkv_weight_interleaved, name
         self.attention_type = attention_type
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
@@ -134,16 +142,16 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        self.q_norm, self.k_norm = head_norms(qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        self.q_norm, self.k_norm = head_norms(self.same_side, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self.qk_norm_before_rope = qk_norm_before_rope
         q_size, kv_size = channels * self.num_attention_heads, channels * groups
 
-        def project(out: int, split: Any, normed: bool) -> Linear | LayerNormLinear:
+        def project(out: int, split: Any, normed: bool) -> Any:
             split = None if fuse_qkv_params else split
             arguments = {"init_method": init_method, "parameters_split": split, **common}
             if normed:
-                return LayerNormLinear(hidden_size, out, **norm, **arguments)
-            return Linear(hidden_size, out, **arguments)
+                return self.same_side(LayerNormLinear)(hidden_size, out, **norm, **arguments)
+            return self.same_side(Linear)(hidden_size, out, **arguments)
 
         if attention_type == "self":
             parts = {"query": q_size, "key": kv_size, "value": kv_size}
@@ -153,7 +161,7 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             query = project(q_size, {"query": q_size} if input_layernorm else None, input_layernorm)
             setattr(self, self._first_name, query)
             self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
-        self.core_attention = DotProductAttention(
+        self.core_attention = self.same_side(DotProductAttention)(
             num_attention_heads,
             channels,
             num_gqa_groups=groups,
@@ -167,7 +175,9 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             softmax_type=softmax_type,
             attention_backend=attention_backend,
         )
-        self.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common)
+        self.proj = self.same_side(Linear)(
+            q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common
+        )
 
     def forward(
         self,
@@ -210,7 +220,7 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             core_attention_bias_type, core_attention_bias, alibi_slopes: as in `DotProductAttention.forward`.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
                 there, with a padding mask type.
-            pad_between_seqs and the rest: Transformer Engine's, in its order; only "off" is offered.
+            pad_between_seqs: as there. The rest: Transformer Engine's, in its order; only "off" is offered.
 
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
@@ -226,7 +236,29 @@ class MultiheadAttention(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Modu
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked("MultiheadAttention", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "MultiheadAttention",
+                self.qkv_format,
+                bias,
+                Lengths(*six),
+                inference_params,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+                is_first_microbatch=is_first_microbatch,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+            )
+        if inference_params is not None and torch.is_grad_enabled():
+            given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
+            more = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
+            return ended(self, *given, *more, rotary_pos_emb=rotary_pos_emb, **options.arguments())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         if self.qkv_format == "thd":

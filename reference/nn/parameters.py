@@ -15,6 +15,11 @@ class DeviceDefault:
     default_device = "cpu"
 
     @classmethod
+    def same_side(cls, kind: Any) -> Any:
+        """The class under whose name this layer's package offers `kind`: what a layer makes is of its own package."""
+        return kind
+
+    @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
         """`device`; where it is None torch's default device, if one is set (not "cpu"), else the package's own."""
         if device is None:

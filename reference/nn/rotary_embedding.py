@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
+from reference.moved import byte_after
 from reference.nn.checks import check_tensor
 from reference.nn.parameters import DeviceDefault
 from reference.nn.rotated import rotated, rotated_at
@@ -65,10 +66,10 @@ class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; the dtype stays fp32, and from the meta device the frequencies are made anew."""
-        kept = self.inv_freq
+        kept, device = self.inv_freq, byte_after(fn, self.inv_freq.device).device
+        self.inv_freq = kept = self._frequencies(device) if kept.is_meta else kept
         super()._apply(fn, recurse)
-        device = self.inv_freq.device
-        self.inv_freq = self._frequencies(device) if kept.is_meta else kept.to(device)
+        self.inv_freq = kept.to(device)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
@@ -100,7 +101,7 @@ def apply_rotary_pos_emb(
     """Rotate `t` by angles: the op of the layers (`twin::rotary`), differentiable with respect to `t`.
 
     Args:
-        t: `[s, b, h, d]`, `[b, s, h, d]` with "bshd" or `[t, h, d]` with "thd"; fp32, bf16 or fp16.
+        t: `[s, b, h, d]`, `[b, s, h, d]` with "bshd" or `[t, h, d]` with "thd"; fp32, bf16 or fp16, of any strides.
         freqs: fp32 `[positions, 1, 1, d2]`, one for each position, d2 even and at most d.
         start_positions: int32 or int64 `[b]`, the position of each sequence's first token; None is 0. On a GPU it is
             checked there: an assertion ends the program.
@@ -108,9 +109,13 @@ def apply_rotary_pos_emb(
         fused: accepted as in Transformer Engine; the numbers are always the fused ones, with one rounding.
         cu_seqlens: with "thd" int32 `[b + 1]`: where each sequence begins, and t, where the last one ends.
         cp_size, cp_rank: only 1 and 0 are offered.
+
+    Returns:
+        a contiguous tensor of t's shape and dtype.
     """
     name = "apply_rotary_pos_emb"
-    check_arguments(name, locals())
+    given = {"tensor_format": tensor_format, "interleaved": interleaved, "fused": fused}
+    check_arguments(name, {**given, "cp_size": cp_size, "cp_rank": cp_rank})
     check_tensor(name, "t", t)
     check_tensor(name, "freqs", freqs)
     if t.dim() != len(tensor_format):

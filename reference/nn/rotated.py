@@ -40,9 +40,13 @@ def _turn(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Ten
 
 
 def rotated_at(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, positions: torch.Tensor) -> torch.Tensor:
-    """x `[.., h, d]` rotated, each token by its row of `freqs [s, 1, 1, d]`; positions int64, as x without `h, d`."""
-    rows = x.reshape(-1, 1, *x.shape[-2:])
-    return _turn(rows, angles_of(freqs).index_select(0, positions.reshape(-1)), interleaved).view(x.shape)
+    """x `[.., h, d]` rotated, each token by its row of `freqs [s, 1, 1, d]`; positions int64, as x without `h, d`.
+
+    x has any strides; the result is contiguous.
+    """
+    rows = dense_rows(x.reshape(-1, 1, *x.shape[-2:]))
+    out = _turn(rows, angles_of(freqs).index_select(0, positions.reshape(-1)), interleaved)
+    return out.contiguous().view(x.shape)
 
 
 def rotated(
@@ -56,11 +60,11 @@ def rotated(
     """x `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` rotated by the angles `freqs [s, 1, 1, d]`.
 
     `maps`: of "thd"; a token's position is that in its sequence. `step`: of `InferenceParams`; a token's position is
-    that in its cache.
+    that in its cache. x has any strides; the result is contiguous.
     """
-    angles = angles_of(freqs)
+    angles, x = angles_of(freqs), x.contiguous()
     if maps is not None:
         x, angles = x[:, None], angles[maps.position]
-    x = (x.transpose(0, 1) if qkv_format == "bshd" else x).contiguous()
+    x = x.transpose(0, 1) if qkv_format == "bshd" else x
     out = _turn(x, angles, interleaved) if step is None else turned(*step, x, angles, interleaved)
     return out[:, 0] if maps is not None else out.transpose(0, 1) if qkv_format == "bshd" else out

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 
 from reference.nn import blocks, checks
-from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_bias import Bias
+from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attributes import OneRank
 from reference.nn.autograd import rounded_gradient
+from reference.nn.cached import ended
 from reference.nn.core_attention import Mask
 from reference.nn.dropout import DropPath, Generator, bias_dropout_add
 from reference.nn.inference import InferenceParams
@@ -43,7 +46,7 @@ _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_ba
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 
 
-class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class TransformerLayer(OneRank, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
     """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).
@@ -61,7 +64,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
         activation, activation_params, bias, params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation: as in
             `LayerNormMLP`.
         parallel_attention_mlp: see the module's formulas; each half has a norm of its own.
-        drop_path_rate: the probability of stochastic depth, from 0 to below 1. As in Transformer Engine, an entry of
+        drop_path_rate: the probability of stochastic depth, from 0 to 1. As in Transformer Engine, an entry of
             the input's first dimension is dropped: a sample with "bshd", a position of all samples with "sbhd".
         layer_number: of self-attention, as in `DotProductAttention`.
         name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
@@ -138,6 +141,9 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
+        self.layer_number, self.name, self.softmax_type = layer_number, name, softmax_type
+        self.kv_channels = kv_channels or self.hidden_size // int(num_attention_heads)
+        self.seq_length = seq_length
         self.attn_input_format = attn_input_format
         self.self_attn_mask_type = self_attn_mask_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
@@ -151,7 +157,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             "device": device,
         }
         attention = {**common, **{name: given[name] for name in _ATTENTION}, "qkv_format": attn_input_format}
-        self.self_attention = MultiheadAttention(
+        self.self_attention = self.same_side(MultiheadAttention)(
             hidden_size,
             num_attention_heads,
             attention_type="self",
@@ -161,7 +167,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             **attention,
         )
         if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
+            self.inter_attention = self.same_side(MultiheadAttention)(
                 hidden_size,
                 num_attention_heads,
                 attention_type="cross",
@@ -169,7 +175,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
                 input_layernorm=True,
                 **attention,
             )
-        self.layernorm_mlp = LayerNormMLP(
+        self.layernorm_mlp = self.same_side(LayerNormMLP)(
             hidden_size,
             ffn_hidden_size,
             eps=layernorm_epsilon,
@@ -179,7 +185,7 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
         )
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            self.layernorm = kind(
+            self.layernorm = self.same_side(kind)(
                 hidden_size,
                 eps=layernorm_epsilon,
                 params_dtype=params_dtype,
@@ -238,8 +244,8 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
                 there, with padding mask types; self-attention takes those of q alone. With them, too, the layer runs
                 module by module.
-            bottom_right_diagonal, pad_between_seqs and the rest: Transformer Engine's, in its order;
-                only "off" is offered.
+            pad_between_seqs: as there. bottom_right_diagonal and the rest: Transformer Engine's, in its order; only
+                "off" is offered.
 
         Returns:
             a tensor like hidden_states.
@@ -256,7 +262,33 @@ class TransformerLayer(TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module
             and type(checkpoint_core_attention) is bool
             and (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked("TransformerLayer", locals())
+            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+            options = Options.checked(
+                "TransformerLayer",
+                self.attn_input_format,
+                bias,
+                Lengths(*six),
+                inference_params,
+                self_attn_mask_type=self_attn_mask_type,
+                window_size=window_size,
+                enc_dec_attn_mask_type=enc_dec_attn_mask_type,
+                enc_dec_window_size=enc_dec_window_size,
+                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                is_first_microbatch=is_first_microbatch,
+                bottom_right_diagonal=bottom_right_diagonal,
+                softcap=softcap,
+                checkpoint_core_attention=checkpoint_core_attention,
+                fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
+                thd_attention_policies=thd_attention_policies,
+                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
+            )
+        if inference_params is not None and torch.is_grad_enabled():
+            of_self = (hidden_states, attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal)
+            of_cross = (encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
+            both = (enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
+            return ended(self, *of_self, *of_cross, *both, rotary_pos_emb=rotary_pos_emb, **options.arguments())
         mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
         cross_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
         window = self.window_size if window_size is None else window_size

@@ -47,7 +47,7 @@ FLT_MAX = float(np.finfo(np.float32).max)
 def read(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """The numbers of a moment or a scaled master, fp32; on any device."""
     wide = (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float()
-    return wide if scale is None else wide * scale
+    return wide if scale is None else wide * scale.reshape(())  # a scale `[1]` would give a number `[]` a dimension
 
 
 def scale_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +59,7 @@ def scale_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def codes(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Codes of fp32 numbers; on any device."""
-    scaled = x * (1 / scale)
+    scaled = x * (1 / scale).reshape(())
     if dtype == torch.float16:
         return scaled.to(dtype)
     found = scaled.clamp(-RANGES[dtype], RANGES[dtype]).to(torch.float8_e4m3fn).view(torch.uint8)

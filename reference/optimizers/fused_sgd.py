@@ -69,6 +69,9 @@ class FusedSGD(torch.optim.Optimizer):
     momentum on and starts as that step's gradient, as in `torch.optim.SGD`. (In Transformer Engine the last parameter
     of a group decides for all whether it is their first step, and bf16 parameters are left out without a word.)
 
+    In 16 bits a step is computed in fp32, and the parameter and the buffer are rounded once; `torch.optim.SGD` rounds
+    the buffer between operations and steps with the rounded one; on a CPU it rounds lr, too. So last bits differ.
+
     A step checks everything before it changes anything. Parameters are fp32, bf16 or fp16; a DTensor's rank changes its
     own shard.
 

@@ -1,6 +1,6 @@
 """The file of a recorded step: safetensors, in which `program` is a JSON text (UTF-8) and everything else a tensor.
 
-    metadata    twin_engine = "recorded step", version, sha256 of `program`
+    metadata    twin_engine = "recorded step", version, and the checksums of `reference.sealed`
     program     ops, in the order in which they ran; storages; names; the model's structure; recipes; provenance
     digests     int64 [n, 2]: the digests (`reference.recorded_step.digest`) that `program` refers to by number
     random/...  torch's generators and the layers' dropout states, as the step began (`reference.random.get_state`)
@@ -14,18 +14,18 @@ op wrote, a weight for instance, or a result of torch's, is in the file ("fed").
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from reference import files
+from reference import files, sealed
 from reference.recorded_step.digest import digest
 from reference.recorded_step.ops import DTYPES, EXACT, SAFE, check_arguments, dtype_name, is_defined, mutated
 
-FORMAT, VERSION = "recorded step", "1"
+FORMAT, VERSION = "recorded step", "2"
 
 
 class Region(NamedTuple):
@@ -126,6 +126,7 @@ class Recording:
         names: what a region is in the model: `[storage, offset]` → name.
         about: the model's structure, recipes and provenance.
         digests, tensors: what the program refers to.
+        checked: whether every byte of the file was checked; version 1 of the format has no checksums.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -136,6 +137,7 @@ class Recording:
     about: dict[str, Any] = field(default_factory=dict)
     digests: list[tuple[int, int]] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    checked: bool = True
 
     def accesses(self) -> Iterator[Access]:
         """Every one."""
@@ -157,26 +159,12 @@ class Recording:
         code = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tensors = {"program": code, "digests": digests, **self.tensors}
         metadata = {"twin_engine": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
-        write_safetensors(path, tensors, metadata)
+        sealed.write(path, tensors, metadata, safe_name)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file of tensors on the CPU, whole or not at all, without a second copy of them in memory.
-
-    It has 8 bytes with the header's length, the header (JSON), and the numbers.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, x in tensors.items():
-        begin, end = end, end + x.nbytes
-        kind = SAFE[dtype_name(x.dtype)]
-        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with files.replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for x in tensors.values():
-            file.write(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def safe_name(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype."""
+    return SAFE[dtype_name(dtype)]
 
 
 def read(path: str | Path) -> Recording:
@@ -186,24 +174,7 @@ def read(path: str | Path) -> Recording:
         FileNotFoundError: there is no such file.
         reference.files.Damaged: it is no recording, of another version, or damaged. One sentence says which.
     """
-    import safetensors
-
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; the file of a recorded step (te.record) is accepted.")
-    try:
-        with safetensors.safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            if metadata.get("twin_engine") != FORMAT:
-                raise files.Damaged(f"{path} is a safetensors file, and no recorded step; te.record writes those.")
-            if metadata.get("version") != VERSION:
-                raise files.Damaged(
-                    f"{path} is a recorded step of version {metadata.get('version')!r}; version {VERSION!r} is "
-                    f"accepted: replay it with the Twin Engine that recorded it."
-                )
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError) as error:
-        raise files.Damaged(f"{path} is no whole safetensors file ({error}).") from error
+    tensors, metadata, checked = sealed.read(Path(path), FORMAT, VERSION, "te.record")
     for name in ("program", "digests"):
         if name not in tensors:
             raise files.Damaged(f"{path} is damaged: it has no {name!r}.")
@@ -214,6 +185,7 @@ def read(path: str | Path) -> Recording:
         found = _parsed(json.loads(text), tensors.pop("digests"), tensors)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise files.Damaged(f"{path} is damaged: {_reason(error)}.") from error
+    found.checked = checked
     return found
 
 

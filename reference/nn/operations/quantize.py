@@ -7,6 +7,7 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.autocast import current
+from reference.moved import byte_after
 from reference.nn import transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_tensor
@@ -69,7 +70,7 @@ class Quantize(TransformerEngineBaseModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the module's device."""
-        self._device = fn(torch.empty(1, dtype=torch.uint8, device=self._device)).device
+        self._device = byte_after(fn, self._device).device
         return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

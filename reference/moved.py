@@ -1,0 +1,19 @@
+"""Where a module's `_apply` takes state that is neither parameter nor buffer: random states, scales, constants."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def byte_after(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A byte of `device` after `fn`, the function that `nn.Module._apply` calls for every tensor.
+
+    A loader that replaces parameters one by one leaves such state on the meta device. PyTorch refuses to copy from
+    there; state is made anew on the device to which `fn` takes the parameters.
+    """
+    try:
+        return fn(torch.empty(1, dtype=torch.uint8, device=device))
+    except NotImplementedError:
+        if device.type != "meta":
+            raise
+        return fn(torch.empty(1, dtype=torch.uint8, device="cpu"))
