@@ -326,8 +326,8 @@ class _Graphed:
         if captured.enabled or captured.calibrating:
             if self._choices() != self.choices:
                 raise RuntimeError(
-                    f"{name}: te.recipe.by_layer has chosen other recipes since its CUDA graph was captured; the choices "
-                    f"of then are accepted, or another make_graphed_callables."
+                    f"{name}: te.recipe.by_layer has chosen other recipes since its CUDA graph was captured; the "
+                    f"choices of then are accepted, or another make_graphed_callables."
                 )
             held = self._fp8_state()
             if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):

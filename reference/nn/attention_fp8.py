@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference import recompute
 from reference.compiled import before
 from reference.moved import byte_after
 from reference.nn import checkpoint_format, transformer_engine_state
