@@ -15,17 +15,17 @@ one's modules, an FP8 module refuses to be recomputed.
 import contextlib
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import noop_context_fn
 
 from reference.arguments import check_arguments
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
+from reference.unchanged import Read, Weights, inside, weights
 
 __all__ = ["activation_recompute_forward", "checkpoint"]
 
@@ -39,8 +39,9 @@ class _Frame:
 
     updates = False  # whether a recomputed layer may update the gradients' scales; that of the first run does
 
-    def __init__(self, tracker: Any = None, inputs: Any = None) -> None:
-        self.tracker, self.inputs = tracker, inputs
+    def __init__(self, tracker: Any = None, inputs: Sequence[Read] = (), function: Any = None) -> None:
+        self.tracker, self.inputs, self.function = tracker, inputs, function
+        self.weights: list[Read] = []
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
@@ -141,10 +142,14 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
     """The first run."""
     frame.tensors.clear()
     here().recording.append(frame)
+    read = Weights(frame.function)
     try:
-        with inner:
+        with read.hooks(), inner:
             yield
     finally:
+        read.settle()
+        for one in here().recording:  # an outer checkpoint recomputes this one, too
+            one.weights += read.found
         close(here().recording, frame)
 
 
@@ -159,7 +164,8 @@ class _Replaying:
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        self.frame.inputs.check()
+        for one in (*self.frame.inputs, *self.frame.weights):
+            one.check()
         self.frame.used = defaultdict(int)
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
@@ -248,23 +254,15 @@ def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def settings(module: torch.nn.Module, compiling: bool) -> tuple[AutocastState, bool, bool]:
-    """The autocast of this run of `module`, whether a checkpoint is active, and whether it recomputes.
-
-    In a recomputation by PyTorch's checkpoint, which restores no autocast, it is that of the first run.
-    """
+def settings(compiling: bool) -> tuple[AutocastState, bool, bool]:
+    """The autocast of now, whether a checkpoint is active, and whether it recomputes; see `same_run`."""
     thread = here()
     if thread.replaying or thread.recording:  # ours restores it
         return current(), True, len(thread.replaying) > 0
     if compiling or _hooks(True) is None:  # the rule, without the calls below
         return current(), False, False
     frame, again = _innermost()
-    if frame is None:
-        return current(), False, False
-    if again:
-        return frame.next_tensor(module, "settings"), True, True
-    frame.record(module, current(), "settings")
-    return current(), True, False
+    return current(), frame is not None, again
 
 
 def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
@@ -276,59 +274,17 @@ def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
     frame = _innermost()[0]
     if frame is None or (frame is _QUEUES and not module.training):
         return state
+    read: list[Read] = []
     if again:
-        state, seen = frame.next_tensor(module, "run")
-        for name, (weight, *then) in seen.items():
-            now = module._parameters.get(name)
-            if weight is not now or _content(now) != then:
-                raise _changed(f"{type(module).__name__}'s {name}", weight is now and _content(now)[1] == then[1])
-    managed = hasattr(module, "_is_fsdp_managed_module")  # FSDP frees and gathers weights between the runs
-    weights = {} if managed else {k: (w, *_content(w)) for k, w in module._parameters.items() if w is not None}
-    for one in here().recording or ([] if again else [frame]):
-        one.record(module, (state, weights), "run")
+        state, read = frame.next_tensor(module, "run")
+        for weight in read:
+            weight.check()
+    recorders = here().recording or ([] if again else [frame])
+    if recorders:
+        read = read or list(weights(module))
+    for one in recorders:
+        one.record(module, (state, read), "run")
     return state
-
-
-def _content(x: Any) -> list[int]:
-    """What changes where a tensor is written in place or gets other memory: its version and its address."""
-    kept = getattr(x, "_kept", None)  # of a weight that is kept in FP8
-    x = x if kept is None else kept.codes
-    if x.is_inference() or type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return [0, 0]
-    return [x._version, x.data_ptr()]
-
-
-def _changed(what: str, in_place: bool) -> RuntimeError:
-    how = "changed in place" if in_place else "replaced"
-    return RuntimeError(
-        f"checkpoint: {what} was {how} between the first run and its recomputation in backward, which would compute "
-        f"other gradients; a change after the backward is accepted."
-    )
-
-
-class _Inputs:
-    """What a checkpointed function reads: the tensors inside of its arguments, and the weights of a module.
-
-    Arguments that are tensors themselves are PyTorch's to compare: it saves them, and hooks may move them.
-    """
-
-    def __init__(self, function: Any, args: Any, kwargs: Any) -> None:
-        inner = [x for x in args if not isinstance(x, torch.Tensor)]
-        self.tensors = [x for x in tree_leaves((inner, kwargs)) if isinstance(x, torch.Tensor)]
-        waiting = [getattr(function, "__self__", function)]
-        while waiting:
-            module = waiting.pop()
-            if isinstance(module, torch.nn.Module) and not hasattr(module, "_is_fsdp_managed_module"):
-                self.tensors += [x for x in module._parameters.values() if x is not None]
-                waiting += [one for one in module._modules.values() if one is not None]
-        self.seen = [_content(x) for x in self.tensors]
-
-    def check(self) -> None:
-        """Refuse a recomputation with others."""
-        for x, then in zip(self.tensors, self.seen, strict=True):
-            if (now := _content(x)) != then:
-                what = "a weight" if isinstance(x, torch.nn.Parameter) else "an input"
-                raise _changed(f"{what} {list(x.shape)} of the function", now[1] == then[1])
 
 
 def refuse_foreign_recompute(module: torch.nn.Module) -> None:
@@ -377,7 +333,7 @@ def checkpoint(
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
-    frame = _Frame(tracker, _Inputs(function, args, kwargs))
+    frame = _Frame(tracker, inside(args, kwargs), function)
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()

@@ -80,7 +80,7 @@ class WithFP8State(torch.nn.Module):
 
     def run_settings(self, compiling: bool) -> tuple[AutocastState, bool, bool]:
         """The settings of a forward now, whether a checkpoint is active, and whether it recomputes."""
-        state, checkpointed, again = recompute.settings(self, compiling)
+        state, checkpointed, again = recompute.settings(compiling)
         state = self.own_settings(state)
         if checkpointed and not compiling:
             state = recompute.same_run(self, state, again)
