@@ -15,7 +15,7 @@ one's modules, an FP8 module refuses to be recomputed.
 import contextlib
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import noop_context_fn
 from reference.arguments import check_arguments
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
-from reference.unchanged import Read, Weights, inside, weights
+from reference.unchanged import Reads
 
 __all__ = ["activation_recompute_forward", "checkpoint"]
 
@@ -39,9 +39,8 @@ class _Frame:
 
     updates = False  # whether a recomputed layer may update the gradients' scales; that of the first run does
 
-    def __init__(self, tracker: Any = None, inputs: Sequence[Read] = (), function: Any = None) -> None:
-        self.tracker, self.inputs, self.function = tracker, inputs, function
-        self.weights: list[Read] = []
+    def __init__(self, tracker: Any = None, reads: Reads | None = None) -> None:
+        self.tracker, self.reads = tracker, reads or Reads()
         self.state: AutocastState = current()
         self.draws = here().undrawn is None  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
@@ -142,15 +141,12 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
     """The first run."""
     frame.tensors.clear()
     here().recording.append(frame)
-    read = Weights(frame.function)
     try:
-        with read.hooks(), inner:
+        with frame.reads.hooks(), inner:
             yield
     finally:
-        read.settle()
-        for one in here().recording:  # an outer checkpoint recomputes this one, too
-            one.weights += read.found
         close(here().recording, frame)
+        frame.reads.end([one.reads for one in here().recording if one is not _QUEUES])
 
 
 class _Replaying:
@@ -164,8 +160,7 @@ class _Replaying:
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        for one in (*self.frame.inputs, *self.frame.weights):
-            one.check()
+        self.frame.reads.check()
         self.frame.used = defaultdict(int)
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
@@ -216,6 +211,7 @@ def _innermost() -> tuple[_Frame | None, bool]:
         owner = pack.__closure__[code.co_freevars.index("target_frame_ref")].cell_contents()
         frame: _Frame | None = getattr(owner, "twin", None)
         if frame is not None and frame.run is not pack:  # a kept graph goes backward again
+            frame.reads.check()
             frame.run, frame.used = pack, defaultdict(int)
         return frame, frame is not None
     return None, False
@@ -274,16 +270,14 @@ def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
     frame = _innermost()[0]
     if frame is None or (frame is _QUEUES and not module.training):
         return state
-    read: list[Read] = []
     if again:
-        state, read = frame.next_tensor(module, "run")
-        for weight in read:
-            weight.check()
-    recorders = here().recording or ([] if again else [frame])
-    if recorders:
-        read = read or list(weights(module))
-    for one in recorders:
-        one.record(module, (state, read), "run")
+        state, own = frame.next_tensor(module, "run")
+        if own is not None:
+            own.check()
+    for one in here().recording or ([] if again else [frame]):
+        own = Reads() if one is _QUEUES else None  # of runs whose end nobody tells, each has its own
+        (own or one.reads).add(module)
+        one.record(module, (state, own), "run")
     return state
 
 
@@ -333,7 +327,7 @@ def checkpoint(
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
-    frame = _Frame(tracker, inside(args, kwargs), function)
+    frame = _Frame(tracker, Reads(function, args, kwargs))
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
