@@ -7,14 +7,17 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import reference as te
 from reference.nn import transformer_engine_state
+from reference.precision import Choice
 from reference.scaling import KEYS, FP8TensorMeta
 
 HYBRID, E4M3 = te.Format.HYBRID, te.Format.E4M3
@@ -45,12 +48,13 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def step(layer: Any, recipe: Any, i: int = 0) -> dict[str, torch.Tensor]:
-    """y, dx and the parameters' gradients."""
+def step(run: Any, recipe: Any, i: int = 0, layer: Any = None) -> dict[str, torch.Tensor]:
+    """y, dx and the parameters' gradients of `layer`, which `run` runs."""
+    layer = run if layer is None else layer
     x = torch.linspace(-3, 2, 16 * 2 * 32).cos().mul(1 + i).reshape(16, 2, 32).to(torch.bfloat16).requires_grad_()
     layer.zero_grad()
     with te.autocast(recipe=recipe):
-        y = layer(x)
+        y = run(x)
     y.backward(torch.linspace(-7, 5, y.numel()).sin().mul(0.01).reshape(y.shape).to(y.dtype))
     grads = {name: one.grad for name, one in layer.named_parameters() if one.grad is not None}
     return {"y": y.detach(), "dx": x.grad, **grads}
@@ -64,7 +68,7 @@ def trained(name: str, recipe: Any) -> Any:
     return layer
 
 
-def expected(layer: Any, recipe: Any) -> dict[str, torch.Tensor]:
+def expected(layer: Any, recipe: Any, latest: bool = False) -> dict[str, torch.Tensor]:
     """The next step of a new layer whose scales are `2^-margin · fp8_max / amax`, division by division."""
     found = copy.deepcopy(layer)
     for one in found.modules():
@@ -73,7 +77,7 @@ def expected(layer: Any, recipe: Any) -> dict[str, torch.Tensor]:
             if meta is None:
                 continue
             limit = {HYBRID: (448, 57344), E4M3: (448, 448)}[recipe.fp8_format][key == KEYS[1]]
-            amax = meta.amax_history[1:].numpy().max(axis=0)
+            amax = meta.amax_history[-1 if latest else 1 :].numpy().max(axis=0)
             scale = np.float32(limit * 2.0**-recipe.margin) / np.where(amax > 0, amax, 1).astype(np.float32)
             scale = torch.tensor(np.where(amax > 0, scale, 1).astype(np.float32))
             one.fp8_meta[key] = FP8TensorMeta(scale, meta.amax_history.clone())
@@ -110,6 +114,77 @@ def test_the_first_step_after_a_change(name: str, change: str, same_bits: Any) -
     assert_same(step(layer_of_checkpoint, new, STEPS), wanted, same_bits)
     assert_same(step(copied, new, STEPS), wanted, same_bits)
     assert_same(step(by_layer, old, STEPS), wanted, same_bits)
+
+
+SETTINGS = [
+    te.DelayedScaling(margin=0, amax_history_len=8),
+    te.DelayedScaling(margin=3, amax_history_len=8, amax_compute_algo="most_recent"),
+    te.DelayedScaling(margin=7, amax_history_len=20, reduce_amax=False),
+    te.DelayedScaling(margin=0, amax_history_len=8, fp8_format=E4M3),
+    te.DelayedScaling(margin=10, amax_history_len=5, fp8_format=E4M3, fp8_dpa=True),
+    te.DelayedScaling(margin=1, amax_history_len=8, fp8_dpa=True),
+]
+
+
+def distributed(layer: Any, name: str, folder: Any) -> Any:
+    made = LAYERS[name]()
+    checkpoint = torch.distributed.checkpoint
+    checkpoint.save(layer.state_dict(), checkpoint_id=folder, no_dist=True)
+    state = made.state_dict()
+    checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    made.load_state_dict(state)
+    return made
+
+
+@cache
+def ran(name: str, setting: int) -> Any:
+    return trained(name, SETTINGS[setting])
+
+
+@cache
+def first_step(name: str, before: int, after: int, fp8_dpa: bool) -> dict[str, torch.Tensor]:
+    latest = SETTINGS[before].amax_compute_algo == "most_recent"
+    return expected(ran(name, before), replace(SETTINGS[after], fp8_dpa=fp8_dpa), latest)
+
+
+def into_one_that_ran(layer: Any, name: str, recipe: Any) -> Any:
+    made = copy.deepcopy(ran(name, SETTINGS.index(recipe)))
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
+def planned(layer: Any, name: str, recipe: Any) -> Any:
+    names = [key for key, one in layer.named_modules() if getattr(one, "fp8_weights", None)]
+    te.PrecisionPlan({key: Choice(recipe, "") for key in names}).apply(layer)
+    return layer
+
+
+WAYS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
+    "a switch": lambda layer, name, old, new, folder: step(layer, new, STEPS),
+    "a load": lambda layer, name, old, new, folder: step(loaded(layer, name), new, STEPS),
+    "a load after a run": lambda layer, name, old, new, folder: step(into_one_that_ran(layer, name, new), new, STEPS),
+    "a distributed load": lambda layer, name, old, new, folder: step(distributed(layer, name, folder), new, STEPS),
+    "a pickle": lambda layer, name, old, new, folder: step(pickle.loads(pickle.dumps(layer)), new, STEPS),
+    "te.checkpoint": lambda layer, name, old, new, folder: step(partial(te.checkpoint, layer), new, STEPS, layer),
+    "a plan": lambda layer, name, old, new, folder: step(planned(layer, name, new), old, STEPS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Linear", "TransformerLayer"])
+def test_every_pair_of_settings(name: str, way: str, tmp_path: Any, same_bits: Any) -> None:
+    pairs = [(i, j) for i in range(len(SETTINGS)) for j in range(len(SETTINGS))]
+    if name == "TransformerLayer":  # each setting once before, once after
+        pairs = [(i, (i + 1 + len(way) % 5) % len(SETTINGS)) for i in range(len(SETTINGS))]
+    for i, j in pairs:
+        old, new = SETTINGS[i], SETTINGS[j]
+        if way == "a plan":  # it leaves attention to autocast
+            new = replace(new, fp8_dpa=old.fp8_dpa)
+            if old.fp8_dpa and name != "Linear":
+                continue
+        found = WAYS[way](copy.deepcopy(ran(name, i)), name, old, new, tmp_path / f"{i}{j}")
+        assert_same(found, first_step(name, i, j, new.fp8_dpa), same_bits)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -121,7 +121,7 @@ def read_pickled(name: str, value: Any, columns: Mapping[str, int], device: torc
 def _joined(parts: Iterable[torch.Tensor], device: torch.device) -> State:
     """State of its four tensors, in the order of `PARTS`, in new memory."""
     parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
-    return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
+    return {key: FP8TensorMeta(parts[2 * i], parts[2 * i + 1]) for i, key in enumerate(KEYS)}
 
 
 def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:
