@@ -251,6 +251,7 @@ class _Graphed:
                 "make_graphed_callables: cache_quantized_params=True with a layer with fuse_wgrad_accumulation=True is "
                 "not offered (its first microbatch overwrites main_grad, which a graph cannot); False is accepted."
             )
+        self.choices = self._choices()
         # A layer is updated from its first call on, not from its capture on.
         self.memberships = [layer._membership for layer in self.layers]
         with restored(settings):
@@ -261,6 +262,10 @@ class _Graphed:
         self.has_backward = False
         self.graphs: list[Any] = []  # of the forward and, if there is one, the backward
         self.replay: Callable[..., Any] | None = None  # None after `reset`
+
+    def _choices(self) -> list[Any]:
+        """What `te.recipe.by_layer` has chosen for its layers."""
+        return [(layer.own_recipe, layer.in_high_precision) for layer in self.layers]
 
     def _fp8_state(self) -> list[torch.Tensor]:
         metas = [layer.fp8_meta[key] for layer in self.layers for key in scaling.KEYS if key in layer.fp8_meta]
@@ -361,7 +366,12 @@ class _Graphed:
         state = current()
         if state.enabled or state.calibrating:
             for layer in self.layers:
-                scaling.join(layer, state.recipe, state.group)
+                own = layer.own_settings(state)
+                if not (own.enabled or own.calibrating):
+                    continue
+                if layer._fitted is not own.recipe:  # another recipe may have run without the graph
+                    layer.fit_state(own.recipe)
+                scaling.join(layer, own.recipe, own.group)
         out = self.replay(*args, *(kwargs[name] for name in self.tensors))
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last and updates the gradients' scales.
@@ -386,6 +396,11 @@ class _Graphed:
                     f"it under an autocast like the one given to make_graphed_callables."
                 )
         if captured.enabled or captured.calibrating:
+            if self._choices() != self.choices:
+                raise RuntimeError(
+                    f"{name}: te.recipe.by_layer has chosen other recipes since its CUDA graph was captured; the "
+                    f"choices of then are accepted, or another make_graphed_callables."
+                )
             held = self._fp8_state()
             if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
                 raise RuntimeError(

@@ -203,7 +203,7 @@ def _chosen(layer: Any, samples: Sequence[Sample], limits: _Limits) -> Choice:
 
     If there is none: the first in which the tensors of fprop are, for that GEMM alone.
     """
-    if not samples:
+    if not any(one.elements for one in samples if one.role != "weight"):  # empty batches say nothing, either
         kept = None if layer.in_high_precision else layer.own_recipe or AUTOCAST
         return Choice(kept, "No number of it was measured: its choice stays as it was.")
     reasons = []

@@ -3,6 +3,9 @@
 The recomputation happens after autocast has ended and the scales have been updated. So a checkpoint records the
 autocast state and each module's scales, restores both, and its recomputed casts record no amax.
 
+What changes between the two runs cannot be brought back: if a weight or an input was changed in place or replaced,
+the recomputation is refused. `by_layer`'s choices are those of the first run.
+
 The same holds inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which Hugging Face's
 `gradient_checkpointing_enable` calls: modules recognise PyTorch's frame by its saved-tensor hooks and keep their
 records with it. With `use_reentrant=True`, or where the outer one of two nested checkpoints would recompute the inner
@@ -22,6 +25,7 @@ from torch.utils.checkpoint import noop_context_fn
 from reference.arguments import check_arguments
 from reference.autocast import AutocastState, current, restored
 from reference.threads import close, here
+from reference.unchanged import Reads
 
 __all__ = ["activation_recompute_forward", "checkpoint"]
 
@@ -35,8 +39,8 @@ class _Frame:
 
     updates = False  # whether a recomputed layer may update the gradients' scales; that of the first run does
 
-    def __init__(self, tracker: Any = None) -> None:
-        self.tracker = tracker
+    def __init__(self, tracker: Any = None, reads: Reads | None = None) -> None:
+        self.tracker, self.reads = tracker, reads or Reads()
         self.state: AutocastState = current()
         self.draws = not here().undrawn  # whether dropout draws seeds from torch's generator
         self.tensors: dict[Any, list[Any]] = defaultdict(list)
@@ -138,10 +142,11 @@ def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
     frame.tensors.clear()
     here().recording.append(frame)
     try:
-        with inner:
+        with frame.reads.hooks(), inner:
             yield
     finally:
         close(here().recording, frame)
+        frame.reads.end([one.reads for one in here().recording if one is not _QUEUES])
 
 
 class _Replaying:
@@ -155,6 +160,7 @@ class _Replaying:
         self.settings: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
+        self.frame.reads.check()
         self.frame.used = defaultdict(int)
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
@@ -205,6 +211,7 @@ def _innermost() -> tuple[_Frame | None, bool]:
         owner = pack.__closure__[code.co_freevars.index("target_frame_ref")].cell_contents()
         frame: _Frame | None = getattr(owner, "twin", None)
         if frame is not None and frame.run is not pack:  # a kept graph goes backward again
+            frame.reads.check()
             frame.run, frame.used = pack, defaultdict(int)
         return frame, frame is not None
     return None, False
@@ -243,23 +250,35 @@ def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def settings(module: torch.nn.Module, compiling: bool) -> tuple[AutocastState, bool, bool]:
-    """The autocast of this run of `module`, whether a checkpoint is active, and whether it recomputes.
-
-    In a recomputation by PyTorch's checkpoint, which restores no autocast, it is that of the first run.
-    """
+def settings(compiling: bool) -> tuple[AutocastState, bool, bool]:
+    """The autocast of now, whether a checkpoint is active, and whether it recomputes; see `same_run`."""
     thread = here()
     if thread.replaying or thread.recording:  # ours restores it
         return current(), True, len(thread.replaying) > 0
     if compiling or _hooks(True) is None:  # the rule, without the calls below
         return current(), False, False
     frame, again = _innermost()
-    if frame is None:
-        return current(), False, False
+    return current(), frame is not None, again
+
+
+def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
+    """In a first run note `state`, the module's own settings, and its weights; in a recomputation return those of then.
+
+    Raises:
+        RuntimeError: a weight was changed or replaced since the first run.
+    """
+    frame = _innermost()[0]
+    if frame is None or (frame is _QUEUES and not module.training):
+        return state
     if again:
-        return frame.next_tensor(module, "settings"), True, True
-    frame.record(module, current(), "settings")
-    return current(), True, False
+        state, own = frame.next_tensor(module, "run")
+        if own is not None:
+            own.check()
+    for one in here().recording or ([] if again else [frame]):
+        own = Reads() if one is _QUEUES else None  # of runs whose end nobody tells, each has its own
+        (own or one.reads).add(module)
+        one.record(module, (state, own), "run")
+    return state
 
 
 def refuse_foreign_recompute(module: torch.nn.Module) -> None:
@@ -297,6 +316,9 @@ def checkpoint(
             with the states of the first run, and leaves those that it finds.
         tp_group: None or a process group of one rank, without effect.
         context_fn, determinism_check, debug: as in `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        RuntimeError: in backward, where an input or a weight was changed in place or replaced since this run.
     """
     if not callable(function):
         raise TypeError(f"checkpoint: function={function!r}; a module or function is accepted.")
@@ -305,7 +327,7 @@ def checkpoint(
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     if torch.compiler.is_compiling():  # the compiler decides what a backward keeps; the bits are the same
         return function(*args, **kwargs)
-    frame = _Frame(tracker)
+    frame = _Frame(tracker, Reads(function, args, kwargs))
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()

@@ -26,14 +26,18 @@ class FP8TensorMeta:
     Attributes:
         scale: fp32 `[n]`, what a value is multiplied by before it is rounded to FP8; starts at 1.
         amax_history: fp32 `[amax_history_len, n]`; row 0 collects the amaxes of the current step.
+        scaled_max: 2^-margin · fp8_max of the setting that the scales are for; None where nobody has said.
 
     The n columns are `input, weight, output` of each GEMM forward, and `grad_output, grad_input` backward. output and
     grad_input are never cast to FP8 and keep scale 1 and amax 0.
     """
 
-    def __init__(self, scale: torch.Tensor, amax_history: Any) -> None:
+    scaled_max: float | None = None  # of the class, for those that were pickled without one
+
+    def __init__(self, scale: torch.Tensor, amax_history: Any, scaled_max: float | None = None) -> None:
         self.scale = scale
         self.amax_history = amax_history
+        self.scaled_max = scaled_max
 
     @staticmethod
     def fresh(columns: int, history_len: int, device: torch.device) -> "FP8TensorMeta":
@@ -43,6 +47,37 @@ class FP8TensorMeta:
                 torch.ones(columns, dtype=torch.float32, device=device),
                 torch.zeros(history_len, columns, dtype=torch.float32, device=device),
             )
+
+    @torch.no_grad()
+    def scale_for(self, scaled_max: float) -> torch.Tensor:
+        """The scales for another setting: those that the last updates would have computed under it.
+
+        `scale · scaled_max / self.scaled_max`. The factor is a power of two, so it is exact (the largest finite number
+        where it overflows). A scale of 1 whose history holds no usable amax below row 0 was never computed and stays.
+        """
+        if self.scaled_max is None:
+            return self.scale
+        scale = self.scale * (scaled_max / self.scaled_max)
+        scale.clamp_(max=torch.finfo(torch.float32).max)
+        if self.amax_history is None:
+            return scale
+        past = self.amax_history[1:]
+        fresh = (self.scale == 1) & ~((past > 0) & past.isfinite()).any(dim=0)
+        return torch.where(fresh, self.scale, scale)
+
+    @torch.no_grad()
+    def fit(self, scaled_max: float) -> bool:
+        """Bring the scales to a setting, in the same memory, and say whether they were for another.
+
+        Where nobody has said what they are for, they are taken to be for this one.
+        """
+        if self.scaled_max == scaled_max:
+            return False
+        known = self.scaled_max is not None
+        if known and not self.scale.is_meta:
+            self.scale.copy_(self.scale_for(scaled_max))
+        self.scaled_max = scaled_max
+        return known
 
     def resize(self, history_len: int) -> None:
         """Keep the first `history_len` rows, or add rows of zeros (Transformer Engine's rule)."""
@@ -60,7 +95,7 @@ class FP8TensorMeta:
             return
         if self.scale.is_meta:
             fresh = FP8TensorMeta.fresh(self.scale.shape[0], self.amax_history.shape[0], device)
-            self.scale, self.amax_history = fresh.scale, fresh.amax_history
+            self.scale, self.amax_history, self.scaled_max = fresh.scale, fresh.amax_history, None
         else:
             with torch.inference_mode(False):
                 self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
@@ -77,6 +112,7 @@ class FP8TensorMeta:
     def take(self, other: "FP8TensorMeta") -> None:
         """Copy another's values into this memory, which CUDA graphs read; take its tensors if they do not fit."""
         pairs = ((self.scale, other.scale), (self.amax_history, other.amax_history))
+        self.scaled_max = other.scaled_max
         if any(to.shape != x.shape or to.device != x.device for to, x in pairs):
             self.scale, self.amax_history = other.scale, other.amax_history
             return
@@ -88,6 +124,7 @@ class FP8TensorMeta:
         """Scale 1 and an empty history again, in the same memory."""
         self.scale.fill_(1)
         self.amax_history.zero_()
+        self.scaled_max = None
 
     def __repr__(self) -> str:
         return f"FP8TensorMeta(scale={self.scale}, amax_history={list(self.amax_history.shape)})"

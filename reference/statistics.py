@@ -14,7 +14,6 @@ player of `reference.nn.autograd` is the usual one, so tapes are replayed. Value
 read.
 """
 
-import copy
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from reference import recompute
 from reference.arguments import is_int
 from reference.nn.autograd import Backward, Context, Forward
 from reference.nn.context import BlockContext, ModuleContext, Saved
-from reference.nn.hook import Hook
+from reference.nn.hook import Hook, ObservedContext, observed
 from reference.nn.observed import Observed
 from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Quantized
@@ -74,13 +73,14 @@ class _Observer(Hook):
     ) -> tuple[Any, Saved, Any]:
         if recompute.replaying() or not self.layers(context):
             return super().forward(function, plan, context, tensors, backward)
-        self.prepare(function, plan, context, tensors, backward)
-        return *function(plan, self._observed(context), *tensors), None
+        if not observed(context):
+            self.prepare(function, plan, context, tensors, backward)
+        return super().forward(function, plan, self._observed(context), tensors, backward)
 
     def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
-        if note is not None or not self.layers(context):  # with a note its forward was replayed
-            return super().backward(function, plan, context, saved, grads, note)
-        return function(plan, self._observed(context), saved, *grads)
+        if note is None and self.layers(context):  # with a note its forward was replayed
+            context = self._observed(context)
+        return super().backward(function, plan, context, saved, grads, note)
 
     def _observed(self, context: Context) -> Context:
         """A copy of a context whose quantizers are measured."""
@@ -100,16 +100,14 @@ class _Observer(Hook):
         weights = module.fp8_weights if module.num_gemms > 1 else ("weight",)
         for i, (gemm, weight) in enumerate(zip(context.gemms, weights, strict=True)):
             part = weight.removesuffix("weight").removesuffix("_")
-            observed: dict[str, Any] = {}
+            found: dict[str, Any] = {}
             for role, field in _FIELDS.items():
                 quantizer = getattr(gemm, field)
-                beside = {recipe: one for recipe, found in others.items() if (one := getattr(found[i], field)).fp8}
+                beside = {recipe: one for recipe, its in others.items() if (one := getattr(its[i], field)).fp8}
                 key = _Key(self.names[module], part, role, context.recipe if quantizer.fp8 else None, True)
-                observed[field] = Observed(quantizer, self._recorder(key, beside))
-            gemms.append(gemm._replace(**observed))
-        found = copy.copy(context)
-        found.gemms = tuple(gemms)
-        return found
+                found[field] = Observed(quantizer, self._recorder(key, beside))
+            gemms.append(gemm._replace(**found))
+        return ObservedContext.of(context, tuple(gemms))
 
     def _beside(self, module: Any, context: ModuleContext) -> list[Recipe]:
         """The recipes that are measured besides the layer's own; none where its sizes do not fit FP8."""

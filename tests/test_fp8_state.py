@@ -140,7 +140,8 @@ def test_state_is_one_plain_tensor_a_layer_from_construction_on() -> None:
     assert bool((fresh[0] == 1).all())
     assert not bool(fresh[1:].any())
     forward, backward = (model[0].fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd"))
-    assert torch.equal(state["0._extra_state"][0], torch.cat([forward.scale, backward.scale]))
+    said = torch.tensor([backward.scale[0], 2.0])  # in place of grad_input's scale of 1: HYBRID with margin 0
+    assert torch.equal(state["0._extra_state"][0], torch.cat([forward.scale, said]))
     assert torch.equal(state["0._extra_state"][1:, :3], forward.amax_history)
     assert torch.equal(state["0._extra_state"][1:, 3:], backward.amax_history)
 

@@ -385,3 +385,16 @@ def test_refusals() -> None:
         run()
     with pytest.raises(ValueError, match=r"^auto_precision: recipes=\[\] with statistics, which were measured already"):
         te.auto_precision(model, stats, recipes=[])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_layer_that_saw_empty_batches_alone_keeps_its_choice(enabled: bool) -> None:
+    model = te.Linear(32, 48, params_dtype=torch.bfloat16)
+
+    def train() -> None:
+        for _ in range(2):
+            with te.autocast(enabled=enabled):
+                model(torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+    (choice,) = te.auto_precision(model, train).layers.values()
+    assert choice == (te.recipe.AUTOCAST, "No number of it was measured: its choice stays as it was.")

@@ -17,7 +17,7 @@ import optimized
 import reference as te
 from reference import graph
 from reference.nn import autograd
-from reference.recorded_step import digest, file
+from reference.recorded_step import digest, file, statistics
 from reference.recorded_step.replay import replay
 from reference.recorded_step.statistics import Statistics
 
@@ -203,6 +203,12 @@ def test_statistics_against_float64(tmp_path: Path) -> None:
         assert low < row.sqnr < high, row
     # Scales come from the step before, whose dropout was another: of a hundred numbers at most one is beyond.
     assert all(row.saturated is not None and row.saturated < 0.01 for row in measured if row.scale is not None)
+
+
+def test_a_row_of_an_empty_result_has_no_shares() -> None:
+    op, none = file.Op("twin", "twin::cast"), torch.empty(0, 16, dtype=torch.float64)
+    row = statistics._row(0, op, "codes", none.to(torch.float8_e4m3fn), torch.ones(1), none)
+    assert (row.amax, row.saturated, row.underflowed, row.sqnr, row.nan) == (0.0, 0.0, 0.0, None, 0)
 
 
 def test_statistics_count_what_is_clipped_and_what_is_lost(tmp_path: Path) -> None:

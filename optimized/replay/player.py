@@ -59,7 +59,7 @@ class Player(autograd.Plain):
             found = kind.found(saved)
             return lambda: (pair(plan, context, found, *grads), ())
 
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._len_torch_dispatch_stack() or not context.settled:
             return prepare()()[0]
         state, changed = context.state(backward=True)
         # The kind stands for the plan, and for the shapes and dtypes of what was saved.

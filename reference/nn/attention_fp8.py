@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference import recompute
 from reference.compiled import before
 from reference.moved import byte_after
 from reference.nn import checkpoint_format, transformer_engine_state
@@ -151,7 +150,7 @@ class FP8Attention(TransformerEngineBaseModule):
     def attends_in_fp8(self) -> bool:
         """Whether a forward now would use, or calibrate, the FP8 state."""
         compiling = torch.compiler.is_compiling()
-        state = self.own_settings(recompute.settings(self, compiling)[0])
+        state = self.run_settings(compiling)[0]
         if not compiling and self.fp8 and not state.enabled:  # a compiler would guard the attribute
             self.fp8 = False
         return state.enabled or state.calibrating

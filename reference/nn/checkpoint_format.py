@@ -5,7 +5,9 @@ first. Columns are `input, weight, output` of each GEMM, then `grad_output, grad
 layer's construction on, because some loaders only fill what a model already has (torch.distributed.checkpoint, Hugging
 Face's `from_pretrained`); before the first run in FP8 it holds scales of 1 and no amax. The scale of an `output` is
 always 1, because it is never cast: where a weight is kept in FP8, its scale_inv stands there instead, so that a loader
-that has read codes as numbers is found out. Checkpoints with the four older
+that has read codes as numbers is found out. Nor is a `grad_input` cast: in place of the first one's scale stands what
+the scales are for, 2^(1 + margin) in HYBRID, 2^-(1 + margin) in E4M3, or 1 where nobody has said, as in checkpoints of
+earlier versions; such scales are taken to be for the recipe of the next run. Checkpoints with the four older
 tensors `scaling_fwd.scale`, `scaling_fwd.amax_history`, `scaling_bwd.scale` and `scaling_bwd.amax_history` load, too,
 and so do Transformer Engine's (`reference.nn.transformer_engine_state`).
 
@@ -24,6 +26,8 @@ from reference.formats import WIDE_DTYPES
 from reference.nn import transformer_engine_state
 from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.packed_state import PackedState
+from reference.recipes.base import Format
+from reference.recipes.delayed_scaling import MAX_MARGIN
 from reference.scaling import KEYS, FP8TensorMeta, columns_of
 
 if TYPE_CHECKING:
@@ -31,6 +35,12 @@ if TYPE_CHECKING:
 
 STATE = "_extra_state"
 PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
+# What scales are for: the number in a checkpoint → key → `FP8TensorMeta.scaled_max`.
+_SETTINGS = {
+    2.0 ** (sign * (1 + margin)): {key: one.fp8_max(key == KEYS[0]) * 2.0**-margin for key in KEYS}
+    for sign, one in ((1, Format.HYBRID), (-1, Format.E4M3))
+    for margin in range(MAX_MARGIN + 1)
+}
 State = dict[str, Any]  # FP8TensorMeta by key, and "recipe" where the checkpoint has one
 
 
@@ -38,9 +48,15 @@ def pack(state: Mapping[str, FP8TensorMeta], kept: Mapping[int, torch.Tensor]) -
     """The state as one tensor; `kept` is the column of each weight that is kept in FP8 → its scale_inv."""
     halves = [torch.cat([state[key].scale[None], state[key].amax_history]) for key in KEYS]
     packed = torch.cat(halves, dim=1).detach()
+    packed[0, state[KEYS[0]].scale.shape[0] + 1] = _setting([state[key].scaled_max for key in KEYS])
     for column, scale_inv in kept.items():
         packed[0, column + 1] = scale_inv.detach()[0]
     return PackedState.of(packed)
+
+
+def _setting(scaled_max: list[float | None]) -> float:
+    """The number that says what scales are for."""
+    return next((number for number, one in _SETTINGS.items() if [*one.values()] == scaled_max), 1.0)
 
 
 def kept_weights(packed: Any, weights: Mapping[str, int]) -> dict[str, float]:
@@ -63,6 +79,10 @@ def unpack(packed: torch.Tensor, columns: Mapping[str, int], device: torch.devic
         for key, half in zip(KEYS, halves, strict=True)
     }
     state["scaling_fwd"].scale[2::3] = 1  # of outputs; see `pack`
+    setting = state["scaling_bwd"].scale[1:2]
+    for key, its_max in _SETTINGS.get(setting.item(), {}).items():
+        state[key].scaled_max = its_max
+        setting.fill_(1)
     return state
 
 
@@ -91,13 +111,17 @@ def read_pickled(name: str, value: Any, columns: Mapping[str, int], device: torc
     theirs = transformer_engine_state.PARTS
     check_parts({f"{name}[{theirs[part]}]": tensor for part, tensor in tensors.items()}, columns)
     state = _joined(tensors.values(), torch.device("cpu") if device.type == "meta" else device)
-    return state if recipe is None else {**state, "recipe": recipe}
+    if recipe is None:
+        return state
+    for key in KEYS:
+        state[key].scaled_max = recipe.scaled_max(key == KEYS[0])
+    return {**state, "recipe": recipe}
 
 
 def _joined(parts: Iterable[torch.Tensor], device: torch.device) -> State:
     """State of its four tensors, in the order of `PARTS`, in new memory."""
     parts = [part.detach().to(device, copy=True).contiguous() for part in parts]
-    return {key: FP8TensorMeta(*parts[2 * i : 2 * i + 2]) for i, key in enumerate(KEYS)}
+    return {key: FP8TensorMeta(parts[2 * i], parts[2 * i + 1]) for i, key in enumerate(KEYS)}
 
 
 def take(state_dict: dict[str, Any], prefix: str, columns: Mapping[str, int], device: torch.device) -> State | None:

@@ -33,6 +33,7 @@ class Precision:
         kind: hashable; everything but tensors that their launches depend on.
         fp8: whether weights are cast to FP8.
         stateful: whether scales are updated after a step.
+        grad_max: of a stateful one, what its gradients' scales are for (`FP8TensorMeta.scaled_max`).
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Precision:
     ) -> None:
         self.gemms, self.recipe, self.forward, self.backward = gemms, recipe, forward, backward
         self.stateful = recipe is not None and recipe.history_rows is not None
+        self.grad_max = recipe.scaled_max(False) if recipe is not None and self.stateful else None
         self.kind: Hashable = tuple(gemm.kind for gemm in gemms)
         self.fp8 = gemms[0].weight.fp8
         self._distinct: list[list[Quantizer]] | None = None  # made later: a compiler would guard the tensors' identity
@@ -97,6 +99,12 @@ class ModuleContext:
         reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
         module = self.module
         return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a backward reads the gradients' scales as they are: no other recipe has come since its forward."""
+        precision = self._precision
+        return precision.grad_max is None or precision.backward.scaled_max == precision.grad_max
 
     @property
     def recipe(self) -> Recipe | None:
@@ -262,6 +270,11 @@ class BlockContext(NamedTuple):
     def replayable(self) -> bool:
         """Whether every module's part is."""
         return all(one.replayable for one in self.modules)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every module's part is."""
+        return all(one.settled for one in self.modules)
 
     @property
     def stateful(self) -> "TransformerEngineBaseModule | None":

@@ -12,7 +12,7 @@ from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.parameters import parameter_device
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
-from reference.scaling import FP8TensorMeta
+from reference.scaling import KEYS, FP8TensorMeta
 
 
 class WithFP8State(torch.nn.Module):
@@ -38,7 +38,7 @@ class WithFP8State(torch.nn.Module):
     quantized_init: model_init.QuantizedInit | None
     own_recipe: Recipe | None = None
     in_high_precision = False
-    _history_rows: int | None  # rows of the state, if known: spares looking at it
+    _fitted: Recipe | None = None  # the recipe that the state fits, if known: spares looking at it
     _fp8_workspaces: dict[str, Quantized]
 
     def _parameter_device(self) -> torch.device:
@@ -52,14 +52,16 @@ class WithFP8State(torch.nn.Module):
 
     def _fresh_state(self, device: torch.device) -> None:
         """Reset scales to 1 and histories to 0; where weights are kept in FP8, create the state."""
-        for key in scaling.KEYS:
+        for key in KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].to(device)
                 self.fp8_meta[key].reset()
             elif self.quantized_init is not None and self.fp8_weights:
-                rows = self.quantized_init.recipe.amax_history_len
-                self.fp8_meta[key] = FP8TensorMeta.fresh(self.state_columns()[key], rows, device)
-                self.fp8_meta["recipe"] = self.quantized_init.recipe
+                recipe = self.quantized_init.recipe
+                self.fp8_meta[key] = FP8TensorMeta.fresh(self.state_columns()[key], recipe.amax_history_len, device)
+                self.fp8_meta[key].fit(recipe.scaled_max(key == KEYS[0]))
+                self.fp8_meta["recipe"] = recipe
+        self._fitted = None
 
     def _bind_weights(self) -> None:
         """Let weights in FP8 take their scales from this module's state, except a shared one of another column."""
@@ -83,6 +85,14 @@ class WithFP8State(torch.nn.Module):
             state = replace(state, enabled=False, calibrating=False)
         return state
 
+    def run_settings(self, compiling: bool) -> tuple[AutocastState, bool, bool]:
+        """The settings of a forward now, whether a checkpoint is active, and whether it recomputes."""
+        state, checkpointed, again = recompute.settings(compiling)
+        state = self.own_settings(state)
+        if checkpointed and not compiling:
+            state = recompute.same_run(self, state, again)
+        return state, checkpointed, again
+
     def init_fp8_metadata(self) -> tuple[AutocastState, bool]:
         """Create or resize the FP8 state for the current autocast, if necessary.
 
@@ -90,8 +100,7 @@ class WithFP8State(torch.nn.Module):
             that autocast, and whether a checkpoint is active.
         """
         compiling = torch.compiler.is_compiling()
-        state, checkpointed, again = recompute.settings(self, compiling)
-        state = self.own_settings(state)
+        state, checkpointed, again = self.run_settings(compiling)
         if not compiling and (state.enabled or self.fp8):  # a compiler traces forward only
             recompute.refuse_foreign_recompute(self)
         # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
@@ -100,10 +109,8 @@ class WithFP8State(torch.nn.Module):
                 self._check_fp8_sizes("under FP8 autocast")
             self.fp8 = state.enabled
         if state.enabled or state.calibrating:
-            rows = state.recipe.history_rows
-            if self._history_rows != rows and rows is not None:
-                _make_state(id(self), rows)
-                self._history_rows = None if compiling else rows
+            if not again and (compiling or self._fitted is not state.recipe):  # what runs again may have another recipe
+                self.fit_state(state.recipe)
             self.fp8_meta["recipe"] = state.recipe
             if not again:  # autograd's thread has no autocast that would update
                 scaling.join(self, state.recipe, state.group)
@@ -117,7 +124,7 @@ class WithFP8State(torch.nn.Module):
         self._parameters.update(fp8)
         for weight in self._fp8_parameters().values():
             weight.follow(fn)
-        for key in scaling.KEYS:
+        for key in KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].apply(fn)
         self._fp8_workspaces.clear()
@@ -131,20 +138,31 @@ class WithFP8State(torch.nn.Module):
         """Names of the parameters that are or could be kept in FP8, and their columns if they are."""
         return self.fp8_weights
 
+    def fit_state(self, recipe: Recipe) -> None:
+        """Create or resize the state for a recipe with state, and bring its scales to that format and margin."""
+        settings = _settings(recipe)
+        if not torch.compiler.is_compiling():
+            if settings is not None:
+                _fit(self, *settings)
+            self._fitted = recipe
+        elif settings is not None and (self._fitted is None or _settings(self._fitted) != settings):
+            # Not the state itself is asked: a trace may begin again, and must go the same way when it has been made.
+            _make_state(id(self), *settings)
+            self._fitted = None
+
     def make_state(self, recipe: DelayedScaling) -> None:
         """Create or resize the FP8 state as a run under `recipe` would."""
-        _make_state(id(self), recipe.history_rows)
-        self._history_rows = None
+        self.fit_state(recipe.fixed)
         self._bind_weights()
 
     def _take_state(self, state: dict[str, Any]) -> None:
         """Replace the FP8 state, in place where the shapes are the same: CUDA graphs read that memory."""
         for key, new in state.items():
-            if key in scaling.KEYS and key in self.fp8_meta:
+            if key in KEYS and key in self.fp8_meta:
                 self.fp8_meta[key].take(new)
             else:
                 self.fp8_meta[key] = new
-        self._history_rows = None
+        self._fitted = None
 
     def _check_fp8_sizes(self, where: str) -> None:
         for name in self.fp8_sizes:
@@ -155,19 +173,30 @@ class WithFP8State(torch.nn.Module):
                 )
 
 
-def _make_state(identity: int, length: int) -> None:
-    """Create, move or resize the FP8 state of the module with that `id`, if its device or rows require it."""
-    module = scaling.registered(identity)
+def _settings(recipe: Recipe) -> tuple[int, float, float] | None:
+    """What the state depends on: rows, and `scaled_max` forward and backward; None for a recipe without state."""
+    rows = recipe.history_rows
+    return None if rows is None else (rows, recipe.scaled_max(True), recipe.scaled_max(False))
+
+
+def _fit(module: Any, length: int, *scaled_max: float) -> None:
+    """Create, move, resize or rescale a module's FP8 state; `scaled_max` forward and backward."""
     device = module._parameter_device()
-    for key in scaling.KEYS:
+    for key, its_max in zip(KEYS, scaled_max, strict=True):
         if key not in module.fp8_meta:
             module.fp8_meta[key] = FP8TensorMeta.fresh(module.state_columns()[key], length, device)
-            continue
         meta: FP8TensorMeta = module.fp8_meta[key]
         meta.to(device)  # a loader may have replaced the parameters on another device
+        if meta.fit(its_max) and key == KEYS[0]:
+            module._fp8_workspaces.clear()  # another margin has cast them
         if meta.amax_history.shape[0] != length:
             meta.resize(length)
     module.fp8_meta.setdefault("recipe", None)  # the caller sets it; guards must not see a new key
+
+
+def _make_state(identity: int, length: int, *scaled_max: float) -> None:
+    """`_fit` of the module with that `id`."""
+    _fit(scaling.registered(identity), length, *scaled_max)
 
 
 # `torch.compiler.assume_constant_result`, without importing the compiler: a compiler runs this while tracing and not in

@@ -1,17 +1,42 @@
-"""What stands between a model's layers and their player while somebody looks on: statistics, anomalies.
+"""What stands between a model's layers and their player while somebody looks on: statistics, recordings.
 
 Every layer's forward and backward passes by the player of `reference.nn.autograd`. A hook takes the player's place and
 hands it what it does not look at. When it is removed the former player is back: a hook costs nothing while it is not
-installed, and no tape of `optimized.replay` knows of it.
+installed, and no tape of `optimized.replay` knows of it. Hooks stand in a chain, the latest first, and each of them
+sees every pair, whatever the others look at. They may be removed in any order, and in any thread.
 """
 
+import copy
+import threading
 from typing import Any
 
 import torch
 
 from reference.nn import autograd
 from reference.nn.autograd import Backward, Context, Forward, Plain
-from reference.nn.context import Saved
+from reference.nn.context import ModuleContext, Saved
+
+_chain = threading.Lock()
+_plain = Plain()
+
+
+class ObservedContext(ModuleContext):
+    """A context whose quantizers show what they do, so that its pair must run op by op, and not from a tape."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(context: ModuleContext, gemms: tuple[Any, ...]) -> "ObservedContext":
+        """A copy of a context with these quantizers."""
+        found: Any = copy.copy(context)
+        found.__class__ = ObservedContext
+        found.gemms = gemms
+        return found  # type: ignore[no-any-return]
+
+
+def observed(context: Context) -> bool:
+    """Whether a hook has exchanged quantizers of it."""
+    return any(isinstance(one, ObservedContext) for one in context.modules)
 
 
 class Hook(Plain):
@@ -19,51 +44,50 @@ class Hook(Plain):
 
     Attributes:
         names: the modules of the model, with their names in it ("" is the model itself).
-        inner: the player, or another hook, that it has replaced; None while it is not installed.
+        installed: whether it stands in the chain.
+        inner: what it hands on to: the player, or an earlier hook. A removed hook keeps it for threads that run it.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.names = {module: name for name, module in model.named_modules()}
-        self.inner: Plain | None = None
-
-    @property
-    def installed(self) -> bool:
-        return self.inner is not None
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self.names = {} if model is None else {module: name for name, module in model.named_modules()}
+        self.installed = False
+        self.inner: Plain = _plain
 
     def install(self) -> None:
         """Take the player's place, in every thread: autograd runs backward on CUDA in one of its own."""
-        self.inner = autograd.player
-        autograd.register(self)
+        with _chain:
+            self.inner, self.installed = autograd.player, True
+            autograd.register(self)
 
     def remove(self) -> None:
         """Give it back. Hooks that were installed later stay."""
-        outer, inner = autograd.player, self.player
-        if outer is self:
-            autograd.register(inner)
-        else:
+        with _chain:
+            self.installed = False
+            outer = autograd.player
+            if outer is self:
+                autograd.register(self.inner)
+                return
             while isinstance(outer, Hook) and outer.inner is not self:
-                outer = outer.player
+                outer = outer.inner
             if isinstance(outer, Hook):
-                outer.inner = inner
-        self.inner = None
-
-    @property
-    def player(self) -> Plain:
-        """What it has replaced."""
-        assert self.inner is not None
-        return self.inner
+                outer.inner = self.inner
 
     def layers(self, context: Context) -> list[str]:
         """Names of the model's layers whose GEMMs a pair computes."""
         return [self.names[one.module] for one in context.modules if one.module in self.names]
 
+    def _next(self, context: Context) -> Plain:
+        """Who runs a pair next. The usual player would replay what a hook wants to see run."""
+        inner = self.inner
+        return inner if isinstance(inner, Hook) or not observed(context) else _plain
+
     def prepare(self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward) -> None:
-        self.player.prepare(function, plan, context, tensors, backward)
+        self.inner.prepare(function, plan, context, tensors, backward)
 
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
     ) -> tuple[Any, Saved, Any]:
-        return self.player.forward(function, plan, context, tensors, backward)
+        return self._next(context).forward(function, plan, context, tensors, backward)
 
     def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
-        return self.player.backward(function, plan, context, saved, grads, note)
+        return self._next(context).backward(function, plan, context, saved, grads, note)

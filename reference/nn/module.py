@@ -32,7 +32,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
-        self._history_rows: int | None = None
+        self._fitted: Recipe | None = None
         self._fp8_workspaces: dict[str, Quantized] = {}
         self._precision: Precision | None = None  # that of the last forward in FP8
         self._membership: scaling.Membership | None = None
@@ -137,7 +137,8 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         recalled = checkpointed and recipe.history_rows is not None
         if recalled:
             scale = recompute.recalled(self, forward.scale)
-            forward = FP8TensorMeta(scale, None if recompute.replaying() else forward.amax_history)
+            history = None if recompute.replaying() else forward.amax_history
+            forward = FP8TensorMeta(scale, history, recipe.scaled_max(True))
         if recalled or torch.compiler.is_compiling():
             gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
             return Precision(gemms, recipe, forward, backward)

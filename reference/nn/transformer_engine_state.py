@@ -201,7 +201,7 @@ def write(state: Mapping[str, Any], gemms: int) -> torch.Tensor:
     forward, backward = (state[key] for key in ("scaling_fwd", "scaling_bwd"))
     recipe = state.get("recipe")
     recipe = recipe if isinstance(recipe, DelayedScaling) else DelayedScaling()
-    recipe = dataclasses.replace(recipe, amax_history_len=forward.amax_history.shape[0])
+    recipe = dataclasses.replace(recipe, amax_history_len=forward.amax_history.shape[0], **_setting(forward, backward))
     tensors = [tensor for meta in (forward, backward) for tensor in _parts(meta)]
     noted = {
         "fp8_checkpoint": True,
@@ -212,6 +212,15 @@ def write(state: Mapping[str, Any], gemms: int) -> torch.Tensor:
     tree = {"recipe": _recipe_call(recipe), **dict(zip(PARTS.values(), tensors, strict=True))}
     data = pickled.dump({**tree, "extra_fp8_variables": noted})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _setting(forward: FP8TensorMeta, backward: FP8TensorMeta) -> dict[str, Any]:
+    """The fields of a recipe that say what the scales are for; none where nobody has said."""
+    if forward.scaled_max is None or backward.scaled_max is None:
+        return {}
+    margin = round(math.log2(Format.HYBRID.fp8_max(True) / forward.scaled_max))
+    hybrid = backward.scaled_max != forward.scaled_max
+    return {"margin": margin, "fp8_format": Format.HYBRID if hybrid else Format.E4M3}
 
 
 def _parts(meta: FP8TensorMeta) -> list[torch.Tensor]:

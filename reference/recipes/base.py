@@ -84,6 +84,10 @@ class Recipe:
         # Functions, not bound methods: torch 2.11 traces no method of an Enum that a compiled region sets.
         return Format.dtype(self.fp8_format, forward), Format.fp8_max(self.fp8_format, forward)
 
+    def scaled_max(self, forward: bool) -> float:
+        """2^-margin · fp8_max: what a scale of that direction times its amax is, in a recipe with `history_rows`."""
+        return self.codes(forward)[1]
+
     def check(self) -> None:
         """Raise ValueError, TypeError or NotImplementedError, in a sentence, for a field that is not accepted."""
 

@@ -96,16 +96,21 @@ class DelayedScaling(Recipe):
     def history_rows(self) -> int:  # type: ignore[override]
         return self.amax_history_len
 
+    def scaled_max(self, forward: bool) -> float:
+        return self.codes(forward)[1] * 2.0**-self.margin
+
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
         """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
-        codes, grads = self.codes(True)[0], self.codes(False)[0]
+        codes, grads = ((self.codes(one)[0], self.scaled_max(one)) for one in (True, False))
         return tuple(
-            Gemm(Delayed(forward, 3 * i, codes), Delayed(forward, 3 * i + 1, codes), Delayed(backward, 2 * i, grads))
+            Gemm(Delayed(forward, 3 * i, *codes), Delayed(forward, 3 * i + 1, *codes), Delayed(backward, 2 * i, *grads))
             for i in range(count)
         )
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
         """One op call (on a GPU one launch) for all states; amaxes are reduced over the process group."""
+        for meta in metas:  # a load may have come between a forward and this
+            meta.fit(self.scaled_max(forward))
         histories = [meta.amax_history for meta in metas]
         if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
@@ -128,27 +133,34 @@ class Delayed(Quantizer):
         meta: `scale` and `amax_history`, which is None where amaxes must not be recorded a second time.
         column: of both.
         dtype: float8_e4m3fn or float8_e5m2.
+        scaled_max: of the recipe. A backward may run when its layer has gone on to another one: its casts have the
+            scale that belongs to their own format and margin all the same.
     """
 
     fp8 = True
 
-    def __init__(self, meta: Any, column: int, dtype: torch.dtype) -> None:
-        self.meta, self.column, self.dtype = meta, column, dtype
+    def __init__(self, meta: Any, column: int, dtype: torch.dtype, scaled_max: float) -> None:
+        self.meta, self.column, self.dtype, self.scaled_max = meta, column, dtype, scaled_max
         self.kind = ("delayed", column, dtype, meta.amax_history is None)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         history = self.meta.amax_history
-        return (self.meta.scale,) if history is None else (self.meta.scale, history)
+        return (self._scale(),) if history is None else (self._scale(), history)
 
     def changes(self) -> tuple[torch.Tensor, ...]:
         history = self.meta.amax_history
         return () if history is None else (history,)
 
+    def _scale(self) -> torch.Tensor:
+        meta = self.meta
+        scale: torch.Tensor = meta.scale if meta.scaled_max == self.scaled_max else meta.scale_for(self.scaled_max)
+        return scale
+
     def _state(self) -> tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]:
-        return self.meta.scale, self.meta.amax_history, self.column, self.dtype
+        return self._scale(), self.meta.amax_history, self.column, self.dtype
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.meta.scale[self.column : self.column + 1]
+        found = self._scale()[self.column : self.column + 1]
         return found.clone()  # it is updated in place after the step
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
@@ -165,7 +177,7 @@ class Delayed(Quantizer):
         histories = [one.meta.amax_history for one in every if one.meta.amax_history is not None]
         room = [list(part) for part in zip(*(one[:3] for one in found), strict=True)]
         columns = [one.column for one in every]
-        twin.multi_cast_transpose(xs, [one.meta.scale for one in every], histories, columns, *room)
+        twin.multi_cast_transpose(xs, [one._scale() for one in every], histories, columns, *room)
         return found
 
     def norm(

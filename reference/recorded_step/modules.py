@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from reference.nn.autograd import Backward, Context, Forward, Plain
+from reference.nn.autograd import Backward, Context, Forward
 from reference.nn.context import Saved
+from reference.nn.hook import Hook
 
 
 class Modules:
@@ -32,9 +33,9 @@ class Modules:
             return "backward"
         return "forward" if getattr(self._local, "running", []) else ""
 
-    def around(self, player: Plain) -> Plain:
-        """A player that does what `player` does and says here whose pair runs."""
-        return _Located(self, player)
+    def hook(self) -> Hook:
+        """A hook that says here whose pair runs."""
+        return _Located(self)
 
     @contextlib.contextmanager
     def running(self, context: Context) -> Iterator[None]:
@@ -67,18 +68,19 @@ class Modules:
         return ""
 
 
-class _Located(Plain):
-    """Runs pairs by another player, which sees the dispatch mode and so runs their ops one by one."""
+class _Located(Hook):
+    """Hands pairs on to the player, which sees the dispatch mode and so runs their ops one by one."""
 
-    def __init__(self, modules: Modules, player: Plain) -> None:
-        self._modules, self._player = modules, player
+    def __init__(self, modules: Modules) -> None:
+        super().__init__()
+        self._modules = modules
 
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
     ) -> tuple[Any, Saved, Any]:
         with self._modules.running(context):
-            return self._player.forward(function, plan, context, tensors, backward)
+            return super().forward(function, plan, context, tensors, backward)
 
     def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
         with self._modules.running(context):
-            return self._player.backward(function, plan, context, saved, grads, note)
+            return super().backward(function, plan, context, saved, grads, note)

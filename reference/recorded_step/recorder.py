@@ -29,7 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import graph
-from reference.nn import autograd
 from reference.random import get_state
 from reference.recorded_step.at_step import AtStep
 from reference.recorded_step.digest import digest
@@ -167,8 +166,8 @@ class Recorder(TorchDispatchMode):
             self.made.names.setdefault((region.storage, region.offset), name)
             self.made.start.append(Access(region, self._digest(x)))
         _recording = weakref.ref(self)
-        self._player = autograd.player
-        autograd.register(self.modules.around(self._player))
+        self._hook = self.modules.hook()
+        self._hook.install()
         self._eager = _uncompiled()
         self._eager.__enter__()
         super().__enter__()
@@ -180,7 +179,7 @@ class Recorder(TorchDispatchMode):
         global _recording
         super().__exit__(kind, error, trace)
         self._eager.__exit__(kind, error, trace)
-        autograd.register(self._player)
+        self._hook.remove()
         _recording = None
         if kind is None:
             self._finish()

@@ -115,8 +115,7 @@ def _row(
         if wide is not None:
             fmt = formats.format_of(x.dtype)
             clipped = (wide * scale).abs() >= fmt.largest + fmt.spacing(fmt.largest) / 2
-            saturated = clipped.double().mean().item()
-            underflowed = ((values == 0) & (wide != 0)).double().mean().item()
+            saturated, underflowed = _share(clipped), _share((values == 0) & (wide != 0))
     magnitude = seen if wide is None or scale is None else wide
     finite = magnitude[magnitude.isfinite()].abs()
     return Row(
@@ -124,6 +123,11 @@ def _row(
         finite.max().item() if finite.numel() else 0.0, scale, saturated, underflowed,
         None if wide is None else sqnr(seen, wide), int(values.isnan().sum()), int(values.isinf().sum()),
     )  # fmt: skip
+
+
+def _share(of: torch.Tensor) -> float:
+    """Of all elements; 0 of none."""
+    return int(of.sum()) / max(1, of.numel())
 
 
 def sqnr(found: torch.Tensor, exact: torch.Tensor) -> float | None:

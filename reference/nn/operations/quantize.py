@@ -90,7 +90,7 @@ class Quantize(TransformerEngineBaseModule):
                 f"of 16 under FP8 autocast."
             )
         if self._device != input.device:
-            self._device, self._history_rows = input.device, None
+            self._device, self._fitted = input.device, None
         dtype = activation_dtype(input)
         context = self.context(dtype, None)
         if not any(self._ways) or not (context.fp8 or self.calibrates(context)):
