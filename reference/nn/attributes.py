@@ -202,7 +202,7 @@ class OfAdam(WithSentences):
     @property
     def dtype_to_range_map(self) -> dict[torch.dtype, torch.Tensor]:
         """The largest scaled number in a dtype."""
-        return {dtype: torch.tensor([most]) for dtype, most in RANGES.items()}
+        return {dtype: torch.tensor([most], dtype=torch.float32, device="cpu") for dtype, most in RANGES.items()}
 
 
 class OfSGD(WithSentences):
@@ -249,7 +249,7 @@ class OfCache(WithSentences):
 
     def _begins(self, lengths: list[int]) -> torch.Tensor:
         padded = lengths + [0] * (self.max_batch_size - len(lengths))
-        return torch.tensor([0, *accumulate(padded)], dtype=torch.int32).to(self.pre_step_seqlens.device)
+        return torch.tensor([0, *accumulate(padded)], dtype=torch.int32, device=self.pre_step_seqlens.device)
 
 
 class OfAttention(OneRank):

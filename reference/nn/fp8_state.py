@@ -147,7 +147,8 @@ class WithFP8State(torch.nn.Module):
             self._fitted = recipe
         elif settings is not None and (self._fitted is None or _settings(self._fitted) != settings):
             # Not the state itself is asked: a trace may begin again, and must go the same way when it has been made.
-            _make_state(id(self), *settings)
+            rows, *scaled_max = settings
+            _make_state(id(self), len(range(rows)), *scaled_max)  # a range's length is no symbol, whatever rows is
             self._fitted = None
 
     def make_state(self, recipe: DelayedScaling) -> None:

@@ -139,8 +139,10 @@ def add_torchs(state_dict: dict[str, Any], adam_w_mode: bool, capturable: bool) 
         group.update(decoupled_weight_decay=adam_w_mode, capturable=capturable)
         for number in group["params"]:
             if entry := state_dict["state"].get(number):
-                step = torch.as_tensor(group.get("step", 0)).reshape(())
-                state_dict["state"][number] = {"step": step.to(torch.float32, copy=True), **entry}
+                step = group.get("step", 0)  # captured, a tensor of one number
+                on = step.device if isinstance(step, torch.Tensor) else "cpu"
+                step = torch.as_tensor(step, device=on, dtype=torch.float32).reshape(())
+                state_dict["state"][number] = {"step": step, **entry}
 
 
 def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:

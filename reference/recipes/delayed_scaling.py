@@ -17,6 +17,7 @@ from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quanti
 from reference.recipes.base import Format, Recipe, check_recipe
 
 MAX_MARGIN = 18
+_POWERS = tuple(2.0**-margin for margin in range(MAX_MARGIN + 1))  # torch 2.11's compiler keeps a power symbolic
 """448 · 2^-18 rounds to E4M3's smallest number; 448 · 2^-19 rounds to 0, and so would all values."""
 MAX_HISTORY = 1 << 20
 """Rows of an amax history: a million steps, 12 MiB for a linear layer and direction."""
@@ -97,7 +98,7 @@ class DelayedScaling(Recipe):
         return self.amax_history_len
 
     def scaled_max(self, forward: bool) -> float:
-        return self.codes(forward)[1] * 2.0**-self.margin
+        return self.codes(forward)[1] * _POWERS[self.margin]
 
     def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
         """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
