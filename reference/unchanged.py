@@ -37,7 +37,7 @@ class _Read(NamedTuple):
             how = "replaced"
         elif version != self.content[0]:
             how = "changed in place"
-        elif self.content[1] not in (0, address):
+        elif 0 != self.content[1] != address != 0:
             how = "replaced"
         else:
             return None
