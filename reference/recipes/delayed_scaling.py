@@ -110,8 +110,10 @@ class DelayedScaling(Recipe):
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
         """One op call (on a GPU one launch) for all states; amaxes are reduced over the process group."""
-        for meta in metas:  # a load may have come between a forward and this
-            meta.fit(self.scaled_max(forward))
+        its_max = self.scaled_max(forward)
+        for meta in metas:
+            if meta.scaled_max != its_max:  # a load may have come between a forward and this
+                meta.fit(its_max)
         histories = [meta.amax_history for meta in metas]
         if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
