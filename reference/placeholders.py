@@ -40,7 +40,7 @@ OLDER = {
 
 @functools.cache
 def table() -> dict[str, dict[str, list[str]]]:
-    """Module → "class", "function", "value" and "defines" (the classes that are its own) → public names."""
+    """Module → "class", "function", "value" and "defines" (the classes that are its own) → names, private ones too."""
     raw: dict[str, dict[str, str]] = json.loads(TABLE.read_text("utf-8"))
     return {module: {what: names.split() for what, names in groups.items()} for module, groups in raw.items()}
 
@@ -73,17 +73,27 @@ class _NoObjects(ABCMeta):
         text = f"type object {cls.__name__!r} has no attribute {name!r}"
         raise AttributeError(text if name.startswith("_") else cls._sentence, name=name, obj=cls)
 
+    def _refuse(cls, *args: Any) -> Any:
+        raise NotImplementedError(cls._sentence)
+
+    __getitem__ = __iter__ = _refuse  # as of an enumeration
+
 
 class _Value:
     """A value that cannot be read."""
 
     def __init__(self, text: str) -> None:
-        self._sentence = text
+        vars(self)["_sentence"] = text
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(self._sentence)
 
-    __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __int__ = __float__ = _refuse
+    __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __int__ = __float__ = __index__ = _refuse
+    __setitem__ = __delitem__ = __setattr__ = __enter__ = __exit__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __or__ = __and__ = __neg__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __ror__ = __rand__ = _refuse
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 PYTORCH = "transformer_engine/pytorch/"
@@ -195,11 +196,20 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Those of a module, and those under its conditions and in its attempts to import."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):
+            yield from statements(node)
+        elif isinstance(node, ast.stmt):
+            yield node
+
+
 def contents(path: Path, module: str) -> dict[str, str]:
     """Name → "class", "function", "value", or the module and name that it is imported from ("a.b:c")."""
     found: dict[str, str] = {}
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.parse(path.read_text("utf-8")).body:
+    for node in statements(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ClassDef):
             found[node.name] = "class"
         elif isinstance(node, ast.FunctionDef):
@@ -211,14 +221,19 @@ def contents(path: Path, module: str) -> dict[str, str]:
             start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             owner = ".".join(part for part in (start, node.module) if part)
             if owner.startswith("transformer_engine"):
-                found |= {alias.asname or alias.name: f"{owner}:{alias.name}" for alias in node.names}
-    return {name: what for name, what in found.items() if not name.startswith("_")}
+                for alias in node.names:  # a module may have several stars
+                    name = f"*{owner}" if alias.name == "*" else alias.asname or alias.name
+                    found[name] = f"{owner}:{alias.name}"
+    return {name: what for name, what in found.items() if not name.startswith("__")}
 
 
 def modules(root: Path) -> dict[str, dict[str, str]]:
-    """Module → class, function or value → its public names, imported ones among them; and the classes it defines."""
+    """Module → class, function or value → its names, imported ones among them; and the classes it defines.
+
+    Private names, too: programs import `_Linear` and the like.
+    """
     paths = {module_name(path, root): path for path in sorted((root / "transformer_engine").rglob("*.py"))}
-    kept = re.compile(r"transformer_engine(\.(common|debug|pytorch)(\.(?!setup$|triton)\w+)*)?$")
+    kept = re.compile(r"transformer_engine(\.(common|debug|pytorch)(\.(?!setup$)\w+)*)?$")
     raw = {name: contents(path, name) for name, path in paths.items() if kept.match(name)}
     raw["transformer_engine_torch"] = bindings(root)
 
@@ -231,16 +246,18 @@ def modules(root: Path) -> dict[str, dict[str, str]]:
         return kind(*what.split(":"))
 
     def everything(module: str) -> set[str]:
-        stars = [what.partition(":")[0] for name, what in raw[module].items() if name == "*"]
-        return {name for name in raw[module] if name != "*"}.union(*(everything(one) for one in stars if one in raw))
+        stars = [what.partition(":")[0] for name, what in raw[module].items() if name[0] == "*"]
+        more = (one for star in stars if star in raw for one in everything(star) if one[0] != "_")
+        return {name for name in raw[module] if name[0] != "*"}.union(more)
 
     found: dict[str, dict[str, list[str]]] = {}
     for module, own in raw.items():
         groups = found.setdefault(module, {"class": [], "function": [], "value": [], "defines": []})
         groups["defines"] = sorted(name for name, what in own.items() if what == "class")
-        stars = [what.partition(":")[0] for name, what in own.items() if name == "*"]
+        stars = [what.partition(":")[0] for name, what in own.items() if name[0] == "*"]
         for name in sorted(everything(module)):
-            what = next(filter(None, (kind(one, name) for one in (module, *stars))), None)
+            owners = (one for one in (module, *stars) if name in raw[one])
+            what = next(filter(None, (kind(one, name) for one in owners)), None)
             if what is not None:
                 groups[what].append(name)
     return {m: {what: " ".join(names) for what, names in groups.items() if names} for m, groups in found.items()}
@@ -249,10 +266,12 @@ def modules(root: Path) -> dict[str, dict[str, str]]:
 def bindings(root: Path) -> dict[str, str]:
     """What the extension in C++ offers to Python."""
     found: dict[str, str] = {}
-    for path in sorted((root / "transformer_engine").rglob("pybind*")):
+    paths = (path for part in ("common", "pytorch") for path in (root / "transformer_engine" / part).rglob("pybind*"))
+    for path in sorted(paths):
         text = path.read_text("utf-8")
         found |= dict.fromkeys(re.findall(r'm\.def\(\s*"(\w+)"', text), "function")
-        found |= dict.fromkeys(re.findall(r'py::(?:class_|enum_)<[^>]*>+\(\s*m,\s*"(\w+)"', text), "class")
+        # What lies between the names may go on in the next line of a macro, after a backslash.
+        found |= dict.fromkeys(re.findall(r'::(?:class_|enum_)<[^"]*?\([\s\\]*m,[\s\\]*"(\w+)"', text), "class")
     return {name: what for name, what in found.items() if not name.startswith("_")}
 
 

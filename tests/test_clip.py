@@ -223,6 +223,23 @@ SHARED = torch.ones(2, 3, 2)
             TypeError,
             "the gradient of parameter 4 is torch.sparse_coo; dense, plain",
         ),
+        (
+            lambda p: te.optimizers.clip_grad_norm_([*p, with_gradient(torch.ones(1, 1).expand(3, 2))], 1e-3),
+            ValueError,
+            r"the gradient of parameter 4 is expanded \(\[3, 2\] with strides \[0, 0\]\), so .*; separate memory is",
+        ),
+        (
+            lambda p: te.optimizers.clip_grad_norm_(torch.nn.Linear(2, 2).named_parameters(), 1),
+            TypeError,
+            "parameter 0 is a tuple; tensors are accepted",
+        ),
+        (lambda p: te.optimizers.clip_grad_norm_(torch.nn.Linear(2, 2), 1), TypeError, "parameters is a Linear; a ten"),
+        (
+            lambda p: te.optimizers.clip_grads_with_norm_(None, 1, None),
+            TypeError,
+            "parameters is a NoneType; a tensor or",
+        ),
+        (lambda p: te.optimizers.get_total_norm({"p": p}), TypeError, "tensors is a dict; a tensor or an iterable of"),
         (lambda p: te.optimizers.clip_grads_with_norm_(p, 1, 3.0), TypeError, "total_norm=3.0; a tensor of one number"),
         (
             lambda p: te.optimizers.clip_grads_with_norm_(p, 1, torch.ones((), dtype=BF16)),

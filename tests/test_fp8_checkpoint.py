@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import assert_same_bits
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import reference as te
 from reference.nn.float8_tensor import Float8Tensor
@@ -84,6 +84,22 @@ def test_a_distributed_checkpoint_goes_on_with_the_same_bits(
     empty.to_empty(device="cpu")
     how(empty, tmp_path)
     goes_on(module, empty)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_a_full_state_dict_is_set_whose_parts_have_no_state(with_state: bool) -> None:
+    """PyTorch puts a mark of its own where a module can have an `_extra_state` and the dictionary has none."""
+    module, fresh = trained(quantized=False), model(1, False)
+    given = {k: v.clone() for k, v in module.state_dict().items() if with_state or not k.endswith("_extra_state")}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        set_model_state_dict(fresh, given, options=StateDictOptions(full_state_dict=True))
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, parameter in fresh.named_parameters():
+        assert torch.equal(parameter, given[name]), name
+    if with_state:
+        goes_on(module, fresh)
 
 
 def kept_far_from_1(seed: int = 0) -> torch.nn.Sequential:

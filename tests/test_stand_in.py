@@ -110,6 +110,45 @@ def test_every_name_of_transformer_engine_can_be_imported_and_refuses_to_be_used
     assert printed(INSTALL + textwrap.dedent(program)) == [True, []]
 
 
+PRIVATE = """
+from transformer_engine.common import _cuda_major_version, load_framework_extension
+from transformer_engine.pytorch.attention.dot_product_attention.backends import _flash_attn_fwd_v3, flash_attn_func_v3
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import _attention_backends
+from transformer_engine.pytorch.cpp_extensions import FusedAttnBackend, fused_attn_fwd, general_gemm, rmsnorm_fwd
+from transformer_engine.pytorch.module.base import _2X_ACC_FPROP, TransformerEngineBaseModule
+from transformer_engine.pytorch.module.layernorm_mlp import _act_func, _LayerNormMLP
+from transformer_engine.pytorch.module.linear import _Linear
+from transformer_engine.pytorch.triton.permutation import permute_with_mask_map
+from transformer_engine_torch import CommOverlap, CommOverlapType, DType, NVTE_Fused_Attn_Backend, NVTE_QKV_Layout
+
+def assign():
+    _attention_backends["backend_selection_requires_update"] = True
+
+def name():
+    _attention_backends.flag = True
+
+import json
+uses = [assign, name, rmsnorm_fwd, lambda: FusedAttnBackend["FP8"], lambda: [*FusedAttnBackend], _flash_attn_fwd_v3,
+        lambda: _2X_ACC_FPROP == False, lambda: 2 * _2X_ACC_FPROP, lambda: _Linear.apply(), lambda: _act_func("gelu"),
+        lambda: NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD, CommOverlap, lambda: CommOverlapType.RS, permute_with_mask_map]
+wrong = []
+for i, use in enumerate(uses):
+    try:
+        wrong.append([i, str(use())])
+    except (AttributeError, NotImplementedError) as error:
+        if not str(error).startswith("transformer_engine") or " is not offered by Twin Engine: " not in str(error):
+            wrong.append([i, str(error)])
+    except Exception as error:
+        wrong.append([i, str(error)])
+print(json.dumps([wrong, DType is reference.DType]))
+"""
+
+
+def test_private_names_and_those_of_the_extension_are_imported_and_refuse_to_be_used() -> None:
+    """Also names that a module has from the second of several `import *`, or under a condition."""
+    assert printed(INSTALL + PRIVATE) == [[], True]
+
+
 def test_classes_say_that_they_are_transformer_engines() -> None:
     """And pickles and copies go on naming this package, so that they need no stand-in."""
     program = """

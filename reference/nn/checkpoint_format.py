@@ -92,8 +92,13 @@ def is_ours(state: Any) -> bool:
 
 
 def _is_none(state: Any) -> bool:
-    """Whether an `_extra_state` is the empty tensor that says that there is no state."""
-    return isinstance(state, torch.Tensor) and state.shape == (0,)
+    """Whether an `_extra_state` says that there is no state: the empty tensor, or a mark of PyTorch's.
+
+    `set_model_state_dict` puts its `_EXTRA_STATE` where a model can have an entry and the checkpoint has none.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.shape == (0,)
+    return type(state).__name__ == "_EXTRA_STATE"
 
 
 def is_fresh(state: Mapping[str, Any]) -> bool:

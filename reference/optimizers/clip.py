@@ -8,7 +8,7 @@ every machine, the coefficient is not rounded to 16 bits, and only the norms 2 a
 import math
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def get_total_norm(
     Source: `torch.nn.utils.get_total_norm`.
     """
     kind = _checked("get_total_norm", norm_type, error_if_nonfinite, foreach)
-    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    found = _listed("get_total_norm", "tensors", tensors)
     _check_each("get_total_norm", "tensor", list(enumerate(found)))
     return _norm("get_total_norm", found, kind, norm_type, error_if_nonfinite)
 
@@ -88,7 +88,7 @@ def clip_grad_norm_(
     kind = _checked(who, norm_type, error_if_nonfinite, foreach)
     most = _number(who, max_norm)
     if isinstance(parameters, types.GeneratorType):
-        parameters = list(parameters)
+        parameters = _listed(who, "parameters", parameters)
         if not parameters:
             warnings.warn(f"{who}: parameters is an empty generator; no gradient is clipped.", stacklevel=3)
     grads = _grads(who, parameters)
@@ -145,12 +145,30 @@ def _number(who: str, max_norm: Any) -> float:
 
 def _grads(who: str, parameters: Tensors) -> list[torch.Tensor]:
     """The gradients that there are, checked."""
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    listed = _listed(who, "parameters", parameters)
+    for i, p in enumerate(listed):
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"{who}: parameter {i} is a {type(p).__name__}; tensors are accepted.")
     found = [(i, p.grad) for i, p in enumerate(listed) if p.grad is not None]
     what = "the gradient of parameter"
     _check_each(who, what, found)
+    for i, grad in found:
+        if any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True)):
+            raise ValueError(
+                f"{who}: {what} {i} is expanded ({list(grad.shape)} with strides {list(grad.stride())}), so numbers "
+                f"share memory; separate memory is accepted."
+            )
     check_memory(who, [(*span(grad), i) for i, grad in found], lambda i: f"{what} {i}")
     return [grad for _, grad in found]
+
+
+def _listed(who: str, name: str, given: Any) -> list[Any]:
+    """One tensor or many, as a list."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
+        raise TypeError(f"{who}: {name} is a {type(given).__name__}; a tensor or an iterable of tensors is accepted.")
+    return list(given)
 
 
 def _check_each(who: str, what: str, found: list[tuple[int, Any]]) -> None:
