@@ -22,7 +22,7 @@ def active() -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or torch._C._is_tracing()
     )
 
 
@@ -35,7 +35,7 @@ def refuse(layer: str, *values: Any) -> None:
         )
     if not active():
         return
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._is_tracing():
         raise NotImplementedError(
             f"{layer}: torch.jit.trace (and the ONNX exporter that uses it) is not offered: the trace would hold this "
             f"call's numbers as constants; {OFFERED}."

@@ -147,8 +147,10 @@ class Delayed(Quantizer):
         self.kind = ("delayed", column, dtype, meta.amax_history is None)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        history = self.meta.amax_history
-        return (self._scale(),) if history is None else (self._scale(), history)
+        meta = self.meta
+        history = meta.amax_history
+        scale = meta.scale if meta.scaled_max == self.scaled_max else meta.scale_for(self.scaled_max)
+        return (scale,) if history is None else (scale, history)
 
     def changes(self) -> tuple[torch.Tensor, ...]:
         history = self.meta.amax_history
