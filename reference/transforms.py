@@ -19,11 +19,7 @@ def active() -> bool:
     """Whether one that sees the tensors is open."""
     if torch.compiler.is_compiling():  # which brings its own
         return False
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    )
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
 def refuse(layer: str, *values: Any) -> None:
