@@ -153,6 +153,7 @@ def test_texts_that_are_no_files(text: Path, tmp_path: Path, refused: object) ->
         (["--sequence", "2000000000"], "more than 2000000000, the sequence, must be"),
         (["--seed", "-1"], "seed=-1; 0 to 2^63 - 1 is accepted"),
         (["--rate", "nan"], "learning_rate=nan; a finite number of at least 0"),
+        (["--rate", "1e40"], "learning_rate=1e+40; a finite number of at least 0 is accepted, as fp32 has it"),
         (["--clip", "-1"], "clip=-1.0; a finite number of at least 0"),
         (["--rows", "-3"], "'-3' is not a whole number of at least 1"),
     ],

@@ -335,6 +335,7 @@ def test_the_rate_rises_and_falls_as_a_cosine() -> None:
         ({"vocabulary": 255}, r"vocabulary=255; at least 256"),
         ({"rows": 0}, r"rows=0; a whole number, at least 1"),
         ({"learning_rate": math.inf}, r"learning_rate=inf; a finite number"),
+        ({"clip": 1e39}, r"clip=1e\+39; a finite number of at least 0 is accepted, as fp32 has it"),
         ({"clip": -1.0}, r"clip=-1\.0; a finite number of at least 0"),
         ({"seed": -1}, r"seed=-1; 0 to"),
     ],

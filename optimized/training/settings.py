@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from reference.optimizers.parameters import FLT_MAX
 from reference.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 BYTES = 256
@@ -73,8 +74,8 @@ class Settings:
                 )
         for name in ("learning_rate", "weight_decay", "clip", "std"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}={_shown(value)}; a finite number of at least 0 is accepted.")
+            if type(value) not in (int, float) or not 0 <= value <= FLT_MAX:
+                raise ValueError(f"{name}={_shown(value)}; a finite number of at least 0 is accepted, as fp32 has it.")
         wrong = [
             f"precision={self.precision!r}; {', '.join(RECIPES)} are accepted" * (self.precision not in RECIPES),
             f"hidden={self.hidden} with heads={self.heads}; a multiple is accepted" * bool(self.hidden % self.heads),
