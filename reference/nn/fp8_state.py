@@ -12,6 +12,7 @@ from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.parameters import parameter_device
 from reference.quantized import Quantized
 from reference.recipe import DelayedScaling, Recipe
+from reference.recipes.delayed_scaling import SCALED_MAX
 from reference.scaling import KEYS, FP8TensorMeta
 
 
@@ -147,8 +148,9 @@ class WithFP8State(torch.nn.Module):
             self._fitted = recipe
         elif settings is not None and (self._fitted is None or _settings(self._fitted) != settings):
             # Not the state itself is asked: a trace may begin again, and must go the same way when it has been made.
+            # A number that differs from an earlier trace's may be a symbol; a range's length and a constant are none.
             rows, *scaled_max = settings
-            _make_state(id(self), len(range(rows)), *scaled_max)  # a range's length is no symbol, whatever rows is
+            _make_state(id(self), len(range(rows)), *[_constant(x) for x in scaled_max])
             self._fitted = None
 
     def make_state(self, recipe: DelayedScaling) -> None:
@@ -178,6 +180,14 @@ def _settings(recipe: Recipe) -> tuple[int, float, float] | None:
     """What the state depends on: rows, and `scaled_max` forward and backward; None for a recipe without state."""
     rows = recipe.history_rows
     return None if rows is None else (rows, recipe.scaled_max(True), recipe.scaled_max(False))
+
+
+def _constant(scaled_max: float) -> float:
+    """The same number, as a constant of a trace."""
+    for one in SCALED_MAX:
+        if one == scaled_max:
+            return one
+    return scaled_max
 
 
 def _fit(module: Any, length: int, *scaled_max: float) -> None:

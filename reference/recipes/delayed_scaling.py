@@ -18,6 +18,7 @@ from reference.recipes.base import Format, Recipe, check_recipe
 
 MAX_MARGIN = 18
 _POWERS = tuple(2.0**-margin for margin in range(MAX_MARGIN + 1))  # torch 2.11's compiler keeps a power symbolic
+SCALED_MAX = tuple(fp8_max * power for fp8_max in (448.0, 57344.0) for power in _POWERS)
 """448 · 2^-18 rounds to E4M3's smallest number; 448 · 2^-19 rounds to 0, and so would all values."""
 MAX_HISTORY = 1 << 20
 """Rows of an amax history: a million steps, 12 MiB for a linear layer and direction."""
