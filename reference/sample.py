@@ -19,8 +19,8 @@ class Sample:
 
     Attributes:
         layer: the layer's name in the model; "" is the model itself.
-        part: "fc1" or "fc2" of an MLP; "" of a layer with one linear map.
-        role: "input", "weight" or "grad_output".
+        part: "fc1" or "fc2" of an MLP; "scores" or "values" of FP8 attention; "" of a layer with one linear map.
+        role: "input", "weight" or "grad_output". Of scores q is the input and k the weight, of values v is the weight.
         recipe: the recipe of the quantizer; None for 16 bits.
         ran: whether the layer ran in it; otherwise it was measured beside, and nothing of it was used.
         dtype: of the codes; of the numbers in 16 bits.

@@ -97,9 +97,7 @@ class _Observer(Hook):
             for recipe in self._beside(module, context)
         }
         gemms = []
-        weights = module.fp8_weights if module.num_gemms > 1 else ("weight",)
-        for i, (gemm, weight) in enumerate(zip(context.gemms, weights, strict=True)):
-            part = weight.removesuffix("weight").removesuffix("_")
+        for i, (gemm, part) in enumerate(zip(context.gemms, module.gemm_names, strict=True)):
             found: dict[str, Any] = {}
             for role, field in _FIELDS.items():
                 quantizer = getattr(gemm, field)
@@ -277,6 +275,6 @@ def collect_stats(model: torch.nn.Module, every: int = 100, recipes: Iterable[Re
                 f"collect_stats: recipes has {recipe!r}; recipes without state between steps are accepted, such as "
                 f"Float8CurrentScaling()."
             )
-    if not any(getattr(module, "fp8_weights", None) for module in model.modules()):
+    if not any(getattr(module, "gemm_names", None) for module in model.modules()):
         raise ValueError(f"collect_stats: model is a {type(model).__name__} without a layer that casts to FP8.")
     return Statistics(model, int(every), recipes)

@@ -26,6 +26,9 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 
+QUICK = 6  # seeds of a fuzzer in the fast suite
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu",
@@ -59,12 +62,14 @@ def seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--fuzz-seconds"))
 
 
-@pytest.fixture
+@pytest.fixture(params=["quick", pytest.param("long", marks=pytest.mark.slow)])
 def fuzz(request: pytest.FixtureRequest, seconds: float) -> Iterator[int]:
-    """Seeds, new ones each time, until the time is over; the first is printed."""
+    """Seeds. Quick: the same few each time. Long: new ones, until the time is over; the first is printed."""
     only = request.config.getoption("--fuzz-seed")
     if only is not None:
         return iter([only])
+    if request.param == "quick":
+        return iter(range(QUICK))
     first, end = random.SystemRandom().randrange(1 << 30), time.monotonic() + seconds
     print(f"seeds from {first} on")
     return itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))

@@ -243,3 +243,22 @@ def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
         te.collect_stats(model, every=1),
     ):
         model(numbers(0, 4, 32))
+
+
+def test_attention_in_fp8_shows_its_operands() -> None:
+    """q and k of the scores, v of the values; alone and in a layer, with another recipe beside."""
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(32, 48, 2, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0)
+    x, q = numbers(1, 16, 2, 32).requires_grad_(), numbers(2, 16, 2, 2, 16).requires_grad_()
+    core = layer.self_attention.core_attention
+    for part, given in ((layer, (x,)), (core, (q, q, q))):
+        with (
+            te.collect_stats(part, every=1, recipes=[CURRENT]) as stats,
+            te.autocast(recipe=te.DelayedScaling(fp8_dpa=True)),
+        ):
+            part(*given).sum().backward()
+        name = "" if part is core else "self_attention.core_attention"
+        found = [(one.part, one.role, one.ran) for one in stats.summary() if one.layer == name]
+        operands = [("scores", "input"), ("scores", "weight"), ("values", "weight")]
+        assert found == [(*one, ran) for one in operands for ran in (True, False)]
+    assert all(one.amax == q.abs().max() for one in stats.summary())

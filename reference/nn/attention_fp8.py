@@ -129,6 +129,7 @@ class FP8Attention(TransformerEngineBaseModule):
     """The FP8 state of attention; `DotProductAttention` is the layer."""
 
     num_gemms = 2
+    gemm_names = ("scores", "values")
     fp8_sizes = ("kv_channels",)
     return_max_logit = False
 

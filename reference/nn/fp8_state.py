@@ -23,6 +23,7 @@ class WithFP8State(torch.nn.Module):
         fp8_meta: `"scaling_fwd"` and `"scaling_bwd"` (`FP8TensorMeta`), once the layer has run under a recipe with
             state, has calibrated, or has loaded state; and `"recipe"`, that of its last run in FP8.
         fp8: whether the last forward ran in FP8.
+        gemm_names: what `collect_stats` calls its GEMMs; "" where there is one.
         fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
         fp8_weights: names of the weights, and their columns of `scaling_fwd`.
         keeps_scales: whether checkpoints have its state although it has no such weights.
@@ -31,6 +32,7 @@ class WithFP8State(torch.nn.Module):
     """
 
     num_gemms = 1
+    gemm_names: tuple[str, ...] = ("",)
     fp8_sizes: tuple[str, ...] = ()
     fp8_weights: Mapping[str, int] = {}
     keeps_scales = False

@@ -143,6 +143,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     """
 
     num_gemms = 2
+    gemm_names = ("fc1", "fc2")
     fp8_sizes = ("hidden_size", "ffn_hidden_size")
     fp8_weights: Mapping[str, int] = {"fc1_weight": 1, "fc2_weight": 4}
     layer_norm_weight: torch.nn.Parameter
