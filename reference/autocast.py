@@ -26,14 +26,14 @@ class AutocastState:
     group: Any = None
 
 
-_OFF = AutocastState()
+OFF = AutocastState()
 _DEFAULT = DelayedScaling()  # frozen, so one serves all; checking a new one takes microseconds
 
 
 def current() -> AutocastState:
     """The settings of this thread's innermost open context."""
     opened = here().autocasts
-    found: AutocastState = opened[-1].settings if opened else _OFF
+    found: AutocastState = opened[-1].settings if opened else OFF
     return found
 
 

@@ -296,7 +296,7 @@ class _Graphed:
                 for to, new in zip(kept[:3], found[:3], strict=True):
                     if to is not new and to is not None and new is not None:
                         _bytes(to).copy_(_bytes(new))
-                layer._fp8_workspaces[name] = kept
+                context.keep(name, kept)
 
     def captured(self, *args: torch.Tensor) -> Any:
         """The module's forward during warm-up and capture: under the settings, without updates."""

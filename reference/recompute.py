@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from reference.arguments import check_arguments
-from reference.autocast import AutocastState, current, restored
+from reference.autocast import OFF, AutocastState, current, restored
 from reference.threads import close, here
 from reference.unchanged import Reads
 
@@ -253,12 +253,14 @@ def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
 def settings(compiling: bool) -> tuple[AutocastState, bool, bool]:
     """The autocast of now, whether a checkpoint is active, and whether it recomputes; see `same_run`."""
     thread = here()
+    opened = thread.autocasts
+    state: AutocastState = opened[-1].settings if opened else OFF  # `current()`, whose thread is at hand
     if thread.replaying or thread.recording:  # ours restores it
-        return current(), True, len(thread.replaying) > 0
+        return state, True, len(thread.replaying) > 0
     if compiling or _hooks(True) is None:  # the rule, without the calls below
-        return current(), False, False
+        return state, False, False
     frame, again = _innermost()
-    return current(), frame is not None, again
+    return state, frame is not None, again
 
 
 def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:

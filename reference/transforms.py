@@ -51,8 +51,10 @@ def sees_gradients(grads: Sequence[torch.Tensor | None]) -> bool:
     """Whether a backward gets several gradients at once, as with `is_grads_batched=True`."""
     if torch.compiler.is_compiling():
         return False
-    batched = torch._C._functorch.is_legacy_batchedtensor
-    return torch._C._are_functorch_transforms_active() or any(g is not None and batched(g) for g in grads)
+    for g in grads:  # in each backward: without a generator's calls
+        if g is not None and torch._C._functorch.is_legacy_batchedtensor(g):
+            return True
+    return torch._C._are_functorch_transforms_active()
 
 
 def refuse_gradients(layer: str) -> NoReturn:

@@ -23,6 +23,7 @@ from reference.scaling import KEYS, FP8TensorMeta
 HYBRID, E4M3 = te.Format.HYBRID, te.Format.E4M3
 STEPS = 3
 START = te.DelayedScaling(amax_history_len=8)
+CURRENT = te.recipe.Float8CurrentScaling()
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: te.Linear(32, 48, params_dtype=torch.bfloat16),
     "LayerNormLinear": lambda: te.LayerNormLinear(32, 48, params_dtype=torch.bfloat16),
@@ -266,6 +267,25 @@ def test_cached_weights(change: dict[str, Any], same_bits: Any) -> None:
         layer(x, is_first_microbatch=True)
     with te.autocast(recipe=new), torch.no_grad():
         same_bits(layer(x, is_first_microbatch=False), other(x, is_first_microbatch=True))
+
+
+@pytest.mark.parametrize("way", ["", "checkpoint", "copy", "checkpoint and copy"])
+@pytest.mark.parametrize(("old", "new"), [(START, CURRENT), (CURRENT, START)])
+def test_weights_that_another_kind_of_recipe_has_cast(old: Any, new: Any, way: str, same_bits: Any) -> None:
+    """They are cast anew, whether or not the layer knows of its last forward."""
+    layer, x = trained("Linear", START), torch.linspace(-1, 1, 16 * 32).reshape(16, 32).to(torch.bfloat16)
+    run = te.checkpoint if "checkpoint" in way else lambda module, *args, **kwargs: module(*args, **kwargs)
+    wanted = copy.deepcopy(layer)
+    with te.autocast(recipe=old):
+        run(layer, x.clone().requires_grad_(), is_first_microbatch=True)
+    with torch.no_grad():
+        for one in (layer, wanted):
+            one.weight.mul_(0.75)
+    if "copy" in way:
+        layer = copy.deepcopy(layer)
+    wanted.load_state_dict(layer.state_dict())
+    with te.autocast(recipe=new):
+        same_bits(run(layer, x, is_first_microbatch=False), wanted(x, is_first_microbatch=True))
 
 
 def test_weights_kept_in_fp8(same_bits: Any) -> None:

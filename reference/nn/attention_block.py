@@ -275,7 +275,10 @@ def prepared(
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
     hidden = None
     if inference is None:
-        core_plan, hidden = _masked(module, core_plan, mask, x, source)
+        if isinstance(mask, tuple):
+            core_plan, hidden = _masked(module, core_plan, mask, x, source)
+        else:
+            hidden = full_mask(core_plan.mask_type, mask)
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch))
     contexts += [key_value] if crosses else []

@@ -138,20 +138,20 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
         return False
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
-    linears = (proj,) if module.attention_type == "self" else (proj, modules["key_value"])
+    for one in (proj,) if module.attention_type == "self" else (proj, modules["key_value"]):
+        settings = (one.own_recipe is first.own_recipe, one.in_high_precision == first.in_high_precision)
+        if settings != (True, True) or not uses_default_forward(one, Linear):
+            return False
     return (
         module.return_layernorm_output == first.return_layernorm_output == residual_is_norm
         and uses_default_forward(first, LayerNormLinear)
         and uses_default_forward(core, DotProductAttention)
         and core.softmax_type == "vanilla"
         and not core.attends_in_fp8()
-        and all(uses_default_forward(one, Linear) for one in linears)
         and (
             core.attention_backend == "exact"
             or (module.num_gqa_groups == module.num_attention_heads and not recomputes)
         )
-        and all(one.own_recipe is first.own_recipe for one in linears)
-        and all(one.in_high_precision == first.in_high_precision for one in linears)
     )
 
 

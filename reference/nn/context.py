@@ -166,8 +166,15 @@ class ModuleContext:
             return cached
         found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
         if self.is_first_microbatch is not None:
-            self.module._fp8_workspaces[name] = found
+            self.keep(name, found)
         return found
+
+    def keep(self, name: str, cast: Quantized) -> None:
+        """Keep a weight's cast for later microbatches, in place of one that another recipe has made."""
+        kept = self.module._fp8_workspaces
+        for key in [one for one in kept if one[0] == name]:
+            del kept[key]
+        kept[name, type(self.recipe)] = cast
 
     def weight_grad(self, gemm: int, name: str, g: Quantized, x: Transposed, dtype: torch.dtype) -> torch.Tensor | None:
         """dw in `dtype`; None where the module computes it later (`delay_wgrad_compute`)."""
@@ -193,12 +200,12 @@ class ModuleContext:
         """The weights that an earlier microbatch has cast, if this one uses them."""
         if self.is_first_microbatch is not False:
             return []
-        found = (self._reused(name, transpose=True) for name in list(self.module._fp8_workspaces))
+        found = (self._reused(name, transpose=True) for name, _ in list(self.module._fp8_workspaces))
         return [one for one in found if one is not None]
 
     def _reused(self, name: str, transpose: bool) -> Quantized | None:
-        """The cast of a weight by an earlier microbatch, if it fits this one."""
-        found = self.module._fp8_workspaces.get(name)
+        """The cast of a weight by an earlier microbatch under a recipe of this kind, if it fits this one."""
+        found = self.module._fp8_workspaces.get((name, type(self.recipe)))
         wanted = self.gemms[0].weight
         if found is None or found.codes.dtype != wanted.dtype:
             return None
@@ -206,9 +213,8 @@ class ModuleContext:
             return None
         if found.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
             copies: Any = [t if t is None else t.clone() for t in found[:3]]
-            found = self.module._fp8_workspaces[name] = found._replace(
-                codes=copies[0], codes_t=copies[1], scales=copies[2]
-            )
+            found = found._replace(codes=copies[0], codes_t=copies[1], scales=copies[2])
+            self.keep(name, found)
         return found
 
 
@@ -269,17 +275,26 @@ class BlockContext(NamedTuple):
     @property
     def replayable(self) -> bool:
         """Whether every module's part is."""
-        return all(one.replayable for one in self.modules)
+        for one in self.modules:  # noqa: SIM110 (without a generator's calls, in each step)
+            if not one.replayable:
+                return False
+        return True
 
     @property
     def settled(self) -> bool:
         """Whether every module's part is."""
-        return all(one.settled for one in self.modules)
+        for one in self.modules:  # noqa: SIM110
+            if not one.settled:
+                return False
+        return True
 
     @property
     def stateful(self) -> "TransformerEngineBaseModule | None":
         """The first module whose scales are updated after a step."""
-        return next((one.module for one in self.modules if one.stateful is not None), None)
+        for one in self.modules:
+            if one.stateful is not None:
+                return one.module
+        return None
 
     def state(self, backward: bool) -> State:
         read: list[torch.Tensor] = []

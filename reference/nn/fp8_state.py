@@ -42,7 +42,7 @@ class WithFP8State(torch.nn.Module):
     own_recipe: Recipe | None = None
     in_high_precision = False
     _fitted: Recipe | None = None  # the recipe that the state fits, if known: spares looking at it
-    _fp8_workspaces: dict[str, Quantized]
+    _fp8_workspaces: dict[tuple[str, type], Quantized]
 
     def _parameter_device(self) -> torch.device:
         device = parameter_device(self)
@@ -91,7 +91,8 @@ class WithFP8State(torch.nn.Module):
     def run_settings(self, compiling: bool) -> tuple[AutocastState, bool, bool]:
         """The settings of a forward now, whether a checkpoint is active, and whether it recomputes."""
         state, checkpointed, again = recompute.settings(compiling)
-        state = self.own_settings(state)
+        if self.own_recipe is not None or self.in_high_precision or not self.runs_in(state.recipe):
+            state = self.own_settings(state)
         if checkpointed and not compiling:
             state = recompute.same_run(self, state, again)
         return state, checkpointed, again

@@ -33,7 +33,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
         self._fitted: Recipe | None = None
-        self._fp8_workspaces: dict[str, Quantized] = {}
+        self._fp8_workspaces: dict[tuple[str, type], Quantized] = {}
         self._precision: Precision | None = None  # that of the last forward in FP8
         self._membership: scaling.Membership | None = None
         self.quantized_init = model_init.current()
@@ -51,7 +51,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register a copy or an unpickled module as a module of its own."""
         super().__setstate__(state)
-        cached: dict[str, Any] = self._fp8_workspaces
+        cached: dict[Any, Any] = self._fp8_workspaces
         self._fp8_workspaces = {name: Quantized(*map(_of_bytes, one)) for name, one in cached.items()}
         scaling.register(self)
         self._bind_weights()
@@ -148,8 +148,6 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             or not (known.recipe is recipe and known.forward is forward and known.backward is backward)
             or known.gemms[0].weight.dtype_t not in (None, dtype)
         ):
-            if known is not None and type(known.recipe) is not type(recipe):
-                self._fp8_workspaces.clear()  # another recipe has cast them
             gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
             known = self._precision = Precision(gemms, recipe, forward, backward)
         return known

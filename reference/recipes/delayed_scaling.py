@@ -111,14 +111,14 @@ class DelayedScaling(Recipe):
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
         """One op call (on a GPU one launch) for all states; amaxes are reduced over the process group."""
-        its_max = self.scaled_max(forward)
+        _, fp8_max = self.codes(forward)
+        its_max = fp8_max * _POWERS[self.margin]
         for meta in metas:
             if meta.scaled_max != its_max:  # a load may have come between a forward and this
                 meta.fit(its_max)
         histories = [meta.amax_history for meta in metas]
         if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             _reduce(histories, group)
-        _, fp8_max = self.codes(forward)
         twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
 
 
