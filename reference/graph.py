@@ -290,7 +290,7 @@ class _Graphed:
                 if not context.fp8 or isinstance(parts[0], Float8Tensor):  # nothing is cast
                     continue
                 weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-                found = context.weight(column // 3, name, weight, transpose=True)
+                found = context.weight(column // 3, name, weight, context.gemms[0].weight.dtype_t is None)
                 if kept is None:
                     kept = self.copies[layer, name] = found
                 for to, new in zip(kept[:3], found[:3], strict=True):

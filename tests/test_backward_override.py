@@ -225,3 +225,20 @@ def test_input_or_weight_that_does_not_fit_means_16_bits() -> None:
         model.second.weight[0, 0] = 2.0**30
     plan = te.auto_precision(model, lambda: train(model, te.DelayedScaling(amax_history_len=4)))
     assert plan.layers["second"].recipe is None
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_later_microbatch_reads_the_weight_itself(recipe: str, dtype: torch.dtype, same_bits) -> None:
+    """Its forward has the first one's cast, its backward the weight of now: in a copy of the layer, too."""
+    half = RECIPES[recipe][0]
+    layer = made("Linear", dtype)
+    step(layer, half)  # its scales stay, because its input does
+    y = step(layer, half, is_first_microbatch=True)[0]
+    other = copy.deepcopy(layer)
+    for one in (layer, other):
+        one.weight.data.mul_(2)
+        later, dx, *_ = step(one, half, is_first_microbatch=False)
+        same_bits(later, y, "the cast weight")
+        same_bits(dx, step(copy.deepcopy(one), None)[1], "dx")
+    copy.deepcopy(layer)

@@ -30,6 +30,7 @@ from reference.nn.dropout import Generator
 from reference.nn.heads import Heads, dense_rows
 from reference.nn.inference import InferenceParams
 from reference.nn.layernorm import norm_plan
+from reference.nn.parameters import named
 from reference.nn.rotated import angles_of
 from reference.ops.library import twin
 from reference.quantized import Weight, fprop_residual, rows_of
@@ -266,7 +267,7 @@ def prepared(
     modules, dtype = module._modules, x.dtype
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     crosses = source is not None
-    tensors = [x, *parameters(first, ("layer_norm_weight", "layer_norm_bias")), first.joined_weight()]
+    tensors = [x, *named(first, ("layer_norm_weight", "layer_norm_bias")), first.joined_weight()]
     tensors += [first.joined_bias(), proj.weight, proj.joined_bias()]
     contexts = [first.context(dtype, is_first_microbatch)]
     if crosses:
@@ -332,9 +333,3 @@ def _masked(
     )
     kind, window, hidden = lengths_mask(core.mask_type, core.window, counts, shape)
     return core._replace(mask_type=kind, window=window), hidden
-
-
-def parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
-    """Parameters by name, faster than by `Module.__getattr__`, which finds other attributes."""
-    plain = module._parameters
-    return [plain[name] if name in plain else getattr(module, name) for name in names]

@@ -38,11 +38,13 @@ class Options(NamedTuple):
     @property
     def fuses(self) -> bool:
         """Whether an attention block takes them; otherwise a layer runs module by module."""
-        return not (self.bias.given or self.lengths.given)
+        return self is NO_OPTIONS or not (self.bias.given or self.lengths.given)
 
     def of_self(self) -> "Options":
         """As self-attention sees them: keys have the queries' lengths."""
-        return self._replace(lengths=self.lengths.for_self()) if self.lengths.given else self
+        if self is NO_OPTIONS or not self.lengths.given:
+            return self
+        return self._replace(lengths=self.lengths.for_self())
 
     def of_cross(self) -> "Options":
         """As a decoder's cross-attention sees them: without a cache."""

@@ -21,13 +21,14 @@ from reference import recompute
 from reference.compiled import before
 from reference.nn import attention_block, layernorm_mlp
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_block import Dropout, before_dropout, parameters, whole
+from reference.nn.attention_block import Dropout, before_dropout, whole
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext, Saved
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
+from reference.nn.parameters import named
 from reference.quantized import fprop_residual, rows_of
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
@@ -171,7 +172,7 @@ def _prepared_mlp(
     With `trains`, which says whether h's gradient is wanted, `h` only stands for attention's result.
     """
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-    tensors = (h, *parameters(mlp, names))
+    tensors = (h, *named(mlp, names))
     needs, context = wanted(*tensors), mlp.context(h.dtype, is_first_microbatch)
     needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout

@@ -163,14 +163,22 @@ class ModuleContext:
             return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
         if cached is not None:
-            return cached
+            wide = self.gemms[gemm].weight.dtype_t
+            if wide is None or not transpose:
+                return cached
+            return cached._replace(codes_t=w.codes_t if isinstance(w, Quantized) else as_dtype(w, wide).t())
         found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
         if self.is_first_microbatch is not None:
             self.keep(name, found)
         return found
 
     def keep(self, name: str, cast: Quantized) -> None:
-        """Keep a weight's cast for later microbatches, in place of one that another recipe has made."""
+        """Keep a weight's cast for later microbatches, in place of one that another recipe has made.
+
+        Where a backward reads the weight in 16 bits, it is that of its own forward.
+        """
+        if self.gemms[0].weight.dtype_t is not None:
+            cast = cast._replace(codes_t=None)
         kept = self.module._fp8_workspaces
         for key in [one for one in kept if one[0] == name]:
             del kept[key]
@@ -209,7 +217,7 @@ class ModuleContext:
         wanted = self.gemms[0].weight
         if found is None or found.codes.dtype != wanted.dtype:
             return None
-        if transpose and (found.codes_t is None or found.codes_t.dtype != (wanted.dtype_t or wanted.dtype)):
+        if transpose and wanted.dtype_t is None and (found.codes_t is None or found.codes_t.dtype != wanted.dtype):
             return None
         if found.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
             copies: Any = [t if t is None else t.clone() for t in found[:3]]

@@ -24,7 +24,7 @@ from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
 from reference.nn.context import ModuleContext, Saved
 from reference.nn.module import TransformerEngineBaseModule
-from reference.nn.parameters import InitMethod, Split, forked, parameter_dtype, split_sizes
+from reference.nn.parameters import InitMethod, Split, forked, named, parameter_dtype, split_sizes
 from reference.quantized import Quantized, Transposed, Weight, dgrad, fprop, rows_of, stacked, transposed
 from reference.scaling import FORWARD_TENSORS
 
@@ -148,7 +148,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     def parts_of(self, name: str) -> list[torch.nn.Parameter]:
         """The parameters that the weight consists of, by rows."""
-        return [getattr(self, part) for part in self.weight_names]
+        return named(self, self.weight_names)
 
     def columns_of_parts(self) -> dict[str, int]:
         return _columns_of(self.weight_names)
@@ -158,14 +158,14 @@ class LinearBase(TransformerEngineBaseModule):
 
     def joined_weight(self) -> Any:
         """The weight `[out, in]`, its parts concatenated; several that are kept in FP8 as a tuple."""
-        parts = [getattr(self, name) for name in self.weight_names]
+        parts = named(self, self.weight_names)
         if len(parts) > 1 and self.quantized_init is not None:
             return tuple(parts)
         return _joined(parts)
 
     def joined_bias(self) -> torch.Tensor | None:
         """The bias `[out]`, or None."""
-        return _joined([getattr(self, name) for name in self.bias_names]) if self.use_bias else None
+        return _joined(named(self, self.bias_names)) if self.use_bias else None
 
     def extra_repr(self) -> str:
         recipe = self.fp8_meta.get("recipe")

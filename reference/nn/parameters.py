@@ -1,7 +1,7 @@
 """How layers make their parameters: device, dtype, parts, and random state."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ class DeviceDefault(Unscripted):
             device = torch.get_default_device()
             device = cls.default_device if device.type == "cpu" else device
         return torch.device(device)
+
+
+def named(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
+    """Parameters by name, faster than by `Module.__getattr__`, which finds other attributes."""
+    plain = module._parameters
+    return [plain[name] if name in plain else getattr(module, name) for name in names]
 
 
 def parameter_device(layer: Any) -> torch.device | None:
