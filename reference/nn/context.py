@@ -162,15 +162,16 @@ class ModuleContext:
         if isinstance(w, Parts):
             return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
-        if cached is not None:
-            wide = self.gemms[gemm].weight.dtype_t
-            if wide is None or not transpose:
-                return cached
-            return cached._replace(codes_t=w.codes_t if isinstance(w, Quantized) else as_dtype(w, wide).t())
-        found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
-        if self.is_first_microbatch is not None:
-            self.keep(name, found)
-        return found
+        if cached is None:
+            found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
+            if self.is_first_microbatch is not None:
+                self.keep(name, found)
+            return found
+        wide = self.gemms[gemm].weight.dtype_t
+        if wide is None:
+            return cached
+        of_backward = w.codes_t if isinstance(w, Quantized) else as_dtype(w, wide).t() if transpose else None
+        return cached._replace(codes_t=of_backward)
 
     def keep(self, name: str, cast: Quantized) -> None:
         """Keep a weight's cast for later microbatches, in place of one that another recipe has made.
