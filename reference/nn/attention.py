@@ -86,7 +86,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         return_max_logit: `forward` also returns each head's largest score (scaled, biased, not hidden; without sinks),
             `[h]` in the output's dtype, without gradient: see `reference.nn.core_attention.max_logit`. It costs a
             reduction of `[b, h, sq]` numbers.
-        softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
+        get_rng_state_tracker: dropout draws inside `tracker().fork()`; without dropout nothing does.
+        tp_*, cp_*, sequence_parallel: as in `Linear`. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
