@@ -200,14 +200,24 @@ OF_ATTENTION: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bias": False}, {}), ({"fuse_qkv_params": False}, {}), ({"attention_dropout": 0.0}, {}),
     ({"qk_norm_type": "L2Normalization"}, {}), ({"normalization": "RMSNorm"}, {}),
 ]  # fmt: skip
+OF_PAIRS = numbers(31, 2, 1, 8, 8) > 0.5
+MASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"attn_mask_type": "arbitrary"}, {"attention_mask": OF_PAIRS}),
+    ({"attn_mask_type": "padding"}, {"attention_mask": mask(0, 1)}),
+    ({"attn_mask_type": "padding"}, {"cu_seqlens_q": ends(5, 4), "cu_seqlens_kv": ends(6, 4)}),
+    (IN_THD, {"packed": PACKED, **THD, **APART}),
+]
 STATES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "Linear": [({"bias": False}, {}), ({"return_bias": True}, {})],
     "LayerNormLinear": [({"bias": False}, {}), ({"normalization": "RMSNorm"}, {})],
     "LayerNormMLP": [({"bias": False}, {}), ({"normalization": "RMSNorm"}, {}), ({"activation": "swiglu"}, {})],
     "DotProductAttention": [
         ({"attn_mask_type": "no_mask"}, {}), ({"softmax_type": "learnable"}, {}), ({"attention_dropout": 0.5}, {}),
+        *MASKED, ({"softmax_type": "off-by-one"}, {}), ({}, {"core_attention_bias_type": "alibi"}),
     ],
-    "MultiheadAttention": [*OF_ATTENTION, ({"input_layernorm": False}, {}), CROSS, ({}, {"rotary_pos_emb": None})],
+    "MultiheadAttention": [
+        ({"input_layernorm": False}, {}), CROSS, ({}, {"rotary_pos_emb": None}), *OF_ATTENTION, *MASKED,
+    ],
     "TransformerLayer": [*OF_ATTENTION, ({"hidden_dropout": 0.0}, {}), ({"output_layernorm": True}, {})],
     "TransformerLayer, encoder": [
         *OF_ATTENTION, ({"hidden_dropout": 0.0}, {}), ({"output_layernorm": True}, {}),
@@ -216,6 +226,7 @@ STATES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "ops.Linear": [({"bias": False}, {})],
 }  # fmt: skip
 
+ANY = "any but None"
 NO_PADDING = [{"attn_mask_type": "causal"}, {"attn_mask_type": "no_mask"}]
 LENGTHS_UNREAD = "Transformer Engine's programs always give them; types without padding do not read them"
 # A name, or a layer's; the states in which it is not read, although it may be given; and why it is not refused.
@@ -230,12 +241,17 @@ UNREAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "DotProductAttention.device": (
         [{"softmax_type": "vanilla"}, {"softmax_type": "off-by-one"}], "of the random state, which follows the input",
     ),
-    "attention_mask": (NO_PADDING, "Transformer Engine's programs always give it; only some types read it"),
+    "attention_mask": (
+        [*NO_PADDING, {"cu_seqlens_q": ANY}], "Transformer Engine's programs always give it; only some types read it",
+    ),
     "TransformerLayer.enc_dec_attn_mask": ([{"enc_dec_attn_mask_type": "no_mask"}], "as attention_mask"),
     **{
-        f"{layer}.{name}": (NO_PADDING, LENGTHS_UNREAD)
+        f"{layer}.cu_seqlens_{name}": (
+            [*NO_PADDING, {"attn_mask_type": "arbitrary"}, *[{"qkv_format": "sbhd"}] * name.endswith("d")],
+            LENGTHS_UNREAD,
+        )
         for layer in ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
-        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        for name in ("q", "kv", "q_padded", "kv_padded")
     },
     "FusedAdam.adam_w_mode": ([{"weight_decay": 0.0}], "a group's weight_decay may be set later"),
     "FusedAdam.master_weight_dtype": ([{"master_weights": False}], "of weights kept in FP8, which have masters always"),
