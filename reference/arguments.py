@@ -303,6 +303,20 @@ def check_arguments(layer: str, arguments: Mapping[str, Any]) -> None:
             raise fault
 
 
+def check_unread(layer: str, given: Mapping[str, Any], defaults: Mapping[str, Any], state: str, cure: str) -> None:
+    """Refuse settings of a part that is switched off: `given` must have their defaults.
+
+    `state`: the argument that switches it off, with its value, which `cure` would switch on.
+    """
+    for name, default in defaults.items():
+        value = given[name]
+        if value is not default and not (_is_like(value, default) and value == default):
+            raise ValueError(
+                f"{layer}: {name}={_shown(value)} with {state}, where nothing reads it; {default!r} is accepted, or "
+                f"{cure}."
+            )
+
+
 def _fault(layer: str, name: str, value: Any) -> Exception | None:
     """What is wrong with a value; None if nothing is."""
     accepted = OFF.get(f"{layer}.{name}", OFF.get(name))

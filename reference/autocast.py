@@ -66,10 +66,11 @@ class autocast(Context):
 
     Args:
         enabled: FP8 on; off inside an enabled context runs those modules in 16 bits.
-        calibrating: with FP8 off, still collect amaxes.
+        calibrating: with FP8 off, still collect amaxes, for recipes that keep them; with FP8 on they are anyway.
         recipe: one of `te.recipe`, as it is now (its fields may be set later); None is `DelayedScaling()`. With FP8 and
             calibration off it is not read and may be any object.
-        amax_reduction_group: process group over which amaxes are maximised; None is the default group.
+        amax_reduction_group: process group over which amaxes are maximised, by a recipe that keeps them and has
+            reduce_amax; None is the default group. Nothing else reads it: Megatron always gives it.
         _graph: only False is offered.
 
     Source: Transformer Engine's `autocast`.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reference import capture, scaling
-from reference.arguments import check_arguments
+from reference.arguments import check_arguments, check_unread
 from reference.autocast import AutocastState, autocast, current, restored
 from reference.nn.dropout import Generator
 from reference.nn.float8_tensor import Float8Tensor
@@ -86,9 +86,9 @@ def make_graphed_callables(
             overwrites.
         cache_quantized_params: keep FP8 copies of the weights. Each call then needs `is_first_microbatch`: True casts
             them, False takes the copies as they are. The modules themselves need not accept it.
-        _order, _num_layers_per_chunk: a pipeline's schedule, in which a module has several forwards open at a time
-            (`reference.pipeline_order`). Each pass is a graph and an entry of `sample_args`; the result is a callable
-            for each pass, and the modules stay as they are.
+        _order, and with it _num_layers_per_chunk: a pipeline's schedule, in which a module has several forwards open at
+            a time (`reference.pipeline_order`). Each pass is a graph and an entry of `sample_args`; the result is a
+            callable for each pass, and the modules stay as they are.
         _reuse_graph_input_output_buffers: accepted with `_order`, without effect: passes share no memory.
         retain_graph_in_backward and the rest: only "off" is offered.
 
@@ -105,10 +105,9 @@ def make_graphed_callables(
         if given[name] is not None and given[older] is not None:
             raise ValueError(f"make_graphed_callables: {name} and {older}, its older name, are given; one is accepted.")
         given[name] = given[older] if given[name] is None else given[name]
-    if _reuse_graph_input_output_buffers and _order is None:
-        raise ValueError(
-            "make_graphed_callables: _reuse_graph_input_output_buffers=True without _order; False is accepted."
-        )
+    if _order is None:
+        of_order = {"_reuse_graph_input_output_buffers": False, "_num_layers_per_chunk": None}
+        check_unread("make_graphed_callables", given, of_order, "_order=None", "an _order")
     count = len(modules) if isinstance(modules, tuple) else 1
     flags = given["enabled"] if isinstance(given["enabled"], tuple) else (given["enabled"],) * count
     if len(flags) != count:

@@ -37,7 +37,8 @@ class quantized_model_init(Context):
     too early raises RuntimeError.
 
     Args:
-        enabled: off inside an enabled context makes ordinary layers.
+        enabled: off inside an enabled context makes ordinary layers; the other arguments are not read then, as in
+            Transformer Engine, whose programs always give them.
         recipe: a `DelayedScaling`, whose amax_history_len is that of the new state; None is `DelayedScaling()`.
         preserve_high_precision_init_val: keep each weight's initial values on the CPU, for an optimizer's master
             weights: `weight.get_high_precision_init_val()` returns, `weight.clear_high_precision_init_val()` frees
@@ -52,6 +53,8 @@ class quantized_model_init(Context):
         self, enabled: bool = True, recipe: DelayedScaling | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
         check_arguments("quantized_model_init", locals())
+        if not enabled:
+            recipe = None
         if recipe is not None and not isinstance(recipe, DelayedScaling):
             raise TypeError(f"quantized_model_init: recipe={recipe!r}; a recipe.DelayedScaling or None is accepted.")
         settings = QuantizedInit((recipe or DelayedScaling()).fixed, preserve_high_precision_init_val)

@@ -115,8 +115,8 @@ OTHERS: dict[str, list[Any]] = {
     "attention_type": ["cross"], "layer_type": ["encoder"], "enc_dec_attn_mask_type": ["causal", "padding"],
     "attention_backend": ["cudnn"], "qk_norm_type": ["RMSNorm", "L2Normalization"], "drop_path_rate": [0.5],
     "use_fp8": [True, False], "padding_idx": [1], "_weight": [numbers(9, 8, 32)], "glu_interleave_size": [8],
-    "shape": [(8, 64)], "rotary_percent": [0.5], "seq_len_interpolation_factor": [2], "rotary_base": [100.0],
-    "pretrained_max_position_embeddings": [4], "max_seq_len": [9], "offset": [2],
+    "shape": [(8, 64)], "rotary_percent": [0.5], "seq_len_interpolation_factor": [3], "rotary_base": [100.0],
+    "pretrained_max_position_embeddings": [3], "max_seq_len": [9], "offset": [2],
     "extra_input": [numbers(8, 8, 2, 32) + 1],
     "rotary_pos_emb": [ANGLES + 1, (ANGLES, ANGLES + 1), None], "qkv_interleave_dim": [-2],
     "attention_mask": [mask(2, 3)], "enc_dec_attn_mask": [mask(2, 3)], "core_attention_bias_type": ["alibi"],
@@ -134,8 +134,10 @@ WHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qk_norm_eps": ({"qk_norm_type": "RMSNorm"}, {}),
     "qk_norm_before_rope": ({"qk_norm_type": "RMSNorm"}, {}),
     "qkv_weight_interleaved": ({"fuse_qkv_params": True}, {}),
-    "pretrained_max_position_embeddings": ({"seq_len_interpolation_factor": 2}, {}),
-    "seq_len_interpolation_factor": ({"pretrained_max_position_embeddings": 4}, {}),
+    **each(
+        "pretrained_max_position_embeddings seq_len_interpolation_factor",
+        ({"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 4}, {}),
+    ),
     "rng_tracker_name": ({"get_rng_state_tracker": two_states}, {}),
     "DotProductAttention.get_rng_state_tracker": ({"attention_dropout": 0.5}, {}),
     "DotProductAttention.device": ({"softmax_type": "learnable"}, {}),
@@ -190,6 +192,73 @@ WITHOUT_EFFECT = {
     "pad_between_seqs": "cu_seqlens_q_padded and cu_seqlens_kv_padded say it",
     "in_place": "chooses the memory of a result: tests/test_operations_more.py",
     "Adafactor.foreach": "a choice of loops of PyTorch's, whose numbers are the same",
+}  # fmt: skip
+
+# What switches a part of a layer off: further arguments of the constructor and of the forward.
+CROSS = {"attention_type": "cross"}, {"encoder_output": SOURCE}
+OF_ATTENTION: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"bias": False}, {}), ({"fuse_qkv_params": False}, {}), ({"attention_dropout": 0.0}, {}),
+    ({"qk_norm_type": "L2Normalization"}, {}), ({"normalization": "RMSNorm"}, {}),
+]  # fmt: skip
+OF_PAIRS = numbers(31, 2, 1, 8, 8) > 0.5
+MASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"attn_mask_type": "arbitrary"}, {"attention_mask": OF_PAIRS}),
+    ({"attn_mask_type": "padding"}, {"attention_mask": mask(0, 1)}),
+    ({"attn_mask_type": "padding"}, {"cu_seqlens_q": ends(5, 4), "cu_seqlens_kv": ends(6, 4)}),
+    (IN_THD, {"packed": PACKED, **THD, **APART}),
+]
+STATES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "Linear": [({"bias": False}, {}), ({"return_bias": True}, {})],
+    "LayerNormLinear": [({"bias": False}, {}), ({"normalization": "RMSNorm"}, {})],
+    "LayerNormMLP": [({"bias": False}, {}), ({"normalization": "RMSNorm"}, {}), ({"activation": "swiglu"}, {})],
+    "DotProductAttention": [
+        ({"attn_mask_type": "no_mask"}, {}), ({"softmax_type": "learnable"}, {}), ({"attention_dropout": 0.5}, {}),
+        *MASKED, ({"softmax_type": "off-by-one"}, {}), ({}, {"core_attention_bias_type": "alibi"}),
+    ],
+    "MultiheadAttention": [
+        ({"input_layernorm": False}, {}), CROSS, ({}, {"rotary_pos_emb": None}), *OF_ATTENTION, *MASKED,
+    ],
+    "TransformerLayer": [*OF_ATTENTION, ({"hidden_dropout": 0.0}, {}), ({"output_layernorm": True}, {})],
+    "TransformerLayer, encoder": [
+        *OF_ATTENTION, ({"hidden_dropout": 0.0}, {}), ({"output_layernorm": True}, {}),
+        ({"parallel_attention_mlp": True}, {}), ({"activation": "swiglu"}, {}),
+    ],
+    "ops.Linear": [({"bias": False}, {})],
+}  # fmt: skip
+
+ANY = "any but None"
+NO_PADDING = [{"attn_mask_type": "causal"}, {"attn_mask_type": "no_mask"}]
+LENGTHS_UNREAD = "Transformer Engine's programs always give them; types without padding do not read them"
+# A name, or a layer's; the states in which it is not read, although it may be given; and why it is not refused.
+UNREAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "qk_norm_eps": ([{"qk_norm_type": None}], "Transformer Engine's programs always give it"),
+    "qkv_weight_interleaved": (
+        [{"fuse_qkv_params": False}], "Transformer Engine asks for False there, and takes True as False",
+    ),
+    "rotary_pos_interleaved": ([{"rotary_pos_emb": None}], "the layout of the angles of a forward that gets some"),
+    "rng_tracker_name": ([{"get_rng_state_tracker": None}], "Megatron always gives it"),
+    "DotProductAttention.get_rng_state_tracker": ([{"attention_dropout": 0.0}], "Megatron always gives it"),
+    "DotProductAttention.device": (
+        [{"softmax_type": "vanilla"}, {"softmax_type": "off-by-one"}], "of the random state, which follows the input",
+    ),
+    "attention_mask": (
+        [*NO_PADDING, {"cu_seqlens_q": ANY}], "Transformer Engine's programs always give it; only some types read it",
+    ),
+    "TransformerLayer.enc_dec_attn_mask": ([{"enc_dec_attn_mask_type": "no_mask"}], "as attention_mask"),
+    **{
+        f"{layer}.cu_seqlens_{name}": (
+            [*NO_PADDING, {"attn_mask_type": "arbitrary"}, *[{"qkv_format": "sbhd"}] * name.endswith("d")],
+            LENGTHS_UNREAD,
+        )
+        for layer in ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
+        for name in ("q", "kv", "q_padded", "kv_padded")
+    },
+    "FusedAdam.adam_w_mode": ([{"weight_decay": 0.0}], "a group's weight_decay may be set later"),
+    "FusedAdam.master_weight_dtype": ([{"master_weights": False}], "of weights kept in FP8, which have masters always"),
+    "FusedSGD.wd_after_momentum": (
+        [{"weight_decay": 0.0}, {"momentum": 0.0}], "a group's weight_decay and momentum may be set later",
+    ),
+    "FusedSGD.dampening": ([{"momentum": 0.0}], "a group's momentum may be set later"),
 }  # fmt: skip
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,39 @@ CASES = [
 ]
 
 
+OF_A_NORM = ("return_layernorm_output", "layernorm_epsilon", "zero_centered_gamma", "normalization")
+OFF: list[tuple[str, dict[str, Any], str]] = [
+    # a layer, a setting of a part that is switched off, the sentence
+    ("MultiheadAttention", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon=1e-06 with input_layernorm=False, where"),
+    ("MultiheadAttention", {"normalization": "RMSNorm"}, "normalization='RMSNorm' with input_layernorm=False, where"),
+    ("MultiheadAttention", {"zero_centered_gamma": True}, "zero_centered_gamma=True with input_layernorm=False, where"),
+    ("MultiheadAttention", {"qk_norm_before_rope": True}, "qk_norm_before_rope=True with qk_norm_type=None, where"),
+    ("TransformerLayer", {"qk_norm_before_rope": True}, "qk_norm_before_rope=True with qk_norm_type=None, where"),
+    (
+        "TransformerLayer", {"enc_dec_attn_mask_type": "causal"},
+        "enc_dec_attn_mask_type='causal' with layer_type='encoder', where nothing reads it; 'no_mask' is accepted, or",
+    ),
+    ("TransformerLayer", {"enc_dec_window_size": (2, 0)}, r"enc_dec_window_size=(2, 0) with layer_type='encoder', "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "setting", "sentence"), OFF)
+def test_a_setting_of_what_is_switched_off(layer: str, setting: dict[str, Any], sentence: str) -> None:
+    make, given = LAYERS[layer]
+    with pytest.raises(ValueError, match="^" + re.escape(f"{layer}: {sentence}")):
+        make(**given, **setting)
+
+
+def test_settings_that_say_that_something_is_off() -> None:
+    """The defaults in other words, and what Transformer Engine's programs always give, are accepted."""
+    make, given = LAYERS["TransformerLayer"]
+    make(**given, enc_dec_window_size=(-1, -1), enc_dec_attn_mask_type="no_mask", qk_norm_before_rope=False)
+    make(**given, output_layernorm=True, normalization="RMSNorm", layernorm_epsilon=1e-6, zero_centered_gamma=True)
+    make, given = LAYERS["MultiheadAttention"]
+    made: Any = make(**{**given, "fuse_qkv_params": False, "layernorm_epsilon": np.float64(1e-5), "qk_norm_eps": 1e-5})
+    assert made.qkv_weight_interleaved is False  # as in Transformer Engine
+
+
 @pytest.mark.parametrize(("layer", "name", "kind"), CASES)
 def test_each_argument(layer: str, name: str, kind: str) -> None:
     make, given = LAYERS[layer]
@@ -141,8 +175,13 @@ def test_each_argument(layer: str, name: str, kind: str) -> None:
         given = META  # it is the older name of normalized_shape
     if name == "activation_params":
         given = {**given, "activation": "clamped_swiglu"}
-    if (layer, name) == ("MultiheadAttention", "return_layernorm_output"):
+    # Settings of parts that these switch on.
+    if layer == "MultiheadAttention" and name in OF_A_NORM:
         given = {**given, "input_layernorm": True}
+    if name == "qk_norm_before_rope":
+        given = {**given, "qk_norm_type": "RMSNorm"}
+    if name == "enc_dec_attn_mask_type":
+        given = {**given, "layer_type": "decoder"}
     if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):
         given = {**given, "qkv_weight_interleaved": False}
     refused, taken = KINDS[kind]

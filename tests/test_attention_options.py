@@ -34,7 +34,8 @@ def test_packed_inputs_are_their_parts(layout: str, dim: int) -> None:
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
         names = {0: (), 2: ("kv_layer",), 3: ("qkv_layer",)}[packed]
         plain, last = leaves[: len(leaves) - len(names)], leaves[len(leaves) - len(names) :]
-        out = layer(*plain, **dict(zip(names, last, strict=True)), qkv_interleave_dim=dim, **more)
+        how = {**more, "qkv_interleave_dim": dim} if packed else more
+        out = layer(*plain, **dict(zip(names, last, strict=True)), **how)
         grads = list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
         results.append([out, *grads[: len(plain)], *(grads[-1].unbind(dim) if packed else [])])
     for other in results[1:]:
@@ -45,6 +46,8 @@ def test_packed_inputs_are_their_parts(layout: str, dim: int) -> None:
 def test_packed_inputs_are_refused() -> None:
     layer, q = layer_of(), numbers(1, 9, 2, HEADS, CHANNELS).to(BF16)
     three, two = torch.stack([q, q, q], -3), torch.stack([q, q], -3)
+    with pytest.raises(ValueError, match="qkv_interleave_dim=-2 without qkv_layer and kv_layer, whose layout it is"):
+        layer(q, q, q, qkv_interleave_dim=-2)
     alone = "the tensors that it contains, with the other packed tensor or with inference_params; "
     for arguments, sentence in (
         ({"query_layer": q, "qkv_layer": three}, f"qkv_layer with {alone}it alone is accepted"),
@@ -64,8 +67,17 @@ def test_packed_inputs_are_refused() -> None:
 def test_pad_between_seqs_goes_with_packed_sequences() -> None:
     x = numbers(1, 9, HEADS, CHANNELS).to(BF16)
     layer = layer_of("thd")
-    for flag in (True, False):
-        assert_same_bits(layer(x, x, x, **LENGTHS, pad_between_seqs=flag), layer(x, x, x, **LENGTHS))
+    expected = layer(x, x, x, **LENGTHS)
+    same = {f"{name}_padded": LENGTHS[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    apart = {name: x + torch.tensor([0, *[1] * (len(x) - 1)], dtype=torch.int32) for name, x in same.items()}
+    x = torch.cat([x, x[:1]])
+    for flag, starts in ((True, same), (False, same), (False, {}), (None, {})):
+        assert_same_bits(layer(x, x, x, **LENGTHS, **starts, pad_between_seqs=flag)[:-1], expected)
+    assert_same_bits(layer(x, x, x, **LENGTHS, **apart, pad_between_seqs=True), layer(x, x, x, **LENGTHS, **apart))
+    with pytest.raises(ValueError, match="pad_between_seqs=False with a cu_seqlens_q_padded that lets sequences begin"):
+        layer(x, x, x, **LENGTHS, **apart, pad_between_seqs=False)
+    with pytest.raises(ValueError, match="pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded"):
+        layer(x, x, x, **LENGTHS, pad_between_seqs=True)
     y = x[:, None]
     with pytest.raises(ValueError, match="pad_between_seqs=True with the layout 'sbhd'; it goes with 'thd'"):
         layer_of()(y, y, y, pad_between_seqs=True)

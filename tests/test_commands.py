@@ -53,6 +53,8 @@ def test_info_on_a_complete_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["walkthrough", "--output", "a" * 300], r"--output is 'a+', no path here \(File name too long\)"),
         (["walkthrough", "--output", "/proc/x.html"], r"/proc is not a folder that can be written to"),
         (["parity", "--record", "."], r"--record needs a Hopper GPU"),
+        (["parity", "--record", ".", "--op", "cast"], r"--record writes .*; without --op and --replay it is accepted"),
+        (["walkthrough", "--full", "--steps", "3"], r"--full trains for \d+ steps; without --steps 3 it is accepted"),
     ],
 )
 def test_bad_requests_are_refused_in_a_sentence(

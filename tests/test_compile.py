@@ -215,7 +215,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "block, packed, rotary": ("block", {"layout": "thd", "mask": "padding"}, {**PACKED, "rotary_pos_emb": "angles"}),
     "block, ALiBi": ("block", {}, {"core_attention_bias_type": "alibi"}),
     "block, lengths, recomputed": ("block", {"mask": "padding"}, {**PADDED, "checkpoint_core_attention": True}),
-    "layer, lengths": ("layer", {"mask": "padding_causal", "window_size": (2, 0)}, PADDED),
+    "layer, lengths": (
+        "layer", {"mask": "padding_causal", "window_size": (2, 0)}, {"cu_seqlens_q": PADDED["cu_seqlens_q"]},
+    ),
     "layer, packed": ("layer", {"layout": "thd", "mask": "padding"}, PACKED),
     "layer, bias": ("layer", {"layout": "bshd"}, {}),
     "decoder, lengths": ("layer", {"mask": "padding", "layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}, {

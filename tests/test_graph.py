@@ -362,8 +362,13 @@ def test_a_layer_that_runs_twice_in_one_graph_draws_twice() -> None:
         ),
         (
             ValueError,
-            "_reuse_graph_input_output_buffers=True without _order; False",
+            "_reuse_graph_input_output_buffers=True with _order=None, where nothing reads it; False is accepted",
             {"_reuse_graph_input_output_buffers": True},
+        ),
+        (
+            ValueError,
+            r"_num_layers_per_chunk=\[1\] with _order=None, where nothing reads it; None is accepted, or an _order",
+            {"_num_layers_per_chunk": [1]},
         ),
         (ValueError, "enabled has 2 entries for 1 modules", {"enabled": (True, False)}),
         (TypeError, "sample_args=1; a tuple of tensors", {"sample_args": 1}),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from argument_values import (
+    ANY,
     BF16,
     LAYERS,
     OPTIMIZERS,
@@ -21,6 +22,8 @@ from argument_values import (
     OTHERS,
     REFUSED,
     SOURCE,
+    STATES,
+    UNREAD,
     WHERE,
     WITHOUT_EFFECT,
     numbers,
@@ -36,7 +39,7 @@ def named(layer: str, given: dict[str, Any]) -> dict[str, Any]:
         given = dict(given)
         for name, own in (
             ("qkv_format", ["attn_input_format"]),
-            ("attn_mask_type", ["self_attn_mask_type", "enc_dec_attn_mask_type"]),
+            ("attn_mask_type", ["self_attn_mask_type", "enc_dec_attn_mask_type"][: 1 if "," in layer else 2]),
         ):
             if name in given:
                 given |= dict.fromkeys(own, given.pop(name))
@@ -97,7 +100,8 @@ def run(layer: Any, given: dict[str, Any], microbatches: bool) -> list[Any]:
     for n, out in enumerate(outputs):
         if isinstance(out, torch.Tensor) and out.requires_grad:
             out.backward(numbers(70 + n, *out.shape).to(out.dtype), retain_graph=True)
-    grads = [x.grad for x in (*given.values(), *layer.parameters()) if isinstance(x, torch.Tensor) and x.is_leaf]
+    leaves = [x for x in (*given.values(), *layer.parameters()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    grads = [x.grad for x in leaves if x.is_leaf]
     return [bits(x) for x in (*outputs, *grads, *(p.main_grad for p in layer.parameters()))]
 
 
@@ -116,20 +120,32 @@ def others(layer: str, name: str, default: Any) -> list[Any]:
     return [True, False]
 
 
+FIRST = "is_first_microbatch"
 BASES: dict[Any, tuple[list[Any], list[Any]]] = {}
 
 
-def effects(layer: str, name: str, of_forward: bool) -> list[str]:
-    """Of each other value of an argument: "refused: the sentence", "changed" or "ignored"."""
+def where(layer: str, name: str, of_forward: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Further arguments of the constructor and of the forward, with which an argument acts."""
+    own = f"forward.{name}" if of_forward else name
+    return WHERE.get(f"{layer}.{own}", WHERE.get(own, WHERE.get(name, ({}, {}))))
+
+
+def effects(layer: str, name: str, of_forward: bool, state: tuple[dict[str, Any], dict[str, Any]] | None) -> list[str]:
+    """Of each other value of an argument: "refused: the sentence", "changed" or "ignored".
+
+    `state`: further arguments of the constructor and of the forward; None are those with which it acts.
+    """
     kind, given, _ = LAYERS[layer]
     own = f"forward.{name}" if of_forward else name
-    make, also = WHERE.get(f"{layer}.{own}", WHERE.get(own, WHERE.get(name, ({}, {}))))
-    key = (layer, own if make or also else "", name == "is_first_microbatch")
+    make, also = where(layer, name, of_forward) if state is None else state
+    key = (layer, str((state[0], [*state[1]])) if state is not None else own if make or also else "", name == FIRST)
     make, call = {**given, **named(layer, make)}, inputs(layer, also)
-    if of_forward and name == "is_first_microbatch":
+    if of_forward and name == FIRST:
         call = {**call, name: None}
     signature = inspect.signature(kind.forward if of_forward else kind)
     default = (call if of_forward else make).get(name, signature.parameters[name].default)
+    if of_forward and default is None and name in inspect.signature(kind).parameters:
+        default = make.get(name, inspect.signature(kind).parameters[name].default)
 
     def found(make: dict[str, Any], call: dict[str, Any]) -> tuple[list[Any], Callable[[], list[Any]]]:
         torch.manual_seed(1)
@@ -137,13 +153,15 @@ def effects(layer: str, name: str, of_forward: bool) -> list[str]:
         dtype = "params_dtype" if "params_dtype" in taken and "dtype" not in make else "dtype"
         common = {key: x for key, x in ((dtype, BF16), ("device", "cpu")) if key in taken}
         made = kind(**{**common, **make})
-        return static(made), lambda: run(made, dict(call), name == "is_first_microbatch")
+        return static(made), lambda: run(made, dict(call), name == FIRST)
 
     if key not in BASES:
         before, go = found(make, call)
         BASES[key] = (before, go())
     results = []
     for value in others(layer, name, default):
+        if not isinstance(value, torch.Tensor) and type(value) is type(default) and value == default:
+            continue
         if isinstance(value, str) and value == "negative":
             value = (call[name] + 1) % 8 if layer == "Embedding" else -call.get(name, SOURCE)
         try:
@@ -179,8 +197,84 @@ def wrong(layer: str, name: str, found: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_arguments_of_a_layer(layer: str) -> None:
-    results = [wrong(layer, name, effects(layer, name, forward)) for one, name, forward in ARGUMENTS if one == layer]
+    found = {(name, forward): effects(layer, name, forward, None) for one, name, forward in ARGUMENTS if one == layer}
+    results = [wrong(layer, name, one) for (name, _), one in found.items()]
     assert not [one for found in results for one in found]
+
+
+def unread(layer: str, name: str, state: dict[str, Any]) -> bool:
+    """Whether a layer with these arguments is documented not to read an argument."""
+    kind, given, _ = LAYERS[layer]
+    defaults = {key: one.default for key, one in inspect.signature(kind).parameters.items()}
+    full = {**defaults, **given, **state}
+    full["attn_mask_type"] = full.get("self_attn_mask_type", full.get("attn_mask_type"))
+    keys = (name, f"{layer.partition(',')[0]}.{name}")
+    offs = [off for key, (listed, _) in UNREAD.items() if key in keys for off in listed]
+    return any(
+        all((full.get(key) is not None) if value is ANY else full.get(key, ANY) == value for key, value in off.items())
+        for off in offs
+    )
+
+
+SWITCHED = [
+    pytest.param(layer, n, marks=[pytest.mark.slow] if n > (3 if "Transformer" not in layer else 0) else [])
+    for layer in LAYERS
+    for n in range(1 + len(STATES.get(layer, ())))
+]
+
+
+@pytest.mark.parametrize(("layer", "n"), SWITCHED)
+def test_settings_of_what_is_switched_off(layer: str, n: int) -> None:
+    """State 0 is the layer's base, of which the test above has what acts in it."""
+    make, also = STATES[layer][n - 1] if n else ({}, {})
+    faults = []
+    for one, name, of_forward in ARGUMENTS:
+        own = {f"{layer}.{name}", f"{layer.partition(',')[0]}.{name}", name}
+        if one != layer or own & WITHOUT_EFFECT.keys() or (not n and where(layer, name, of_forward) == ({}, {})):
+            continue
+        found = effects(layer, name, of_forward, (make, also))
+        if unread(layer, name, make | also):
+            faults += [(name, one, "acts, and is not for UNREAD") for one in found if one == "changed"]
+        else:
+            faults += [(name, one) for one in found if one == "ignored"]
+    assert not faults
+
+
+def test_the_lists_of_what_is_not_read_name_arguments() -> None:
+    names = {name for _, name, _ in ARGUMENTS} | {f"{layer.partition(',')[0]}.{name}" for layer, name, _ in ARGUMENTS}
+    names |= {f"{kind}.{name}" for kind, name in OPTIONS}
+    assert set(UNREAD) <= names
+
+
+OFF_OPTIONS = [
+    (kind, name, off)
+    for kind, name in OPTIONS
+    for off in ({}, {"weight_decay": 0.0}, {"momentum": 0.0}, {"master_weights": True})
+    if set(off) <= set(inspect.signature(OPTIMIZERS[kind][0]).parameters)
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*set_grad_none")
+@pytest.mark.parametrize(("kind", "name", "off"), OFF_OPTIONS)
+def test_settings_of_an_optimizer_that_are_switched_off(kind: str, name: str, off: dict[str, Any]) -> None:
+    one, given = OPTIMIZERS[kind]
+    given = {**given, **off}
+    defaults = {key: p.default for key, p in inspect.signature(one).parameters.items()}
+    default = {**defaults, **given}[name]
+    listed = UNREAD.get(f"{kind}.{name}", ([], ""))[0]
+    is_unread = any(all({**defaults, **given}[key] == x for key, x in one.items()) for one in listed)
+    before, sentences = trained(one, dict(given), {}), []
+    for value in OPTIONS_OTHERS.get(f"{kind}.{name}", OPTIONS_OTHERS.get(name, [not default])):
+        if isinstance(value, type(default)) and value == default:
+            continue
+        try:
+            after = trained(one, {**given, name: value}, {})
+        except (TypeError, ValueError, NotImplementedError) as error:
+            sentences.append(str(error))
+            continue
+        ignored = after == before
+        assert ignored == (is_unread or f"{kind}.{name}" in WITHOUT_EFFECT), (value, ignored)
+    assert all(name in one for one in sentences)
 
 
 def test_the_list_of_what_has_no_effect_names_arguments() -> None:

@@ -33,7 +33,8 @@ def layer_of(kind: str, layout: str, masks: tuple[str, str], library: Any = te, 
     settings: dict[str, Any] = {"params_dtype": BF16, "attention_dropout": 0.0, "num_gqa_groups": 2, **more}
     if kind in ("encoder", "decoder"):
         settings |= {"attn_input_format": layout, "layer_type": kind, "self_attn_mask_type": masks[0]}
-        return library.TransformerLayer(64, 96, 4, hidden_dropout=0.0, enc_dec_attn_mask_type=masks[1], **settings)
+        settings |= {"enc_dec_attn_mask_type": masks[1]} if kind == "decoder" else {}
+        return library.TransformerLayer(64, 96, 4, hidden_dropout=0.0, **settings)
     settings |= {"qkv_format": layout, "attn_mask_type": masks[0], "input_layernorm": True}
     return library.MultiheadAttention(64, 4, attention_type=kind, **settings)
 

@@ -54,8 +54,12 @@ def test_interpolation(length: int, factor: float, same_bits: Any) -> None:
     """Positions are divided by the factor; past 2 · 8 positions, by what brings them back to 8."""
     embedding = te.RotaryPositionEmbedding(16, 1.0, 2, 8)
     same_bits(embedding(length), torch.from_numpy(angles(16, length, factor=factor)))
-    without = te.RotaryPositionEmbedding(16, 1.0, 2)
-    same_bits(without(length), torch.from_numpy(angles(16, length)))
+
+
+@pytest.mark.parametrize("pair", [(2, None), (None, 8)])
+def test_one_half_of_an_interpolation_is_refused(pair: tuple[int | None, int | None]) -> None:
+    with pytest.raises(ValueError, match=r"of which neither acts without the other; both or None of them are accepted"):
+        te.RotaryPositionEmbedding(16, 1.0, *pair)
 
 
 def test_frequencies_stay_fp32_and_come_back_from_meta(same_bits: Any) -> None:

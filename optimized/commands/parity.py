@@ -159,6 +159,8 @@ def _store(results: Results) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    if args.record is not None and (args.op is not None or args.replay):
+        raise CommandError("--record writes the outputs of all ops on a GPU; without --op and --replay it is accepted.")
     if args.write and (args.op is not None or not args.replay):
         raise CommandError("--write stores the counts of a whole replay; --replay without --op is accepted with it.")
     if args.write:

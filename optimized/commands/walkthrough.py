@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from optimized.commands import outputs, positive
+from optimized.commands import CommandError, outputs, positive
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps import Progress as StepProgress
@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
+    if args.full and args.steps is not None:
+        raise CommandError(f"--full trains for {FULL_STEPS} steps; without --steps {args.steps} it is accepted.")
     settings = replace(Settings(), **(QUICK if args.quick else {"steps": FULL_STEPS} if args.full else {}))
     return settings if args.steps is None else replace(settings, steps=args.steps)
 
@@ -74,6 +76,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    settings = _settings(args)
     outputs.check("--output", args.output, outputs.WALKTHROUGH)
     report = Report(
         "FP8 training, bit by bit",
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             return lambda: progress.advance(task)
 
         found = []
-        for outcome in _steps(report, _settings(args), QUICK_FILES if args.quick else None, bars, args.quick):
+        for outcome in _steps(report, settings, QUICK_FILES if args.quick else None, bars, args.quick):
             found.append(outcome)
             progress.console.print(_line(outcome), highlight=False)
             # The part that is finished can be read.

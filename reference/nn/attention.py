@@ -86,7 +86,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         return_max_logit: `forward` also returns each head's largest score (scaled, biased, not hidden; without sinks),
             `[h]` in the output's dtype, without gradient: see `reference.nn.core_attention.max_logit`. It costs a
             reduction of `[b, h, sq]` numbers.
-        softcap, tp_*, cp_*, sequence_parallel, get_rng_state_tracker, ...: only "off" is offered.
+        get_rng_state_tracker: dropout draws inside `tracker().fork()`; without dropout nothing does.
+        tp_*, cp_*, sequence_parallel: as in `Linear`. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attention` on every device. "cudnn" is
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -225,7 +226,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
             inference_params: keys and values go to its cache, and queries see what is there: `reference.nn.inference`.
                 The causal types mean one thing; masks, lengths and biases are not given.
-            pad_between_seqs: with "thd" accepted as in Transformer Engine, without effect: cu_seqlens_*_padded say it.
+            pad_between_seqs: with "thd" whether cu_seqlens_*_padded say that sequences begin apart, which they must not
+                with False and one of them must with True; None takes what they say.
             qkv_layer: instead of the first three `[s, b, 3, h, d]`, `[b, s, 3, h, d]` or `[t, 3, h, d]`; kv_layer:
                 instead of keys and values, with 2. With qkv_interleave_dim=-2 the 3, or 2, comes after the heads.
             fp8_output and the rest: Transformer Engine's, in its order; only "off" is offered.
@@ -283,7 +285,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         core = self.core_plan(kind, window_size)
         options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
-        if qkv_layer is not None or kv_layer is not None:
+        if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != -3:
             cached = inference_params is not None
             given = unpacked("DotProductAttention", given, qkv_layer, kv_layer, qkv_interleave_dim, layout, cached)
         if inference_params is not None and torch.is_grad_enabled():

@@ -87,6 +87,39 @@ def check_lengths(
             _check_numbers(layer, given[n], starts, longest[n], limit, side)
 
 
+def check_padding(layer: str, given: Lengths, pads: bool | None, layout: str) -> None:
+    """Refuse what contradicts `pads`, a call's pad_between_seqs; other checks look at what is no vector of ints.
+
+    On a GPU numbers are compared there: an assertion ends the program.
+    """
+    if pads is None or (not pads and layout != "thd"):
+        return
+    if layout != "thd":
+        raise ValueError(
+            f"{layer}: pad_between_seqs=True with the layout {layout!r}; it goes with 'thd', where "
+            f"cu_seqlens_q_padded and cu_seqlens_kv_padded say where sequences begin."
+        )
+    if pads and given.q_padded is given.kv_padded is None:
+        raise ValueError(
+            f"{layer}: pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded, which say where "
+            f"sequences begin; None is accepted, or one of these."
+        )
+    for n, name in enumerate(NAMES[:2]):
+        ends, starts = given[n], given[n + 2]
+        tensors = isinstance(ends, torch.Tensor) and isinstance(starts, torch.Tensor)
+        if pads or not tensors or ends.shape != starts.shape or ends.device != starts.device or ends.is_meta:
+            continue
+        sentence = (
+            f"{layer}: pad_between_seqs=False with a {name}_padded that lets sequences begin elsewhere than {name}; "
+            f"None or True is accepted, or None in place of {name}_padded."
+        )
+        same = (ends[:-1] == starts[:-1]).all()
+        if ends.device.type != "cpu" or torch.compiler.is_compiling():
+            torch._assert_async(same, sentence)
+        elif not bool(same):
+            raise ValueError(sentence)
+
+
 def check_alike(layer: str, given: Lengths) -> None:
     """Refuse lengths of keys that are not those of the queries, for an encoder, whose attention has one of each.
 

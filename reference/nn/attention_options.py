@@ -6,7 +6,7 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
-from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths
+from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths, check_padding
 from reference.nn.checks import NO_WINDOWS, Names, check_cudnn, check_grid, check_mask
 from reference.nn.inference import InferenceParams
 
@@ -28,11 +28,7 @@ class Options(NamedTuple):
         """
         check_arguments(f"{layer}.forward", bias.arguments() | lengths.arguments() | more)
         layout = layout if more.get("qkv_format") is None else more["qkv_format"]
-        if more["pad_between_seqs"] and layout != "thd":
-            raise ValueError(
-                f"{layer}: pad_between_seqs=True with the layout {layout!r}; it goes with 'thd', where "
-                f"cu_seqlens_q_padded and cu_seqlens_kv_padded say where sequences begin."
-            )
+        check_padding(layer, lengths, more["pad_between_seqs"], layout)
         return Options(bias, lengths, inference)
 
     @property
@@ -117,6 +113,11 @@ def unpacked(layer: str, given: Tensors, qkv: Any, kv: Any, dim: int, layout: st
 
     `given`: query_layer, key_layer and value_layer.
     """
+    if qkv is None and kv is None:
+        raise ValueError(
+            f"{layer}: qkv_interleave_dim={dim} without qkv_layer and kv_layer, whose layout it is; -3 is accepted, or "
+            f"one of these."
+        )
     name, x, parts = ("qkv_layer", qkv, 3) if qkv is not None else ("kv_layer", kv, 2)
     alone = given if parts == 3 else (*given[1:], qkv)
     if any(t is not None for t in alone) or (parts == 3 and kv is not None) or cached:

@@ -78,6 +78,8 @@ class _Pair(torch.autograd.Function):
         out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
+        if trains and type(context) is BlockContext and context.reads and not torch.compiler.is_compiling():
+            ctx.versions = _versions(context.reads)
         return out
 
     @staticmethod
@@ -87,7 +89,7 @@ class _Pair(torch.autograd.Function):
         # Gradients without a graph would make a second derivative silently zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
-        saved = ctx.saved_tensors
+        saved = _saved_tensors(ctx)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
@@ -96,6 +98,37 @@ class _Pair(torch.autograd.Function):
         if ctx.rows is not None:
             results = _split(results, ctx.rows)
         return None, None, None, None, None, None, *results
+
+
+def _versions(reads: tuple[torch.Tensor | None, ...]) -> list[int]:
+    """How often each was changed in place; -1 of what does not count it."""
+    return [-1 if x is None or x.is_inference() else x._version for x in reads]
+
+
+def _saved_tensors(ctx: Any) -> Saved:
+    """What the forward has saved; refused where it, or what else backward reads, was changed in place since.
+
+    PyTorch looks at what is saved. Of a view that the forward took it speaks about no_grad mode, which the user has not
+    asked for.
+    """
+    if torch.compiler.is_compiling():
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    error: RuntimeError | None = None
+    try:
+        saved: Saved = ctx.saved_tensors
+    except RuntimeError as found:
+        if "no_grad mode" not in str(found):
+            raise
+        error, what = found, "an input or a weight"
+    else:
+        versions = getattr(ctx, "versions", None)
+        if versions is None or versions == _versions(ctx.context.reads):
+            return saved
+        what = "a mask, rotary_pos_emb or alibi_slopes"
+    raise RuntimeError(
+        f"{_name(ctx.context)}: one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation since the forward: {what}; a change after backward, or of a clone, is accepted."
+    ) from error
 
 
 def _name(context: Context) -> str:

@@ -4,13 +4,14 @@ A layer that is made of layers checks everything that its parts would refuse, so
 history, random state and cached weight as it was.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.masked import MaskedTensor
 
 from reference import transforms
-from reference.arguments import MASK_TYPES, check_arguments
+from reference.arguments import MASK_TYPES, check_arguments, check_unread
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
 from reference.nn.module import TransformerEngineBaseModule
@@ -333,6 +334,16 @@ def check_fp8_sizes(*parts: Any) -> None:
         casts = isinstance(part, TransformerEngineBaseModule) and part.own_settings(current()).enabled
         if casts and not is_prepared(part):
             part._check_fp8_sizes("under FP8 autocast")
+
+
+def check_norms(layer: str, given: Mapping[str, Any], of_input: bool = True) -> None:
+    """Refuse settings of norms that an attention with these arguments does not have."""
+    if not of_input:
+        defaults = {"return_layernorm_output": False, "layernorm_epsilon": 1e-5, "normalization": "LayerNorm"}
+        defaults["zero_centered_gamma"] = False
+        check_unread(layer, given, defaults, "input_layernorm=False", "input_layernorm=True")
+    if given["qk_norm_type"] is None:
+        check_unread(layer, given, {"qk_norm_before_rope": False}, "qk_norm_type=None", "a qk_norm_type")
 
 
 def check_channels(layer: str, hidden_size: int, heads: int, kv_channels: int | None) -> int:

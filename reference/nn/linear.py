@@ -193,7 +193,8 @@ class Linear(LinearBase):
         in_features, out_features: sizes; in FP8 both must be multiples of 16. Any token count works.
         bias: learn a bias.
         init_method: called with the weight; None draws Transformer Engine's normal(0, 0.023) (`reference.nn.init`).
-        get_rng_state_tracker, rng_tracker_name: the weight is drawn inside `tracker().fork(name)`.
+        get_rng_state_tracker, rng_tracker_name: the weight is drawn inside `tracker().fork(name)`. Without a tracker
+            the name has no effect; Megatron always gives it.
         parameters_split: names (equal parts) or name → size, for weight and bias as several parameters.
         params_dtype: None is torch's default dtype.
         device: None is the package's own: "cpu" for `reference`, "cuda" for `optimized`.

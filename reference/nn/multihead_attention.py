@@ -42,9 +42,10 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         attention_dropout, attn_mask_type, window_size, qkv_format, attention_backend: as in `DotProductAttention`.
         attention_type: "self" or "cross".
         input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
-            `LayerNormLinear`.
+            `LayerNormLinear`; without input_layernorm the others keep their defaults.
         fuse_qkv_params, qkv_weight_interleaved: one parameter for q, k and v, whose rows are
-            `[group, q.. k v, channel]` if interleaved, else `[q.. k v, group, channel]`.
+            `[group, q.. k v, channel]` if interleaved, else `[q.. k v, group, channel]`. Three parameters are never
+            interleaved, whatever is given.
         bias, return_bias, init_method (q, k, v), output_layer_init_method (proj), params_dtype, device, ...: as in
             `Linear`.
         rotary_pos_interleaved: layout of the rotary embedding.
@@ -53,7 +54,8 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         softmax_type: as in `DotProductAttention`.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         qk_norm_type: None, or normalise each head of q and k: "RMSNorm", "LayerNorm", or "L2Normalization" (without
-            parameters). qk_norm_eps: its eps. qk_norm_before_rope: before the rotary embedding instead of after it.
+            parameters). qk_norm_eps: its eps; of none, it has no effect, as in Transformer Engine.
+            qk_norm_before_rope: before the rotary embedding instead of after it.
         softcap and ub_*: only "off" is offered.
     """
 
@@ -106,14 +108,11 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         *,
         attention_backend: str = "exact",
     ) -> None:
-        check_arguments("MultiheadAttention", locals())
+        given = dict(locals())
+        check_arguments("MultiheadAttention", given)
+        checks.check_norms("MultiheadAttention", given, input_layernorm)
         channels = checks.check_channels("MultiheadAttention", hidden_size, num_attention_heads, kv_channels)
         groups = checks.check_groups("MultiheadAttention", num_gqa_groups, int(num_attention_heads))
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "MultiheadAttention: return_layernorm_output=True with input_layernorm=False, which has no norm; "
-                "input_layernorm=True is accepted."
-            )
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.hidden_size = int(hidden_size)
@@ -121,7 +120,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
         self.layer_number = 1 if layer_number is None else int(layer_number)
         self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
-        self.softmax_type, self.qkv_weight_interleaved, self.name = softmax_type, qkv_weight_interleaved, name
+        self.softmax_type, self.name = softmax_type, name
         self.attention_type = attention_type
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
@@ -131,7 +130,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         self.rotary_pos_interleaved = rotary_pos_interleaved
         names = ("layernorm_qkv", "qkv") if attention_type == "self" else ("layernorm_query", "query_layer")
         self._first_name = names[0 if input_layernorm else 1]
-        self.interleaved = fuse_qkv_params and qkv_weight_interleaved
+        self.qkv_weight_interleaved = self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.qkv_format, self._batch = qkv_format, 1 if qkv_format == "sbhd" else 0  # "thd" has no batch
         device = self.resolve_device(device)
         common: dict[str, Any] = {

@@ -26,9 +26,9 @@ class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
     Args:
         dim: channels that are rotated, an even number.
         rotary_percent: below 1, the part of `dim` that is rotated.
-        seq_len_interpolation_factor: positions are divided by it, if pretrained_max_position_embeddings is given, too.
+        seq_len_interpolation_factor: positions are divided by it; it goes with pretrained_max_position_embeddings.
         pretrained_max_position_embeddings: for sequences longer than the product of both, positions are scaled to this
-            length.
+            length. Neither acts without the other.
         rotary_base: the base of the frequencies.
         interleaved: for `rotary_pos_interleaved=True`.
 
@@ -53,6 +53,13 @@ class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
             raise ValueError(
                 f"RotaryPositionEmbedding: dim={dim!r} with rotary_percent={rotary_percent!r} rotates {self.dim} "
                 f"channels; an even number from 2 on is accepted."
+            )
+        pair = (seq_len_interpolation_factor, pretrained_max_position_embeddings)
+        if (pair[0] is None) != (pair[1] is None):
+            raise ValueError(
+                f"RotaryPositionEmbedding: seq_len_interpolation_factor={pair[0]!r} with "
+                f"pretrained_max_position_embeddings={pair[1]!r}, of which neither acts without the other; both or "
+                f"None of them are accepted."
             )
         self.rotary_base = float(rotary_base)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor

@@ -44,6 +44,7 @@ _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
 _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
+_NORM = ("normalization", "zero_centered_gamma", "layernorm_epsilon", "return_layernorm_output")
 
 
 class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
@@ -57,7 +58,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
         init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
         attention_backend: as in `DotProductAttention`.
-        self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s.
+        self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s; those
+            of cross-attention are a decoder's.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
         fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, attn_input_format, qk_norm_*: as in
             `MultiheadAttention`.
@@ -157,7 +159,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             "device": device,
         }
         attention = {**common, **{name: given[name] for name in _ATTENTION}, "qkv_format": attn_input_format}
-        returns = apply_residual_connection_post_layernorm and not output_layernorm
+        of_input = attention if not output_layernorm else {n: x for n, x in attention.items() if n not in _NORM}
         self.self_attention = self.same_side(MultiheadAttention)(
             hidden_size,
             num_attention_heads,
@@ -165,7 +167,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             attn_mask_type=self_attn_mask_type,
             layer_number=layer_number,
             input_layernorm=not output_layernorm,
-            **{**attention, "return_layernorm_output": returns},
+            **of_input,
         )
         if layer_type == "decoder":
             self.inter_attention = self.same_side(MultiheadAttention)(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from reference.arguments import check_arguments
+from reference.arguments import check_arguments, check_unread
 from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention_lengths import check_alike
@@ -21,6 +21,12 @@ def check_construction(given: Mapping[str, Any]) -> None:
     checks.check_channels(layer, given["hidden_size"], given["num_attention_heads"], given["kv_channels"])
     checks.check_groups(layer, given["num_gqa_groups"], int(given["num_attention_heads"]))
     check_activation_params(layer, given["activation"], given["activation_params"])
+    checks.check_norms(layer, given)
+    if given["layer_type"] == "encoder":
+        of_cross: dict[str, Any] = {"enc_dec_attn_mask_type": "no_mask"}
+        if given["enc_dec_window_size"] not in checks.NO_WINDOWS:
+            of_cross["enc_dec_window_size"] = None
+        check_unread(layer, given, of_cross, "layer_type='encoder'", "layer_type='decoder'")
     if given["parallel_attention_mlp"]:
         for name, accepted in (
             ("layer_type", "encoder"),

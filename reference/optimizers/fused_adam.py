@@ -59,11 +59,11 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
             and becomes one.
         amsgrad: False.
         bias_correction: divide the moments by 1 − beta^step.
-        adam_w_mode: decouple weight decay from the gradient.
+        adam_w_mode: decouple weight decay from the gradient, in groups that have some.
         capturable: keep the learning rate and the count of steps on the device, so that a CUDA graph of a step can be
             replayed, and take a scaler's scale and overflow there, too. Moments are fp32 or bf16 then, masters fp32.
         master_weights: keep a copy in more bits of each parameter that is not in fp32.
-        master_weight_dtype: fp32, or scaled fp16.
+        master_weight_dtype: fp32, or scaled fp16; without master_weights, of weights kept in FP8 alone.
         exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, scaled fp16, or uint8: scaled E4M3.
         use_decoupled_grad: read `decoupled_grad` of a parameter, which may have another dtype, in place of `grad`.
         store_param_remainders: keep of the master of a bf16 parameter the 16 bits only that the parameter lacks.

@@ -80,7 +80,8 @@ class FusedSGD(OfSGD, torch.optim.Optimizer):
     Args:
         params: parameters, or dicts that define groups of them.
         lr, momentum, dampening, weight_decay, nesterov: SGD's.
-        wd_after_momentum: add the weight decay after the momentum, not before.
+        wd_after_momentum: add the weight decay after the momentum, not before, in groups that have both. dampening,
+            too, needs a momentum. Both may be set later.
         materialize_master_grads: True. (False concerns apex's master gradients, which do not exist here.)
         set_grad_none: deprecated; what `zero_grad` does without an argument.
 
