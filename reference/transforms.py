@@ -48,9 +48,7 @@ def refuse(layer: str, *values: Any) -> None:
 
 
 def sees_gradients(grads: Sequence[torch.Tensor | None]) -> bool:
-    """Whether a backward gets several gradients at once, as with `is_grads_batched=True`."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether a backward, which no compiler traces, gets several gradients at once (`is_grads_batched=True`)."""
     for g in grads:  # in each backward: without a generator's calls
         if g is not None and torch._C._functorch.is_legacy_batchedtensor(g):
             return True

@@ -78,18 +78,22 @@ class _Pair(torch.autograd.Function):
         out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
-        if trains and type(context) is BlockContext and context.reads and not torch.compiler.is_compiling():
-            ctx.versions = _versions(context.reads)
+        ctx.versions = None
+        for x in context.reads if trains else ():
+            if x is not None and not torch.compiler.is_compiling():
+                ctx.versions = _versions(context.reads)
+                break
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if transforms.sees_gradients(grads):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and transforms.sees_gradients(grads):
             transforms.refuse_gradients(_name(ctx.context))
         # Gradients without a graph would make a second derivative silently zero.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not compiling:
             raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
-        saved = _saved_tensors(ctx)
+        saved = ctx.saved_tensors if compiling else _saved_tensors(ctx)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
         results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
@@ -111,8 +115,6 @@ def _saved_tensors(ctx: Any) -> Saved:
     PyTorch looks at what is saved. Of a view that the forward took it speaks about no_grad mode, which the user has not
     asked for.
     """
-    if torch.compiler.is_compiling():
-        return ctx.saved_tensors  # type: ignore[no-any-return]
     error: RuntimeError | None = None
     try:
         saved: Saved = ctx.saved_tensors
@@ -121,8 +123,7 @@ def _saved_tensors(ctx: Any) -> Saved:
             raise
         error, what = found, "an input or a weight"
     else:
-        versions = getattr(ctx, "versions", None)
-        if versions is None or versions == _versions(ctx.context.reads):
+        if ctx.versions is None or ctx.versions == _versions(ctx.context.reads):
             return saved
         what = "a mask, rotary_pos_emb or alibi_slopes"
     raise RuntimeError(
