@@ -53,7 +53,8 @@ class FP8TensorMeta:
         """The scales for another setting: those that the last updates would have computed under it.
 
         `scale · scaled_max / self.scaled_max`. The factor is a power of two, so it is exact (the largest finite number
-        where it overflows). A scale of 1 whose history holds no usable amax below row 0 was never computed and stays.
+        where it overflows). A scale of 1 whose history holds no usable amax below row 0 was never computed and stays;
+        so does one that was computed as exactly 1, if a history of one row, which an update empties, does not tell.
         """
         if self.scaled_max is None:
             return self.scale

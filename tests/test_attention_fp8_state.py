@@ -16,7 +16,8 @@ KEY = "self_attention.core_attention._extra_state"
 
 def test_checkpoint_round_trip() -> None:
     module, x = layer(), numbers(0, 40, 2, 64)
-    assert KEY not in module.state_dict()
+    assert not module.state_dict()[KEY][1:].any()
+    assert not core_of(module).fp8_meta
     for step in range(2):
         train(module, x * (step + 1))
     file = io.BytesIO()
@@ -30,9 +31,10 @@ def test_checkpoint_round_trip() -> None:
     assert_same_bits(module.state_dict()[KEY], other.state_dict()[KEY])
 
 
-def test_a_checkpoint_without_the_state_starts_anew() -> None:
+@pytest.mark.parametrize("entry", [True, False], ids=["fresh", "none, as of earlier versions"])
+def test_a_checkpoint_without_the_state_starts_anew(entry: bool) -> None:
     module, x = layer(), numbers(0, 40, 2, 64)
-    before = module.state_dict()
+    before = {name: value for name, value in module.state_dict().items() if entry or name != KEY}
     fresh = copy.deepcopy(module)
     train(module, x)
     module.load_state_dict(before, strict=True)
@@ -63,11 +65,11 @@ def test_state_alone_and_state_before_the_first_run() -> None:
     te.init_fp8_state(other, RECIPE)
     assert other.state_dict()[KEY].shape == (5, 10)
     te.init_fp8_state(plain := layer(), PLAIN)
-    assert KEY not in plain.state_dict()
     te.load_fp8_state(other, module.state_dict())
     assert_same_bits(other.state_dict()[KEY], module.state_dict()[KEY])
     te.load_fp8_state(plain, {k: v for k, v in module.state_dict().items() if k != KEY})
-    assert KEY not in plain.state_dict()
+    te.load_fp8_state(plain, layer().state_dict())
+    assert not core_of(plain).fp8_meta
 
 
 def test_for_transformer_engine_the_state_is_left_out() -> None:
@@ -91,3 +93,22 @@ def test_the_state_moves_with_the_layer() -> None:
     core.to_empty(device="cpu")
     with te.autocast(recipe=RECIPE):
         core(*(numbers(n, 10, 2, 2, 16) for n in range(3)))
+
+
+def test_a_loader_of_single_entries_fills_a_layer_from_the_meta_device() -> None:
+    """Nothing tells attention that it has left the meta device: it has no parameters."""
+    there, x = layer(), numbers(0, 40, 2, 64)
+    train(there, x)
+    with torch.device("meta"):
+        here = layer()
+    assert not here.state_dict()[KEY].is_meta
+    for name, value in there.state_dict().items():
+        of, _, last = name.rpartition(".")
+        part: torch.nn.Module = here.get_submodule(of)
+        if last == "_extra_state":
+            part.set_extra_state(value)
+        else:
+            part.register_parameter(last, torch.nn.Parameter(value.clone()))
+    te.init_fp8_state(here, RECIPE)
+    assert_same_bits(here.state_dict()[KEY], there.state_dict()[KEY])
+    assert_same(train(here, x), train(there, x))

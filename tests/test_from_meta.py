@@ -62,7 +62,8 @@ def test_a_model_from_meta_trains_and_is_saved_like_any_other(
     for empties in (True, False):
         with torch.device("meta"):
             layer = make(name, kept)
-        assert all(t.is_meta for t in layer.state_dict().values())
+        of_attention = "core_attention._extra_state"  # says in numbers that there is no state yet
+        assert all(t.is_meta for key, t in layer.state_dict().items() if not key.endswith(of_attention))
         copy.deepcopy(layer)
         if empties:
             layer.to_empty(device="cpu")

@@ -7,8 +7,8 @@ Results are in the activation dtype, 16 bits. q, k and v have a delayed scale ea
 a first GEMM (q and k) and `weight` of a second (v). The second's `input` are the softmax's weights, which need none
 (`reference.ops.attention_fp8` says why); that column and those of the backward stay unused.
 
-The state enters checkpoints as that of other layers, under `_extra_state`, from the first run in FP8 on. Transformer
-Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
+The state enters checkpoints as that of other layers, under `_extra_state`; a checkpoint without the entry loads, too.
+Transformer Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -28,6 +28,7 @@ from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Quantizer
 from reference.recipe import Recipe
+from reference.scaling import KEYS
 
 # Keys of attention's state: ours and Transformer Engine's, and that of its releases 1.6 and 1.7.
 _STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
@@ -194,6 +195,13 @@ class FP8Attention(TransformerEngineBaseModule):
             elif value is not None:
                 checkpoint_format.check_state(name, value, self.state_columns())
 
+    def get_extra_state(self) -> torch.Tensor:
+        """As other layers'; one fresh on the CPU while the layer is on the meta device, which a loader of single
+        parameters does not tell it to leave."""
+        if self._device.type != "meta":
+            return super().get_extra_state()
+        return checkpoint_format.pack(self._unused_state(torch.device("cpu")), {})
+
     def set_extra_state(self, state: Any) -> None:
         """As other layers'; of Transformer Engine's, unused state is accepted and ignored."""
         name = f"{type(self).__name__}.{checkpoint_format.STATE}"
@@ -201,20 +209,24 @@ class FP8Attention(TransformerEngineBaseModule):
         if checkpoint_format.is_ours(state):
             self.load_state(checkpoint_format.unpack(state, self.state_columns(), self._device))
 
+    def load_state(self, state: checkpoint_format.State | None) -> None:
+        """Take FP8 state that was checked before; one that never ran in FP8, as most attention, needs no memory."""
+        if state is not None and checkpoint_format.is_fresh(state):
+            state = None
+        elif state is not None and self._device.type == "meta":
+            self._set_device(state[KEYS[0]].scale.device)
+        super().load_state(state)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if transformer_engine_state.is_writing():
             destination[prefix + checkpoint_format.STATE] = transformer_engine_state.nothing()
-        elif "scaling_fwd" not in self.fp8_meta:
-            del destination[prefix + checkpoint_format.STATE]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
         assign = local_metadata.get("assign_to_params_buffers", False)
         checkpoint_format.check_all(self, state_dict, prefix, assign)
         found = {key: value for key, value in state_dict.items() if key not in {prefix + key for key in _STATES}}
         state: Any = state_dict.get(prefix + checkpoint_format.STATE)
-        if checkpoint_format.is_ours(state):
-            self._take_state(checkpoint_format.unpack(state, self.state_columns(), self._device))
-        else:
-            self._fresh_state(self._device)
+        ours = checkpoint_format.is_ours(state)
+        self.load_state(checkpoint_format.unpack(state, self.state_columns(), self._device) if ours else None)
         super()._load_from_state_dict(found, prefix, local_metadata, *args)

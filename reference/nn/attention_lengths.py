@@ -17,7 +17,7 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.checks import Shape, ends_once, has_diagonals
+from reference.nn.checks import Shape, ends_once, has_diagonals, has_numbers, is_fake
 from reference.nn.context import BlockContext, Saved
 from reference.ops.attention_lengths import alibi_by_lengths, hidden_by_lengths
 
@@ -135,7 +135,7 @@ def check_alike(layer: str, given: Lengths) -> None:
             if n == 4 and q == kv:
                 continue
             raise ValueError(sentence)
-        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if has_numbers(q):
             if not torch.equal(q, kv):
                 raise ValueError(sentence)
         elif q.device.type != "meta":
@@ -165,13 +165,20 @@ def with_longest(layer: str, given: Lengths, sides: int = 2) -> Lengths:
         if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.shape[0] < 2:
             shown = list(x.shape) if isinstance(x, torch.Tensor) else x
             raise ValueError(f"{layer}: {NAMES[n]}={shown}; qkv_format='thd' needs an int32 tensor [batch + 1].")
-        if longest[n] is None and torch.compiler.is_compiling():
+        if longest[n] is None and (where := _without_numbers(x)) is not None:
             raise NotImplementedError(
-                f"{layer}: {NAMES[4 + n]}=None with qkv_format='thd' under torch.compile is not offered: sizes would "
-                f"depend on numbers of {NAMES[n]}; an int is accepted."
+                f"{layer}: {NAMES[4 + n]}=None with qkv_format='thd' {where} is not offered: sizes would depend on "
+                f"numbers of {NAMES[n]}; an int is accepted."
             )
         longest[n] = int(x.diff().max()) if longest[n] is None else int(longest[n])
     return given._replace(max_q=longest[0], max_kv=longest[1])
+
+
+def _without_numbers(x: torch.Tensor) -> str | None:
+    """Where x is, if it has no numbers there."""
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    return "on the meta device" if x.is_meta else "in a fake mode" if is_fake(x) else None
 
 
 def _check_one(layer: str, name: str, x: Any, batch: int, device: torch.device) -> None:
@@ -191,7 +198,7 @@ def _check_numbers(layer: str, x: torch.Tensor, padded: torch.Tensor, longest: i
         f"{layer}: cu_seqlens_{side} must start with 0 and not fall, with lengths of at most {longest} and of what "
         f"cu_seqlens_{side}_padded leaves, and at most {limit} tokens in all."
     )
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if has_numbers(x):
         if not bool(fits):
             raise ValueError(sentence)
     elif x.device.type != "meta":

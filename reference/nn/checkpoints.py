@@ -11,7 +11,7 @@ from reference.nn.float8_tensor import FP8, Float8Tensor, dequantized
 from reference.nn.fp8_state import WithFP8State
 from reference.notice import say_once
 from reference.recipe import DelayedScaling
-from reference.scaling import FP8TensorMeta, columns_of, regrouped
+from reference.scaling import KEYS, FP8TensorMeta, columns_of, regrouped
 
 
 class Checkpointed(WithFP8State):
@@ -31,13 +31,14 @@ class Checkpointed(WithFP8State):
 
     def get_extra_state(self) -> torch.Tensor:
         """The FP8 state as `reference.nn.checkpoint_format` packs it; a fresh one before the first run in FP8."""
-        state = self.fp8_meta
-        if "scaling_fwd" not in state:
-            rows, device = DelayedScaling().amax_history_len, self._parameter_device()
-            state = {key: FP8TensorMeta.fresh(columns, rows, device) for key, columns in self.state_columns().items()}
+        state: Any = self.fp8_meta if "scaling_fwd" in self.fp8_meta else self._unused_state(self._parameter_device())
         weights: Any = self._fp8_parameters()
         kept = {column: weights[name]._scale_inv for name, column in self.fp8_weights.items() if name in weights}
         return checkpoint_format.pack(state, kept)
+
+    def _unused_state(self, device: torch.device) -> checkpoint_format.State:
+        rows, columns = DelayedScaling().amax_history_len, self.state_columns()
+        return {key: FP8TensorMeta.fresh(columns[key], rows, device) for key in KEYS}
 
     def set_extra_state(self, state: Any) -> None:
         """Take the FP8 state of `get_extra_state`, or of Transformer Engine's; scales start at 1 where it has none.

@@ -15,7 +15,7 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.moved import byte_after
-from reference.nn.checks import check_tensor
+from reference.nn.checks import check_tensor, has_numbers
 from reference.nn.parameters import DeviceDefault
 from reference.nn.rotated import rotated, rotated_at
 
@@ -188,7 +188,7 @@ def _positions(
 
 def _require(fits: torch.Tensor, sentence: str) -> None:
     """Raise the sentence if not `fits`; on a GPU without waiting for it."""
-    if fits.device.type == "cpu" and not torch.compiler.is_compiling():
+    if has_numbers(fits):
         if not bool(fits):
             raise ValueError(sentence)
     elif fits.device.type != "meta":
