@@ -126,7 +126,8 @@ def make_graphed_callables(
     hooks = checked_hooks(capture_time_hooks, count)
     if _order is not None:
         passes = modules_of_passes(_order, _num_layers_per_chunk, count, len(args))
-        targets, flags, hooks = (tuple(found[i] for i in passes) for found in (targets, flags, hooks))
+        targets, flags = tuple(targets[i] for i in passes), tuple(flags[i] for i in passes)
+        hooks = [hooks[i] for i in passes]
     # An autocast checks them.
     settings = autocast(recipe=given["recipe"], amax_reduction_group=given["amax_reduction_group"]).settings
     if _nothing_to_capture(args):
