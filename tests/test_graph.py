@@ -386,7 +386,8 @@ def test_a_layer_that_runs_twice_in_one_graph_draws_twice() -> None:
         (ValueError, r"_order=\[1, 1\]; a list of chunks from 1 on", {"_order": [1, 1]}),
         (ValueError, r"_order=\[-1, 1\]; a list of chunks from 1 on", {"_order": [-1, 1]}),
         (ValueError, r"_order=\[1, 3, -3, -1\]; a list of chunks from 1 on", {"_order": [1, 3, -3, -1]}),
-        (ValueError, r"_order=\[1, -1, -0.5\]; a list of chunks", {"_order": [1, -1, -0.5]}),
+        (NotImplementedError, r"_order=\[1, -1, -1.5\] has half steps", {"_order": [1, -1, -1.5]}),
+        (ValueError, r"_order=\[1, -1.2\]; a list of chunks", {"_order": [1, -1.2]}),
         (ValueError, r"_order=True; a list of chunks", {"_order": True}),
         (
             ValueError,
