@@ -53,6 +53,7 @@ from reference import (  # noqa: F401
     is_nvfp4_available,
     load_fp8_state,
     make_graphed_callables,
+    mark_not_offload,
     not_offered,
     optimizers,
     parallel_cross_entropy,

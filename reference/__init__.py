@@ -35,7 +35,7 @@ from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.transformer_layer import TransformerLayer
-from reference.offload import get_cpu_offload_context
+from reference.offload import get_cpu_offload_context, mark_not_offload
 from reference.precision import PrecisionPlan, auto_precision
 from reference.quantization import (
     get_cudnn_version,
@@ -121,6 +121,7 @@ __all__ = [
     "is_nvfp4_available",
     "load_fp8_state",
     "make_graphed_callables",
+    "mark_not_offload",
     "optimizers",
     "parallel_cross_entropy",
     "philox",

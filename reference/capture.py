@@ -96,12 +96,23 @@ def _draw(steps: list[Any], out: torch.Tensor) -> torch.Tensor:
 
 
 _open: list[Draws] = []  # of captures that have begun and not ended
-_lists: list[list[Any]] = []  # those of `begun`
+_followed: "list[Begun]" = []
+_watch: list[Callable[[], None]] = []  # called before each replay
 
 
 def capturing(device: torch.device | None = None) -> bool:
     """Whether the current stream of a GPU (of `device`, if that is one) is captured, by whomever."""
-    return (device is None or device.type == "cuda") and torch.cuda.is_current_stream_capturing()
+    on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def refuse(name: str) -> None:
+    """Raise RuntimeError during a capture, for a function that reads or writes random states on the host."""
+    if capturing():
+        raise RuntimeError(
+            f"{name}: a CUDA graph is being captured, in which random states can be neither read nor written; a call "
+            f"before or after the capture is accepted."
+        )
 
 
 def present() -> Draws | None:
@@ -112,15 +123,39 @@ def present() -> Draws | None:
     return (own or _open)[-1]  # autograd's threads have none of their own
 
 
+class Begun:
+    """Graphs, in the order in which their captures begin; `before` and `after` get each one's number, outside of it."""
+
+    def __init__(self, before: Callable[[int], None], after: Callable[[int], None]) -> None:
+        self.graphs: list[Any] = []
+        self.before, self.after = before, after
+
+    def ended(self, graph: Any) -> None:
+        """Call `after`, if it is one of these."""
+        for number, one in enumerate(self.graphs):
+            if one is graph:
+                self.after(number)
+
+
 @contextlib.contextmanager
-def begun() -> Iterator[list[Any]]:
-    """A list of the graphs whose capture begins inside."""
-    found: list[Any] = []
-    _lists.append(found)
+def begun(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[list[Any]]:
+    """A list of the graphs whose capture begins inside; see `Begun`."""
+    found = Begun(before, after)
+    _followed.append(found)
     try:
-        yield found
+        yield found.graphs
     finally:
-        _lists[:] = [one for one in _lists if one is not found]
+        _followed[:] = [one for one in _followed if one is not found]
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[], None]) -> Iterator[None]:
+    """Inside, each replay calls `watch` first."""
+    _watch.append(watch)
+    try:
+        yield
+    finally:
+        _watch[:] = [one for one in _watch if one is not watch]
 
 
 def follow(graph: Any) -> None:
@@ -129,11 +164,13 @@ def follow(graph: Any) -> None:
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        for found in _followed:
+            found.before(len(found.graphs))
         begin(self, *args, **kwargs)
         self.twin_draws = Draws()
         _open.append(self.twin_draws)
-        for found in _lists:
-            found.append(self)
+        for found in _followed:
+            found.graphs.append(self)
 
     @functools.wraps(end)
     def capture_end(self: Any) -> None:
@@ -144,9 +181,13 @@ def follow(graph: Any) -> None:
             _open[:] = [one for one in _open if one is not draws]
             if draws is not None and draws.count == 0:
                 del self.twin_draws
+        for found in _followed:
+            found.ended(self)
 
     @functools.wraps(replay)
     def replay_with_draws(self: Any) -> None:
+        for watch in _watch:
+            watch()
         draws = self.__dict__.get("twin_draws")
         if draws is not None:
             draws.renew()

@@ -7,9 +7,9 @@ outside, too: a graph reads FP8 copies, which a call with `is_first_microbatch=T
 """
 
 import gc
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from reference import capture, scaling
 from reference.arguments import check_arguments, check_unread
 from reference.autocast import AutocastState, autocast, current, restored
+from reference.graph_capture import Hooks, checked_hooks, into_graphs, warm_up
 from reference.nn.dropout import Generator
 from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.module import TransformerEngineBaseModule
@@ -62,7 +63,7 @@ def make_graphed_callables(
     clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
-    capture_time_hooks: list[Any] | None = None,
+    capture_time_hooks: list[dict[str, dict[Any, Callable[[Any], None]]] | None] | None = None,
 ) -> Any:
     """Capture modules as CUDA graphs; on a CPU, where there is nothing to capture, return them unchanged.
 
@@ -90,7 +91,12 @@ def make_graphed_callables(
             a time (`reference.pipeline_order`). Each pass is a graph and an entry of `sample_args`; the result is a
             callable for each pass, and the modules stay as they are.
         _reuse_graph_input_output_buffers: accepted with `_order`, without effect: passes share no memory.
-        retain_graph_in_backward and the rest: only "off" is offered.
+        retain_graph_in_backward: keep what the forward has saved, so that backward with `retain_graph=True` can be
+            followed by another one of the same forward. Costs that memory as long as the graphs live.
+        pre_warmup_hook, post_warmup_hook: functions without arguments, called once before and after all warm-up runs.
+        capture_time_hooks: None, or for each module None or a dict with some of "forward_pre_hooks", "forward_hooks",
+            "backward_pre_hooks" and "backward_hooks", each a dict of functions of the module, which return None. They
+            run in warm-up and around each capture, and are no part of a graph.
 
     Returns:
         The module or modules, or the passes of `_order`. Each has `reset()`, which frees its graphs; it then runs
@@ -116,9 +122,11 @@ def make_graphed_callables(
             f"modules are accepted."
         )
     targets, args, kwargs = _one_each(modules, sample_args, sample_kwargs, ordered=_order is not None)
+    hooks = checked_hooks(capture_time_hooks, count)
     if _order is not None:
         passes = modules_of_passes(_order, _num_layers_per_chunk, count, len(args))
         targets, flags = tuple(targets[i] for i in passes), tuple(flags[i] for i in passes)
+        hooks = [hooks[i] for i in passes]
     # An autocast checks them.
     settings = autocast(recipe=given["recipe"], amax_reduction_group=given["amax_reduction_group"]).settings
     if _nothing_to_capture(args):
@@ -126,27 +134,24 @@ def make_graphed_callables(
         for target in targets:
             target.reset = _nothing
         return targets if isinstance(modules, tuple) else targets[0]
+    _check_modules(targets)
     shared = (bool(given["calibrating"]), settings.recipe, given["amax_reduction_group"])
+    caches = bool(given["cache_quantized_params"])
     graphs = [
-        _Graphed(module, keywords, AutocastState(bool(flag), *shared), bool(given["cache_quantized_params"]))
-        for module, keywords, flag in zip(targets, kwargs, flags, strict=True)
+        _Graphed(module, keywords, AutocastState(bool(flag), *shared), caches, own, retain_graph_in_backward)
+        for module, keywords, flag, own in zip(targets, kwargs, flags, hooks, strict=True)
     ]
     if _order is not None:
         for graph in graphs:  # the passes of a module read one copy of its weights
             graph.copies = next(other.copies for other in graphs if other.module is graph.module)
-    kept = [tensor for graph in graphs for tensor in graph.state()]
-    before = [tensor.clone() for tensor in kept]
     gc.collect()  # destroying an older graph, which is garbage, would end a capture
-    options = {"num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input}
-    with fork():  # warm-up draws from torch's generators what its own ops in the modules need
+    with _unchanged(graphs), fork():  # warm-up draws from torch's generators what its own ops in the modules need
+        warm_up(graphs, args, num_warmup_iters, allow_unused_input, (pre_warmup_hook, post_warmup_hook))
         if _order is None:
-            _capture(graphs, args, pool=pool, **options)
+            into_graphs(graphs, args, pool=pool, allow_unused_input=allow_unused_input)
         else:
             for graph, tensors in zip(graphs, args, strict=True):
-                _capture([graph], [tensors], **options)
-    with torch.no_grad():
-        for tensor, value in zip(kept, before, strict=True):
-            tensor.copy_(value)
+                into_graphs([graph], [tensors], allow_unused_input=allow_unused_input)
     if clone_param_grads_on_return:
         hooked = dict.fromkeys(parameter for target in targets for parameter in target.parameters())
         for parameter in (one for one in hooked if one.requires_grad):
@@ -157,26 +162,24 @@ def make_graphed_callables(
     return found if isinstance(modules, tuple) else found[0]
 
 
-def _capture(graphs: "list[_Graphed]", args: Any, **options: Any) -> None:
-    """Capture one graph, or several that run one after the other and share memory."""
-    for graph in graphs:
-        graph.module.forward = graph.captured  # type: ignore[method-assign]
-        graph.has_backward = False
-    with warnings.catch_warnings(), capture.begun() as found:
-        # torch itself keeps the last warm-up's outputs, of another stream, alive during the capture.
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-        torch.cuda.make_graphed_callables(
-            tuple(graph.module for graph in graphs),
-            tuple((*tensors, *graph.tensors.values()) for tensors, graph in zip(args, graphs, strict=True)),
-            **options,
-        )
-    # Forwards come first, and then, the last one first, the backwards of those that have one.
-    backwards = [graph for graph in reversed(graphs) if graph.has_backward]
-    for graph, captured in zip((*graphs, *backwards), found, strict=False):
-        graph.graphs.append(captured)
-    for graph in graphs:
-        graph.replay = graph.module.forward
-        graph.put_back()
+@contextmanager
+def _unchanged(graphs: "list[_Graphed]") -> Iterator[None]:
+    """What runs inside changes no state of the modules."""
+    kept = [tensor for graph in graphs for tensor in graph.state()]
+    before = [tensor.clone() for tensor in kept]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(kept, before, strict=True):
+                tensor.copy_(value)
+        for graph in graphs:
+            graph.forget()
+
+
+def replays(module: torch.nn.Module) -> bool:
+    """Whether a pass of a schedule replays graphs of this module."""
+    return any(graph.module is module and graph.replay is not None for graph in list(_graphs))
 
 
 def _nothing() -> None:
@@ -210,6 +213,22 @@ def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any, ordered: bool)
     return modules, tuple(map(tuple, sample_args)), kwargs
 
 
+def _check_modules(modules: tuple[torch.nn.Module, ...]) -> None:
+    """Refuse modules that no graph can stand for."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for module in modules:
+        name = type(module).__name__
+        if any(getattr(module, kind) for kind in kinds):
+            raise RuntimeError(
+                f"make_graphed_callables: {name} has hooks, which its graph would not run; a module without any is "
+                f"accepted. It may get some afterwards, and capture_time_hooks run beside the capture."
+            )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise RuntimeError(
+                f"make_graphed_callables: {name} has a buffer with requires_grad=True; only parameters are accepted."
+            )
+
+
 def _nothing_to_capture(sample_args: tuple[tuple[torch.Tensor, ...], ...]) -> bool:
     return all(tensor.device.type == "cpu" for args in sample_args for tensor in args)
 
@@ -218,9 +237,17 @@ class _Graphed:
     """One module, during its capture and around its replays."""
 
     def __init__(
-        self, module: torch.nn.Module, keywords: Mapping[str, Any], settings: AutocastState, caches: bool
+        self,
+        module: torch.nn.Module,
+        keywords: Mapping[str, Any],
+        settings: AutocastState,
+        caches: bool,
+        hooks: Hooks,
+        retains: bool,
     ) -> None:
         self.module = module
+        self.hooks = hooks
+        self.saved: list[torch.Tensor] | None = [] if retains else None
         self.settings = settings
         self.tensors = {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor)}
         self.constants = {name: value for name, value in keywords.items() if name not in self.tensors}
@@ -261,6 +288,7 @@ class _Graphed:
         self.has_backward = False
         self.graphs: list[Any] = []  # of the forward and, if there is one, the backward
         self.replay: Callable[..., Any] | None = None  # None after `reset`
+        _graphs.add(self)
 
     def _choices(self) -> list[Any]:
         """What `te.recipe.by_layer` has chosen for its layers."""
@@ -315,17 +343,29 @@ class _Graphed:
     def _captured(self, *args: torch.Tensor) -> Any:
         count = len(args) - len(self.tensors)
         tensors = dict(zip(self.tensors, args[count:], strict=True))
-        warming = capture.present() is None
-        with restored(self.settings), undrawn() if warming else nullcontext():
+        with ExitStack() as around:
+            around.enter_context(restored(self.settings))
+            if capture.present() is None:  # it is no capture
+                around.enter_context(undrawn())
+            elif self.saved is not None:  # otherwise the first backward would give its memory to what comes later
+                around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _itself))
             out = self.original(*args[:count], **tensors, **self.constants)
         self.has_backward = any(one.requires_grad for one in torch.utils._pytree.tree_leaves(out))
         return out
 
-    def install(self, in_module: bool) -> None:
-        """Forget what the capture has left; let the module itself replay, unless the pass is called by itself."""
-        self.held = self._fp8_state()
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.saved is not None
+        self.saved.append(tensor)
+        return tensor
+
+    def forget(self) -> None:
+        """Forget what the capture has left in the layers."""
         for layer, membership, copies in zip(self.layers, self.memberships, self.eager_copies, strict=True):
             layer._membership, layer._fp8_workspaces = membership, dict(copies)
+
+    def install(self, in_module: bool) -> None:
+        """Let the module itself replay, unless the pass is called by itself."""
+        self.held = self._fp8_state()
         if in_module:
             self.module.forward = self.forward  # type: ignore[method-assign]
             self.module.reset = self.reset  # type: ignore[assignment]
@@ -334,7 +374,7 @@ class _Graphed:
         """Free the graphs and their memory; calls then run the module without them."""
         for graph in self.graphs:
             graph.reset()
-        self.graphs, self.replay = [], None
+        self.graphs, self.replay, self.saved = [], None, None
         if vars(self.module).get("forward") == self.forward:
             self.put_back()
 
@@ -413,6 +453,13 @@ class _Graphed:
                 f"{name}: its CUDA graph was captured with keywords {[*self.tensors, *self.constants]} and is called "
                 f"with {list(kwargs)}; the same are accepted, with other tensors but no other values."
             )
+
+
+_graphs: weakref.WeakSet[_Graphed] = weakref.WeakSet()
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
         _STORAGE: "QuantizedTensorStorage Float8TensorStorage prepare_for_saving restore_from_saved "
         "restore_from_func_ctx",
         _WHERE: "attention module transformer distributed jit tensor float8_tensor quantized_tensor",
-        OFFLOAD: "mark_not_offload ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
+        OFFLOAD: "ManualOffloadSynchronizer cpu_offload cpu_offload_v1",
         "te.TransformerLayer takes activation='swiglu' and 'geglu' as they are": "interleave_glu_tensor "
         "deinterleave_glu_tensor",
         EXPORT: "onnx_export export onnx_extensions",

@@ -10,12 +10,16 @@ Of `model_layers` layers the first `num_layers` are offloaded. Copies run on a s
 layer's tensors start their way back when backward reaches the layer after it. They are copied as they are, so no bit
 changes. On a CPU there is nothing to move.
 
-Parameters and tensors of less than 2^18 elements stay. Layers in a context are not replayed from tapes
+What stays: parameters, FP8 copies of weights, what `mark_not_offload` has marked, and tensors of less than 2^18
+elements; where the environment has NVTE_CPU_OFFLOAD_V1=1, as Transformer Engine's older code needs it, of less than
+2^8, whose memory is smaller than what the allocator gives. Layers in a context are not replayed from tapes
 (`optimized.replay`), whose memory cannot move. Source: Transformer Engine's `pytorch/cpu_offload.py`.
 """
 
 import contextlib
 import functools
+import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,11 +27,12 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
+from reference.marks import is_marked, mark_not_offload
 from reference.notice import say_once
+from reference.threads import here
 
-__all__ = ["get_cpu_offload_context"]
+__all__ = ["get_cpu_offload_context", "mark_not_offload"]
 
-LEAST = 1 << 18  # elements
 Synchronize = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -49,11 +54,21 @@ def _aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _moves(t: torch.Tensor) -> bool:
+def _least() -> int:
+    """How many elements a tensor has at least that moves."""
+    return 1 << (8 if os.environ.get("NVTE_CPU_OFFLOAD_V1", "0") == "1" else 18)
+
+
+def _is_on_gpu(t: torch.Tensor) -> bool:
+    return t.is_cuda
+
+
+def _moves(t: torch.Tensor, least: int) -> bool:
     """Whether it is worth moving: a large activation on a GPU."""
     base = t if t._base is None else t._base
     weight = isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
-    return t.is_cuda and type(t) is torch.Tensor and t.layout is torch.strided and t.numel() >= LEAST and not weight
+    plain = type(t) is torch.Tensor and t.layout is torch.strided
+    return _is_on_gpu(t) and plain and t.numel() >= least and not (weight or is_marked(t) or is_marked(base))
 
 
 class _Kept:
@@ -88,14 +103,19 @@ class _Kept:
 
 
 class _Layer:
-    """What one layer has saved in one forward, as long as its graph lives; `before` is the layer before it."""
+    """What one layer has saved in one forward, as long as its graph lives.
 
-    def __init__(self, before: "_Layer | None", offloads: bool) -> None:
-        self.before, self.offloads = before, offloads
+    Attributes:
+        before: the layer before it.
+        least: the elements of what moves; None in a layer that is not offloaded.
+    """
+
+    def __init__(self, before: "_Layer | None", least: int | None) -> None:
+        self.before, self.least = before, least
         self.kept: list[weakref.ref[_Kept]] = []
 
     def pack(self, t: torch.Tensor) -> torch.Tensor | _Kept:
-        if not (self.offloads and _moves(t)):
+        if self.least is None or not _moves(t, self.least):
             if t.device.type == "cpu":
                 say_once("offload", "get_cpu_offload_context: on a CPU there is nothing to move; activations stay")
             return t
@@ -121,6 +141,7 @@ class _Offload(contextlib.AbstractContextManager["_Offload"]):
 
     def __init__(self, num_layers: int, model_layers: int) -> None:
         self.num_layers, self.model_layers = num_layers, model_layers
+        self.least = _least()
         self.count = 0  # of layers in this forward
         self.layer: _Layer | None = None
         self.hooks: Any = None
@@ -130,13 +151,15 @@ class _Offload(contextlib.AbstractContextManager["_Offload"]):
             raise RuntimeError("get_cpu_offload_context: its context is open already; one layer at a time is accepted.")
         if self.count == self.model_layers:
             self.count, self.layer = 0, None
-        self.layer = _Layer(self.layer, offloads=self.count < self.num_layers)
+        self.layer = _Layer(self.layer, self.least if self.count < self.num_layers else None)
         self.count += 1
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.layer.pack, _unpack)
         self.hooks.__enter__()
+        self.outer, here().offloading = here().offloading, True
         return self
 
     def __exit__(self, *error: Any) -> None:
+        here().offloading = self.outer
         hooks, self.hooks = self.hooks, None
         hooks.__exit__(*error)
 
@@ -175,16 +198,21 @@ def get_cpu_offload_context(
         enabled: False gives a context and a function that do nothing.
         num_layers: how many layers are offloaded, the first ones; fewer than model_layers.
         model_layers: how many layers run in the context in each forward.
-        offload_activations: with `enabled` only True.
+        offload_activations: False does nothing, and needs offload_weights=True with `enabled`.
+        offload_weights: as in Transformer Engine without effect, which a DeprecationWarning says.
         double_buffering: as in Transformer Engine without effect.
-        offload_weights, manual_synchronization, retain_pinned_cpu_buffers, offload_stream: only "off" is offered.
+        manual_synchronization, retain_pinned_cpu_buffers, offload_stream: only "off" is offered.
     """
     name = "get_cpu_offload_context"
     check_arguments(name, locals())
     if not enabled:
         return contextlib.nullcontext(), lambda x: x
-    if not offload_activations:
+    if not (offload_activations or offload_weights):
         raise ValueError(f"{name}: offload_activations=False with enabled=True; True is accepted.")
+    if offload_weights:
+        warnings.warn(f"{name}: offload_weights=True has no effect", DeprecationWarning, stacklevel=2)
+        if not offload_activations:
+            return contextlib.nullcontext(), lambda x: x
     layers = 1 if num_layers is None else num_layers
     if layers >= model_layers:
         raise ValueError(

@@ -9,6 +9,8 @@ by microbatch, then by layer.
 from collections.abc import Sequence
 from typing import Any
 
+from reference.arguments import is_real
+
 __all__ = ["modules_of_passes"]
 
 
@@ -54,6 +56,11 @@ def _is_count(x: Any) -> bool:
 
 def _chunks(order: Any) -> tuple[int, int]:
     """How many chunks and microbatches a schedule has."""
+    if isinstance(order, Sequence) and any(is_real(x) and x < 0 and 2 * x % 2 == 1 for x in order):
+        raise NotImplementedError(
+            f"make_graphed_callables: _order={order!r} has half steps (weight gradients after delay_wgrad_compute=True)"
+            f", which are not offered; whole numbers are accepted."
+        )
     whole = isinstance(order, Sequence) and len(order) > 0 and all(isinstance(x, int) and x != 0 for x in order)
     if whole:
         chunks = max(map(abs, order))

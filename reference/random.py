@@ -48,6 +48,7 @@ def seed(seed: int, module: torch.nn.Module | None = None) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"te.random.seed: seed={seed!r}; an int from -2^63 to 2^64 - 1 is accepted.")
     generators = _generators(module)
+    capture.refuse("te.random.seed")
     torch.manual_seed(seed)
     for i, generator in enumerate(generators.values()):
         low, high, *_ = (int(word[0]) for word in philox.element_words(seed % 2**64, i, 1))
@@ -61,6 +62,7 @@ def get_state(module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
         `"torch"` and `"torch.cuda.<i>"`, the states of torch's generators (uint8), and under its name in `module` each
             layer's `[seed, offset]` (int64 `[2]`).
     """
+    capture.refuse("te.random.get_state")
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         found |= {f"torch.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -92,6 +94,7 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
             fits = fits and value.dtype == torch.uint8 and value.dim() == 1
         if not fits:
             raise ValueError(f"te.random.set_state: state[{name!r}]={value!r}; the result of get_state is accepted.")
+    capture.refuse("te.random.set_state")
     torch.set_rng_state(state["torch"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for name, value in state.items():
@@ -112,6 +115,7 @@ def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
         for state, value in zip(states, before, strict=True):
             state.copy_(value)
         return
+    capture.refuse("te.random.fork")
     saved = get_state(module)
     try:
         yield

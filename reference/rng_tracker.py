@@ -71,10 +71,13 @@ class CudaRNGStatesTracker:
         """Keep a new state under `name`: that of generators which `torch.manual_seed(seed)` has seeded."""
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"CudaRNGStatesTracker.add: seed={seed!r}; an int is accepted.")
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"CudaRNGStatesTracker.add: seed={seed}; an int from -2^63 to 2^64 - 1 is accepted.")
         if seed in self.seeds_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: seed={seed} already exists; a new seed is accepted.")
         if name in self.states_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: name={name!r} already exists; a new name is accepted.")
+        capture.refuse("CudaRNGStatesTracker.add")
         outer = _present()
         torch.manual_seed(seed)
         self.states_[name] = _present()
@@ -91,6 +94,7 @@ class CudaRNGStatesTracker:
             with draws.forked(partial(self.fork, name)):
                 yield
             return
+        capture.refuse("CudaRNGStatesTracker.fork")
         again, outer = recompute.replaying(), _present()
         _enter(recompute.recalled(self, self.states_[name]))
         try:

@@ -28,6 +28,7 @@ class Thread:
         inits: `quantized_model_init`s.
         recording, replaying: checkpointed calls in their first run, and in their recomputation.
         undrawn: whether dropout draws no seeds (`reference.random.undrawn`).
+        offloading: whether a context of `get_cpu_offload_context` is open.
         first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first one
             updates the gradients' scales.
     """
@@ -40,6 +41,7 @@ class Thread:
         self.recording: list[Any] = []
         self.replaying: list[Any] = []
         self.undrawn = False
+        self.offloading = False
         self.first_module_pending = False
 
 

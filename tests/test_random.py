@@ -8,6 +8,7 @@ import torch
 import torch.utils.checkpoint
 
 import reference as te
+from reference import capture
 from reference.nn.dropout import Generator
 
 BF16 = torch.bfloat16
@@ -195,3 +196,56 @@ def test_attention_draws_its_seed_from_a_tracker() -> None:
         torch.manual_seed(seed)
         results.append(attention(q, q, q))
     assert torch.equal(*results)
+
+
+CALLS: dict[str, Callable[[te.CudaRNGStatesTracker, torch.nn.Module], object]] = {
+    "te.random.seed": lambda tracker, module: te.random.seed(3, module),
+    "te.random.get_state": lambda tracker, module: te.random.get_state(module),
+    "te.random.set_state": lambda tracker, module: te.random.set_state(STATES["module"], module),
+    "te.random.fork": lambda tracker, module: te.random.fork(module).__enter__(),
+    "CudaRNGStatesTracker.add": lambda tracker, module: tracker.add("b", 2),
+    "CudaRNGStatesTracker.fork": lambda tracker, module: tracker.fork("a").__enter__(),
+}
+STATES: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_states_are_not_read_or_written_in_a_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture by other means than PyTorch's, which `present` does not see; on the CPU."""
+    tracker, module = te.CudaRNGStatesTracker(), layer()
+    tracker.add("a", 1)
+    STATES["module"] = before = te.random.get_state(module)
+    monkeypatch.setattr(capture, "capturing", lambda device=None: True)
+    with pytest.raises(RuntimeError, match=f"^{name}: a CUDA graph is being captured, in which random states can be "):
+        CALLS[name](tracker, module)
+    monkeypatch.undo()
+    after = te.random.get_state(module)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert list(tracker.states_) == ["a"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("fork")])
+def test_a_real_capture_goes_on_after_the_sentence(name: str) -> None:
+    """Forks stand in a capture: each replay enters them (test_capture.py)."""
+    import optimized
+
+    module = optimized.TransformerLayer(32, 64, 2, params_dtype=BF16)
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    STATES["module"] = te.random.get_state(module)
+    x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match=f"^{name}: a CUDA graph is being captured"):
+            CALLS[name](tracker, module)
+        y = x * 2
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_tracker_refuses_a_seed_that_torch_has_not(seed: int) -> None:
+    tracker = te.CudaRNGStatesTracker()
+    with pytest.raises(ValueError, match=r"CudaRNGStatesTracker.add: seed=-?\d+; an int from -2\^63 to 2\^64 - 1 is"):
+        tracker.add("a", seed)
+    assert tracker.seeds_ == set()

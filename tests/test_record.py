@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import recorded_steps as steps
 import safetensors.torch
 import torch
 from recorded_steps import BF16, MODELS, RECIPES, given, made, recorded, replayed, step
+from test_graph import pretended
 
 import optimized
 import reference as te
-from reference import graph
+from reference import capture, graph
 from reference.nn import autograd
 from reference.recorded_step import digest, file, statistics
 from reference.recorded_step.replay import replay
 from reference.recorded_step.statistics import Statistics
+
+__all__ = ["pretended"]  # a fixture
 
 
 def optimizer_of(model: torch.nn.Module) -> Any:
@@ -326,6 +330,51 @@ def test_a_cuda_graph_is_refused(tmp_path: Path) -> None:
     model[0].forward = types.MethodType(graph._Graphed.forward, object.__new__(graph._Graphed))
     with pytest.raises(RuntimeError, match=r"record: 0 replays a CUDA graph \(make_graphed_callables\), whose ops"):
         te.record(model, tmp_path / "a")
+
+
+@pytest.mark.usefixtures("pretended")
+def test_passes_of_a_schedule_are_refused_until_their_graphs_are_freed(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(made("Linear"), made("Linear"))
+    x = torch.zeros(4, model[1].in_features, dtype=torch.bfloat16)
+    passes = te.make_graphed_callables((model[1],), [(x,)] * 2, _order=[1, 1, -1, -1])
+    for one in passes:
+        with pytest.raises(RuntimeError, match=r"record: 1 replays a CUDA graph \(make_graphed_callables\), whose ops"):
+            te.record(model, tmp_path / "a")
+        one.reset()
+    te.record(model, tmp_path / "a")
+
+
+class _Graph:
+    """A CUDA graph of nothing."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+capture.follow(_Graph)
+
+
+def test_a_replay_in_the_block_is_refused(tmp_path: Path) -> None:
+    """Of a graph that the program has captured itself, or made in the block."""
+    model, one = made("LayerNormMLP"), _Graph()
+    with (
+        pytest.raises(RuntimeError, match="record: a CUDA graph is replayed in the block, whose ops cannot be seen"),
+        te.record(model, tmp_path / "a"),
+    ):
+        one.replay()
+    assert not (tmp_path / "a").exists()
+    with te.record(model, tmp_path / "a"):
+        step(model, given(), None)
+        beside = threading.Thread(target=one.replay)  # no part of the step
+        beside.start()
+        beside.join()
+    one.replay()
+    assert (tmp_path / "a").exists()
 
 
 def test_both_packages_have_it() -> None:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from reference.marks import mark_not_offload
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
 from reference.quantized import Parts, Quantized, Transposed, Weight, as_dtype, stacked, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
+from reference.threads import here
 
 if TYPE_CHECKING:
     from reference.nn.module import TransformerEngineBaseModule
@@ -160,18 +162,20 @@ class ModuleContext:
         It is a `Quantized`, except where `w` is `Parts`.
         """
         if isinstance(w, Parts):
+            _stay(*w.parts)
             return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
         if cached is None:
             found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
             if self.is_first_microbatch is not None:
                 self.keep(name, found)
-            return found
-        wide = self.gemms[gemm].weight.dtype_t
-        if wide is None:
-            return cached
-        of_backward = w.codes_t if isinstance(w, Quantized) else as_dtype(w, wide).t() if transpose else None
-        return cached._replace(codes_t=of_backward)
+        elif (wide := self.gemms[gemm].weight.dtype_t) is None:
+            found = cached
+        else:
+            of_backward = w.codes_t if isinstance(w, Quantized) else as_dtype(w, wide).t() if transpose else None
+            found = cached._replace(codes_t=of_backward)
+        _stay(found)
+        return found
 
     def keep(self, name: str, cast: Quantized) -> None:
         """Keep a weight's cast for later microbatches, in place of one that another recipe has made.
@@ -225,6 +229,14 @@ class ModuleContext:
             found = found._replace(codes=copies[0], codes_t=copies[1], scales=copies[2])
             self.keep(name, found)
         return found
+
+
+def _stay(*weights: Quantized) -> None:
+    """Keep FP8 copies of weights where they are, although a context of `get_cpu_offload_context` is open."""
+    if here().offloading:
+        for one in weights:
+            if one.codes_t is not None and one.codes_t.dtype.itemsize == 1:  # numbers of 16 bits are put together anew
+                mark_not_offload(one.codes_t)
 
 
 def grad_of_accumulated(weight: Any) -> torch.Tensor | None:

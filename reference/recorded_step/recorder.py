@@ -17,6 +17,7 @@ import dataclasses
 import os
 import platform
 import sys
+import threading
 import time
 import weakref
 from enum import Enum
@@ -28,7 +29,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference import graph
+from reference import capture, graph
 from reference.random import get_state
 from reference.recorded_step.at_step import AtStep
 from reference.recorded_step.digest import digest
@@ -82,7 +83,8 @@ def record(
 
     Raises:
         TypeError, ValueError: an argument is not accepted; nothing has run.
-        RuntimeError: another step is being recorded; a module replays a CUDA graph, whose ops nobody sees; or, at the
+        RuntimeError: another step is being recorded; a module, or what runs in the block, replays a CUDA graph, whose
+            ops nobody sees; or, at the
             end, no op of `twin::` has run.
         reference.files.NotWritten: at the end; what stood at `path` is unchanged.
     """
@@ -99,7 +101,7 @@ def record(
     if not isinstance(ops, str) or ops not in OPS:
         raise ValueError(f"record: ops={ops!r}; 'digests' and 'outputs' are accepted.")
     for name, module in model.named_modules():
-        if _is_graph(module):
+        if _is_graph(module) or graph.replays(module):
             raise RuntimeError(
                 f"record: {name or 'the model'} replays a CUDA graph (make_graphed_callables), whose ops cannot be "
                 f"seen; a module without one is accepted."
@@ -168,8 +170,10 @@ class Recorder(TorchDispatchMode):
         _recording = weakref.ref(self)
         self._hook = self.modules.hook()
         self._hook.install()
-        self._eager = _uncompiled()
-        self._eager.__enter__()
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(_uncompiled())
+        self._around.enter_context(capture.watched(self._refuse_replay))
+        self._thread = threading.get_ident()
         super().__enter__()
         return self
 
@@ -178,7 +182,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         global _recording
         super().__exit__(kind, error, trace)
-        self._eager.__exit__(kind, error, trace)
+        self._around.__exit__(kind, error, trace)
         self._hook.remove()
         _recording = None
         if kind is None:
@@ -215,6 +219,15 @@ class Recorder(TorchDispatchMode):
                 "ops": OPS[self.keep],
             },
         }
+
+    def _refuse_replay(self) -> None:
+        """A CUDA graph is about to be replayed."""
+        # Backward runs in threads of its own; what another thread does beside is no part of the step.
+        if threading.get_ident() == self._thread or self.modules.phase() == "backward":
+            raise RuntimeError(
+                "record: a CUDA graph is replayed in the block, whose ops cannot be seen; a step without one is "
+                "accepted."
+            )
 
     # --- ops ---------------------------------------------------------------------------------------------
 
