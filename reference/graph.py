@@ -146,12 +146,13 @@ def make_graphed_callables(
             graph.copies = next(other.copies for other in graphs if other.module is graph.module)
     gc.collect()  # destroying an older graph, which is garbage, would end a capture
     with _unchanged(graphs), fork():  # warm-up draws from torch's generators what its own ops in the modules need
-        warm_up(graphs, args, num_warmup_iters, allow_unused_input, (pre_warmup_hook, post_warmup_hook))
+        outputs = warm_up(graphs, args, num_warmup_iters, allow_unused_input, (pre_warmup_hook, post_warmup_hook))
         if _order is None:
             into_graphs(graphs, args, pool=pool, allow_unused_input=allow_unused_input)
         else:
             for graph, tensors in zip(graphs, args, strict=True):
                 into_graphs([graph], [tensors], allow_unused_input=allow_unused_input)
+    del outputs
     if clone_param_grads_on_return:
         hooked = dict.fromkeys(parameter for target in targets for parameter in target.parameters())
         for parameter in (one for one in hooked if one.requires_grad):
@@ -411,7 +412,7 @@ class _Graphed:
                 if layer._fitted is not own.recipe:  # another recipe may have run without the graph
                     layer.fit_state(own.recipe)
                 scaling.join(layer, own.recipe, own.group)
-        out = self.replay(*args, *(kwargs[name] for name in self.tensors))
+        out = self.replay(*[_with_own_grad(x) for x in (*args, *(kwargs[name] for name in self.tensors))])
         first = out[0] if isinstance(out, tuple) else out
         # As in `reference.nn.autograd`: the first FP8 module runs backward last and updates the gradients' scales.
         thread = here()
@@ -456,6 +457,14 @@ class _Graphed:
 
 
 _graphs: weakref.WeakSet[_Graphed] = weakref.WeakSet()
+
+
+def _with_own_grad(x: torch.Tensor) -> torch.Tensor:
+    """An input whose `.grad`, if it will have one, is no memory of the graph's, which the next backward overwrites."""
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        x = x.view_as(x)
+        x.register_hook(torch.clone)
+    return x
 
 
 def _itself(x: torch.Tensor) -> torch.Tensor:

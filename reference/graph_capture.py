@@ -82,32 +82,40 @@ def _stand_in(graphs: Sequence[Any]) -> Any:
             graph.put_back()
 
 
-def warm_up(graphs: Sequence[Any], samples: Sequence[Any], rounds: int, allow_unused_input: bool, hooks: Any) -> None:
-    """Run each graph's module forward and backward, on another stream; `hooks` are called before and after all."""
+def warm_up(graphs: Sequence[Any], samples: Sequence[Any], rounds: int, allow_unused_input: bool, hooks: Any) -> Any:
+    """Run each graph's module forward and backward, on another stream; `hooks` are called before and after all.
+
+    Returns:
+        the last outputs. While they live, autograd accumulates gradients on that other stream, of which PyTorch warns
+        once, during the capture. Without them it would warn in a replay's backward.
+    """
     before, after = hooks
+    outputs: list[torch.Tensor] = []
     with _same_stream(torch.cuda.Stream):
         if before is not None:
             before()
         for graph, tensors in zip(graphs, samples, strict=True):
             with _stand_in([graph]):
                 for _ in range(rounds):
-                    _warm_up(graph, (*tensors, *graph.tensors.values()), allow_unused_input)
+                    outputs = _warm_up(graph, (*tensors, *graph.tensors.values()), allow_unused_input)
         if after is not None:
             after()
+    return outputs
 
 
-def _warm_up(graph: Any, tensors: tuple[torch.Tensor, ...], allow_unused_input: bool) -> None:
+def _warm_up(graph: Any, tensors: tuple[torch.Tensor, ...], allow_unused_input: bool) -> list[torch.Tensor]:
     _run(graph, "forward_pre_hooks")
     outputs = [one for one in tree_leaves(graph.module(*tensors)) if one.requires_grad]
     _run(graph, "forward_hooks")
     if not outputs:
-        return
+        return outputs
     inputs = [one for one in (*tensors, *graph.module.parameters()) if one.requires_grad]
     _run(graph, "backward_pre_hooks")
     torch.autograd.grad(
         outputs, inputs, [torch.empty_like(one) for one in outputs], only_inputs=True, allow_unused=allow_unused_input
     )
     _run(graph, "backward_hooks")
+    return outputs
 
 
 def into_graphs(graphs: Sequence[Any], samples: Sequence[Any], **options: Any) -> None:
@@ -130,7 +138,7 @@ def into_graphs(graphs: Sequence[Any], samples: Sequence[Any], **options: Any) -
         _run(graph, f"{what}_hooks")
 
     with warnings.catch_warnings(), _same_stream(), _stand_in(graphs), capture.begun(before, after) as found:
-        # torch itself keeps the last outputs, of another stream, alive during the capture.
+        # The warm-up's outputs are of another stream.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         torch.cuda.make_graphed_callables(
             tuple(graph.module for graph in graphs),
