@@ -300,6 +300,9 @@ def arrays(path: Path, remedy: str = "") -> dict[str, np.ndarray]:
             end = content.rindex(b"PK\x05\x06")  # the record that says how many members there are
             if int.from_bytes(content[end + 10 : end + 12], "little") != len(found.files):
                 raise ValueError("its list of members is not whole")
+            # Of a member whose header says less than it holds, NumPy reads no end, where zipfile looks at the checksum.
+            if (member := found.zip.testzip()) is not None:
+                raise ValueError(f"the checksum of {member} is another one")
             return {name: found[name] for name in found.files}
     except Exception as error:  # zipfile, zlib, struct and NumPy's parser of headers raise different ones
         raise Damaged(f"{path} is damaged ({error}){remedy}.") from error
