@@ -110,6 +110,12 @@ def test_what_cannot_be_resumed_is_said(text: Path, tmp_path: Path, refused: obj
         refused(again, "metrics.jsonl is damaged, at line 1 (" if line.startswith('{"step": 1,') else "metrics.jsonl")
         assert metrics.read_text() == f"{line}\n{lines}"
     metrics.write_text(lines)
+    picture = folder / "loss.png"
+    picture.write_text("mine")
+    refused(again, "loss.png': there is a file that is not a picture, and it stays as it is")
+    assert picture.read_text() == "mine"
+    picture.write_bytes(b"\x89PNG of an earlier version")
+    assert main([str(one) for one in again]) == 0
     path.rename(tmp_path / "kept")
     path.symlink_to(tmp_path / "gone")
     refused(again, f"checkpoint.safetensors is a link to {tmp_path / 'gone'}, which is not there: put its file back")

@@ -50,6 +50,8 @@ WALKTHROUGH = page("twin walkthrough", "FP8 training, bit by bit")
 STEP = Kind("a recorded step", "the path of a recording", lambda head: b'"twin_engine":"recorded step"' in head)
 METRICS = Kind("metrics of `twin train`", "the path of metrics", _is_metrics)
 PLOT = Kind("a picture of `twin train`", "the path of a picture", lambda head: b"twin train" in head)
+# In the folder of a run that goes on a picture is the run's, which an earlier version may have made without the mark.
+PICTURE = Kind("a picture", PLOT.accepted, lambda head: head.startswith(b"\x89PNG"))
 RESULT = Kind("a result of `twin bench`", "the path of a result", lambda head: head.lstrip().startswith(b"{"))
 RECORDING = Kind(
     "a recording of `twin parity --record`",

@@ -151,8 +151,7 @@ def _trainer(args: argparse.Namespace, console: Console) -> Trainer:
     settings = _settings(args, stored)
     where = _device(args.device)
     outputs.check("--output", args.output / METRICS, outputs.METRICS)
-    if stored is None:  # otherwise the picture is the run's
-        outputs.check("--output", args.output / PLOT, outputs.PLOT)
+    outputs.check("--output", args.output / PLOT, outputs.PLOT if stored is None else outputs.PICTURE)
     if args.record is not None:
         outputs.check("--record", args.output / STEP.format(args.record), outputs.STEP)
     try:
