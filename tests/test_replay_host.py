@@ -1,0 +1,53 @@
+"""What a replayed step costs its host: it makes few calls of Python, so that each check in it counts."""
+
+import cProfile
+import pstats
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dry_gpu import DryGpu
+
+import optimized as te
+
+ROOT = Path(__file__).parents[1]
+STEPS = 10
+
+
+@pytest.mark.parametrize(("fp8", "most"), [(False, 160), (True, 231)], ids=["bf16", "fp8"])
+def test_a_replayed_step_makes_few_calls(fp8: bool, most: int) -> None:
+    """Of a layer that runs as one pair, forward and backward, with the updates of its scales.
+
+    The bounds are what a step made before its checks grew (docs/log/layer.md): whoever adds calls takes as many away.
+    """
+    with DryGpu() as gpu:
+        gpu.tapes()
+        layer: Any = te.TransformerLayer(
+            128, 256, 2, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, params_dtype=torch.bfloat16
+        )
+        x = torch.empty(32, 2, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        recipe = te.DelayedScaling(amax_history_len=4)
+
+        def step() -> None:
+            x.grad = None
+            for parameter in layer.parameters():
+                parameter.grad = None
+            with te.autocast(enabled=fp8, recipe=recipe):
+                y = layer(x)
+            y.backward(y)
+
+        for _ in range(20):
+            step()
+        launches = len(gpu.launches)
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(STEPS):
+            step()
+        profile.disable()
+        assert len(gpu.launches) == launches, "every step was replayed"
+    calls = 0
+    for (file, _, name), (count, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        ours = Path(file).is_relative_to(ROOT / "reference") or Path(file).is_relative_to(ROOT / "optimized")
+        calls += count if ours and "comp>" not in name else 0  # Python 3.12 makes no call of a comprehension
+    assert calls / STEPS <= most, f"{calls / STEPS} calls of ours in a step"
