@@ -83,10 +83,10 @@ def test_layers_with_padding(decoder: bool, how: str, place: str) -> None:
             of_encoder = masked("padding", how, 6, 6)
             more["encoder_output"] = torch.zeros(6, 3, 32, dtype=BF16)
             more["enc_dec_attn_mask"] = of_encoder.get("attention_mask")
-        kinds = {"self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
-        layer = te.TransformerLayer(
-            32, 64, 2, layer_type="decoder" if decoder else "encoder", params_dtype=BF16, **kinds
-        )
+        kinds: dict[str, Any] = {"self_attn_mask_type": "padding"}
+        if decoder:
+            kinds |= {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+        layer = te.TransformerLayer(32, 64, 2, params_dtype=BF16, **kinds)
         return shapes_of(layer, [torch.zeros(6, 3, 32, dtype=BF16, requires_grad=True)], False, **more)
 
     same_everywhere(place, run)

@@ -41,7 +41,7 @@ class Model(torch.nn.Module):
             *(32, 48, 2),
             fuse_qkv_params=kind % 3 > 0,
             layer_type=("encoder", "decoder")[kind // 8 % 2],
-            enc_dec_attn_mask_type="padding_causal_bottom_right",
+            enc_dec_attn_mask_type=("no_mask", "padding_causal_bottom_right")[kind // 8 % 2],
             params_dtype=dtype,
             activation=("gelu", "swiglu", "relu", "clamped_swiglu")[kind % 4],
             hidden_dropout=0.1 * (kind % 2),
