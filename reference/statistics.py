@@ -275,6 +275,6 @@ def collect_stats(model: torch.nn.Module, every: int = 100, recipes: Iterable[Re
                 f"collect_stats: recipes has {recipe!r}; recipes without state between steps are accepted, such as "
                 f"Float8CurrentScaling()."
             )
-    if not any(getattr(module, "gemm_names", None) for module in model.modules()):
+    if not any(getattr(module, "fp8_sizes", None) for module in model.modules()):
         raise ValueError(f"collect_stats: model is a {type(model).__name__} without a layer that casts to FP8.")
     return Statistics(model, int(every), recipes)

@@ -94,13 +94,15 @@ def test_layers_with_padding(decoder: bool, how: str, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_tokens_of_sequences_one_after_the_other(place: str) -> None:
-    def run(longest: int | None = 6) -> Shapes:
+    def run(longest: int | None = 6, padded: torch.Tensor | None = None, **more: Any) -> Shapes:
         core = te.DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding_causal")
         given = [torch.zeros(18, 2, 16, dtype=BF16, requires_grad=True) for _ in range(3)]
         sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-        return shapes_of(core, given, False, cu_seqlens_q=lengths(3, 6), cu_seqlens_kv=lengths(3, 6), **sizes)
+        more |= {"cu_seqlens_q": lengths(3, 6), "cu_seqlens_kv": lengths(3, 6), "cu_seqlens_q_padded": padded}
+        return shapes_of(core, given, False, **more, **sizes)
 
     same_everywhere(place, run)
+    same_everywhere(place, lambda: run(pad_between_seqs=False, padded=lengths(3, 6)))
     where = {"fake": "in a fake mode", "meta": "on the meta device"}[place]
     sentence = f"^DotProductAttention: max_seqlen_q=None with qkv_format='thd' {where} is not offered: .* is accepted.$"
     with PLACES[place](), pytest.raises(NotImplementedError, match=sentence):

@@ -13,11 +13,11 @@ import recorded_steps as steps
 import safetensors.torch
 import torch
 from recorded_steps import BF16, MODELS, RECIPES, given, made, recorded, replayed, step
-from test_graph import pretended
+from test_graph import Captured, pretended
 
 import optimized
 import reference as te
-from reference import capture, graph
+from reference import graph
 from reference.nn import autograd
 from reference.recorded_step import digest, file, statistics
 from reference.recorded_step.replay import replay
@@ -344,24 +344,9 @@ def test_passes_of_a_schedule_are_refused_until_their_graphs_are_freed(tmp_path:
     te.record(model, tmp_path / "a")
 
 
-class _Graph:
-    """A CUDA graph of nothing."""
-
-    def capture_begin(self) -> None: ...
-
-    def capture_end(self) -> None: ...
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-
-capture.follow(_Graph)
-
-
 def test_a_replay_in_the_block_is_refused(tmp_path: Path) -> None:
     """Of a graph that the program has captured itself, or made in the block."""
-    model, one = made("LayerNormMLP"), _Graph()
+    model, one = made("LayerNormMLP"), Captured()
     with (
         pytest.raises(RuntimeError, match="record: a CUDA graph is replayed in the block, whose ops cannot be seen"),
         te.record(model, tmp_path / "a"),

@@ -218,6 +218,8 @@ def test_refusals() -> None:
         ValueError, match=r"^collect_stats: recipes has .*recipes without state between steps are accepted"
     ):
         te.collect_stats(model, recipes=[DELAYED])
+    with pytest.raises(ValueError, match=r"^collect_stats: model is a RMSNorm without a layer that casts to FP8"):
+        te.collect_stats(te.RMSNorm(32))
     with pytest.raises(ValueError, match=r"^collect_stats: model is a Linear without a layer that casts to FP8"):
         te.collect_stats(torch.nn.Linear(2, 2))
     stats = te.collect_stats(model)

@@ -84,8 +84,7 @@ def record(
     Raises:
         TypeError, ValueError: an argument is not accepted; nothing has run.
         RuntimeError: another step is being recorded; a module, or what runs in the block, replays a CUDA graph, whose
-            ops nobody sees; or, at the
-            end, no op of `twin::` has run.
+            ops nobody sees; or, at the end, no op of `twin::` has run.
         reference.files.NotWritten: at the end; what stood at `path` is unchanged.
     """
     if not isinstance(model, torch.nn.Module):
