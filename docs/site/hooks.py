@@ -3,13 +3,15 @@
 A file of the site has its path in the repository, so a link works on the host of the repository and on the site, and
 MkDocs checks it. README, CONTRIBUTING, docs/ and the notebooks are pages. What they link to comes with them: a source
 file as a page with its code, a folder as a list of its files. A notebook is shown with the outputs that it holds.
+The pages of names (api.py) are no files: mkdocstrings makes them of the docstrings.
 """
 
 import base64
 import html
 import json
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from latex2mathml.converter import convert
@@ -43,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent.resolve()
     site = Files([file for file in files if file.src_dir != config.docs_dir])
     pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
-    waiting = [*pages, *(root / css for css in config.extra_css)]
+    waiting = [*pages, *(root / css for css in config.extra_css if (root / css).exists())]  # or a plugin writes it
     for path in waiting:  # which grows: what a page links to is put at its end
         uri = path.relative_to(root).as_posix()
         if path.suffix in STATIC:
@@ -58,8 +60,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.is_dir() or path.suffix in (".md", ".ipynb"):  # code may have what looks like a link
             linked = dict.fromkeys(target for target in links(text, path.parent) if root in target.parents)
             waiting += [target for target in linked if target not in waiting]
-    config.nav = [entry for item in config.nav for entry in expanded(item, root)]
+    for uri, text in api_pages(root):
+        site.append(Page.generated(config, uri, content=text))
+    uris = [file.src_uri for file in site]
+    config.nav = [entry for item in config.nav for entry in expanded(item, uris)]
     return site
+
+
+def api_pages(root: Path) -> Iterator[tuple[str, str]]:
+    """Address and text of the pages of names. The package is imported from this checkout."""
+    sys.path[:0] = [str(root), str(root / "docs" / "site")]
+    try:
+        import api
+
+        yield from api.pages()
+    finally:
+        del sys.path[:2]
 
 
 def markdown(path: Path, uri: str) -> tuple[str, dict[str, bytes]]:
@@ -75,14 +91,19 @@ def markdown(path: Path, uri: str) -> tuple[str, dict[str, bytes]]:
     return f"# {uri}\n\n````{CODE.get(path.suffix, 'text')}\n{text}````\n", {}
 
 
-def expanded(item: object, root: Path) -> Iterator[object]:
-    """An entry of the navigation, with the files that its patterns stand for."""
+def expanded(item: object, uris: Sequence[str]) -> Iterator[object]:
+    """An entry of the navigation, with the pages that its patterns stand for."""
     if isinstance(item, dict):
         for title, inside in item.items():
             listed = isinstance(inside, list)
-            yield {title: [entry for one in inside for entry in expanded(one, root)] if listed else inside}
+            yield {title: [entry for one in inside for entry in expanded(one, uris)] if listed else inside}
     elif "*" in str(item):
-        yield from (path.relative_to(root).as_posix() for path in sorted(root.glob(str(item))))
+        pattern = PurePosixPath(str(item))
+        yield from (
+            uri
+            for uri in uris
+            if PurePosixPath(uri).parent == pattern.parent and PurePosixPath(uri).match(str(pattern))
+        )
     else:
         yield item
 

@@ -1,0 +1,117 @@
+"""The commands of a contributor: `nox -l` lists them, `nox -s lint tests` runs two. .ci/run runs them, too.
+
+They run in the environment that is active, and install there what they need; `nox` is in the extra `dev`.
+What stands after `--` goes to the program: `nox -s tests -- tests/test_cast.py -x`.
+"""
+
+import os
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "tests"]
+# Two processes of one thread each are a third faster on two cores than one process of two threads.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+HERE = {**os.environ, "PYTHONPATH": "."}
+# The tests that run other libraries' unmodified code on these layers.
+INTEGRATIONS = (
+    *("hugging_face", "conversion_blocks", "peft", "stand_in"),
+    *("from_meta", "recompute_by_pytorch", "user_benches"),
+)
+
+
+def _install(session: nox.Session, *wanted: str) -> None:
+    session.run("python", "-m", "pip", "install", "--quiet", *wanted)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """The linter, the type checker, and who imports whom."""
+    _install(session, "ruff", "mypy", "import-linter")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("lint-imports")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The fast tests, two at a time."""
+    _install(session, "-e", ".[dev]")
+    session.run("pytest", "-n", "2", "-m", "not slow", *session.posargs)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The exhaustive tests: minutes to hours."""
+    _install(session, "-e", ".[dev]")
+    session.run("pytest", "-n", "2", "-m", "slow", *session.posargs)
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """Every kernel on the CPU (docs/simulator.md)."""
+    _install(session, "-e", ".[dev]")
+    session.run(
+        "pytest", "-n", "2", "--quiet", "--simulate", "-m", "simulated and not slow", *session.posargs, env=ONE_THREAD
+    )
+
+
+@nox.session
+def integrations(session: nox.Session) -> None:
+    """transformers, accelerate, peft and lightning as they are, and the lesson that needs them."""
+    _install(session, "-e", ".[dev,integrations,notebooks]")
+    session.run("pytest", "--quiet", *(f"tests/test_{name}.py" for name in INTEGRATIONS), *session.posargs)
+    session.run("pytest", "--quiet", "--nbmake", "notebooks/11_other_peoples_models.ipynb")
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Every lesson, run from its first cell to its last."""
+    _install(session, "pytest-xdist", "-e", ".[notebooks]")
+    session.run(
+        "pytest",
+        "--quiet",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "--nbmake",
+        *(session.posargs or ["notebooks"]),
+        env=ONE_THREAD,
+    )
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """The site, in site/; a broken link fails. `mkdocs serve` shows it while you write."""
+    _install(session, "-e", ".[site]")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random schedules, checkpoints, files and commands, ten minutes each; `-- --fuzz-seed N` repeats one."""
+    _install(session, "-e", ".[dev]")
+    files = [f"tests/test_fuzz_{name}.py" for name in ("layers", "storage", "commands")]
+    session.run("pytest", "-m", "slow", *files, *(session.posargs or ["--fuzz-seconds", "600"]), env=ONE_THREAD)
+
+
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Changes of the source that the tests must notice: hours."""
+    _install(session, "-e", ".[dev,mutation]")
+    session.run("python", "tests/mutation.py", *(session.posargs or ["--count", "300", "--seed", "1"]), env=HERE)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The GPU suite on a Hopper GPU, and its summary in docs/results."""
+    _install(session, "-e", ".[gpu,dev]")
+    session.run("python", "tests/gpu_suite.py", *session.posargs, env=HERE)
+
+
+@nox.session
+def tables(session: nox.Session) -> None:
+    """The tables of README and docs/results.md, from docs/results."""
+    session.run("python", "-m", "optimized.commands.tables", env=HERE)
