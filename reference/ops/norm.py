@@ -78,20 +78,37 @@ def column_sums(pieces: Iterable[np.ndarray], rows: int, hidden: int) -> np.ndar
     `pieces` are fp32 `[whole blocks of rows, hidden]`, in order, as `_pieces` cuts them.
     """
     count, parallel = block_rows(rows), chains(hidden)
-    total = run = np.zeros(hidden, np.float32)
-    block = 0
-    for piece in pieces:
-        for first in range(0, len(piece), count):
-            sums = [np.zeros(hidden, np.float32) for _ in range(parallel)]
-            for k, row in enumerate(piece[first : first + count]):
-                sums[k % parallel] += row
-            while len(sums) > 1:
-                sums = [a + b for a, b in zip(sums[0::2], sums[1::2], strict=True)]
-            if block % RUN == 0:
-                total, run = total + run, np.zeros(hidden, np.float32)
-            run = run + sums[0]
-            block += 1
-    return total + run
+    # A sum that started from +0.0 is never -0.0, so that +0.0 for a row or a block that does not exist changes no word.
+    blocks = [np.zeros((0, hidden), np.float32), *(_block_sums(piece, count, parallel) for piece in pieces)]
+    total = np.zeros(hidden, np.float32)
+    for run in _in_order(_grouped(np.concatenate(blocks), RUN)):
+        total = total + run
+    return total
+
+
+def _grouped(rows: np.ndarray, count: int) -> np.ndarray:
+    """`[groups, count, hidden]`, with rows of +0.0 at the end where the last group is not full."""
+    missing = -len(rows) % count
+    if missing:
+        rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), np.float32)])
+    return rows.reshape(-1, count, rows.shape[1])
+
+
+def _in_order(groups: np.ndarray, first: int = 0, step: int = 1) -> np.ndarray:
+    """The sums of `[groups, count, hidden]` over every `step`-th of the second dimension, one after the other."""
+    total = np.zeros((len(groups), groups.shape[2]), np.float32)
+    for k in range(first, groups.shape[1], step):
+        total += groups[:, k]
+    return total
+
+
+def _block_sums(piece: np.ndarray, count: int, parallel: int) -> np.ndarray:
+    """The sum of each block of `count` rows: `[blocks, hidden]`."""
+    blocks = _grouped(piece, count)
+    sums = [_in_order(blocks, chain, parallel) for chain in range(parallel)]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[0::2], sums[1::2], strict=True)]
+    return sums[0]
 
 
 def check_norm(

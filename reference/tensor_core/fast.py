@@ -21,6 +21,7 @@ from reference.workers import each
 Codes = NDArray[np.unsignedinteger]
 _ROWS = 1024  # rows of C in a task: 64 columns of them fill 256 KB of its core's cache
 _SMALL = 1 << 20  # products; below this, starting other threads costs more than it saves
+_NONE = np.empty(0, np.intp)
 _compiling = threading.RLock()
 
 
@@ -123,11 +124,12 @@ def gemm_words(
             return model.gemm_words(operands, split_k, c)
     start = None if c is None else c.view(np.float32)
     words = _finite(operands, split_steps, _compiled(half), start).view(np.uint32)
-    others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
-    for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):
-        if rows.size and columns.size:
-            block = np.ix_(rows, columns)
-            words[block] = _with_infinities(words[block], operands._replace(a=a[rows], b=b[columns]))
+    if a_inf.size or b_inf.size:
+        others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
+        for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):
+            if rows.size and columns.size:
+                block = np.ix_(rows, columns)
+                words[block] = _with_infinities(words[block], operands._replace(a=a[rows], b=b[columns]))
     words[a_nan] = model.NAN_WORD
     words[:, b_nan] = model.NAN_WORD
     return words
@@ -139,10 +141,12 @@ def _special_rows(codes: Codes, fmt: model.FloatFormat) -> tuple[NDArray[np.intp
     limit = ((1 << fmt.exponent_bits) - 1) << fmt.fraction_bits  # infinity; what is above is NaN
     if not fmt.has_infinity:
         limit += (1 << fmt.fraction_bits) - 2  # the largest finite code
+    if magnitude.max(initial=0) < limit:  # nearly always
+        return _NONE, _NONE
     highest = magnitude.max(axis=1, initial=0)
     nan = np.flatnonzero(highest > limit)
     if not fmt.has_infinity or not (highest >= limit).any():
-        return np.empty(0, np.intp), nan
+        return _NONE, nan
     return np.flatnonzero((magnitude == limit).any(axis=1)), nan
 
 
