@@ -82,7 +82,7 @@ METHODS: dict[str, dict[str, str]] = {
         "a layer's forward writes its keys and values itself (inference_params=...)": "step",
         "the cache has no pages": "convert_paged_to_nonpaged",
     },
-    "FusedSGD": {"a parameter's momentum is state[parameter]['momentum_buffer']": "get_momentums"},
+    "FusedSGD": {"a parameter's momentum is the 'momentum_buffer' of its state": "get_momentums"},
     "Quantizer": {
         INTERNAL: "alloc_tensors create_metadata get_columnwise_shape inner_tensor_specs is_quantizable "
         "is_requantization_safe quantize_impl storage_metadata supports_only_rowwise_all_gather",

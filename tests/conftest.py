@@ -79,7 +79,23 @@ def has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+def draw_samples(items: list[pytest.Item]) -> None:
+    """Of a test with the mark `sample(n)` n cases, always the same ones, run in the fast suite; all others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not {"gpu", "simulated", "slow"} & item.keywords.keys():
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, of_one_test in cases.items():
+        (wanted,) = of_one_test[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        drawn = random.Random(name).sample(of_one_test, min(wanted, len(of_one_test)))
+        for item in of_one_test:
+            if item not in drawn:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    draw_samples(items)
     if config.getoption("--require-gpu") or has_hopper():
         return
     skip, simulate = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")

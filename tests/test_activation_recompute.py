@@ -65,6 +65,7 @@ def states(model: torch.nn.Module) -> list[torch.Tensor]:
     return [t.clone() for meta in metas for t in (meta.scale, meta.amax_history)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("way", list(WAYS)[1:])
 def test_it_changes_no_bit(way: str, fp8: bool, same_bits) -> None:

@@ -61,6 +61,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -135,6 +136,7 @@ def calibrated(layer: Any) -> None:
     y.backward(torch.empty_like(y))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("run", [masked, adding, rotated, calibrated])
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
 def test_calls_that_are_not_replayed(run: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +204,7 @@ def cached(layer: Any) -> list[tuple[str, int]]:
     return [(name, id(one)) for cache in caches for name, one in cache.items()]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("adds", [False, True], ids=["returned", "added"])
 @pytest.mark.parametrize("first", [None, True, False])
 @pytest.mark.parametrize("backend", ["exact", "cudnn"])

@@ -42,6 +42,7 @@ def results(recording: file.Recording) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_step_of_a_loop_is_recorded_with_its_bits(number: int, tmp_path: Path, same_bits) -> None:
     player = autograd.player

@@ -21,6 +21,7 @@ twin = torch.ops.twin
 DTYPES = (torch.bfloat16, torch.float16)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask_type", attention.MASK_TYPES)
 @pytest.mark.parametrize("mask", MASKS)
@@ -127,6 +128,7 @@ def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
     assert bool((found["m"] == -(2.0**100)).all())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("sq", "skv"), [(300, 300), (100, 400), (400, 100)])

@@ -29,6 +29,7 @@ def test_against_float64(bias: str, mask_type: str) -> None:
     check_against_float64(case)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mask_type", attention.MASK_TYPES)
 @pytest.mark.parametrize("bias", ["h slopes", "bh slopes"])
 def test_alibi_is_a_bias_in_every_bit(bias: str, mask_type: str) -> None:

@@ -40,6 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [(-1, -1), (40, 20), (140, 0)])
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
 def test_lengths_are_a_mask(mask_type: str, window: tuple[int, int]) -> None:

@@ -127,6 +127,7 @@ def extras(variant: str) -> dict[str, Any]:
     }.get(variant, {})
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_first_program_of_every_introduction(variant: str, fp8: bool) -> None:
@@ -163,6 +164,7 @@ def test_the_first_program_of_every_introduction(variant: str, fp8: bool) -> Non
         assert torch.equal(one, three)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", ["defaults", "padding", "decoder", "gqa, swiglu, rmsnorm, no bias"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiler_follows_it(variant: str) -> None:

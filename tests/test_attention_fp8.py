@@ -33,6 +33,7 @@ def test_the_order_is_the_written_one(dtype: torch.dtype, skv: int) -> None:
     check(Case(sq=3, skv=skv, d=48, dtype=dtype, mask_type="causal_bottom_right" if skv > 3 else "causal", scale=0.7))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mask_type", attention.MASK_TYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_have_the_written_order(mask_type: str, mask: str) -> None:

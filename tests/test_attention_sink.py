@@ -19,6 +19,7 @@ from reference.ops.attention_backward import row_dots
 twin = torch.ops.twin
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_against_float64(mask_type: str, mask: str) -> None:

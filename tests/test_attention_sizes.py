@@ -20,6 +20,7 @@ BF16 = torch.bfloat16
 SIZES = ((24, 16), (16, 40), (192, 128), (64, 72), (8, 256))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_against_float64(mask_type: str, mask: str) -> None:

@@ -124,6 +124,7 @@ def test_weights_kept_in_fp8(same_bits) -> None:
     same_bits(step(layer, DELAYED)[1], step(wide, None)[1], "dx")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_and_compiled(recipe: str, same_bits) -> None:

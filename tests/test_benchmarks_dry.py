@@ -33,6 +33,7 @@ from optimized.bench import (
     attention_plot,
     decode,
     first_step,
+    gemm,
     gemm_equality,
     gemm_shapes,
     ladder,
@@ -115,6 +116,12 @@ def run_of_adam() -> snapshots.Sections:
     """Without PyTorch's fused SGD, which does not run on meta tensors."""
     with mock.patch.object(torch, "_fused_sgd_", return_value=None):
         return run_of(adam)
+
+
+def run_of_gemm() -> snapshots.Sections:
+    """With short blocks at the power cap, which are thousands of calls else."""
+    with mock.patch.object(gemm, "SECONDS", 0.01):
+        return run_of(gemm)
 
 
 def run_of_gemm_equality() -> snapshots.Sections:
@@ -293,6 +300,7 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "adam": run_of_adam,
     "decode": run_of_decode,
     "first_step": run_of_first_step,
+    "gemm": run_of_gemm,
     "gemm_equality": run_of_gemm_equality,
     "layer": run_of_layer,
     "layer_sweep": run_of_layer_sweep,
@@ -304,7 +312,7 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
 }
 
 
-LONG = {"layer"}  # a quarter of a minute; `layer_sweep` runs the same code
+LONG = {"layer", "single_gpu"}  # a quarter of a minute; `layer_sweep` and tests/test_single_gpu.py run the same code
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in RUNS])

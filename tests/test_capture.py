@@ -179,6 +179,7 @@ def transformer(package: Any, device: str, dtype: torch.dtype = BF16, **options:
     return made
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8", [False, True], ids=["high", "fp8"])

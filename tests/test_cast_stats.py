@@ -62,6 +62,7 @@ def written_out(x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor) -> tu
     return counts, [*map(total, squares), amax]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("dtype", "fp8"), list(itertools.product(WIDE, (E4M3, E5M2))))
 @pytest.mark.parametrize("shape", [(1, 16), (37, 48), (256, 32), (130, 272)])
 def test_every_number_is_that_of_plain_python(dtype: torch.dtype, fp8: torch.dtype, shape: tuple[int, int]) -> None:

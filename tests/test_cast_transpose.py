@@ -191,6 +191,7 @@ def parts_of(seed, rows, groups, widths, dtype, device="cpu"):
     return [(torch.randn(rows, groups * w, generator=drawn) * 30).to(dtype).to(device) for w in widths]
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
 @pytest.mark.parametrize(
     ("groups", "widths"), [(1, (16,)), (3, (16, 8, 8)), (1, (64, 8, 24)), (2, (24, 8)), (4, (8, 8, 8))]

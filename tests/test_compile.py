@@ -111,6 +111,7 @@ def compare(name: str, fp8: bool, backend: str, device: str = "cpu") -> None:
     compare_modules(build().to(device), [t.to(device) for t in arguments()], fp8, backend, 4)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_compiled_layer_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
@@ -138,6 +139,7 @@ def test_a_compiled_layer_has_the_bits_of_eager_mode_on_a_gpu(name: str, fp8: bo
     compare(name, fp8, backend, "cuda")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_inductor_compiles_a_layer_that_drops_nothing(fp8: bool) -> None:
     torch.manual_seed(1)
@@ -157,6 +159,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformer_layers_of_every_kind(variant: str, backend: str) -> None:
@@ -229,6 +232,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 FAST = ("core, lengths", "core, packed", "block, packed, rotary", "block, ALiBi", "layer, bias")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "option", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in OPTIONS]
 )
@@ -281,6 +285,7 @@ def test_no_function_that_a_compiler_traces_asks_for_its_locals() -> None:
     assert not found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["dequantized", "fp8"])
 def test_weights_that_are_kept_in_fp8(fp8: bool, backend: str) -> None:

@@ -17,6 +17,7 @@ def test_each_default_is_listed_once() -> None:
     assert len(DEFAULTS) == len(defaults.configurations())
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("dtype", defaults.WIDE, ids=str)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "fp8"])
 @pytest.mark.parametrize("llama", [False, True], ids=["gpt", "llama"])

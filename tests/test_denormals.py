@@ -145,6 +145,7 @@ def test_the_switch_is_the_calling_threads() -> None:
     formats.cast(X, formats.E4M3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("threads", [3, 8])
 def test_worker_threads_that_flush_alone_are_noticed(threads: int) -> None:
     """Threads take their maker's switch: these were made while the calling thread flushed, and it no longer does."""

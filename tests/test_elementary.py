@@ -272,6 +272,7 @@ class TestRecorded:
 class TestInstructions:
     """NUMERICS' budget: exp about 10 fp32 instructions, gelu and dgelu 40, no slow path."""
 
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("function", INSTRUCTIONS)
     def test_the_chosen_forms(self, function: str) -> None:
         counts = sass.per_element(function)

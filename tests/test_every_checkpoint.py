@@ -137,6 +137,7 @@ def test_a_fresh_layer_has_the_keys_of_a_trained_one(name: str, recipe: str) -> 
     assert list(fresh.state_dict()) == before
 
 
+@pytest.mark.sample(27)
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:TypedStorage", "ignore:.*_get_pg_default_device", "ignore:Multiple backends"
 )

@@ -228,6 +228,7 @@ def test_the_cache_keeps_what_it_was_given_or_nothing(
     assert files.cache_folder("kind") == Path.home() / ".cache" / "twin-engine" / "kind"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("save", "count"), [(np.savez_compressed, 20), (np.savez, 20), (np.savez, 5000)])
 def test_a_flipped_bit_in_arrays_is_damage_or_changes_nothing(save: Any, count: int, tmp_path: Path) -> None:
     """Bit by bit; what changes nothing are dates, attributes and the like of the zip format."""

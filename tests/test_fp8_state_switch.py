@@ -98,6 +98,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         same_bits(found[name], x, name)
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_first_step_after_a_change(name: str, change: str, same_bits: Any) -> None:
@@ -171,6 +172,7 @@ WAYS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Linear", "TransformerLayer"])

@@ -83,6 +83,7 @@ def test_hooks_run_for_each_pass_of_a_schedule() -> None:
     assert seen == ["before", *warm, "after", *(event for i in passes for event in both(i))]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("where", ["forward_hooks", "backward_pre_hooks", "post_warmup_hook", "forward"])
 @pytest.mark.parametrize("ordered", [False, True])

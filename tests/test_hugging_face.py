@@ -107,6 +107,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: (p.dequantize() if isinstance(p, Float8Tensor) else p).clone() for name, p in found.items()}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_each_kind(name: str, same_bits: Any) -> None:
     _, _, _, count, kinds = MODELS[name]
@@ -356,6 +357,7 @@ def test_accelerate_opens_the_autocast_of_a_converted_model() -> None:
     assert other == [losses, fp8, rows]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"bf16": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}])
 def test_the_trainer_wraps_forward_in_turn(options: dict[str, Any], tmp_path: Path) -> None:
     trainer = trained_by_trainer(tmp_path, 2, **options)

@@ -211,6 +211,7 @@ def test_statistics_and_microbatches_and_delayed_gradients() -> None:
     assert_same_bits(torch.cat([w.grad for w in layer.parts_of("weight")]), eager.weight.grad, "dw")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["grouped queries", "cross"])
 def test_compiled_it_has_the_bits_of_eager_mode(name: str) -> None:

@@ -142,6 +142,7 @@ def reads(recording: file.Recording, op: str, argument: str) -> tuple[int, int]:
     return number, names.index(argument)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("op", "argument", "writer"),
     [

@@ -65,6 +65,7 @@ def launches(lines: list[str]) -> list[str]:
     return [line.removeprefix("again ") for line in lines if re.match(r"(again )?\w+\.\w+ \[", line)]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mode", MODES)

@@ -203,6 +203,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(28)
 @pytest.mark.filterwarnings("ignore:get_cpu_offload_context. offload_weights:DeprecationWarning")
 @pytest.mark.parametrize(("name", "n", "argument"), CASES)
 def test_each_setting_acts_or_is_refused(name: str, n: int, argument: str) -> None:

@@ -181,6 +181,7 @@ def test_classes_say_that_they_are_transformer_engines() -> None:
     assert printed("import reference\n" + textwrap.dedent(program)) == "done"
 
 
+@pytest.mark.sample(1)
 def test_names_with_an_obvious_answer_are_offered() -> None:
     program = """
     import json
@@ -426,6 +427,7 @@ def test_a_model_whose_layers_subclass_linear() -> None:
     assert printed(INSTALL + EVO) == [True] * 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_libraries_train_in_fp8(name: str) -> None:
     if importlib.util.find_spec(LIBRARIES[name]) is None:

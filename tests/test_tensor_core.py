@@ -143,6 +143,7 @@ def number(code: int, fmt: model.FloatFormat) -> tuple[Fraction, int]:
     return sign * significand, max(field, 1) - fmt.bias
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_the_rule_said_in_fractions(kind):
     *formats, instruction = inputs.KINDS[kind]

@@ -108,6 +108,7 @@ def test_styles_with_full_tiles(kind, style):
         assert_equal(kind, a, b, 128)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_the_recorded_inputs_one_after_another(kind):
     """Each case's exponents in one step and another's in the next, so that C meets all of them."""

@@ -64,6 +64,7 @@ def trained(settings: Settings, steps: int | None = None) -> Trainer:
 # --- the recorded hashes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["delayed", "current"])
 def test_twenty_steps_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, SHORT) == recorded(precision, SHORT)
@@ -142,6 +143,7 @@ def test_a_run_changes_its_device_and_keeps_its_bits(tmp_path: Path) -> None:
 # --- what changes nothing ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", RECIPES)
 def test_looking_at_a_model_and_recomputing_leave_no_trace(precision: str, tmp_path: Path) -> None:
     settings = replace(TINY, precision=precision)
@@ -234,6 +236,7 @@ def test_the_norm_is_clipped() -> None:
 # --- checkpoints -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", RECIPES)
 def test_a_run_goes_on_to_the_same_bits(precision: str, tmp_path: Path) -> None:
     settings = replace(TINY, precision=precision)

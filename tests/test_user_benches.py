@@ -20,6 +20,7 @@ from reference import files
 SIZES = trainer.Sizes(64, 128, 4, 2, 2, 128, 16, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("way", trainer.WAYS, ids=lambda way: way.name)
 def test_the_trainer_trains_each_way(way: trainer.Way) -> None:

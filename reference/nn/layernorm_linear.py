@@ -107,9 +107,8 @@ class LayerNormLinear(LinearBase):
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: keep γ − 1 in `layer_norm_weight`.
         return_layernorm_output: return `(y, norm(x))`.
-        in_features, out_features, bias, return_bias, init_method, get_rng_state_tracker, parameters_split,
-            params_dtype, device, fuse_wgrad_accumulation, delay_wgrad_compute, and parallelism's arguments: as in
-            `Linear`.
+
+    All other arguments are those of `Linear`.
 
     Source: Transformer Engine's `pytorch/module/layernorm_linear.py`.
     """
