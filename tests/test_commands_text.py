@@ -1,4 +1,4 @@
-"""What the commands show: their cases, tables and the walkthrough's report, compared with tests/golden/commands.
+"""What the commands show: their cases and tables, compared with tests/golden/commands.
 
 A test that fails shows the first lines that differ; where the change was meant, record it with
 `PYTHONPATH=.:tests python tests/snapshots.py` and read the diff.
@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import figures
-import numpy as np
 import pytest
 import snapshots
 import torch
@@ -32,24 +31,19 @@ from rich.console import Console
 from torch.overrides import TorchFunctionMode
 
 import reference as te
-from optimized import device, measure
+from optimized import measure
 from optimized.bench import adam
 from optimized.commands import (
     bench,
     parity,
     replay_page,
     tables,
-    walkthrough,
 )
 from optimized.commands import replay as replay_command
 from optimized.commands.report import Report
-from optimized.commands.steps import linear, number_line, recorded, training, tutorial
-from optimized.commands.steps.style import styled
 from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs
-from optimized.training import corpus
-from optimized.training.settings import Settings
 from reference import scaling
 
 FOLDER = "commands"
@@ -132,38 +126,6 @@ def lines_of(report: Report) -> list[str]:
     text = re.sub(r"(</tr>|</p>|</h2>|</figcaption>|</pre>)", "\\1\n", page)
     text = re.sub(r"(an ordinary fp32 product</td>).*", "\\1 differs from CPU to CPU", text)
     return [line for line in text.splitlines() if line.strip()]
-
-
-def made_up_text() -> corpus.Corpus:
-    """Bytes that are the same with every Python."""
-    data = b"".join(b"def f%d(x):\n    return x + %d\n\n" % (i * i, i) for i in range(400))
-    return corpus.Corpus(np.frombuffer(data, np.uint8), 3)
-
-
-def run_of_walkthrough() -> snapshots.Sections:
-    """The steps of the report, the training with a tiny model on text that is made up."""
-    settings = Settings(**{**walkthrough.QUICK, "steps": 6})
-    bars: list[str] = []
-
-    def bar(name: str, total: int) -> Callable[[], None]:
-        bars.append(f"{name}: {total}")
-        return lambda: bars.append(name)
-
-    found: dict[str, tuple[list[str], int]] = {}
-    steps: dict[str, Callable[[Report], Any]] = {
-        "number line": number_line.run,
-        "linear": linear.run,
-        "tutorial": lambda report: tutorial.run(report, bar),
-        "recorded": lambda report: recorded.run(report, bar),
-        "training": lambda report: training.run(report, made_up_text(), settings, bar),
-    }
-    nobody = mock.patch.object(device, "problems", return_value=["no Hopper GPU is wanted here"])
-    with nobody, styled():
-        for name, step in steps.items():
-            report = Pictures("title", "subtitle")
-            outcome = step(report)
-            found[name] = [str(outcome), *lines_of(report)], 70
-    return {**found, "bars": (snapshots.repeats(bars), 20)}
 
 
 def payload_of(name: str, at: int) -> dict[str, Any]:
@@ -301,7 +263,6 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "parity_cases": run_of_parity_cases,
     "parity_inputs": run_of_parity_inputs,
     "replay": run_of_replay,
-    "walkthrough": run_of_walkthrough,
 }
 
 
