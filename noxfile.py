@@ -1,10 +1,11 @@
 """The commands of a contributor: `nox -l` lists them, `nox -s lint tests` runs two. .ci/run runs them, too.
 
-They run in the environment that is active, and install there what they need; `nox` is in the extra `dev`.
-What stands after `--` goes to the program: `nox -s tests -- tests/test_cast.py -x`.
+They run in the environment that is active, and install there what they need; with `--no-install` they take it for
+installed. `nox` is in the extra `dev`. What stands after `--` goes to the program: `nox -s tests -- -x`.
 """
 
 import os
+from pathlib import Path
 
 import nox
 
@@ -21,7 +22,7 @@ INTEGRATIONS = (
 
 
 def _install(session: nox.Session, *wanted: str) -> None:
-    session.run("python", "-m", "pip", "install", "--quiet", *wanted)
+    session.run_install("python", "-m", "pip", "install", "--quiet", *wanted)
 
 
 @nox.session
@@ -69,17 +70,9 @@ def integrations(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """Every lesson, run from its first cell to its last."""
     _install(session, "pytest-xdist", "-e", ".[notebooks]")
-    session.run(
-        "pytest",
-        "--quiet",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "--nbmake",
-        *(session.posargs or ["notebooks"]),
-        env=ONE_THREAD,
-    )
+    later_first = sorted(map(str, Path("notebooks").glob("*.ipynb")), reverse=True)  # the last lessons take longest
+    how = ("--quiet", "-n", "2", "--dist", "worksteal", "--nbmake")
+    session.run("pytest", *how, *(session.posargs or later_first), env=ONE_THREAD)
 
 
 @nox.session

@@ -25,6 +25,7 @@ def test_every_session_that_is_named_exists_and_every_one_is_named() -> None:
     assert named == sessions
     script = (ROOT / ".ci" / "run").read_text("utf-8")
     run = {name for names in re.findall(r"for session in ([\w ]+);", script) for name in names.split()}
+    run |= set(re.findall(r"nox .*-s (\w+)", script))
     assert run
     assert run <= sessions
 
