@@ -13,6 +13,7 @@ nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "tests"]
 # Two processes of one thread each are a third faster on two cores than one process of two threads.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+TWO_AT_A_TIME = ("--quiet", "-n", "2", "--dist", "worksteal")
 HERE = {**os.environ, "PYTHONPATH": "."}
 # The tests that run other libraries' unmodified code on these layers.
 INTEGRATIONS = (
@@ -62,8 +63,8 @@ def simulated(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """transformers, accelerate, peft and lightning as they are, and the lesson that needs them."""
     _install(session, "-e", ".[dev,integrations,notebooks]")
-    session.run("pytest", "--quiet", *(f"tests/test_{name}.py" for name in INTEGRATIONS), *session.posargs)
-    session.run("pytest", "--quiet", "--nbmake", "notebooks/11_other_peoples_models.ipynb")
+    files = [*(f"tests/test_{name}.py" for name in INTEGRATIONS), "notebooks/11_other_peoples_models.ipynb"]
+    session.run("pytest", *TWO_AT_A_TIME, "--nbmake", "-m", "not slow", *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -71,8 +72,7 @@ def notebooks(session: nox.Session) -> None:
     """Every lesson, run from its first cell to its last."""
     _install(session, "pytest-xdist", "-e", ".[notebooks]")
     later_first = sorted(map(str, Path("notebooks").glob("*.ipynb")), reverse=True)  # the last lessons take longest
-    how = ("--quiet", "-n", "2", "--dist", "worksteal", "--nbmake")
-    session.run("pytest", *how, *(session.posargs or later_first), env=ONE_THREAD)
+    session.run("pytest", *TWO_AT_A_TIME, "--nbmake", *(session.posargs or later_first), env=ONE_THREAD)
 
 
 @nox.session

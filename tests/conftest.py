@@ -79,11 +79,14 @@ def has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def draw_samples(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `sample(n)` n cases, always the same ones, run in the fast suite; all others are slow."""
+def draw_samples(items: list[pytest.Item], never: set[str]) -> None:
+    """Of a test with the mark `sample(n)` n cases, always the same ones, run in the fast suite; all others are slow.
+
+    A GPU runs all cases of the tests for it: whoever has the marks in `never` is no sample.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample") and not {"gpu", "simulated", "slow"} & item.keywords.keys():
+        if item.get_closest_marker("sample") and not (never | {"slow"}) & item.keywords.keys():
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, of_one_test in cases.items():
         (wanted,) = of_one_test[0].get_closest_marker("sample").args  # type: ignore[union-attr]
@@ -95,8 +98,9 @@ def draw_samples(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    draw_samples(items)
-    if config.getoption("--require-gpu") or has_hopper():
+    on_gpu = config.getoption("--require-gpu") or has_hopper()
+    draw_samples(items, {"gpu", "simulated"} if on_gpu else set())
+    if on_gpu:
         return
     skip, simulate = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")
     outside = pytest.mark.skip(reason="runs in the simulator, with --simulate")

@@ -201,6 +201,7 @@ def test_kernels_with_few_multiprocessors_and_many_entries(d: int) -> None:
     assert "attention.attention_ticket" in check_in_simulator(case, processors=2)
 
 
+@pytest.mark.sample(2)
 @simulated
 @pytest.mark.parametrize("more", OPTIONS)
 def test_wide_heads_take_a_mask_of_them(more: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def test_any_shape(case: Case) -> None:
     compare(case, when=AT_RANDOM, seed=case.seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 def test_a_layer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps: outputs, gradients, scales and histories."""

@@ -151,6 +151,7 @@ class Recomputed(torch.nn.Module):
         return te.checkpoint(self.layer, x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.gpu
 @pytest.mark.simulated
 @pytest.mark.parametrize("recipe", RECIPES)

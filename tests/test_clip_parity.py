@@ -54,6 +54,7 @@ def test_any_list_at_any_address(sizes: list[int], dtypes: list[torch.dtype], of
     compare(sizes, dtypes, offset, True, seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [64, 65, 513, 2100])
 def test_around_the_capacity_of_a_launch_and_of_the_last_sum(count: int) -> None:
     compare([5 + i % 7 for i in range(count)], [torch.bfloat16])

@@ -73,6 +73,7 @@ def test_fused_or_part_by_part_every_bit_is_the_same(recipe: str, same_bits: Any
 SIMULATED = [pytest.param(name, marks=[pytest.mark.simulated] if name == "delayed" else []) for name in RECIPES]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", SIMULATED)
 @pytest.mark.parametrize("way", WAYS)

@@ -29,6 +29,7 @@ def compare(count: int, rows: int, width: int, dtype: torch.dtype, padding: int,
     assert_same_bits(here, twin.embedding_backward(there[1], ids.cuda(), rows, padding), what)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "rows", "width"),

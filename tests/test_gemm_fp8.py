@@ -44,6 +44,7 @@ def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if t is None else t.cuda() for t in tensors]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.simulated
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", ["fast", "split"])

@@ -176,6 +176,7 @@ def test_every_configuration_to_its_end(kind, dtype, short):
             check(twin.norm_backward, grad, x, weight, mean, rstd, True, kind, residual)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 17, 33, 64, 65, 131, 200])
@@ -196,6 +197,7 @@ def test_several_tiles_to_a_block(kind):
         check(twin.norm_cast_transpose, x, weight, bias, 1e-5, False, kind, torch.tensor([5.0]), None, 0, E4M3)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)

@@ -62,6 +62,7 @@ def test_any_list_of_modules(shapes, algorithm, margin, fp8_max, seed) -> None: 
     compare(shapes, algorithm, margin, fp8_max, seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("modules", [CAPACITIES[0], CAPACITIES[0] + 1, CAPACITIES[-1], CAPACITIES[-1] + 1])
 def test_around_the_capacity_of_a_launch(modules: int) -> None:
     compare([(4, 3)] * modules, "max")

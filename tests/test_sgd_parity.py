@@ -45,6 +45,7 @@ def compare(
         assert_same_bits(b, a, f"{kind}, tensor {i % len(sizes)} of list {i // len(sizes)}")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=2)), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(kind: str, flags: tuple[bool, bool]) -> None:
@@ -65,6 +66,7 @@ def test_any_list_at_any_address(sizes: list[int], kind: str, momentum: float, o
     compare(sizes, kind, momentum, offset=offset, special=True, seed=seed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [CAPACITIES[0], CAPACITIES[0] + 1, CAPACITIES[1] + 1])
 def test_around_the_capacity_of_a_launch(count: int) -> None:
     compare([5 + i % 7 for i in range(count)], "bf16")

@@ -25,6 +25,7 @@ def compare(case: Case, when: int = simulator.LATE, processors: int = 4) -> list
     return gpu.launches
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
 @pytest.mark.parametrize(
     "case",
@@ -41,6 +42,7 @@ def test_whenever_copies_and_products_happen(case: Case, when: int) -> None:
     assert "attention_backward_wide.attention_backward" in launches
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,6 +66,7 @@ def test_options(case: Case) -> None:
     compare(case)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
 def test_clusters_take_turns(when: int) -> None:
     """Three clusters, each with two works and three query tiles for two heads; up to three key blocks add to dq."""
