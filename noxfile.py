@@ -5,6 +5,7 @@ installed. `nox` is in the extra `dev`. What stands after `--` goes to the progr
 """
 
 import os
+import sys
 from pathlib import Path
 
 import nox
@@ -23,7 +24,8 @@ INTEGRATIONS = (
 
 
 def _install(session: nox.Session, *wanted: str) -> None:
-    session.run_install("python", "-m", "pip", "install", "--quiet", *wanted)
+    if "--no-install" not in sys.argv:  # nox itself heeds it in environments that it has made
+        session.run("python", "-m", "pip", "install", "--quiet", *wanted)
 
 
 @nox.session
