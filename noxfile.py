@@ -56,9 +56,8 @@ def slow(session: nox.Session) -> None:
 def simulated(session: nox.Session) -> None:
     """Every kernel on the CPU (docs/simulator.md)."""
     _install(session, "-e", ".[dev]")
-    session.run(
-        "pytest", "-n", "2", "--quiet", "--simulate", "-m", "simulated and not slow", *session.posargs, env=ONE_THREAD
-    )
+    which = ("--simulate", "-m", "simulated and not slow")
+    session.run("pytest", *TWO_AT_A_TIME, *which, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -81,7 +80,8 @@ def notebooks(session: nox.Session) -> None:
 def site(session: nox.Session) -> None:
     """The site, in site/; a broken link fails. `mkdocs serve` shows it while you write."""
     _install(session, "-e", ".[dev,site]")
-    session.run("pytest", "--quiet", "tests/test_site.py", *session.posargs)
+    session.run("mkdocs", "build", "--strict")
+    session.run("pytest", "--quiet", "tests/test_site.py", "--site", "site", *session.posargs)
 
 
 @nox.session

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from unittest import mock
 
 import cores  # noqa: F401  (before torch)
@@ -40,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--simulate",
         action="store_true",
         help="without a GPU, run the tests for one in the simulator (tests/simulator)",
+    )
+    parser.addoption(
+        "--site",
+        type=lambda path: Path(path).resolve(),
+        help="tests/test_site.py reads this folder, which `mkdocs build` has written",
     )
     parser.addoption("--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test) goes on")
     parser.addoption("--fuzz-seed", type=int, help="run a fuzzer for this seed alone: the one that a failure printed")

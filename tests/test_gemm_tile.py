@@ -84,8 +84,8 @@ def tiles_of_clusters(tile: Tile, m: int, n: int, cut: int, sms: int) -> list[li
 
 @settings(max_examples=300, deadline=None)
 @given(
-    m=st.integers(1, 12000),
-    n=st.integers(1, 800).map(lambda i: 16 * i),
+    m=st.integers(1, 40000),
+    n=st.integers(1, 2000).map(lambda i: 16 * i),
     tile=st.sampled_from(FP8_TILES),
     part=st.floats(0, 1),
 )

@@ -83,7 +83,6 @@ def test_an_edit_of_what_is_called_is_not_missed(package: Path, tmp_path: Path) 
     assert after.stdout == anew.stdout != before.stdout
 
 
-@pytest.mark.sample(1)
 def test_an_install_that_nothing_can_be_written_to_computes(package: Path) -> None:
     """No __pycache__, no cache folder, no home."""
     for folder in package.rglob("*"):
@@ -99,7 +98,6 @@ def test_an_install_that_nothing_can_be_written_to_computes(package: Path) -> No
     assert said.endswith("was not written: Not a directory (said once).")
 
 
-@pytest.mark.sample(1)
 def test_a_user_without_a_home_computes(package: Path) -> None:
     """As for a number without a name, of which containers are fond: HOME is not set, and no file says where it is."""
     homeless = (
@@ -138,7 +136,6 @@ def compiled_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     return folder, folder / "cache", done.stdout
 
 
-@pytest.mark.sample(1)
 def test_the_second_process_compiles_nothing(compiled_by_one: tuple[Path, Path, str]) -> None:
     """One entry for each function and signature: both functions have two, FP8 and 16 bits."""
     package, cache, output = compiled_by_one

@@ -30,9 +30,11 @@ def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def site() -> Path:
-    """The site, where `mkdocs build` writes it."""
-    out = ROOT / "site"
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built: Path | None = request.config.getoption("--site")
+    if built is not None:
+        return built
+    out = tmp_path_factory.mktemp("site")
     done = build(ROOT, out)
     assert done.returncode == 0, done.stderr
     return out

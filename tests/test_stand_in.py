@@ -181,7 +181,6 @@ def test_classes_say_that_they_are_transformer_engines() -> None:
     assert printed("import reference\n" + textwrap.dedent(program)) == "done"
 
 
-@pytest.mark.sample(1)
 def test_names_with_an_obvious_answer_are_offered() -> None:
     program = """
     import json

@@ -64,7 +64,6 @@ def trained(settings: Settings, steps: int | None = None) -> Trainer:
 # --- the recorded hashes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["delayed", "current"])
 def test_twenty_steps_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, SHORT) == recorded(precision, SHORT)

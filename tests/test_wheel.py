@@ -157,7 +157,6 @@ def test_a_wheel_has_every_file_under_one_name(wheel: Path, clone: Path) -> None
     assert {"twin_engine/optimized/cubins/amax.tar.xz", "twin_engine/optimized/recordings/data/parity_h200.npz"} < names
 
 
-@pytest.mark.sample(1)
 def test_the_command_works_from_any_folder(installed: Path, tmp_path: Path) -> None:
     def twin(*arguments: str) -> str:
         done = _run([str(installed / "bin" / "twin"), *arguments], installed, tmp_path, COLUMNS="80")
@@ -240,7 +239,6 @@ main(["info"])
     assert not (tmp_path / "cache" / "twin-engine" / "cubin").exists()
 
 
-@pytest.mark.sample(1)
 def test_what_is_written_in_a_clone_is_refused_by_a_wheel(installed: Path, tmp_path: Path) -> None:
     code = """
 from contextlib import redirect_stderr

@@ -10,10 +10,10 @@ import base64
 import html
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+import api  # beside this file, where MkDocs looks while it loads a hook
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -60,22 +60,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.is_dir() or path.suffix in (".md", ".ipynb"):  # code may have what looks like a link
             linked = dict.fromkeys(target for target in links(text, path.parent) if root in target.parents)
             waiting += [target for target in linked if target not in waiting]
-    for uri, text in api_pages(root):
+    for uri, text in api.pages():
         site.append(Page.generated(config, uri, content=text))
     uris = [file.src_uri for file in site]
     config.nav = [entry for item in config.nav for entry in expanded(item, uris)]
     return site
-
-
-def api_pages(root: Path) -> Iterator[tuple[str, str]]:
-    """Address and text of the pages of names. The package is imported from this checkout."""
-    sys.path[:0] = [str(root), str(root / "docs" / "site")]
-    try:
-        import api
-
-        yield from api.pages()
-    finally:
-        del sys.path[:2]
 
 
 def markdown(path: Path, uri: str) -> tuple[str, dict[str, bytes]]:
