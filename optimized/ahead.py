@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from optimized import compiler, launch
 from reference import notice
+from reference.nested import Tensors
 from reference.quantized import Parts, Quantized
 
 Configuration = tuple[str, dict[str, int | str]]  # a kernel file and its macros
-Saved = tuple[torch.Tensor | None, ...]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # After so many dry passes in a row that found everything compiled, no more are made until something is compiled. A dry
@@ -183,7 +183,7 @@ class _Passes:
 
 
 def collect(
-    into: dict[launch.Kernel, None], forward: Any, backward: Any, plan: Any, context: Any, tensors: Saved
+    into: dict[launch.Kernel, None], forward: Any, backward: Any, plan: Any, context: Any, tensors: Tensors
 ) -> None:
     """Add to `into` the kernels that a pair launches forward and, if something wants a gradient, backward."""
     with launch.collecting() as kernels, _unchanged(context), Dry():
@@ -198,7 +198,7 @@ def collect(
             into.update(kernels)
 
 
-def compile_plain(forward: Any, backward: Any, plan: Any, context: Any, tensors: Saved) -> None:
+def compile_plain(forward: Any, backward: Any, plan: Any, context: Any, tensors: Tensors) -> None:
     """`compile_pair` for a call that is not replayed, if it is the first of its kind on a GPU."""
     x = tensors[0]
     if type(x) not in _PLAIN or not x.is_cuda or torch._C._len_torch_dispatch_stack():  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ def compile_plain(forward: Any, backward: Any, plan: Any, context: Any, tensors:
         compile_pair(forward, backward, plan, context, tensors)
 
 
-def compile_pair(forward: Any, backward: Any, plan: Any, context: Any, tensors: Saved) -> None:
+def compile_pair(forward: Any, backward: Any, plan: Any, context: Any, tensors: Tensors) -> None:
     """Compile in parallel what a pair is about to launch for the first time, and what the pair after it will launch."""
     if _Passes.compiled != len(compiler.compiled):
         _Passes.compiled, _Passes.idle = len(compiler.compiled), 0

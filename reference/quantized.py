@@ -4,70 +4,71 @@ Shapes: x `[tokens, in]`, w `[out, in]`, g = dL/dy `[tokens, out]`; y = x·wᵀ 
 operands along K, so a backward needs transposes: tensors of their own in FP8, views in 16 bits.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 
+PLAIN = "plain"
+"""Layout: numbers in 16 bits or in fp32, without scales."""
 PER_TENSOR = "per-tensor"
 """Layout: FP8 codes with one scale for the tensor."""
 
 
-class Quantized(NamedTuple):
-    """A matrix as an operand of GEMMs.
+class Operand(NamedTuple):
+    """A matrix as a GEMM reads it, along its rows.
 
     Attributes:
-        codes: `[rows, cols]`, FP8, or plain numbers (then layout is None).
-        codes_t: the transpose (in FP8 padded with zeros to a multiple of 16 columns); None where no backward reads it.
-        scales: fp32 `[1]`, the factor of a code; None for plain numbers.
-        layout: `PER_TENSOR`, or None for plain numbers.
+        codes: `[rows, K]`, FP8 or plain numbers.
+        scales: what the layout says: nothing, or the fp32 factor of a code `[1]`.
+        layout: `PLAIN`, `PER_TENSOR`, or that of another recipe; with the other operand's it chooses the GEMM.
     """
 
     codes: torch.Tensor
-    codes_t: torch.Tensor | None
-    scales: torch.Tensor | None
-    layout: str | None = PER_TENSOR
-
-    @property
-    def saved(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What a backward reads of it, for `save_for_backward`; nothing without a transpose."""
-        return (None, None) if self.codes_t is None else (self.codes_t, self.scales)
+    scales: torch.Tensor | None = None
+    layout: str = PLAIN
 
 
-class Transposed(NamedTuple):
-    """What a backward reads of a `Quantized`: `Transposed(*quantized.saved)`."""
+class Stacked(NamedTuple):
+    """One half of a weight in several parts, each with scales of its own.
 
-    codes_t: torch.Tensor | None
-    scales: torch.Tensor | None
+    y = the parts' y side by side                       the parts are rows of w, each a GEMM of its own
+    dx = T( part 1 + part 2 + ... )                     each part split and in fp32; the sums are rounded to fp32
+    """
+
+    parts: tuple[Operand, ...]
+
+
+class Quantized(NamedTuple):
+    """A matrix `[rows, cols]` for GEMMs in both directions.
+
+    Attributes:
+        row: itself; a forward reads it along its columns.
+        column: its transpose `[cols, rows]` (in FP8 padded with zeros to a multiple of 16 columns), which a backward
+            reads. It may have another layout. None where no backward reads it.
+    """
+
+    row: Operand
+    column: Operand | None
 
 
 class Parts(NamedTuple):
-    """A weight `[out, in]` that consists of several matrices, by rows, each with a scale of its own.
+    """A weight `[out, in]` that consists of several matrices, by rows; a transpose in 16 bits is one matrix."""
 
-        y = the parts' y side by side                       each part as a GEMM of its own
-        dx = T( part 1 + part 2 + ... )                     each part split and in fp32; the sums are rounded to fp32
-
-    Outside of FP8's backward (a transpose in 16 bits) the transpose is one matrix, that of the first part.
-    """
-
-    parts: tuple[Quantized, ...]
-
-    @property
-    def saved(self) -> tuple[torch.Tensor | None, ...]:
-        """The parts' `saved`, one after the other."""
-        return tuple([t for one in self.parts for t in one.saved])
+    row: Stacked
+    column: Operand | Stacked | None
 
 
 Weight = Quantized | Parts
 
 
-def transposed(saved: "tuple[torch.Tensor | None, ...]") -> "Transposed | tuple[Transposed, ...]":
-    """What a backward reads of a `Quantized` or of `Parts`: `transposed(weight.saved)`."""
-    if len(saved) == 2 or saved[2] is None:
-        return Transposed(*saved[:2])
-    return tuple([Transposed(*saved[i : i + 2]) for i in range(0, len(saved), 2)])
+def per_tensor(codes: torch.Tensor, codes_t: torch.Tensor | None, scale_inv: torch.Tensor) -> Quantized:
+    """FP8 codes with one scale, and their transpose if there is one."""
+    column = None if codes_t is None else Operand(codes_t, scale_inv, PER_TENSOR)
+    return Quantized(Operand(codes, scale_inv, PER_TENSOR), column)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -97,41 +98,83 @@ class Accumulation(NamedTuple):
     wgrad: str = "split"
 
 
-def gemm(
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    accumulate: str,
+class Products(NamedTuple):
+    """The GEMMs of two layouts: a·bᵀ for a `[m, K]` and b `[n, K]`.
+
+    Attributes:
+        multiply: (a, b, bias, out_dtype, accumulate) → T(a·bᵀ + bias) `[m, n]`.
+        add: (a, b, out) → None, after out = round(fp32(out) + fp32 a·bᵀ).
+        bias_of_fp32: the dtype to which a bias is rounded where the result is fp32.
+        residual: None, or (a, b, bias, residual, out_dtype, p, rng_state) → residual + dropout(a·bᵀ + bias), with fast
+            accumulation.
+    """
+
+    multiply: Callable[..., torch.Tensor]
+    add: Callable[..., None]
+    bias_of_fp32: torch.dtype
+    residual: Callable[..., torch.Tensor] | None = None
+
+
+def _multiply_plain(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
 ) -> torch.Tensor:
-    """a·bᵀ + bias: `twin::gemm_fp8` where there are scales, else `twin::gemm`; in fp32 PyTorch's own."""
-    assert a is not None
-    assert b is not None
-    if a.dtype == torch.float32:
-        return torch.nn.functional.linear(a, b, bias)
-    if scales[0] is None or scales[1] is None:
-        return twin.gemm(a, b, bias, out_dtype)
-    return twin.gemm_fp8(a, b, *scales, bias, out_dtype, accumulate)
+    """`twin::gemm`; in fp32 PyTorch's own."""
+    if a.codes.dtype == torch.float32:
+        return torch.nn.functional.linear(a.codes, b.codes, bias)
+    return twin.gemm(a.codes, b.codes, bias, out_dtype)
 
 
-def gemm_bias(x: Quantized, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
-    """A bias in the dtype that the GEMM of x takes: in FP8 bf16 instead of fp32, because cuBLAS takes no fp32 bias."""
+def _add_plain(a: Operand, b: Operand, out: torch.Tensor) -> None:
+    if a.codes.dtype == torch.float32:
+        out.copy_(out.float() + torch.nn.functional.linear(a.codes, b.codes))
+    else:
+        twin.gemm_accumulate(a.codes, b.codes, out)
+
+
+def _multiply_fp8(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+) -> torch.Tensor:
+    return twin.gemm_fp8(a.codes, b.codes, a.scales, b.scales, bias, out_dtype, accumulate)
+
+
+def _add_fp8(a: Operand, b: Operand, out: torch.Tensor) -> None:
+    twin.gemm_fp8_accumulate(a.codes, b.codes, a.scales, b.scales, out)
+
+
+def _residual_fp8(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
+    return twin.gemm_fp8_bias_dropout_add(a.codes, b.codes, a.scales, b.scales, *rest)
+
+
+PRODUCTS: dict[tuple[str, str], Products] = {
+    (PLAIN, PLAIN): Products(_multiply_plain, _add_plain, torch.float32),
+    # cuBLAS takes no fp32 bias in FP8
+    (PER_TENSOR, PER_TENSOR): Products(_multiply_fp8, _add_fp8, torch.bfloat16, _residual_fp8),
+}
+"""The GEMMs by the layouts of their operands; a recipe's file adds its own."""
+
+
+def gemm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str) -> torch.Tensor:
+    """a·bᵀ + bias, by the operands' layouts."""
+    return PRODUCTS[a.layout, b.layout].multiply(a, b, bias, out_dtype, accumulate)
+
+
+def gemm_bias(x: Operand, w: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
+    """A bias in the dtype that the GEMM of x and w takes."""
     if bias is None:
         return None
-    return as_dtype(bias, torch.bfloat16 if x.layout is not None and out_dtype == torch.float32 else out_dtype)
+    return as_dtype(bias, PRODUCTS[x.layout, w.layout].bias_of_fp32 if out_dtype == torch.float32 else out_dtype)
 
 
 def fprop(
     x: Quantized, w: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype, how: Accumulation
 ) -> torch.Tensor:
     """y `[tokens, out]`."""
-    if isinstance(w, Parts):
-        rows = [len(one.codes) for one in w.parts]
-        biases = [None] * len(rows) if bias is None else bias.split(rows)
-        parts = zip(w.parts, biases, strict=True)
-        return stacked([fprop(x, one, its_bias, out_dtype, how) for one, its_bias in parts], 1)
-    return gemm(x.codes, w.codes, (x.scales, w.scales), gemm_bias(x, bias, out_dtype), out_dtype, how.fprop)
+    if not isinstance(w.row, Stacked):
+        return gemm(x.row, w.row, gemm_bias(x.row, w.row, bias, out_dtype), out_dtype, how.fprop)
+    rows = [len(one.codes) for one in w.row.parts]
+    biases = [None] * len(rows) if bias is None else bias.split(rows)
+    parts = zip(w.row.parts, biases, strict=True)
+    return stacked([fprop(x, Quantized(one, None), its_bias, out_dtype, how) for one, its_bias in parts], 1)
 
 
 def fprop_residual(
@@ -147,47 +190,35 @@ def fprop_residual(
 
     `dropout` is (p, rng_state).
     """
-    bias = gemm_bias(x, bias, out_dtype)
     rest = (dropout[0], state_or_none(dropout[1], residual))
-    if x.layout == PER_TENSOR and how.fprop == "fast":
-        operands = (x.codes, w.codes, x.scales, w.scales)
-        return twin.gemm_fp8_bias_dropout_add(*operands, bias, residual, out_dtype, *rest)
+    bias = gemm_bias(x.row, w.row, bias, out_dtype)
+    fused = PRODUCTS[x.row.layout, w.row.layout].residual
+    if fused is not None and how.fprop == "fast":
+        return fused(x.row, w.row, bias, residual, out_dtype, *rest)
     return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest)
 
 
-def dgrad(
-    g: Quantized, w: Transposed | tuple[Transposed, ...], out_dtype: torch.dtype, how: Accumulation
-) -> torch.Tensor:
-    """dx `[tokens, in]`."""
-    if not isinstance(w, Transposed):
-        return _dgrad_of_parts(g, w, out_dtype, how)
-    return gemm(g.codes, w.codes_t, (g.scales, w.scales), None, out_dtype, how.dgrad)
-
-
-def _dgrad_of_parts(g: Quantized, w: tuple[Transposed, ...], out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
-    """dx of a weight with several scales: see `Parts`."""
-    rows = [one.codes_t.shape[1] for one in w if one.codes_t is not None]
-    pairs = zip(g.codes.split(rows, 1), w, strict=True)
-    first, *others = [(Quantized(codes.contiguous(), None, g.scales), one) for codes, one in pairs]
-    dx = dgrad(*first, torch.float32, how)
-    for part, one in others:
-        assert one.codes_t is not None
-        twin.gemm_fp8_accumulate(part.codes, one.codes_t, part.scales, one.scales, dx)
+def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
+    """dx `[tokens, in]`; w is a weight's `column`."""
+    assert w is not None
+    if not isinstance(w, Stacked):
+        return gemm(g.row, w, None, out_dtype, how.dgrad)
+    rows = [one.codes.shape[1] for one in w.parts]
+    pieces = [g.row._replace(codes=codes.contiguous()) for codes in g.row.codes.split(rows, 1)]
+    first, *others = zip(pieces, w.parts, strict=True)
+    dx = gemm(*first, None, torch.float32, how.dgrad)
+    for piece, one in others:
+        PRODUCTS[piece.layout, one.layout].add(piece, one, dx)
     return as_dtype(dx, out_dtype)
 
 
 def wgrad(
-    g: Quantized, x: Transposed, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
+    g: Quantized, x: Operand | None, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """dw `[out, in]`; or None, after main_grad = round(fp32(main_grad) + fp32 dw)."""
+    """dw `[out, in]`; or None, after main_grad = round(fp32(main_grad) + fp32 dw); x is an input's `column`."""
+    assert g.column is not None
+    assert x is not None
     if main_grad is None:
-        return gemm(g.codes_t, x.codes_t, (g.scales, x.scales), None, out_dtype, how.wgrad)
-    assert g.codes_t is not None
-    assert x.codes_t is not None
-    if g.codes_t.dtype == torch.float32:
-        main_grad.copy_(main_grad.float() + torch.nn.functional.linear(g.codes_t, x.codes_t))
-    elif g.scales is None:
-        twin.gemm_accumulate(g.codes_t, x.codes_t, main_grad)
-    else:
-        twin.gemm_fp8_accumulate(g.codes_t, x.codes_t, g.scales, x.scales, main_grad)
+        return gemm(g.column, x, None, out_dtype, how.wgrad)
+    PRODUCTS[g.column.layout, x.layout].add(g.column, x, main_grad)
     return None

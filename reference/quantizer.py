@@ -12,7 +12,7 @@ import torch
 
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
-from reference.quantized import Accumulation, Quantized, Transposed, as_dtype, dgrad, fprop
+from reference.quantized import Accumulation, Operand, Quantized, as_dtype, dgrad, fprop
 
 
 class NormPlan(NamedTuple):
@@ -98,7 +98,7 @@ class Quantizer:
         return self.grad(side_by_side(parts, groups), transpose, dbias)
 
     def activation_grad(
-        self, g: Quantized, w: Transposed, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+        self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
     ) -> Produced:
         """The gradient of the pre-activation h from g·w, that of the activation."""
         return self.grad(twin.activation_backward(dgrad(g, w, plan.dtype, plan.how), h, plan.kind), transpose, dbias)
@@ -113,7 +113,7 @@ class HighPrecision(Quantizer):
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         x = as_dtype(x, self.dtype)
-        return Quantized(x, x.t() if transpose else None, None, None)
+        return Quantized(Operand(x), Operand(x.t()) if transpose else None)
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         return super().grad(as_dtype(g, self.dtype), transpose, dbias)
@@ -149,7 +149,7 @@ class ForwardOnly(Around):
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = self.inner.quantize(x, False)
         assert self.dtype_t is not None
-        return found._replace(codes_t=as_dtype(x, self.dtype_t).t()) if transpose else found
+        return found._replace(column=Operand(as_dtype(x, self.dtype_t).t())) if transpose else found
 
 
 class Calibrating(HighPrecision):
@@ -167,7 +167,7 @@ class Calibrating(HighPrecision):
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = super().quantize(x, transpose)
-        cast = x if self.is_weight else found.codes
+        cast = x if self.is_weight else found.row.codes
         twin.amax(cast.detach().contiguous(), self.meta.amax_history, self.column)
         return found
 

@@ -22,8 +22,9 @@ import torch
 
 from reference import recompute
 from reference.arguments import is_int
+from reference.nested import Form, Tensors
 from reference.nn.autograd import Backward, Context, Forward
-from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.nn.context import BlockContext, ModuleContext
 from reference.nn.hook import Hook, ObservedContext, observed
 from reference.nn.observed import Observed
 from reference.ops.library import twin
@@ -69,16 +70,18 @@ class _Observer(Hook):
         self.found: list[_Measured] = []
 
     def forward(
-        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
-    ) -> tuple[Any, Saved, Any]:
+        self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward
+    ) -> tuple[Any, Tensors, Any]:
         if recompute.replaying() or not self.layers(context):
             return super().forward(function, plan, context, tensors, backward)
         if not observed(context):
             self.prepare(function, plan, context, tensors, backward)
         return super().forward(function, plan, self._observed(context), tensors, backward)
 
-    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
-        if note is None and self.layers(context):  # with a note its forward was replayed
+    def backward(
+        self, function: Backward, plan: Any, context: Context, saved: Tensors, grads: Tensors, note: Any
+    ) -> Tensors:
+        if isinstance(note, Form) and self.layers(context):  # otherwise its forward was replayed
             context = self._observed(context)
         return super().backward(function, plan, context, saved, grads, note)
 
@@ -123,10 +126,11 @@ class _Observer(Hook):
         return record
 
     def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
-        fp8 = quantized.layout == PER_TENSOR
-        counts, sums = twin.cast_stats(x, *((quantized.codes, quantized.scales) if fp8 else (None, None)))
+        row = quantized.row
+        fp8 = row.layout == PER_TENSOR
+        counts, sums = twin.cast_stats(x, *((row.codes, row.scales) if fp8 else (None, None)))
         scale = quantizer.scale(x) if fp8 else None
-        self.found.append(_Measured(key, quantized.codes.dtype, self.step, x.numel(), scale, counts, sums))
+        self.found.append(_Measured(key, row.codes.dtype, self.step, x.numel(), scale, counts, sums))
 
 
 class Statistics:

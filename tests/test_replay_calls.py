@@ -12,6 +12,7 @@ import reference as te
 from optimized.replay import calls, watch
 from optimized.replay.launches import Copy, Launches
 from optimized.replay.memory import SCRATCH, Results
+from reference.nested import Tensors
 
 BF16 = torch.bfloat16
 RECIPE = te.DelayedScaling(amax_history_len=3)
@@ -52,13 +53,13 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def played(function: Callable[[torch.Tensor], calls.Saved], x: torch.Tensor, constants: Any = ()) -> Any:
+def played(function: Callable[[torch.Tensor], Tensors], x: torch.Tensor, constants: Any = ()) -> Any:
     key = (function, constants, *calls.specification((x,)))
     return calls.play(lambda: lambda: (function(x), (x,)), key, (x,), [])
 
 
 def test_copies_are_made_again_at_the_same_addresses(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def function(x: torch.Tensor) -> calls.Saved:
+    def function(x: torch.Tensor) -> Tensors:
         inside = x.clone()
         return inside.t().t().clone(), None
 
@@ -91,7 +92,7 @@ def test_copies_are_made_again_at_the_same_addresses(copied: list[int], monkeypa
         lambda x: (torch.zeros_like(x),),
     ],
 )
-def test_what_cannot_be_replayed_runs_each_time(function: Callable[[torch.Tensor], calls.Saved]) -> None:
+def test_what_cannot_be_replayed_runs_each_time(function: Callable[[torch.Tensor], Tensors]) -> None:
     x = torch.arange(6.0).view(2, 3)
     for _ in range(3):
         x.mul_(2)
@@ -105,7 +106,7 @@ def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.
     """Its results are copied to where later launches read them, and may be saved."""
     monkeypatch.setattr(watch, "TORCH_OPS", {torch.ops.aten.frexp.Tensor: (0, 1)})
 
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         mantissa, exponent = torch.ops.aten.frexp.Tensor(x.clone().view(32, 128).t())
         return (mantissa.t().clone(),), (exponent,)
 
@@ -126,7 +127,7 @@ def test_an_op_of_torchs_is_called_again(copied: list[int], monkeypatch: pytest.
 
 
 def test_a_copy_of_a_part_is_made_again(copied: list[int]) -> None:
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         part = x[:, ::2].t().contiguous()
         return (part.clone(),), (part,)
 
@@ -141,7 +142,7 @@ def test_a_copy_of_a_part_is_made_again(copied: list[int]) -> None:
 
 
 def test_an_op_of_torchs_writes_where_it_wrote(copied: list[int]) -> None:
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         wide = torch.cat([x.t(), x.clone()], dim=1)
         return (wide.clone(),), (wide,)
 
@@ -158,7 +159,7 @@ def test_an_op_of_torchs_writes_where_it_wrote(copied: list[int]) -> None:
 
 
 def test_what_is_saved_may_be_empty(copied: list[int]) -> None:
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         inside, empty = x.clone(), torch.empty(0)  # as RMSNorm's mean
         return (inside.clone(),), (inside, empty)
 
@@ -173,7 +174,7 @@ def test_what_is_saved_may_be_empty(copied: list[int]) -> None:
 
 
 def test_what_is_not_saved_lies_elsewhere_and_shares_room(copied: list[int]) -> None:
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         wide = x.new_empty(2, 1024)
         del wide
         temporary = x.clone()  # where `wide` was, and the next of them after it
@@ -214,7 +215,7 @@ def test_what_is_kept_is_bounded(copied: list[int], monkeypatch: pytest.MonkeyPa
 def test_how_much_is_too_much(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind has an arena of 512 bytes and a scratch of 1024."""
 
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         kept, first = x.clone(), x.clone()
         second = first.clone()
         return (second.clone(),), (kept,)
@@ -240,7 +241,7 @@ def test_how_much_is_too_much(copied: list[int], monkeypatch: pytest.MonkeyPatch
 def test_results_share_one_allocation(copied: list[int]) -> None:
     """All but the first, each from a multiple of 512 bytes on, if they are of one dtype."""
 
-    def function(x: torch.Tensor, second: torch.dtype) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor, second: torch.dtype) -> tuple[Tensors, Tensors]:
         others = (x.new_empty(3, 5), None, x.new_empty(128), torch.empty(7, dtype=second))
         return (x.clone(), *others), (x,)
 
@@ -260,14 +261,14 @@ def test_results_share_one_allocation(copied: list[int]) -> None:
         assert results[0].untyped_storage().nbytes() == 24
 
 
-def cloned(x: torch.Tensor) -> calls.Saved:
+def cloned(x: torch.Tensor) -> Tensors:
     return (x.clone(),)
 
 
 def test_a_saved_tensor_that_lies_elsewhere_is_not_replayed(copied: list[int]) -> None:
     elsewhere = torch.ones(3)
 
-    def function(x: torch.Tensor) -> tuple[calls.Saved, calls.Saved]:
+    def function(x: torch.Tensor) -> tuple[Tensors, Tensors]:
         return (x.clone(),), (elsewhere, None)
 
     x = torch.arange(4.0)
@@ -320,7 +321,7 @@ def test_what_is_replayed() -> None:
         layer(x, is_first_microbatch=True)
         assert context(False).replayable
         assert context(False).kind != context().kind
-        cached = layer._fp8_workspaces["fc1_weight", te.DelayedScaling].codes
+        cached = layer._fp8_workspaces["fc1_weight", te.DelayedScaling].row.codes
         assert any(t is cached for t in context(False).state(backward=False)[0])
         assert all(t is not cached for t in context(False).state(backward=True)[0])
     with te.autocast(enabled=False, calibrating=True):

@@ -83,11 +83,11 @@ def test_what_is_measured_is_what_was_cast(name: str, monkeypatch: pytest.Monkey
             step(model, 1, recipe)
         assert len(seen) >= 3
         for x, quantized, scale in seen:
-            cast = formats.cast(x, formats.format_of(quantized.codes.dtype), scale)
+            cast = formats.cast(x, formats.format_of(quantized.row.codes.dtype), scale)
             if recipe is CURRENT:
-                assert_same_bits(quantized.codes, cast)
+                assert_same_bits(quantized.row.codes, cast)
             else:  # x is rounded to bf16 where a fused kernel casts fp32: at most the next code
-                distance = (quantized.codes.view(torch.uint8).int() - cast.view(torch.uint8).int()).abs() % 127
+                distance = (quantized.row.codes.view(torch.uint8).int() - cast.view(torch.uint8).int()).abs() % 127
                 assert int(distance.max()) <= 1
                 assert float((distance > 0).float().mean()) < 0.05
 

@@ -140,3 +140,24 @@ def test_what_inference_mode_has_cached_is_read_outside_and_by_a_copy(name: str,
         assert not torch.equal(run(layer, x, None), first)
     y = run(layer, x.requires_grad_(), False)  # trains: what is cached has no transpose, so the weights are cast anew
     y.sum().backward()
+
+
+def test_a_module_that_an_older_version_pickled_keeps_its_cast(same_bits) -> None:
+    """Version 1.0 wrote a cast as codes, their transpose and the scale, FP8 as bytes with a dtype, and a layout."""
+    layer = te.Linear(32, 32, params_dtype=torch.bfloat16)
+    x = numbers(9, 8, 32).to(torch.bfloat16).requires_grad_()
+    with te.autocast(recipe=RECIPES[0]):
+        layer(x, is_first_microbatch=True)
+    ((key, cast),) = layer._fp8_workspaces.items()
+    (codes, scale_inv, layout), column = cast
+    assert column is not None
+    as_bytes = [(t.view(torch.uint8), t.dtype) for t in (codes, column.codes)]
+    same, older = copy.deepcopy(layer), te.Linear(32, 32, params_dtype=torch.bfloat16)
+    older.__setstate__(
+        {**copy.deepcopy(layer).__getstate__(), "_fp8_workspaces": {key: [*as_bytes, scale_inv, layout]}}
+    )
+    assert older._fp8_workspaces[key][0].layout == layout
+    with torch.no_grad():
+        older.weight.mul_(2.0)
+    with te.autocast(recipe=RECIPES[0]):
+        same_bits(older(x, is_first_microbatch=False), same(x, is_first_microbatch=False), "the cast of before")

@@ -21,13 +21,13 @@ from optimized import launch
 from optimized.replay.launches import Launches
 from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
 from optimized.replay.watch import Record, Watch
+from reference.nested import Tensors
 
 LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 4096, 256  # kinds (a layer takes up to four for each length), and tapes of one kind
 MOST_MISSES = 4096  # by how many misses may outnumber hits
 
-Saved = tuple[torch.Tensor | None, ...]
-Function = Callable[[], tuple[Saved, Saved]]  # results, and what is saved for backward
+Function = Callable[[], tuple[Tensors, Tensors]]  # results, and what is saved for backward
 
 
 class Kind:
@@ -37,6 +37,7 @@ class Kind:
         usable: whether such a call can be replayed.
         results: how its results are allocated.
         places: where each allocation lies, in their order.
+        form: how the player puts together what was saved (`reference.nested`).
         sizes: bytes of the arena and of the scratch.
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
         needed: the numbers of those tensors among arena, scratch, inputs, state and results.
@@ -48,13 +49,14 @@ class Kind:
         self.usable = True
         self.results = Results()
         self.places: list[Place] = []
+        self.form: Any = None
         self.sizes = (0, 0)
         self.saved_places: list[Place | None] = []
         self.needed: list[int] = []
         self.tapes: dict[tuple[int, ...], Launches] = {}
         self.misses = self.hits = 0
 
-    def measure(self, run: Function) -> tuple[Saved, Saved]:
+    def measure(self, run: Function) -> tuple[Tensors, Tensors]:
         """Run the first call, and note what it allocates."""
         with Watch() as watch:
             results, saved = run()
@@ -90,8 +92,8 @@ class Kind:
         self.tapes[addresses] = tape
 
     def record(
-        self, run: Function, results: Saved, sources: Sequence[torch.Tensor | None], addresses: tuple[int, ...]
-    ) -> tuple[Saved, Saved]:
+        self, run: Function, results: Tensors, sources: Sequence[torch.Tensor | None], addresses: tuple[int, ...]
+    ) -> tuple[Tensors, Tensors]:
         """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
         tape = Launches()
         with launch.recording(tape), Record(self.places, (*sources[:FIRST], *results), tape) as watch:
@@ -107,11 +109,11 @@ class Kind:
         self.add(addresses, tape)
         return found, saved
 
-    def saved(self, sources: Sequence[torch.Tensor | None]) -> Saved:
+    def saved(self, sources: Sequence[torch.Tensor | None]) -> Tensors:
         """What goes to `save_for_backward`: the arena, inputs, state and results, as far as they are needed."""
         return tuple([sources[i] for i in self.needed])
 
-    def found(self, saved: Saved) -> Saved:
+    def found(self, saved: Tensors) -> Tensors:
         """The tensors that the function itself would have saved."""
         return tuple(None if place is None else place.of(saved) for place in self.saved_places)
 
@@ -149,10 +151,10 @@ def specification(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 def play(
     prepare: Callable[[], Function],
     key: Any,
-    inputs: Saved,
+    inputs: Tensors,
     state: Sequence[torch.Tensor],
     before_first: Callable[[], None] | None = None,
-) -> tuple[Saved, Saved, Kind | None]:
+) -> tuple[Tensors, Tensors, Kind | None]:
     """Run or replay the function that `prepare` gives: its results, what it saved, and its kind or None.
 
     With a kind, what it saved is in the form of `Kind.saved`.

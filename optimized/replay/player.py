@@ -6,57 +6,60 @@ from typing import Any
 import torch
 
 from optimized import ahead
-from optimized.replay.calls import Function, Kind, Saved, play, specification
+from optimized.replay.calls import Function, Kind, play, specification
+from reference.nested import Tensors, flatten, rebuild
 from reference.nn import autograd
-from reference.quantized import Parts, Quantized
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
-
-
-def _tensors_of(x: Any) -> tuple[Any, ...]:
-    """The tensors of a pair's argument: of a quantized weight its own, and of one in parts those of each."""
-    if isinstance(x, Parts):
-        return tuple([t for one in x.parts for t in one[:3]])
-    return x[:3] if isinstance(x, Quantized) else (x,)
 
 
 class Player(autograd.Plain):
     """What `optimized` registers in `reference.nn.autograd`, in place of `Plain`, which always runs a pair."""
 
-    def prepare(self, pair: Any, plan: Any, context: Any, tensors: Saved, backward: Any) -> None:
+    def prepare(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> None:
         ahead.compile_plain(pair, backward, plan, context, tensors)
 
-    def forward(self, pair: Any, plan: Any, context: Any, tensors: Saved, backward: Any) -> tuple[Any, Saved, Any]:
+    def forward(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> tuple[Any, Tensors, Any]:
         # Hooks that move what is saved (offloading) or compare it (checkpoint) get tensors, not arenas.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
         # A weight that is kept in FP8 comes quantized; its tensors lie where they lay in the step before.
-        inputs = tensors
+        inputs, form = tensors, None
         if not _PLAIN.issuperset(map(type, tensors)):
-            inputs = tuple([part for x in tensors for part in _tensors_of(x)])
+            inputs, form = flatten(tensors)
         # A pair without a module is a single op, which launches as fast by itself.
         if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
             self.prepare(pair, plan, context, tensors, backward)
             return super().forward(pair, plan, context, tensors, backward)
         state, changed = context.state(backward=False)
 
-        def run() -> tuple[Saved, Saved]:
+        ran: list[Any] = []  # the form of what was saved, if the pair ran
+
+        def run() -> tuple[Tensors, Tensors]:
             out, saved = pair(plan, context, *tensors)
-            return (out if isinstance(out, tuple) else (out,)), saved
+            flat, of_saved = flatten(saved)
+            ran.append(of_saved)
+            return (out if isinstance(out, tuple) else (out,)), flat
 
         compile_both = functools.partial(ahead.compile_pair, pair, backward, plan, context, tensors)
-        key = (pair, plan, tensors[0].device.index, *specification(inputs), *specification(context.reads))  # type: ignore[union-attr]
+        key = (pair, plan, form, tensors[0].device.index, *specification(inputs), *specification(context.reads))  # type: ignore[union-attr]
         out, saved, kind = play(lambda: run, key, inputs, state, compile_both)
-        if kind is not None and changed:
-            torch.autograd.graph.increment_version(changed)
-        return out if len(out) > 1 else out[0], saved, kind
-
-    def backward(self, pair: Any, plan: Any, context: Any, saved: Saved, grads: Saved, kind: Kind | None) -> Saved:
+        out = out if len(out) > 1 else out[0]  # type: ignore[assignment]
         if kind is None:
-            return super().backward(pair, plan, context, saved, grads, None)
+            return out, saved, ran[0]
+        if ran:
+            kind.form = ran[0]
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+        return out, saved, kind
+
+    def backward(self, pair: Any, plan: Any, context: Any, saved: Tensors, grads: Tensors, note: Any) -> Tensors:
+        if not isinstance(note, Kind):
+            return super().backward(pair, plan, context, saved, grads, note)
+        kind = note
 
         def prepare() -> Function:
-            found = kind.found(saved)
+            found = rebuild(kind.form, kind.found(saved))
             return lambda: (pair(plan, context, found, *grads), ())
 
         if torch._C._len_torch_dispatch_stack() or not context.settled:

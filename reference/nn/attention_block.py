@@ -19,12 +19,13 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.compiled import before
+from reference.nested import Tensors
 from reference.nn import attention_of_torch, core_attention, layernorm_linear, linear
 from reference.nn.attention_lengths import lengths_mask, lengths_of_masks
 from reference.nn.autograd import wanted
 from reference.nn.cached import Cached, StepTensors, entered, turned
 from reference.nn.checks import Window
-from reference.nn.context import BlockContext, ModuleContext, Saved, WeightRequest, quantize_weights
+from reference.nn.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
 from reference.nn.core_attention import CorePlan, Mask, full_mask
 from reference.nn.dropout import Generator
 from reference.nn.heads import Heads, dense_rows
@@ -89,6 +90,30 @@ class Plan(NamedTuple):
         return twin.rotary(dense_rows(x).permute(2, 0, 1, 3), angles, self.rotary, backward).permute(1, 2, 0, 3)
 
 
+class Saved(NamedTuple):
+    """What backward reads.
+
+    Attributes:
+        first, proj: of the norm with its projection, and of the projection after attention.
+        dropped: the random state from before the last dropout.
+        mixed: the first projection's output, of which q, k and v are views (for cross-attention q).
+        joined: for cross-attention the output of the other one, of which k and v are views.
+        q, k: rotated ones; None without angles.
+        key_value: for cross-attention of the projection of k and v.
+        attended: attention's results; with `Plan.recomputes` the random state from before it.
+    """
+
+    first: layernorm_linear.Saved
+    proj: linear.Saved
+    dropped: torch.Tensor | None
+    mixed: torch.Tensor
+    joined: torch.Tensor | None
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    key_value: linear.Saved | None
+    attended: Any
+
+
 def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """`[tokens, hidden]` in the input's shape; not a view, which a function must not return."""
     return torch.ops.aten._unsafe_view(rows, shape)
@@ -99,7 +124,7 @@ def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> 
     return twin.dropout_backward(grad, p, state) if p > 0 else grad
 
 
-def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, Saved]:
+def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, Any]:
     if plan.core.backend == "cudnn":
         return attention_of_torch.cudnn_attend(plan.core, plan.proj.needs[0], *qkv)
     return core_attention.attend(plan.core, mask, state, *qkv)
@@ -131,7 +156,7 @@ def forward(
     proj_bias: torch.Tensor | None,
     source: torch.Tensor | None = None,
     *key_value: Any,
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, Any]:
     """h `[..., hidden]` of x `[..., hidden]`; `source` is the encoder's output."""
     (first, proj, *others), (state, core_state), (mask, *reads), _ = context
     angles, step = reads[:2], reads[2:]
@@ -147,15 +172,15 @@ def forward(
     mixed, saved_first = layernorm_linear.forward(plan.first, first, rows, norm_weight, norm_bias, w, bias)
     mixed, residual = mixed if plan.first.returns_norm else (mixed, rows)
     joined: Any = None
-    saved_kv: Saved = ()
+    saved_kv: linear.Saved | None = None
     if plan.key_value is not None:
         assert source is not None
         joined, saved_kv = linear.forward(plan.key_value, others[0], rows_of(source), more[0], key_value[1])
     q, k, v = split(plan, mixed, joined)
-    saved_core: Saved = ()
+    attended: Any = None
     if plan.cached is None:
         q, k = (plan.turned(t, one, False) for t, one in zip((q, k), angles, strict=True))
-        out, saved_core = _attend(plan, mask, core_state, (q, k, v))
+        out, attended = _attend(plan, mask, core_state, (q, k, v))
     else:
         out = _attend_from_cache(plan, StepTensors(*step), angles, core_state, q, k, v)  # type: ignore[arg-type]
     dropped = before(state)
@@ -163,10 +188,12 @@ def forward(
     h = fprop_residual(operand, proj_w, proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
     if plan.cached is not None:
         return whole(h, plan.shape), ()
-    kept = (q, k) if plan.rotary is not None else (None, None)
-    saved = (*saved_first, *operand.saved, *proj_w.saved, dropped, mixed, joined, *kept, *saved_kv)
-    # To attend again, backward needs only the random state from before; `attend` saves it last.
-    return whole(h, plan.shape), (*saved, *(saved_core[-1:] if plan.recomputes else saved_core))
+    saved_proj = linear.Saved(operand.column, proj_w.column)
+    kept_q, kept_k = (q, k) if plan.rotary is not None else (None, None)
+    # To attend again, backward needs only the random state from before.
+    attended = attended.state if plan.recomputes else attended
+    saved = Saved(saved_first, saved_proj, dropped, mixed, joined, kept_q, kept_k, saved_kv, attended)
+    return whole(h, plan.shape), saved
 
 
 def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
@@ -180,41 +207,43 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
     return tuple([plan.heads_first(piece) for piece in pieces])
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     (_, proj, *others), _, (mask, *angles), _ = context
-    of_first, of_kv = plan.first.saved, 0 if plan.key_value is None else plan.key_value.saved
-    saved_first, saved_proj = saved[:of_first], saved[of_first : of_first + 4]
-    dropped, mixed, joined, q, k, *rest = saved[of_first + 4 :]
-    saved_kv, saved_core = rest[:of_kv], rest[of_kv:]
     grad = rows_of(grad)
-    inner = before_dropout(grad, plan.p, dropped)
-    context_grad, *proj_grads = linear.backward(plan.proj, proj, saved_proj, inner)
+    inner = before_dropout(grad, plan.p, saved.dropped)
+    context_grad, *proj_grads = linear.backward(plan.proj, proj, saved.proj, inner)
     crosses = plan.key_value is not None
-    if context_grad is None or mixed is None:
+    if context_grad is None:
         return (*[None] * 5, *proj_grads, *[None] * (3 if crosses else 0))
-    qkv: Any = split(plan, mixed, joined)
-    qkv = (qkv[0] if q is None else q, qkv[1] if k is None else k, qkv[2])
+    q, k, v = split(plan, saved.mixed, saved.joined)
+    qkv = (q if saved.q is None else saved.q, k if saved.k is None else saved.k, v)
+    attended = saved.attended
     if plan.recomputes:
-        state = saved_core[0]
-        _, saved_core = _attend(plan, mask, None if state is None else state.clone(), qkv)  # type: ignore[assignment]
+        _, attended = _attend(plan, mask, None if attended is None else attended.clone(), qkv)
     channels = plan.heads.channels
     by_head = plan.heads_first(context_grad.view(*plan.shape[:-1], context_grad.shape[-1] // channels, channels))
     if plan.core.backend == "cudnn":
-        found: Any = attention_of_torch.cudnn_attend_backward(plan.core, qkv, tuple(saved_core), by_head)
+        found: Any = attention_of_torch.cudnn_attend_backward(plan.core, qkv, attended, by_head)
     else:
-        found = core_attention.attend_backward(plan.core, mask, qkv, tuple(saved_core), by_head)
+        found = core_attention.attend_backward(plan.core, mask, qkv, attended, by_head)
     dq, dk, dv = found
     turned = (plan.turned(t, one, True) for t, one in zip((dq, dk), angles, strict=True))
     pieces = [plan.tokens(t) for t in (*turned, dv)]
     if plan.key_value is None:
-        return _joined_grads(plan, context, saved_first, pieces, grad, tuple(proj_grads))
-    kv_grads = _key_value_grads(plan.key_value, plan, others[0], tuple(saved_kv), pieces[1:])
-    return (*_joined_grads(plan, context, saved_first, pieces[:1], grad, tuple(proj_grads)), *kv_grads)
+        return _joined_grads(plan, context, saved.first, pieces, grad, tuple(proj_grads))
+    assert saved.key_value is not None
+    kv_grads = _key_value_grads(plan.key_value, plan, others[0], saved.key_value, pieces[1:])
+    return (*_joined_grads(plan, context, saved.first, pieces[:1], grad, tuple(proj_grads)), *kv_grads)
 
 
 def _joined_grads(
-    plan: Plan, context: BlockContext, saved: Saved, pieces: list[torch.Tensor], grad: torch.Tensor, proj_grads: Saved
-) -> Saved:
+    plan: Plan,
+    context: BlockContext,
+    saved: layernorm_linear.Saved,
+    pieces: list[torch.Tensor],
+    grad: torch.Tensor,
+    proj_grads: Tensors,
+) -> Tensors:
     """The gradients of x, γ, β, w and b, computed from those of q, k and v (or of q), followed by proj's."""
     first, needs = context.modules[0], plan.first.needs
     if not any(needs):
@@ -235,8 +264,8 @@ def _joined_grads(
 
 
 def _key_value_grads(
-    wanted_of: linear.Plan, plan: Plan, context: ModuleContext, saved: Saved, pieces: list[torch.Tensor]
-) -> Saved:
+    wanted_of: linear.Plan, plan: Plan, context: ModuleContext, saved: linear.Saved, pieces: list[torch.Tensor]
+) -> Tensors:
     """The gradients of the encoder's output, and of w and b of its projection, computed from those of k and v."""
     needs = wanted_of.needs
     if not any(needs):
@@ -298,9 +327,8 @@ def prepared(
             contexts[0].kind,
             norm_plan(first),
             first.return_layernorm_output,
-            linear.scales_of(contexts[0], tensors[3]),
         ),
-        linear.Plan(dtype, needs[7:], key_value.kind, linear.scales_of(key_value, tensors[8])) if crosses else None,
+        linear.Plan(dtype, needs[7:], key_value.kind) if crosses else None,
         core_plan,
         linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
         module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),

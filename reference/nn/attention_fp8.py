@@ -18,9 +18,10 @@ import torch
 
 from reference.compiled import before
 from reference.moved import byte_after
+from reference.nested import Tensors
 from reference.nn import checkpoint_format, transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.core_attention import CorePlan
 from reference.nn.heads import dense_rows
 from reference.nn.module import TransformerEngineBaseModule
@@ -58,20 +59,41 @@ class Plan(NamedTuple):
         return (x.permute(2, 0, 1, 3) if self.sequence_first else x.permute(0, 2, 1, 3)).contiguous()
 
 
+class Saved(NamedTuple):
+    """What backward reads.
+
+    Attributes:
+        q, k, v: codes `[b, h, s, d]`; where it calibrated, 16 bits.
+        scales: those of q, k and v, fp32 `[1]`; none where it calibrated.
+        out, m, inv: attention's results.
+        state: the random state from before it.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+    m: torch.Tensor
+    inv: torch.Tensor
+    state: torch.Tensor | None
+
+
 def _quantized(quantizer: Quantizer, x: torch.Tensor, sequence_first: bool, transpose: bool) -> Quantized:
-    """x `[s, b, h, d]` or `[b, s, h, d]` quantized: codes `[b, h, s, d]`, and codes_t `[b, h, d, s]` if wanted."""
+    """x `[s, b, h, d]` or `[b, s, h, d]` quantized: codes `[b, h, s, d]`, and a transpose `[b, h, d, s]` if wanted."""
     first, second, h, d = x.shape
     if sequence_first:
-        found = quantizer.quantize(x.reshape(first, second * h * d).contiguous(), transpose)
-        codes, codes_t = found.codes.view(x.shape).permute(1, 2, 0, 3), found.codes_t
-        if codes_t is not None:
-            codes_t = codes_t[:, :first].view(second, h, d, first)
+        row, column = quantizer.quantize(x.reshape(first, second * h * d).contiguous(), transpose)
+        row = row._replace(codes=row.codes.view(x.shape).permute(1, 2, 0, 3))
+        if column is not None:
+            column = column._replace(codes=column.codes[:, :first].view(second, h, d, first))
     else:
-        found = quantizer.quantize(x.reshape(first * second, h * d).contiguous(), transpose)
-        codes, codes_t = found.codes.view(x.shape).permute(0, 2, 1, 3), found.codes_t
-        if codes_t is not None:
-            codes_t = codes_t[:, : first * second].view(h, d, first, second).permute(2, 0, 1, 3)
-    return found._replace(codes=codes, codes_t=codes_t)
+        row, column = quantizer.quantize(x.reshape(first * second, h * d).contiguous(), transpose)
+        row = row._replace(codes=row.codes.view(x.shape).permute(0, 2, 1, 3))
+        if column is not None:
+            turned = column.codes[:, : first * second].view(h, d, first, second).permute(2, 0, 1, 3)
+            column = column._replace(codes=turned)
+    return Quantized(row, column)
 
 
 def forward(
@@ -83,30 +105,27 @@ def forward(
     keys_first, fp8 = plan.sequence_first, values.weight.fp8
     if fp8 and not keys_first and k.shape[1] % 16:  # rows of v's transposed codes would start at any byte
         keys_first, k, v = True, k.transpose(0, 1), v.transpose(0, 1)
-    found = [
-        _quantized(scores.input, q, plan.sequence_first, False),
-        _quantized(scores.weight, k, keys_first, False),
-        _quantized(values.weight, v, keys_first, fp8),
-    ]
-    codes, scales = [one.codes for one in found], [one.scales for one in found]
+    queries, _ = _quantized(scores.input, q, plan.sequence_first, False)
+    keys, _ = _quantized(scores.weight, k, keys_first, False)
+    seen, seen_t = _quantized(values.weight, v, keys_first, fp8)
+    codes = (queries.codes, keys.codes, seen.codes)
     state_before = before(state)
-    if scales[0] is None:
-        out, *rows = twin.attention(*codes, *plan.core.arguments(mask), state)
+    scales: Any = ()
+    if seen_t is None:
+        out, m, inv = twin.attention(*codes, *plan.core.arguments(mask), state)
     else:
-        operands = (*codes[:2], found[2].codes_t, *scales)
-        out, *rows = twin.attention_fp8(*operands, *plan.core.arguments(mask), state, q.dtype)
+        scales = (queries.scales, keys.scales, seen.scales)
+        operands = (*codes[:2], seen_t.codes, *scales)
+        out, m, inv = twin.attention_fp8(*operands, *plan.core.arguments(mask), state, q.dtype)
     # A view must not be returned.
-    return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), (*codes, *scales, out, *rows, state_before)
+    return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), Saved(*codes, scales, out, m, inv, state_before)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dq, dk, dv."""
-    *operands, state_before = saved
-    calibrated = operands[3] is None
-    op = twin.attention_backward if calibrated else twin.attention_fp8_backward
-    if calibrated:
-        del operands[3:6]
-    arguments = plan.core.arguments(context.reads[0])
+    q, k, v, scales, *results, state_before = saved
+    op = twin.attention_fp8_backward if scales else twin.attention_backward
+    operands, arguments = (q, k, v, *scales, *results), plan.core.arguments(context.reads[0])
     return tuple(
         [plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *arguments, state_before)]
     )

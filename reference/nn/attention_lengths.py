@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import MASK_TYPES
+from reference.nested import Tensors
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import Shape, ends_once, has_diagonals, has_numbers, is_fake
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.ops.attention_lengths import alibi_by_lengths, hidden_by_lengths
 
 
@@ -300,13 +301,13 @@ class Plan(NamedTuple):
     to_sequences: bool
 
 
-def forward(plan: Plan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+def forward(plan: Plan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
     """x `[t, h, d]` as `[b, s, h, d]`, or the other way round."""
     maps: Any = Maps(*context.reads)  # type: ignore[arg-type]
     return (_to_sequences if plan.to_sequences else _to_tokens)(x, maps), ()
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
     """The gradient goes the other way: each number has one place at most."""
     return (forward(plan._replace(to_sequences=not plan.to_sequences), context, grad)[0],)
 

@@ -1,15 +1,15 @@
 """Attention outside the bit contract: PyTorch's own, for fp32, and cuDNN's through PyTorch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference.arguments import MASK_TYPES
+from reference.nested import Tensors
 from reference.nn.attention_bias import alibi
-from reference.nn.context import Saved
-from reference.nn.core_attention import CorePlan
+from reference.nn.core_attention import CorePlan, Qkv
 from reference.notice import say_once
 from reference.ops.attention import NO_LIMIT, limits
 
@@ -63,23 +63,33 @@ def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Cor
         return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
 
 
+class Attended(NamedTuple):
+    """What `cudnn_attend_backward` reads: results of cuDNN's forward, its random state, its sequences' lengths."""
+
+    out: torch.Tensor
+    sums: torch.Tensor
+    seed: torch.Tensor | None
+    offset: torch.Tensor | None
+    lengths: tuple[torch.Tensor | None, ...]
+
+
 def cudnn_attend(
     core: CorePlan, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, Attended]:
     """What SDPA calls on its cuDNN backend, without autograd; for as many heads of keys as of queries."""
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, trains, core.p, core.mask_type == "causal", False, scale=core.scale
     )
-    drawn = (seed, offset) if core.p > 0 else (None, None)
-    return out, (out, sums, *drawn, *lengths)
+    if core.p == 0:
+        seed = offset = None
+    return out, Attended(out, sums, seed, offset, tuple(lengths))
 
 
-def cudnn_attend_backward(core: CorePlan, qkv: Saved, saved: Saved, grad: torch.Tensor) -> Saved:
+def cudnn_attend_backward(core: CorePlan, qkv: Qkv, attended: Attended, grad: torch.Tensor) -> Tensors:
     """dq, dk, dv."""
     q, k, _ = qkv
-    assert q is not None
-    assert k is not None
+    *results, of_sequences = attended
     lengths, causal = (q.shape[2], k.shape[2]), core.mask_type == "causal"
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *qkv, *saved[:4], None, *saved[4:], *lengths, core.p, causal, scale=core.scale
+        grad, *qkv, *results, None, *of_sequences, *lengths, core.p, causal, scale=core.scale
     )

@@ -3,6 +3,9 @@
     forward(plan, context, *tensors) -> (out, saved)
     backward(plan, context, saved, *grads) -> gradients of the tensors
 
+`saved` is what backward reads: tensors by name, in a NamedTuple that may contain others. autograd keeps them flat
+(`reference.nested`), and they are put together once, before a backward runs.
+
 `plan` is frozen and hashable: everything but tensors that the functions depend on, including which gradients are wanted
 (`needs`). `context` (`reference.nn.context`) holds the module's tensors. A backward reads only what went through
 `save_for_backward`, so checkpointing and offloading see it; FP8 state stays on the module.
@@ -14,33 +17,37 @@ from typing import Any, NamedTuple
 import torch
 
 from reference import compiled, recompute, transforms
-from reference.nn.context import BlockContext, ModuleContext, Saved
+from reference.nested import Tensors, flatten, rebuild
+from reference.nn.context import BlockContext, ModuleContext
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
 from reference.threads import here
 
 Context = ModuleContext | BlockContext
-Forward = Callable[..., tuple[Any, Saved]]
-Backward = Callable[..., Saved]
+Forward = Callable[..., tuple[Any, Any]]
+Backward = Callable[..., Tensors]
 Rows = tuple[tuple[int, ...] | None, ...]  # for each tensor None, or the rows of its parts
 
 
 class Plain:
     """Runs a pair's functions; `optimized` registers a subclass that repeats their launches without running them."""
 
-    def prepare(self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward) -> None:
+    def prepare(self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward) -> None:
         """Called before somebody else runs a pair's functions: what `forward` does before it runs them itself."""
 
     def forward(
-        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
-    ) -> tuple[Any, Saved, Any]:
-        """Out, what is saved, and a note for `backward`; the pair's function `backward` is not run here."""
-        return *function(plan, context, *tensors), None
+        self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward
+    ) -> tuple[Any, Tensors, Any]:
+        """Out, the tensors that are saved, and a note for `backward`: what else it needs to read them."""
+        out, saved = function(plan, context, *tensors)
+        return out, *flatten(saved)
 
-    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
+    def backward(
+        self, function: Backward, plan: Any, context: Context, saved: Tensors, grads: Tensors, note: Any
+    ) -> Tensors:
         """The gradients."""
-        return function(plan, context, saved, *grads)
+        return function(plan, context, rebuild(note, saved), *grads)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
@@ -111,7 +118,7 @@ def _versions(reads: tuple[torch.Tensor | None, ...]) -> list[int]:
     return [-1 if x is None or x.is_inference() else x._version for x in reads]
 
 
-def _saved_tensors(ctx: Any) -> Saved:
+def _saved_tensors(ctx: Any) -> Tensors:
     """What the forward has saved; refused where it, or what else backward reads, was changed in place since.
 
     PyTorch looks at what is saved. Of a view that the forward took it speaks about no_grad mode, which the user has not
@@ -119,7 +126,7 @@ def _saved_tensors(ctx: Any) -> Saved:
     """
     error: RuntimeError | None = None
     try:
-        saved: Saved = ctx.saved_tensors
+        saved: Tensors = ctx.saved_tensors
     except RuntimeError as found:
         if "no_grad mode" not in str(found):
             raise
@@ -145,7 +152,7 @@ def _grouped(tensors: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
     return tuple([next(left) if one is None else tuple([next(left) for _ in one]) for one in rows])
 
 
-def _split(grads: Saved, rows: Rows) -> Saved:
+def _split(grads: Tensors, rows: Rows) -> Tensors:
     """The gradients with that of each weight split into those of its parts."""
     found: list[torch.Tensor | None] = []
     for grad, one in zip(grads, rows, strict=True):
@@ -194,11 +201,11 @@ class RoundedPlan(NamedTuple):
     needs: tuple[bool, ...]
 
 
-def rounded_forward(plan: RoundedPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+def rounded_forward(plan: RoundedPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
     return twin.bias_dropout_add(x, None, None, 0.0, state_or_none(None, x)), ()
 
 
-def rounded_backward(plan: RoundedPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def rounded_backward(plan: RoundedPlan, context: BlockContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
     return (twin.dropout_backward(grad.contiguous(), 0.0, None),)
 
 

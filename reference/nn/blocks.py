@@ -19,11 +19,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from reference import recompute
 from reference.compiled import before
+from reference.nested import Tensors
 from reference.nn import attention_block, layernorm_mlp
 from reference.nn.attention import DotProductAttention
 from reference.nn.attention_block import Dropout, before_dropout, whole
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.nn.linear import Linear
@@ -33,7 +34,13 @@ from reference.quantized import fprop_residual, rows_of
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
 _ATTENTION_TENSORS = 7  # arguments of self-attention's pair, x included
-_MLP_SAVED = 14
+
+
+class MLPSaved(NamedTuple):
+    """What backward reads: of the MLP, and the random state from before the dropout after it."""
+
+    mlp: layernorm_mlp.Saved
+    dropped: torch.Tensor | None
 
 
 class MLPPlan(NamedTuple):
@@ -55,7 +62,7 @@ def mlp_forward(
     fc1_bias: torch.Tensor | None,
     fc2_weight: torch.Tensor,
     fc2_bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, MLPSaved]:
     """y `[..., hidden]` of h `[..., hidden]`."""
     (mlp,), (state,), rows = context.modules, context.random, rows_of(h)
     dropped = before(state)
@@ -63,18 +70,17 @@ def mlp_forward(
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
     y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms[1].how)
-    return whole(y, plan.shape), (*saved, dropped)
+    return whole(y, plan.shape), MLPSaved(saved, dropped)
 
 
-def mlp_backward(plan: MLPPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
-    *kept, dropped = saved
-    inner = before_dropout(grad, plan.p, dropped)
+    inner = before_dropout(grad, plan.p, saved.dropped)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
     residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
     grads = (inner, *norm_grad)
-    found = layernorm_mlp.backward(plan.mlp, context.modules[0], tuple(kept), *grads, residual_grad=residual_grad)
+    found = layernorm_mlp.backward(plan.mlp, context.modules[0], saved.mlp, *grads, residual_grad=residual_grad)
     dh, *others = found
     return None if dh is None else whole(dh, plan.shape), *others
 
@@ -87,6 +93,13 @@ class LayerPlan(NamedTuple):
     mlp: MLPPlan
 
 
+class LayerSaved(NamedTuple):
+    """What backward reads of both halves."""
+
+    attention: attention_block.Saved
+    mlp: MLPSaved
+
+
 def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
     modules, random = context.modules, context.random
     return BlockContext(modules[:-1], random[:-1], context.reads), BlockContext(modules[-1:], random[-1:])
@@ -94,21 +107,21 @@ def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
 
 def layer_forward(
     plan: LayerPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, LayerSaved]:
     """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's, then the second's."""
     first, second = _halves(context)
     own: Any = weights
-    h, saved = attention_block.forward(plan.attention, first, x, *own[: _ATTENTION_TENSORS - 1])
-    y, more = mlp_forward(plan.mlp, second, h, *own[_ATTENTION_TENSORS - 1 :])
-    return y, saved + more
+    h, of_attention = attention_block.forward(plan.attention, first, x, *own[: _ATTENTION_TENSORS - 1])
+    y, of_mlp = mlp_forward(plan.mlp, second, h, *own[_ATTENTION_TENSORS - 1 :])
+    return y, LayerSaved(of_attention, of_mlp)
 
 
-def layer_backward(plan: LayerPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, grad: torch.Tensor) -> Tensors:
     first, second = _halves(context)
-    dh, *mlp_grads = mlp_backward(plan.mlp, second, saved[-_MLP_SAVED:], grad)
+    dh, *mlp_grads = mlp_backward(plan.mlp, second, saved.mlp, grad)
     if dh is None:
         return (*[None] * _ATTENTION_TENSORS, *mlp_grads)
-    return (*attention_block.backward(plan.attention, first, saved[:-_MLP_SAVED], dh), *mlp_grads)
+    return (*attention_block.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
 
 
 def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reference.marks import mark_not_offload
+from reference.nested import flatten, rebuild, tensors_of
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
 from reference.notice import say_once
-from reference.quantized import Parts, Quantized, Transposed, Weight, as_dtype, stacked, wgrad
+from reference.quantized import Operand, Parts, Quantized, Stacked, Weight, as_dtype, per_tensor, stacked, wgrad
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 from reference.threads import here
@@ -23,7 +24,6 @@ from reference.threads import here
 if TYPE_CHECKING:
     from reference.nn.module import TransformerEngineBaseModule
 
-Saved = tuple[torch.Tensor | None, ...]
 State = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors read besides the pair's, and those of them changed
 
 
@@ -122,7 +122,7 @@ class ModuleContext:
         """The tensors that the pair's functions read besides their arguments, and those that they change."""
         read, changed = self._precision.state(backward)
         if not backward and self.is_first_microbatch is not None:
-            read += [t for one in self._cached() for t in one[:3] if t is not None]
+            read += [t for one in self._cached() for t in tensors_of(one)]
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
@@ -140,9 +140,11 @@ class ModuleContext:
         wide = self.gemms[0].weight.dtype_t
         codes, transposed, scale_inv = operand(x, transpose=trains and self.fp8 and wide is None)
         if self.fp8:
-            if wide is not None and trains:
-                transposed = as_dtype(dequantized(codes, scale_inv, x.dtype), wide).t()
-            return Quantized(codes, transposed, scale_inv)
+            if wide is None or not trains:
+                return per_tensor(codes, transposed, scale_inv)
+            return per_tensor(codes, None, scale_inv)._replace(
+                column=Operand(as_dtype(dequantized(codes, scale_inv, x.dtype), wide).t())
+            )
         say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
         return dequantized(codes, scale_inv, x.dtype)
 
@@ -151,10 +153,12 @@ class ModuleContext:
         found: Any = [self.unwrap_weight(one, trains) for one in parts]
         if not self.fp8:
             return stacked(found)
-        if trains and self.gemms[0].weight.dtype_t is not None:
-            whole = stacked([one.codes_t.t() for one in found]).t()
-            found = [found[0]._replace(codes_t=whole), *(one._replace(codes_t=None) for one in found[1:])]
-        return Parts(tuple(found))
+        row, columns = Stacked(tuple([one.row for one in found])), [one.column for one in found]
+        if columns[0] is None:
+            return Parts(row, None)
+        if self.gemms[0].weight.dtype_t is not None:
+            return Parts(row, Operand(stacked([one.codes.t() for one in columns]).t()))
+        return Parts(row, Stacked(tuple(columns)))
 
     def weight(self, gemm: int, name: str, w: torch.Tensor | Weight, transpose: bool) -> Any:
         """A quantized weight: `w` itself, the copy that an earlier microbatch made under its name, or a new cast.
@@ -162,7 +166,7 @@ class ModuleContext:
         It is a `Quantized`, except where `w` is `Parts`.
         """
         if isinstance(w, Parts):
-            _stay(*w.parts)
+            _stay(w)
             return w
         cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
         if cached is None:
@@ -172,8 +176,8 @@ class ModuleContext:
         elif (wide := self.gemms[gemm].weight.dtype_t) is None:
             found = cached
         else:
-            of_backward = w.codes_t if isinstance(w, Quantized) else as_dtype(w, wide).t() if transpose else None
-            found = cached._replace(codes_t=of_backward)
+            of_backward = Operand(as_dtype(w, wide).t()) if transpose and not isinstance(w, Quantized) else None
+            found = cached._replace(column=w.column if isinstance(w, Quantized) else of_backward)
         _stay(found)
         return found
 
@@ -183,13 +187,15 @@ class ModuleContext:
         Where a backward reads the weight in 16 bits, it is that of its own forward.
         """
         if self.gemms[0].weight.dtype_t is not None:
-            cast = cast._replace(codes_t=None)
+            cast = cast._replace(column=None)
         kept = self.module._fp8_workspaces
         for key in [one for one in kept if one[0] == name]:
             del kept[key]
         kept[name, type(self.recipe)] = cast
 
-    def weight_grad(self, gemm: int, name: str, g: Quantized, x: Transposed, dtype: torch.dtype) -> torch.Tensor | None:
+    def weight_grad(
+        self, gemm: int, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """dw in `dtype`; None where the module computes it later (`delay_wgrad_compute`)."""
         if self.module.delay_wgrad_compute:
             self.module.delay(self, lambda: self.present_weight_grad(gemm, name, g, x, dtype), name)
@@ -197,7 +203,7 @@ class ModuleContext:
         return self.present_weight_grad(gemm, name, g, x, dtype)
 
     def present_weight_grad(
-        self, gemm: int, name: str, g: Quantized, x: Transposed, dtype: torch.dtype
+        self, gemm: int, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """dw in `dtype`; with `fuse_wgrad_accumulation` dw is added to main_grad, and the result is what .grad gets."""
         how, main_grad = self.gemms[gemm].how, self.module.main_grad(name)
@@ -220,23 +226,23 @@ class ModuleContext:
         """The cast of a weight by an earlier microbatch under a recipe of this kind, if it fits this one."""
         found = self.module._fp8_workspaces.get((name, type(self.recipe)))
         wanted = self.gemms[0].weight
-        if found is None or found.codes.dtype != wanted.dtype:
+        if found is None or found.row.codes.dtype != wanted.dtype:
             return None
-        if transpose and wanted.dtype_t is None and (found.codes_t is None or found.codes_t.dtype != wanted.dtype):
+        if transpose and wanted.dtype_t is None and (found.column is None or found.column.codes.dtype != wanted.dtype):
             return None
-        if found.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
-            copies: Any = [t if t is None else t.clone() for t in found[:3]]
-            found = found._replace(codes=copies[0], codes_t=copies[1], scales=copies[2])
+        if found.row.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
+            tensors, form = flatten(found)
+            found = rebuild(form, tuple([t if t is None else t.clone() for t in tensors]))
             self.keep(name, found)
         return found
 
 
-def _stay(*weights: Quantized) -> None:
-    """Keep FP8 copies of weights where they are, although a context of `get_cpu_offload_context` is open."""
+def _stay(weight: Weight) -> None:
+    """Keep FP8 copies of a weight where they are, although a context of `get_cpu_offload_context` is open."""
     if here().offloading:
-        for one in weights:
-            if one.codes_t is not None and one.codes_t.dtype.itemsize == 1:  # numbers of 16 bits are put together anew
-                mark_not_offload(one.codes_t)
+        for codes in tensors_of(weight.column):
+            if codes.dtype.itemsize == 1:  # numbers of 16 bits are put together anew
+                mark_not_offload(codes)
 
 
 def grad_of_accumulated(weight: Any) -> torch.Tensor | None:

@@ -10,11 +10,13 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.compiled import before
-from reference.nn.context import BlockContext, Saved
+from reference.nested import Tensors
+from reference.nn.context import BlockContext
 from reference.nn.heads import dense_rows
 from reference.ops.attention import LOWEST
 from reference.ops.library import twin
 
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -50,24 +52,43 @@ class Plan(NamedTuple):
     core: CorePlan
 
 
+class Attended(NamedTuple):
+    """What `attend_backward` reads: `twin::attention`'s results, and the random state from before it."""
+
+    out: torch.Tensor
+    m: torch.Tensor
+    inv: torch.Tensor
+    state: torch.Tensor | None
+
+
+class Saved(NamedTuple):
+    """What backward reads; `more` is a bias, or sinks."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    attended: Attended
+    more: torch.Tensor | None
+
+
 def attend(
     core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: Any
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, Attended]:
     """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
 
     `bias`: nothing, or what `CorePlan.further` gives.
     """
     state_before = before(state)
     out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state, *bias)
-    return out, (out, m, inv, state_before)
+    return out, Attended(out, m, inv, state_before)
 
 
 def attend_backward(
-    core: CorePlan, mask: torch.Tensor | None, qkv: Saved, saved: Saved, grad: torch.Tensor, *bias: Any
+    core: CorePlan, mask: torch.Tensor | None, qkv: Qkv, attended: Attended, grad: torch.Tensor, *bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv."""
-    *tensors, state_before = saved
-    return twin.attention_backward(dense_rows(grad), *qkv, *tensors, *core.arguments(mask), state_before, *bias)
+    *results, state = attended
+    return twin.attention_backward(dense_rows(grad), *qkv, *results, *core.arguments(mask), state, *bias)
 
 
 def forward(
@@ -81,14 +102,15 @@ def forward(
     """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
     mask, slopes, *lengths = context.reads
     of_bias = plan.core.further(more, slopes, *lengths)
-    out, saved = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
-    return out, (q, k, v, *saved, more)
+    out, attended = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
+    return out, Saved(q, k, v, attended, more)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
     mask, slopes, *lengths = context.reads
-    qkv, attended, more = saved[:3], saved[3:7], saved[7]
+    q, k, v, attended, more = saved
+    qkv = (q, k, v)
     of_bias = plan.core.further(more, slopes, *lengths)
     grad = dense_rows(grad)
     grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
@@ -96,10 +118,10 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
         return grads
     if not plan.needs[3]:
         return *grads, None
-    *tensors, state_before = attended
+    *results, state = attended
     if plan.core.softmax != "vanilla":
-        return *grads, twin.attention_sink_backward(grad, *tensors, more)
-    arguments = (*qkv, *tensors, *plan.core.arguments(mask), state_before, *of_bias)
+        return *grads, twin.attention_sink_backward(grad, *results, more)
+    arguments = (*qkv, *results, *plan.core.arguments(mask), state, *of_bias)
     return *grads, twin.attention_bias_backward(grad, *arguments)
 
 
@@ -108,12 +130,12 @@ def forward_with_rows(
 ) -> tuple[tuple[torch.Tensor | None, ...], Saved]:
     """As `forward`, with m and inv `[b, h, sq]` beside out."""
     out, saved = forward(plan, context, *tensors)
-    return (out, saved[4], saved[5]), saved
+    return (out, saved.attended.m, saved.attended.inv), saved
 
 
 def backward_with_rows(
     plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *unused: torch.Tensor
-) -> Saved:
+) -> Tensors:
     """As `backward`: m and inv are looked at, and get no gradient."""
     return backward(plan, context, saved, grad)
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.nested import Tensors
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import check_tensor
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.ops.library import twin
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -35,6 +36,16 @@ class Plan(NamedTuple):
     loss: Loss
 
 
+class Saved(NamedTuple):
+    """What backward reads: by what the loss was divided (None: nothing), the logits, the targets, two numbers a row."""
+
+    divisor: torch.Tensor | None
+    logits: torch.Tensor
+    target: torch.Tensor
+    maximum: torch.Tensor
+    inverse: torch.Tensor
+
+
 def forward(
     plan: Plan, context: BlockContext, logits: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
@@ -44,10 +55,10 @@ def forward(
     divisor = None
     if kind != "none":
         loss, divisor = twin.cross_entropy_mean(loss, target, ignored, kind)
-    return loss, (divisor, logits, target, *stats)
+    return loss, Saved(divisor, logits, target, *stats)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """The gradient of the logits."""
     return twin.cross_entropy_backward(grad.contiguous(), *saved, plan.loss.ignore_index, plan.loss.smoothing), None
 

@@ -14,8 +14,9 @@ import torch
 from reference import capture, philox, recompute
 from reference.compiled import before, order
 from reference.moved import byte_after
+from reference.nested import Tensors
 from reference.nn.autograd import differentiable, rounded_gradient, wanted
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.parameters import forked
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
@@ -111,19 +112,25 @@ class Plan(NamedTuple):
     p: float
 
 
+class Saved(NamedTuple):
+    """What backward reads: the random state from before the forward; None where nothing is dropped."""
+
+    state: torch.Tensor | None
+
+
 def drop_forward(
     plan: Plan, context: BlockContext, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, hidden]`."""
     (state,) = context.random
     state_before = before(state)
-    return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x)), (state_before,)
+    return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x)), Saved(state_before)
 
 
-def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, db, dresidual."""
     needs, grad = plan.needs, grad.contiguous()
-    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved[0]) if any(needs[:2]) else None
+    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved.state) if any(needs[:2]) else None
     return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
 
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.nested import Tensors
 from reference.nn import init
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.parameters import DeviceDefault, InitMethod, parameter_dtype
 from reference.ops.library import twin
 
@@ -25,14 +26,20 @@ class Plan(NamedTuple):
     padding: int
 
 
+class Saved(NamedTuple):
+    """What backward reads."""
+
+    ids: torch.Tensor
+
+
 def forward(plan: Plan, context: BlockContext, weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, Saved]:
     """Rows `[count, width]` of weight `[rows, width]`."""
-    return twin.embedding(weight, ids), (ids,)
+    return twin.embedding(weight, ids), Saved(ids)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """The gradient of the table."""
-    return twin.embedding_backward(grad.contiguous(), *saved, plan.rows, plan.padding), None
+    return twin.embedding_backward(grad.contiguous(), saved.ids, plan.rows, plan.padding), None
 
 
 class Embedding(DeviceDefault, torch.nn.Embedding):

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.nested import Tensors
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_tensor
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.cross_entropy import Loss, check_loss, check_targets
 from reference.nn.float8_tensor import Float8Tensor
 from reference.ops.library import twin
-from reference.quantized import as_dtype, gemm, rows_of
+from reference.quantized import Operand, as_dtype, gemm, rows_of
 
 NAME = "fused_linear_cross_entropy"
 CHUNK = 2048
@@ -45,9 +46,17 @@ class Plan(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
+class Saved(NamedTuple):
+    """What backward reads: by what the loss was divided, and the gradients for a loss's gradient of 1, in fp32."""
+
+    divisor: torch.Tensor
+    dh: torch.Tensor | None
+    dw: torch.Tensor | None
+
+
 def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """a·bᵀ; in fp32 PyTorch's own, outside the contract."""
-    return gemm(a, b, (None, None), None, out_dtype, "fast")
+    return gemm(Operand(a), Operand(b), None, out_dtype, "fast")
 
 
 def _add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -86,14 +95,14 @@ def forward(
         elif dw is not None:
             _add_product(d.t(), part.t(), dw)
     mean, divisor = twin.cross_entropy_mean(loss, target, ignored, kind)
-    return mean, (divisor, dh, dw)
+    return mean, Saved(divisor, dh, dw)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dh and dw of the loss's gradient."""
-    divisor, *sums = saved
-    scale = (grad / divisor).masked_fill_(divisor == 0, 0.0)  # type: ignore[operator, arg-type]
-    found = (None if x is None else _scaled(x, scale, dtype) for x, dtype in zip(sums, plan.dtypes, strict=True))
+    scale = (grad / saved.divisor).masked_fill_(saved.divisor == 0, 0.0)
+    sums = zip((saved.dh, saved.dw), plan.dtypes, strict=True)
+    found = (None if x is None else _scaled(x, scale, dtype) for x, dtype in sums)
     return (*found, None)
 
 

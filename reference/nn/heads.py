@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.nn.context import BlockContext, Saved
+from reference.nested import Tensors
+from reference.nn.context import BlockContext
 from reference.ops.cat_cast_transpose import side_by_side
 
 
@@ -42,12 +43,12 @@ class SplitPlan(NamedTuple):
     heads: Heads
 
 
-def split_forward(plan: SplitPlan, context: BlockContext, mixed: torch.Tensor) -> tuple[Any, Saved]:
+def split_forward(plan: SplitPlan, context: BlockContext, mixed: torch.Tensor) -> tuple[Any, tuple[()]]:
     """q, k and v `[.., .., heads, channels]`."""
     return plan.heads.split(mixed), ()
 
 
-def split_backward(plan: SplitPlan, context: BlockContext, saved: Saved, *grads: torch.Tensor) -> Saved:
+def split_backward(plan: SplitPlan, context: BlockContext, saved: tuple[()], *grads: torch.Tensor) -> Tensors:
     """The gradients of q, k and v, side by side."""
     heads, lead = plan.heads, grads[0].shape[:-2]
     grads = tuple(dense_rows(grad) for grad in grads)

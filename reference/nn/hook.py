@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from reference.nested import Tensors
 from reference.nn import autograd
 from reference.nn.autograd import Backward, Context, Forward, Plain
-from reference.nn.context import ModuleContext, Saved
+from reference.nn.context import ModuleContext
 
 _chain = threading.Lock()
 _plain = Plain()
@@ -81,13 +82,15 @@ class Hook(Plain):
         inner = self.inner
         return inner if isinstance(inner, Hook) or not observed(context) else _plain
 
-    def prepare(self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward) -> None:
+    def prepare(self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward) -> None:
         self.inner.prepare(function, plan, context, tensors, backward)
 
     def forward(
-        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
-    ) -> tuple[Any, Saved, Any]:
+        self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward
+    ) -> tuple[Any, Tensors, Any]:
         return self._next(context).forward(function, plan, context, tensors, backward)
 
-    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
+    def backward(
+        self, function: Backward, plan: Any, context: Context, saved: Tensors, grads: Tensors, note: Any
+    ) -> Tensors:
         return self._next(context).backward(function, plan, context, saved, grads, note)

@@ -14,9 +14,10 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.moved import byte_after
+from reference.nested import Tensors
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
@@ -40,8 +41,19 @@ def norm_plan(layer: Any) -> NormPlan:
     return NormPlan(layer.eps, layer.zero_centered_gamma, layer.kind)
 
 
-def norm_backward(norm: NormPlan, grad: torch.Tensor, saved: Saved, residual_grad: torch.Tensor | None = None) -> Saved:
-    """dx (+ residual_grad), dγ, dβ (None for RMSNorm); `saved` is x, γ, mean, rstd."""
+class Saved(NamedTuple):
+    """What the backward of a norm reads: x and γ in T, each row's mean (none of RMSNorm) and rstd."""
+
+    x: torch.Tensor
+    gamma: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+
+def norm_backward(
+    norm: NormPlan, grad: torch.Tensor, saved: Saved, residual_grad: torch.Tensor | None = None
+) -> Tensors:
+    """dx (+ residual_grad), dγ, dβ (None for RMSNorm)."""
     dx, dweight, dbias = twin.norm_backward(grad, *saved, norm.zero_centered, norm.kind, residual_grad)
     return dx, dweight, dbias if norm.kind == "layernorm" else None
 
@@ -84,10 +96,10 @@ def forward(
     """y `[rows, hidden]` of x `[rows, hidden]`."""
     x, (gamma, beta) = as_dtype(x, plan.dtype), parameters(weight, bias, plan.dtype)
     y, mean, rstd = twin.norm(x, gamma, beta, *plan.norm, plan.dtype)
-    return y, (x, gamma, mean, rstd)
+    return y, Saved(x, gamma, mean, rstd)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, dγ, dβ of dL/dy."""
     return norm_backward(plan.norm, grad.contiguous(), saved)
 
@@ -198,17 +210,25 @@ class HeadPlan(NamedTuple):
     norm: NormPlan
 
 
-def l2_forward(plan: HeadPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+class HeadSaved(NamedTuple):
+    """As `Saved`; γ is a constant of the module."""
+
+    x: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+
+def l2_forward(plan: HeadPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, HeadSaved]:
     """y `[rows, n]` of x `[rows, n]`; the context reads 1/√n."""
     x = as_dtype(x, plan.dtype)
     y, mean, rstd = twin.norm(x, context.reads[0], None, *plan.norm, plan.dtype)
-    return y, (x, mean, rstd)
+    return y, HeadSaved(x, mean, rstd)
 
 
-def l2_backward(plan: HeadPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def l2_backward(plan: HeadPlan, context: BlockContext, saved: HeadSaved, grad: torch.Tensor) -> Tensors:
     """dx of dL/dy."""
-    x, mean, rstd = saved
-    return norm_backward(plan.norm, grad.contiguous(), (x, context.reads[0], mean, rstd))[:1]
+    gamma: Any = context.reads[0]
+    return norm_backward(plan.norm, grad.contiguous(), Saved(saved.x, gamma, saved.mean, saved.rstd))[:1]
 
 
 class L2Normalization(DeviceDefault, torch.nn.Module):

@@ -11,35 +11,37 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.nested import Tensors
+from reference.nn import layernorm
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import ModuleContext, Saved
+from reference.nn.context import ModuleContext
 from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
-from reference.nn.linear import LinearBase, scales_of
+from reference.nn.linear import LinearBase
 from reference.nn.parameters import InitMethod, Split
 from reference.ops.library import twin
-from reference.quantized import Quantized, Transposed, Weight, as_dtype, dgrad, fprop, rows_of, transposed
+from reference.quantized import PLAIN, Operand, Quantized, Stacked, Weight, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import NormPlan
 
 __all__ = ["LayerNormLinear"]
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β, w, b), the kind of the quantizers, the norm, whether it is returned, and
-    how many scales the weight has in FP8.
-    """
+    """T, which gradients are wanted (x, γ, β, w, b), the kind of the quantizers, the norm, whether it is returned."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: Hashable
     norm: NormPlan
     returns_norm: bool = False
-    scales: int = 1
 
-    @property
-    def saved(self) -> int:
-        """How many tensors `forward` saves."""
-        return 6 + 2 * self.scales
+
+class Saved(NamedTuple):
+    """What backward reads: of the norm, and the transposes of its output and of w, where a gradient needs them."""
+
+    norm: layernorm.Saved
+    normed: Operand | None
+    w: Operand | Stacked | None
 
 
 def forward(
@@ -57,7 +59,7 @@ def forward(
     normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=plan.needs[3])
     w = context.weight(0, "weight", weight, transpose=any(plan.needs[:3]))
     y = fprop(normed, w, bias, dtype, gemm.how)
-    saved = (*normed.saved, x, gamma, mean, rstd, *w.saved)
+    saved = Saved(layernorm.Saved(x, gamma, mean, rstd), normed.column, w.column)
     if not plan.returns_norm:
         return y, saved
     return (y, norm_output(normed, x, gamma, beta, plan)), saved
@@ -67,10 +69,10 @@ def norm_output(
     normed: Quantized, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, plan: Any
 ) -> torch.Tensor:
     """norm(x) in the activation dtype, as a result of the layer."""
-    return normed.codes if normed.layout is None else twin.norm(x, gamma, beta, *plan.norm, plan.dtype)[0]
+    return normed.row.codes if normed.row.layout == PLAIN else twin.norm(x, gamma, beta, *plan.norm, plan.dtype)[0]
 
 
-def backward(plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor) -> Tensors:
     """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `returns_norm`, dL/dnorm."""
     quantizer = context.gemms[0].grad
     g, db = quantizer.grad(grads[0].contiguous(), transpose=plan.needs[3], dbias=plan.needs[4])
@@ -84,16 +86,15 @@ def quantized_backward(
     g: Quantized,
     *norm_grad: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
-) -> Saved:
+) -> Tensors:
     """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
-    gemm, normed, w = context.gemms[0], Transposed(*saved[:2]), transposed(saved[6:])
     dx = dgamma = dbeta = None
     if any(plan.needs[:3]):
-        dnorm = dgrad(g, w, plan.dtype, gemm.how)
+        dnorm = dgrad(g, saved.w, plan.dtype, context.gemms[0].how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
-        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[2:6], residual_grad)
-    dw = context.weight_grad(0, "weight", g, normed, plan.dtype) if plan.needs[3] else None
+        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad)
+    dw = context.weight_grad(0, "weight", g, saved.normed, plan.dtype) if plan.needs[3] else None
     return dx, dgamma, dbeta, dw
 
 
@@ -195,7 +196,6 @@ class LayerNormLinear(LinearBase):
         bias = self.joined_bias()
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
-        scales = scales_of(context, parameters[2])
-        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output, scales)
+        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output)
         results = differentiable(forward, backward, plan, context, *tensors)
         return with_extras(self, inp, results, self.out_features, bias, dtype)

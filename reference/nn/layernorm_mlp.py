@@ -15,16 +15,17 @@ import torch
 
 from reference import recompute
 from reference.arguments import check_arguments
-from reference.nn import init
+from reference.nested import Tensors
+from reference.nn import init, layernorm
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import ModuleContext, Saved, WeightRequest, quantize_weights
+from reference.nn.context import ModuleContext, WeightRequest, quantize_weights
 from reference.nn.layernorm import KINDS, norm_backward, norm_plan, parameters, register_norm, reset_norm, with_extras
 from reference.nn.layernorm_linear import norm_output
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, forked, parameter_dtype
 from reference.ops.activation import CLAMPED, Clamp, is_gated
-from reference.quantized import Quantized, Transposed, as_dtype, dgrad, fprop, rows_of
+from reference.quantized import Operand, Quantized, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import ActivationPlan, NormPlan
 
 
@@ -37,6 +38,17 @@ class Plan(NamedTuple):
     norm: NormPlan
     activation: str
     returns_norm: bool = False
+
+
+class Saved(NamedTuple):
+    """What backward reads: of the norm, the transposes of both GEMMs' operands, and h, where a gradient needs them."""
+
+    norm: layernorm.Saved
+    normed: Operand | None
+    w1: Operand | None
+    h: torch.Tensor | None
+    a: Operand | None
+    w2: Operand | None
 
 
 def mlp_plan(layer: "LayerNormMLP", context: ModuleContext, dtype: torch.dtype, needs: tuple[bool, ...]) -> Plan:
@@ -65,7 +77,8 @@ def hidden_forward(
     )
     activation = ActivationPlan(plan.activation, dtype, fc1.how)
     h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=needs[5])
-    saved = (*normed.saved, *w1.saved, *a.saved, *w2.saved, h if needs_dh else None, x, gamma, mean, rstd)
+    of_norm = layernorm.Saved(x, gamma, mean, rstd)
+    saved = Saved(of_norm, normed.column, w1.column, h if needs_dh else None, a.column, w2.column)
     return a, w2, norm_output(normed, x, gamma, beta, plan) if plan.returns_norm else None, saved
 
 
@@ -89,23 +102,21 @@ def forward(
 
 def backward(
     plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor, residual_grad: torch.Tensor | None = None
-) -> Saved:
+) -> Tensors:
     """Gradients of x, γ, β, fc1's w and b, fc2's w and b; `grads` as in `LayerNormLinear`'s backward."""
     (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
-    normed, w1, a, w2 = (Transposed(*saved[i : i + 2]) for i in (0, 2, 4, 6))
-    h = saved[8]
     g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=needs[5], dbias=needs[6])
-    dw2 = context.weight_grad(1, "fc2_weight", g, a, dtype) if needs[5] else None
+    dw2 = context.weight_grad(1, "fc2_weight", g, saved.a, dtype) if needs[5] else None
     dx = dgamma = dbeta = dw1 = db1 = None
-    if h is not None:
+    if saved.h is not None and saved.w2 is not None:
         activation = ActivationPlan(plan.activation, dtype, fc2.how)
-        dh, db1 = fc1.grad.activation_grad(g, w2, h, activation, transpose=needs[3], dbias=needs[4])
-        dw1 = context.weight_grad(0, "fc1_weight", dh, normed, dtype) if needs[3] else None
+        dh, db1 = fc1.grad.activation_grad(g, saved.w2, saved.h, activation, transpose=needs[3], dbias=needs[4])
+        dw1 = context.weight_grad(0, "fc1_weight", dh, saved.normed, dtype) if needs[3] else None
         if any(needs[:3]):
-            dnorm = dgrad(dh, w1, dtype, fc1.how)
+            dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
-            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved[9:], residual_grad)
+            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 

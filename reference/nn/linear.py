@@ -19,28 +19,30 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.nested import Tensors
 from reference.nn import init
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_input
-from reference.nn.context import ModuleContext, Saved
+from reference.nn.context import ModuleContext
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, named, parameter_dtype, split_sizes
-from reference.quantized import Quantized, Transposed, Weight, dgrad, fprop, rows_of, stacked, transposed
+from reference.quantized import Operand, Quantized, Stacked, Weight, dgrad, fprop, rows_of, stacked
 from reference.scaling import FORWARD_TENSORS
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, w, b), the kind of the GEMM's quantizers, the weight's scales in FP8."""
+    """T, which gradients are wanted (x, w, b), the kind of the GEMM's quantizers."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: Hashable
-    scales: int = 1
 
-    @property
-    def saved(self) -> int:
-        """How many tensors `forward` saves."""
-        return 2 + 2 * self.scales
+
+class Saved(NamedTuple):
+    """What backward reads: the transposes of x and w, where a gradient needs them."""
+
+    x: Operand | None
+    w: Operand | Stacked | None
 
 
 def forward(
@@ -51,20 +53,19 @@ def forward(
     gemm = context.gemms[0]
     qx = gemm.input.quantize(x, transpose=needs_dw)
     qw = context.weight(0, "weight", weight, transpose=needs_dx)
-    return fprop(qx, qw, bias, plan.dtype, gemm.how), (*qx.saved, *qw.saved)
+    return fprop(qx, qw, bias, plan.dtype, gemm.how), Saved(qx.column, qw.column)
 
 
-def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, dw, db of g `[tokens, out]`."""
     g, db = context.gemms[0].grad.grad(grad.contiguous(), transpose=plan.needs[1], dbias=plan.needs[2])
     return (*quantized_backward(plan, context, saved, g), db)
 
 
-def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Saved:
+def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Tensors:
     """dx, dw of a quantized dL/dy."""
-    gemm, x, w = context.gemms[0], Transposed(*saved[:2]), transposed(saved[2:])
-    dx = dgrad(g, w, plan.dtype, gemm.how) if plan.needs[0] else None
-    dw = context.weight_grad(0, "weight", g, x, plan.dtype) if plan.needs[1] else None
+    dx = dgrad(g, saved.w, plan.dtype, context.gemms[0].how) if plan.needs[0] else None
+    dw = context.weight_grad(0, "weight", g, saved.x, plan.dtype) if plan.needs[1] else None
     return dx, dw
 
 
@@ -177,11 +178,6 @@ def _columns_of(weights: Iterable[str]) -> dict[str, int]:
     return {name: len(FORWARD_TENSORS) * i + 1 for i, name in enumerate(weights)}
 
 
-def scales_of(context: ModuleContext, weight: Any) -> int:
-    """How many scales a weight of `joined_weight` has in this forward."""
-    return len(weight) if type(weight) is tuple and context.fp8 else 1
-
-
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
@@ -278,7 +274,7 @@ class Linear(LinearBase):
         context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind, scales_of(context, tensors[1]))
+        plan = Plan(dtype, wanted(*tensors), context.kind)
         out = differentiable(forward, backward, plan, context, *tensors)
         out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:

@@ -8,6 +8,7 @@ import torch
 from reference import model_init, recompute, scaling
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
+from reference.nested import flatten, rebuild
 from reference.nn.attributes import OfModule
 from reference.nn.checkpoints import Checkpointed
 from reference.nn.context import ModuleContext, Precision
@@ -15,7 +16,7 @@ from reference.nn.delayed import DelayedGradients
 from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.one_rank import TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
-from reference.quantized import Quantized
+from reference.quantized import Quantized, per_tensor
 from reference.quantizer import Calibrating, Gemm, HighPrecision
 from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
@@ -44,7 +45,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
 
         Gradients that are still to be computed stay with this module, whose backward they belong to.
         """
-        cached = {name: list(map(_as_bytes, one)) for name, one in self._fp8_workspaces.items()}
+        cached = {name: _packed(one) for name, one in self._fp8_workspaces.items()}
         state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
         return state | {"_delayed": deque()} if self.delay_wgrad_compute else state
 
@@ -52,7 +53,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         """Register a copy or an unpickled module as a module of its own."""
         super().__setstate__(state)
         cached: dict[Any, Any] = self._fp8_workspaces
-        self._fp8_workspaces = {name: Quantized(*map(_of_bytes, one)) for name, one in cached.items()}
+        self._fp8_workspaces = {name: _unpacked(one) for name, one in cached.items()}
         scaling.register(self)
         self._bind_weights()
 
@@ -203,9 +204,15 @@ def _in_high_precision(dtype: torch.dtype, gemms: int) -> Precision:
 _HIGH_PRECISION = {(dtype, gemms): _in_high_precision(dtype, gemms) for dtype in WIDE_DTYPES for gemms in (1, 2)}
 
 
-def _as_bytes(t: Any) -> Any:
-    return t if not isinstance(t, torch.Tensor) or t.dtype.itemsize > 1 else (t.view(torch.uint8), t.dtype)
+def _packed(cast: Quantized) -> tuple[list[Any], Any]:
+    """A weight's cast for a pickle: its tensors, those of FP8 as bytes with their dtype, and their form."""
+    tensors, form = flatten(cast)
+    return [t if t is None or t.dtype.itemsize > 1 else (t.view(torch.uint8), t.dtype) for t in tensors], form
 
 
-def _of_bytes(kept: Any) -> Any:
-    return kept[0].view(kept[1]) if isinstance(kept, tuple) else kept
+def _unpacked(packed: Any) -> Quantized:
+    """The inverse; pickles of 1.0 hold a list of the codes, their transpose, the scale and a layout."""
+    tensors, form = (packed[:3], None) if isinstance(packed, list) else packed
+    found = tuple([t[0].view(t[1]) if isinstance(t, tuple) else t for t in tensors])
+    cast: Quantized = per_tensor(*found) if form is None else rebuild(form, found)
+    return cast

@@ -6,7 +6,7 @@ import torch
 
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
-from reference.quantized import Quantized, Transposed, dgrad
+from reference.quantized import Operand, Quantized, dgrad
 from reference.quantizer import ActivationPlan, Around, NormPlan, Produced, Quantizer
 
 Record = Callable[[Quantizer, torch.Tensor, Quantized], None]
@@ -68,7 +68,7 @@ class Observed(Around):
         return found
 
     def activation_grad(
-        self, g: Quantized, w: Transposed, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+        self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
     ) -> Produced:
         found = self.inner.activation_grad(g, w, h, plan, transpose, dbias)
         x = twin.activation_backward(dgrad(g, w, plan.dtype, plan.how), h, plan.kind)

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import torch
 
+from reference.nested import Tensors
 from reference.nn.attention_lengths import Maps
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import Cached, StepTensors, turned
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.nn.heads import dense_rows
 from reference.ops.library import twin
 
@@ -19,12 +20,12 @@ class RotaryPlan(NamedTuple):
     interleaved: bool
 
 
-def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
     """x `[s, b, h, d]` rotated by the context's angles `[s, d]`."""
     return twin.rotary(x, context.reads[0], plan.interleaved, False), ()
 
 
-def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
     """The gradient, rotated back."""
     return (twin.rotary(dense_rows(grad), context.reads[0], plan.interleaved, True),)
 

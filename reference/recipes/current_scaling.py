@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from reference.ops.library import twin
-from reference.quantized import Quantized
+from reference.quantized import Quantized, per_tensor
 from reference.quantizer import Gemm, Quantizer
 from reference.recipes.base import Format, Recipe, check_recipe
 
@@ -88,6 +88,6 @@ class Current(Quantizer):
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         scale = self.scale(x)
         if transpose:
-            return Quantized(*twin.cast_transpose(x, scale, None, 0, self.dtype))
+            return per_tensor(*twin.cast_transpose(x, scale, None, 0, self.dtype))
         q, scale_inv = twin.cast(x, scale, None, 0, self.dtype)
-        return Quantized(q, None, scale_inv)
+        return per_tensor(q, None, scale_inv)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import twin
-from reference.quantized import PER_TENSOR, Quantized, Transposed, gemm_bias
+from reference.quantized import PER_TENSOR, Operand, Quantized, gemm_bias, per_tensor
 from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
 from reference.recipes.base import Format, Recipe, check_recipe
 
@@ -171,20 +171,20 @@ class Delayed(Quantizer):
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if transpose:
-            return Quantized(*twin.cast_transpose(x, *self._state()))
+            return per_tensor(*twin.cast_transpose(x, *self._state()))
         q, scale_inv = twin.cast(x, *self._state())
-        return Quantized(q, None, scale_inv)
+        return per_tensor(q, None, scale_inv)
 
     def quantize_together(self, others: Sequence[Quantizer], xs: list[torch.Tensor]) -> list[Quantized]:
         every: Any = (self, *others)
         if not all(type(one) is Delayed and one.dtype is self.dtype for one in others):
             return super().quantize_together(others, xs)
-        found = [Quantized(*cast_outputs(x, x.shape[1], self.dtype)) for x in xs]
+        found = [cast_outputs(x, x.shape[1], self.dtype) for x in xs]
         histories = [one.meta.amax_history for one in every if one.meta.amax_history is not None]
-        room = [list(part) for part in zip(*(one[:3] for one in found), strict=True)]
+        codes, codes_t, scale_inv = map(list, zip(*found, strict=True))
         columns = [one.column for one in every]
-        twin.multi_cast_transpose(xs, [one._scale() for one in every], histories, columns, *room)
-        return found
+        twin.multi_cast_transpose(xs, [one._scale() for one in every], histories, columns, codes, codes_t, scale_inv)
+        return [per_tensor(*one) for one in found]
 
     def norm(
         self,
@@ -201,9 +201,9 @@ class Delayed(Quantizer):
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
     ) -> tuple[torch.Tensor, Quantized]:
-        if x.layout != PER_TENSOR:
+        if x.row.layout != PER_TENSOR:
             return super().activation(x, w, bias, plan, transpose)
-        operands = (x.codes, w.codes, x.scales, w.scales, gemm_bias(x, bias, plan.dtype))
+        operands = (x.row.codes, w.row.codes, x.row.scales, w.row.scales, gemm_bias(x.row, w.row, bias, plan.dtype))
         h, *cast = twin.gemm_fp8_activation(*operands, plan.dtype, plan.kind, *self._state())
         return h, _without_transpose(cast, transpose)
 
@@ -211,7 +211,7 @@ class Delayed(Quantizer):
         if not dbias:
             return self.quantize(g, transpose), None
         *cast, db = twin.cast_transpose_dbias(g, *self._state())
-        return Quantized(*cast), db
+        return per_tensor(*cast), db
 
     def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
         if not (transpose or dbias):
@@ -222,11 +222,11 @@ class Delayed(Quantizer):
         return _without_transpose(cast, transpose), db if dbias else None
 
     def activation_grad(
-        self, g: Quantized, w: Transposed, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+        self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
     ) -> Produced:
-        if g.layout != PER_TENSOR:
+        if g.row.layout != PER_TENSOR:
             return super().activation_grad(g, w, h, plan, transpose, dbias)
-        operands = (g.codes, w.codes_t, g.scales, w.scales)
+        operands = (g.row.codes, w.codes, g.row.scales, w.scales)
         *cast, db = twin.gemm_fp8_activation_backward(*operands, h, plan.kind, *self._state())
         return _without_transpose(cast, transpose), db if dbias else None
 
@@ -234,4 +234,4 @@ class Delayed(Quantizer):
 def _without_transpose(cast: Sequence[torch.Tensor], transpose: bool) -> Quantized:
     """The result of a cast with transpose; the transpose is dropped if no backward will read it."""
     q, q_t, scale_inv = cast
-    return Quantized(q, q_t if transpose else None, scale_inv)
+    return per_tensor(q, q_t if transpose else None, scale_inv)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from reference.nested import Tensors
 from reference.nn.autograd import Backward, Context, Forward
-from reference.nn.context import Saved
 from reference.nn.hook import Hook
 
 
@@ -76,11 +76,13 @@ class _Located(Hook):
         self._modules = modules
 
     def forward(
-        self, function: Forward, plan: Any, context: Context, tensors: Saved, backward: Backward
-    ) -> tuple[Any, Saved, Any]:
+        self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward
+    ) -> tuple[Any, Tensors, Any]:
         with self._modules.running(context):
             return super().forward(function, plan, context, tensors, backward)
 
-    def backward(self, function: Backward, plan: Any, context: Context, saved: Saved, grads: Saved, note: Any) -> Saved:
+    def backward(
+        self, function: Backward, plan: Any, context: Context, saved: Tensors, grads: Tensors, note: Any
+    ) -> Tensors:
         with self._modules.running(context):
             return super().backward(function, plan, context, saved, grads, note)

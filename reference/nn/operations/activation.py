@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 
 from reference.arguments import check_arguments
+from reference.nested import Tensors
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_tensor
-from reference.nn.context import BlockContext, Saved
+from reference.nn.context import BlockContext
 from reference.ops.activation import Clamp, is_gated
 from reference.ops.library import twin
 from reference.quantized import as_dtype, rows_of
@@ -22,15 +23,21 @@ class Plan(NamedTuple):
     kind: str
 
 
+class Saved(NamedTuple):
+    """What backward reads: x in T."""
+
+    x: torch.Tensor
+
+
 def forward(plan: Plan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
     """y of x `[rows, n]`."""
     x = as_dtype(x, plan.dtype)
-    return twin.activation(x, plan.kind), (x,)
+    return twin.activation(x, plan.kind), Saved(x)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx of dL/dy."""
-    return (twin.activation_backward(grad.contiguous(), saved[0], plan.kind),)
+    return (twin.activation_backward(grad.contiguous(), saved.x, plan.kind),)
 
 
 class _Activation(Unscripted, torch.nn.Module):

@@ -8,10 +8,11 @@ import torch
 from reference.arguments import check_arguments
 from reference.autocast import current
 from reference.moved import byte_after
+from reference.nested import Tensors
 from reference.nn import transformer_engine_state
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import activation_dtype, check_tensor
-from reference.nn.context import ModuleContext, Saved
+from reference.nn.context import ModuleContext
 from reference.nn.float8_quantizer import KINDS
 from reference.nn.float8_tensor import Float8Tensor, dequantized
 from reference.nn.module import TransformerEngineBaseModule
@@ -29,22 +30,23 @@ class Plan(NamedTuple):
 
 def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """x as a Float8Tensor; outside of FP8, and where a compiler or a dispatch mode looks on, as its numbers."""
-    if x.scales is None:
-        return x.codes
+    codes, scale_inv, _ = x.row
+    if scale_inv is None:
+        return codes
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return dequantized(x.codes, x.scales, dtype)
-    kind = KINDS[x.codes.dtype]
-    return Float8Tensor(x.codes.shape, dtype, data=x.codes, fp8_scale_inv=x.scales, fp8_dtype=kind)
+        return dequantized(codes, scale_inv, dtype)
+    kind = KINDS[codes.dtype]
+    return Float8Tensor(codes.shape, dtype, data=codes, fp8_scale_inv=scale_inv, fp8_dtype=kind)
 
 
-def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
     """y `[rows, n]` of x `[rows, n]`."""
     if not plan.ways[0]:
         return as_dtype(x, plan.dtype).clone(), ()
     return _tensor(context.gemms[0].input.quantize(x, transpose=False), plan.dtype), ()
 
 
-def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Saved:
+def backward(plan: Plan, context: ModuleContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
     """dx of dL/dy."""
     if not plan.ways[1]:
         return (grad,)
