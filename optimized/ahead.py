@@ -151,29 +151,25 @@ def _unchanged(context: Any) -> Iterator[None]:
 
     Modules keep FP8 weights for later microbatches, and how gradients are computed in `backward_dw`.
     """
-    modules = [one.module for one in context.modules]
+    stores = [one.store for one in context.modules]
     changed = [*context.state(backward=False)[1], *context.state(backward=True)[1]]
-    main_grads = (getattr(parameter, "main_grad", None) for module in modules for parameter in module.parameters())
+    main_grads = (getattr(parameter, "main_grad", None) for store in stores for parameter in store.module.parameters())
     changed += [t for t in main_grads if isinstance(t, torch.Tensor)]
-    caches = [module._fp8_workspaces for module in modules]
-    before = [dict(cache) for cache in caches]
-    delayed = [(module._delayed, len(module._delayed)) for module in modules if module.delay_wgrad_compute]
+    before = [(store, dict(store.casts), len(store.delayed)) for store in stores]
     try:
         with torch.autograd._unsafe_preserve_version_counter(tuple(changed)):
             yield
     finally:
-        for queue, length in delayed:
-            while len(queue) > length:
-                queue.pop()
-        for cache, content in zip(caches, before, strict=True):
-            cache.clear()
-            cache.update(content)
+        for store, casts, length in before:
+            while len(store.delayed) > length:
+                store.delayed.pop()
+            store.casts.clear()
+            store.casts.update(casts)
 
 
 def _delayed(context: Any) -> list[Callable[[], Any]]:
     """What its backward left to `backward_dw`."""
-    modules = [(one, one.module) for one in context.modules if one.module.delay_wgrad_compute]
-    found = [computes for one, module in modules for owner, computes in module._delayed if owner is one]
+    found = [computes for one in context.modules for owner, computes in one.store.delayed if owner is one]
     return [compute for computes in found for compute in computes.values()]
 
 

@@ -19,6 +19,7 @@ from reference.denormals import check_denormals
 from reference.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
 from reference.graph import make_graphed_callables
 from reference.model_init import fp8_model_init, quantized_model_init
+from reference.nn import float8_part as _float8_part  # noqa: F401 (it gives Float8Tensor its parts)
 from reference.nn import operations as _operations
 from reference.nn.attention import DotProductAttention
 from reference.nn.cross_entropy import cross_entropy, parallel_cross_entropy

@@ -18,6 +18,7 @@ from reference import capture, scaling
 from reference.arguments import check_arguments, check_unread
 from reference.autocast import AutocastState, autocast, current, restored
 from reference.graph_capture import Hooks, checked_hooks, into_graphs, warm_up
+from reference.nested import tensors_of
 from reference.nn.dropout import Generator
 from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.module import TransformerEngineBaseModule
@@ -285,7 +286,7 @@ class _Graphed:
             for layer in self.layers:
                 layer.init_fp8_metadata()
         self.copies: dict[tuple[TransformerEngineBaseModule, str], Quantized] = {}
-        self.eager_copies = [dict(layer._fp8_workspaces) for layer in self.layers]
+        self.eager_copies = [dict(layer._store.casts) for layer in self.layers]
         self.has_backward = False
         self.graphs: list[Any] = []  # of the forward and, if there is one, the backward
         self.replay: Callable[..., Any] | None = None  # None after `reset`
@@ -318,13 +319,14 @@ class _Graphed:
                 if not context.fp8 or isinstance(parts[0], Float8Tensor):  # nothing is cast
                     continue
                 weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-                found = context.weight(column // 3, name, weight, context.gemms[0].weight.dtype_t is None)
+                quantizer = context.gemms[0].weight
+                found = context.weight(column // 3, name, weight, quantizer.dtype_t is None)
                 if kept is None:
                     kept = self.copies[layer, name] = found
-                for to, new in zip(kept[:3], found[:3], strict=True):
-                    if to is not new and to is not None and new is not None:
+                for to, new in zip(tensors_of(kept), tensors_of(found), strict=True):
+                    if to is not new:
                         _bytes(to).copy_(_bytes(new))
-                context.keep(name, kept)
+                context.store.keep(name, type(context.recipe), kept, quantizer)
 
     def captured(self, *args: torch.Tensor) -> Any:
         """The module's forward during warm-up and capture: under the settings, without updates."""
@@ -362,7 +364,7 @@ class _Graphed:
     def forget(self) -> None:
         """Forget what the capture has left in the layers."""
         for layer, membership, copies in zip(self.layers, self.memberships, self.eager_copies, strict=True):
-            layer._membership, layer._fp8_workspaces = membership, dict(copies)
+            layer._membership, layer._store.casts = membership, dict(copies)
 
     def install(self, in_module: bool) -> None:
         """Let the module itself replay, unless the pass is called by itself."""

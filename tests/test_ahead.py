@@ -200,7 +200,7 @@ def state_of(layer: Any) -> list[torch.Tensor]:
 
 
 def cached(layer: Any) -> list[tuple[str, int]]:
-    caches = [m._fp8_workspaces for m in layer.modules() if hasattr(m, "_fp8_workspaces")]
+    caches = [m._store.casts for m in layer.modules() if hasattr(m, "_store")]
     return [(name, id(one)) for cache in caches for name, one in cache.items()]
 
 

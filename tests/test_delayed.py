@@ -157,9 +157,9 @@ def test_a_dry_pass_collects_delayed_gradients_and_keeps_none(kind: Any, fuse: b
         x = torch.empty(40, 2, 64, dtype=BF16, device="cuda").requires_grad_()
         with te.autocast():
             y = layer(x)
-        assert len(layer._delayed) == 0
+        assert len(layer._store.delayed) == 0
         y.backward(torch.empty_like(y))
-        assert len(layer._delayed) == 1
+        assert len(layer._store.delayed) == 1
         layer.backward_dw()
         launched = {one.kernel for one in gpu.launches if one.kernel.kernel != "scale_update"}
         assert gpu.collected[0] == launched

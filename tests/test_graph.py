@@ -13,6 +13,7 @@ from conftest import assert_same_bits
 
 import reference as te
 from reference import capture, graph, scaling
+from reference.nested import tensors_of
 from reference.nn.dropout import Generator
 
 BF16 = torch.bfloat16
@@ -199,8 +200,8 @@ def test_a_graph_reads_cached_weights() -> None:
 
 def copies(module: torch.nn.Module) -> list[int]:
     """Where the FP8 copies of its weights lie."""
-    found = [one for m in module.modules() for one in getattr(m, "_fp8_workspaces", {}).values()]
-    return [t.data_ptr() for one in found for t in one[:3]]
+    found = [one for m in module.modules() if hasattr(m, "_store") for one in m._store.casts.values()]
+    return sorted({t.data_ptr() for one in found for t in tensors_of(one)})
 
 
 @pytest.mark.usefixtures("pretended")

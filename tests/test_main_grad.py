@@ -6,7 +6,7 @@ from linears import RECIPES, numbers
 
 import reference as te
 from reference import formats, tensor_core
-from reference.nn.context import grad_of_accumulated
+from reference.nn.weight_store import grad_of_accumulated
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])

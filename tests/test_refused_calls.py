@@ -9,6 +9,7 @@ import torch
 from conftest import assert_same_bits
 
 import reference as te
+from reference.nested import tensors_of
 from reference.nn import blocks
 
 BF16 = torch.bfloat16
@@ -198,8 +199,8 @@ def state(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         for key in ("scaling_fwd", "scaling_bwd"):
             if key in metas:
                 found |= {f"{name}.{key}.scale": metas[key].scale, f"{name}.{key}.history": metas[key].amax_history}
-        for weight, operand in getattr(part, "_fp8_workspaces", {}).items():
-            found |= {f"{name}.{weight}.{i}": t for i, t in enumerate(operand[:3]) if t is not None}
+        for weight, operand in (part._store.casts if hasattr(part, "_store") else {}).items():
+            found |= {f"{name}.{weight}.{i}": t for i, t in enumerate(tensors_of(operand))}
         if isinstance(getattr(part, "state", None), torch.Tensor):
             found[f"{name}.random"] = part.state
     return {name: tensor.clone() for name, tensor in found.items()}

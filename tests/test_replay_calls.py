@@ -321,7 +321,7 @@ def test_what_is_replayed() -> None:
         layer(x, is_first_microbatch=True)
         assert context(False).replayable
         assert context(False).kind != context().kind
-        cached = layer._fp8_workspaces["fc1_weight", te.DelayedScaling].row.codes
+        cached = layer._store.casts["fc1_weight", te.DelayedScaling].row.codes
         assert any(t is cached for t in context(False).state(backward=False)[0])
         assert all(t is not cached for t in context(False).state(backward=True)[0])
     with te.autocast(enabled=False, calibrating=True):

@@ -117,12 +117,12 @@ def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
         if kind == "hooked":
             layer.layernorm_mlp.register_forward_hook(lambda module, inputs, out: None)
         x = numbers(1, 24, 2, 64).bfloat16().requires_grad_()
-        parts = [part for part in layer.modules() if isinstance(getattr(part, "_fp8_workspaces", None), dict)]
+        parts = [part for part in layer.modules() if hasattr(part, "_store")]
         parts = [part for part in parts if part.fp8_weights]
         for first in (None, True):
             with te.autocast(recipe=RECIPE):
                 layer(x, encoder_output=x if kind == "decoder" else None, is_first_microbatch=first)
-            assert [len(part._fp8_workspaces) for part in parts] == [
+            assert [len(part._store.casts) for part in parts] == [
                 0 if first is None else part.num_gemms for part in parts
             ], (kind, first)
 

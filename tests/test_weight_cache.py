@@ -33,7 +33,7 @@ def test_weight_cache(same_bits) -> None:
     assert not torch.equal(run(True), y)
     assert not torch.equal(layer.fp8_meta["scaling_fwd"].amax_history[:, 1], history)
     layer.float()
-    assert layer._fp8_workspaces == {}, "moving or converting the module drops the copy"
+    assert layer._store.casts == {}, "moving or converting the module drops the copy"
 
 
 CACHING: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_a_module_that_an_older_version_pickled_keeps_its_cast(same_bits) -> Non
     x = numbers(9, 8, 32).to(torch.bfloat16).requires_grad_()
     with te.autocast(recipe=RECIPES[0]):
         layer(x, is_first_microbatch=True)
-    ((key, cast),) = layer._fp8_workspaces.items()
+    ((key, cast),) = layer._store.casts.items()
     (codes, scale_inv, layout), column = cast
     assert column is not None
     as_bytes = [(t.view(torch.uint8), t.dtype) for t in (codes, column.codes)]
@@ -156,7 +156,7 @@ def test_a_module_that_an_older_version_pickled_keeps_its_cast(same_bits) -> Non
     older.__setstate__(
         {**copy.deepcopy(layer).__getstate__(), "_fp8_workspaces": {key: [*as_bytes, scale_inv, layout]}}
     )
-    assert older._fp8_workspaces[key][0].layout == layout
+    assert older._store.casts[key][0].layout == layout
     with torch.no_grad():
         older.weight.mul_(2.0)
     with te.autocast(recipe=RECIPES[0]):

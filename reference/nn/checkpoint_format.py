@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,9 +29,6 @@ from reference.nn.packed_state import PackedState
 from reference.recipes.base import Format
 from reference.recipes.delayed_scaling import MAX_MARGIN
 from reference.scaling import KEYS, FP8TensorMeta, columns_of
-
-if TYPE_CHECKING:
-    from reference.nn.checkpoints import Checkpointed
 
 STATE = "_extra_state"
 PARTS = tuple((key, part) for key in KEYS for part in ("scale", "amax_history"))
@@ -326,7 +323,13 @@ def _under_way() -> tuple[torch.nn.Module, dict[str, Any]] | None:
     return None
 
 
-def check_all(layer: "Checkpointed", state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
+class Checked(Protocol):
+    """What looks at its own entries before a load."""
+
+    def check_checkpoint(self, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None: ...
+
+
+def check_all(layer: Checked, state_dict: Mapping[str, Any], prefix: str, assign: bool) -> None:
     """Check what is about to be loaded; when the first layer is reached, check every layer of the model."""
     found = _under_way()
     if found is None:

@@ -167,7 +167,7 @@ class Checkpointed(WithFP8State):
         """
         assign = local_metadata.get("assign_to_params_buffers", False)
         checkpoint_format.check_all(self, state_dict, prefix, assign)
-        self._fp8_workspaces.clear()
+        self._store.casts.clear()
         state_dict = dict(state_dict)
         own = [state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict]
         if self.fp8_weights or self.keeps_scales:

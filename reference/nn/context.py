@@ -2,27 +2,25 @@
 
 A plan contains everything but tensors that launches depend on; a context contains the tensors that come from the
 module: quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A
-pair's functions see a plan, a context and tensors, but no module, so `optimized.replay` can repeat their launches for
-the same plan and the same addresses.
+pair's functions see a plan, a context and tensors, and ask no module, so `optimized.replay` can repeat their launches
+for the same plan and the same addresses.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from reference.marks import mark_not_offload
-from reference.nested import flatten, rebuild, tensors_of
+from reference.nested import tensors_of
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
+from reference.nn.weight_store import WeightStore
 from reference.notice import say_once
-from reference.quantized import Operand, Parts, Quantized, Stacked, Weight, as_dtype, per_tensor, stacked, wgrad
+from reference.quantized import Operand, Parts, Quantized, Stacked, Weight, as_dtype, per_tensor, stacked
 from reference.quantizer import Gemm, Quantizer
 from reference.recipe import Recipe
 from reference.threads import here
-
-if TYPE_CHECKING:
-    from reference.nn.module import TransformerEngineBaseModule
 
 State = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors read besides the pair's, and those of them changed
 
@@ -71,6 +69,7 @@ class ModuleContext:
     """One forward of one module.
 
     Attributes:
+        store: of its module, which it belongs to.
         gemms: the quantizers of its GEMMs.
         kind: for plans; everything but tensors that its launches depend on.
         replayable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
@@ -80,12 +79,10 @@ class ModuleContext:
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
     following: None = None
 
-    __slots__ = ("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module")
+    __slots__ = ("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "store")
 
-    def __init__(
-        self, module: "TransformerEngineBaseModule", precision: Precision, is_first_microbatch: bool | None = None
-    ) -> None:
-        self.module, self._precision = module, precision
+    def __init__(self, store: WeightStore, precision: Precision, is_first_microbatch: bool | None = None) -> None:
+        self.store, self._precision = store, precision
         self.gemms, self.fp8 = precision.gemms, precision.fp8
         self._is_first = is_first_microbatch is True
         self.is_first_microbatch = is_first_microbatch if precision.fp8 else None
@@ -98,8 +95,8 @@ class ModuleContext:
     @property
     def replayable(self) -> bool:
         """See the attributes of the class."""
-        reads_all = self.is_first_microbatch is None or len(self._cached()) == self.module.num_gemms
-        module = self.module
+        module = self.store.module
+        reads_all = self.is_first_microbatch is None or len(self._kept()) == module.num_gemms
         return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
 
     @property
@@ -114,15 +111,15 @@ class ModuleContext:
         return self._precision.recipe
 
     @property
-    def stateful(self) -> "TransformerEngineBaseModule | None":
-        """The module, if its scales are updated after a step."""
-        return self.module if self._precision.stateful else None
+    def stateful(self) -> Any:
+        """The module, if its scales are updated after a step; else None."""
+        return self.store.module if self._precision.stateful else None
 
     def state(self, backward: bool) -> State:
         """The tensors that the pair's functions read besides their arguments, and those that they change."""
         read, changed = self._precision.state(backward)
         if not backward and self.is_first_microbatch is not None:
-            read += [t for one in self._cached() for t in tensors_of(one)]
+            read += [t for one in self._kept() for t in tensors_of(one)]
         return read, changed
 
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
@@ -168,12 +165,14 @@ class ModuleContext:
         if isinstance(w, Parts):
             _stay(w)
             return w
-        cached = self._reused(name, transpose) if self.is_first_microbatch is False else None
+        quantizer, recipe, cached = self.gemms[gemm].weight, type(self.recipe), None
+        if self.is_first_microbatch is False:
+            cached = self.store.cast(name, recipe, quantizer, transpose)
         if cached is None:
-            found = w if isinstance(w, Quantized) else self.gemms[gemm].weight.quantize(w.contiguous(), transpose)
+            found = w if isinstance(w, Quantized) else quantizer.quantize(w.contiguous(), transpose)
             if self.is_first_microbatch is not None:
-                self.keep(name, found)
-        elif (wide := self.gemms[gemm].weight.dtype_t) is None:
+                self.store.keep(name, recipe, found, quantizer)
+        elif (wide := quantizer.dtype_t) is None:
             found = cached
         else:
             of_backward = Operand(as_dtype(w, wide).t()) if transpose and not isinstance(w, Quantized) else None
@@ -181,60 +180,23 @@ class ModuleContext:
         _stay(found)
         return found
 
-    def keep(self, name: str, cast: Quantized) -> None:
-        """Keep a weight's cast for later microbatches, in place of one that another recipe has made.
-
-        Where a backward reads the weight in 16 bits, it is that of its own forward.
-        """
-        if self.gemms[0].weight.dtype_t is not None:
-            cast = cast._replace(column=None)
-        kept = self.module._fp8_workspaces
-        for key in [one for one in kept if one[0] == name]:
-            del kept[key]
-        kept[name, type(self.recipe)] = cast
-
     def weight_grad(
         self, gemm: int, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """dw in `dtype`; None where the module computes it later (`delay_wgrad_compute`)."""
-        if self.module.delay_wgrad_compute:
-            self.module.delay(self, lambda: self.present_weight_grad(gemm, name, g, x, dtype), name)
+        store, how, is_first = self.store, self.gemms[gemm].how, self._is_first
+        if store.module.delay_wgrad_compute:
+            store.delay(self, name, lambda: store.gradient(name, g, x, dtype, how, is_first))
             return None
-        return self.present_weight_grad(gemm, name, g, x, dtype)
+        return store.gradient(name, g, x, dtype, how, is_first)
 
-    def present_weight_grad(
-        self, gemm: int, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """dw in `dtype`; with `fuse_wgrad_accumulation` dw is added to main_grad, and the result is what .grad gets."""
-        how, main_grad = self.gemms[gemm].how, self.module.main_grad(name)
-        if main_grad is None:
-            return wgrad(g, x, dtype, how, None)
-        weight = getattr(self.module, name)
-        if self._is_first or getattr(weight, "overwrite_main_grad", False):
-            main_grad.zero_()
-        wgrad(g, x, dtype, how, main_grad)
-        return grad_of_accumulated(weight)
-
-    def _cached(self) -> list[Quantized]:
+    def _kept(self) -> list[Quantized]:
         """The weights that an earlier microbatch has cast, if this one uses them."""
         if self.is_first_microbatch is not False:
             return []
-        found = (self._reused(name, transpose=True) for name, _ in list(self.module._fp8_workspaces))
+        store, recipe, quantizer = self.store, type(self.recipe), self.gemms[0].weight
+        found = [store.cast(name, recipe, quantizer, transpose=True) for name, _ in list(store.casts)]
         return [one for one in found if one is not None]
-
-    def _reused(self, name: str, transpose: bool) -> Quantized | None:
-        """The cast of a weight by an earlier microbatch under a recipe of this kind, if it fits this one."""
-        found = self.module._fp8_workspaces.get((name, type(self.recipe)))
-        wanted = self.gemms[0].weight
-        if found is None or found.row.codes.dtype != wanted.dtype:
-            return None
-        if transpose and wanted.dtype_t is None and (found.column is None or found.column.codes.dtype != wanted.dtype):
-            return None
-        if found.row.codes.is_inference() and not torch.is_inference_mode_enabled():  # autograd takes no such tensor
-            tensors, form = flatten(found)
-            found = rebuild(form, tuple([t if t is None else t.clone() for t in tensors]))
-            self.keep(name, found)
-        return found
 
 
 def _stay(weight: Weight) -> None:
@@ -243,23 +205,6 @@ def _stay(weight: Weight) -> None:
         for codes in tensors_of(weight.column):
             if codes.dtype.itemsize == 1:  # numbers of 16 bits are put together anew
                 mark_not_offload(codes)
-
-
-def grad_of_accumulated(weight: Any) -> torch.Tensor | None:
-    """What a weight's `.grad` gets whose gradient was added to main_grad: nothing, or zeros in Megatron's convention.
-
-    A weight with an attribute `grad_added_to_main_grad` belongs to a data parallelism that waits for its hooks, which
-    run only if there is a gradient. Transformer Engine returns memory without numbers, or zeros with `zero_out_wgrad`.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "a weight with an attribute grad_added_to_main_grad under torch.compile is not offered: a compiled "
-            "backward would set the attribute once, when it is traced; eager mode is accepted."
-        )
-    weight.grad_added_to_main_grad = True
-    return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 class WeightRequest(NamedTuple):
@@ -316,11 +261,11 @@ class BlockContext(NamedTuple):
         return True
 
     @property
-    def stateful(self) -> "TransformerEngineBaseModule | None":
+    def stateful(self) -> Any:
         """The first module whose scales are updated after a step."""
         for one in self.modules:
             if one.stateful is not None:
-                return one.module
+                return one.store.module
         return None
 
     def state(self, backward: bool) -> State:

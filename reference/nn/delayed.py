@@ -4,20 +4,19 @@ So a pipeline can pass dx on first. The bits are those of a backward that does b
 Source: Transformer Engine's `WeightGradStore` and `TransformerEngineBaseModule.backward_dw`.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Compute = Callable[[], torch.Tensor | None]
+from reference.nn.weight_store import WeightStore
 
 
 class DelayedGradients(torch.nn.Module):
-    """The part of a layer that keeps what `backward_dw` computes."""
+    """The part of a layer that computes, in `backward_dw`, what its store has kept."""
 
     delay_wgrad_compute = False
-    _delayed: deque[tuple[Any, dict[str, Compute]]]  # of each backward: its context, and how each weight's dw is made
+    _store: WeightStore
     wgrad_accumulation_and_reduce_hooks: list[Callable[[], Any]]
 
     def delays(self, delay: bool) -> None:
@@ -25,7 +24,6 @@ class DelayedGradients(torch.nn.Module):
         if not delay:
             return
         self.delay_wgrad_compute = True
-        self._delayed = deque()
         self.wgrad_accumulation_and_reduce_hooks = []
         for name in self.delayed_weights():
             for weight in self.parts_of(name):
@@ -54,12 +52,6 @@ class DelayedGradients(torch.nn.Module):
                 f"accepted."
             )
 
-    def delay(self, context: Any, compute: Compute, name: str) -> None:
-        """Keep the gradient of weight `name` for `backward_dw`; those of one forward's context belong together."""
-        if not (self._delayed and self._delayed[-1][0] is context and name not in self._delayed[-1][1]):
-            self._delayed.append((context, {}))
-        self._delayed[-1][1][name] = compute
-
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw` computes anything: whether `delay_wgrad_compute` is on."""
         return self.delay_wgrad_compute
@@ -86,12 +78,12 @@ class DelayedGradients(torch.nn.Module):
         """
         if not self.delay_wgrad_compute:
             return
-        if not self._delayed:
+        if not self._store.delayed:
             raise RuntimeError(
                 f"{type(self).__name__}: backward_dw without a backward whose weight gradients are still to be "
                 f"computed; one call after each backward is accepted."
             )
-        for name, compute in self._delayed.popleft()[1].items():
+        for name, compute in self._store.delayed.popleft()[1].items():
             dw, parts = compute(), self.parts_of(name)
             if dw is None:  # it was added to main_grad
                 continue

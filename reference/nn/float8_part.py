@@ -79,6 +79,9 @@ def parts(whole: Float8Tensor, make: Make) -> Any:
     return [Part(one, whole, functools.partial(_nth, make, i)) for i, one in enumerate(found)]
 
 
+Float8Tensor._cut = staticmethod(parts)
+
+
 def _nth(make: Make, i: int, whole: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = make(whole)[i]
     return found

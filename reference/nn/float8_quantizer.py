@@ -14,18 +14,16 @@ Source: Transformer Engine's `pytorch/tensor/float8_tensor.py`, `pytorch/quantiz
 import copy
 import enum
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
 from reference import not_offered
 from reference.arguments import check_arguments
 from reference.formats import E4M3, E5M2, WIDE_DTYPES
+from reference.nn.quantized_tensor import QuantizedTensor
 from reference.ops.library import twin
 from reference.recipes.current_scaling import scale_of
-
-if TYPE_CHECKING:
-    from reference.nn.float8_tensor import Float8Tensor
 
 __all__ = ["DType", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]
 
@@ -66,6 +64,7 @@ class Quantizer:
 
     dtype: DType
     internal = optimize_for_gemm = False
+    _makes: ClassVar[Any]  # Float8Tensor; its file, which imports this one, sets it
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = self.columnwise_usage = True
@@ -96,8 +95,8 @@ class Quantizer:
         """Record the amax of `tensor`, where there is a place for it, and quantize nothing."""
 
     def quantize(
-        self, tensor: torch.Tensor, *, out: "Float8Tensor | None" = None, dtype: torch.dtype | None = None
-    ) -> "Float8Tensor":
+        self, tensor: torch.Tensor, *, out: QuantizedTensor | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedTensor:
         """`tensor` as a Float8Tensor of its dtype; or written to `out`, which is returned.
 
         Raises:
@@ -114,13 +113,13 @@ class Quantizer:
 
     __call__ = quantize
 
-    def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> "list[Float8Tensor]":
+    def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
         """`quantize` of each."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def update_quantized(
-        self, src: torch.Tensor, dst: "Float8Tensor", *, noop_flag: torch.Tensor | None = None
-    ) -> "Float8Tensor":
+        self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensor:
         """Write `src` to `dst` by this quantizer, unless `noop_flag` (a tensor of one number, which is read) is 1."""
         check_values(self, src)
         _check_out(self, src, dst)
@@ -137,11 +136,11 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
         pin_memory: bool = False,
-    ) -> "Float8Tensor":
+    ) -> QuantizedTensor:
         """A Float8Tensor whose numbers are not set, with what the usages say; `device` None is the quantizer's."""
         check_arguments("Quantizer.make_empty", {"dtype": dtype, "device": device, "pin_memory": pin_memory})
         data = torch.empty(tuple(shape), dtype=torch.uint8, device=self._device() if device is None else device)
-        made = self.create_tensor_from_data(data, dtype, requires_grad)
+        made: Any = self.create_tensor_from_data(data, dtype, requires_grad)
         made.update_usage(columnwise_usage=self.columnwise_usage)
         return made
 
@@ -151,13 +150,11 @@ class Quantizer:
         fake_dtype: torch.dtype = torch.float32,
         requires_grad: bool = False,
         internal: bool = False,
-    ) -> "Float8Tensor":
+    ) -> QuantizedTensor:
         """A Float8Tensor of codes (uint8 or FP8), with the scale as it is now; 1 where the quantizer has none."""
         given = {"fake_dtype": fake_dtype, "requires_grad": requires_grad, "internal": internal}
         check_arguments("Quantizer.create_tensor_from_data", given)
-        from reference.nn.float8_tensor import Float8Tensor  # which imports this module
-
-        return Float8Tensor(
+        return self._makes(
             data.shape,
             fake_dtype,
             data=data,
@@ -290,10 +287,8 @@ def check_values(quantizer: Quantizer, tensor: Any) -> None:
 
 
 def _check_out(quantizer: Quantizer, src: torch.Tensor, dst: Any) -> None:
-    from reference.nn.float8_tensor import Float8Tensor
-
     name = type(quantizer).__name__
-    if not isinstance(dst, Float8Tensor):
+    if not isinstance(dst, quantizer._makes):
         raise TypeError(f"{name}: the tensor to write to is a {type(dst).__name__}; a Float8Tensor is accepted.")
     if src.shape != dst.shape:
         raise ValueError(f"{name}: shape {list(src.shape)} is written to {list(dst.shape)}; the same is accepted.")
@@ -304,16 +299,16 @@ def _check_out(quantizer: Quantizer, src: torch.Tensor, dst: Any) -> None:
         )
 
 
-def _quantized(x: torch.Tensor, quantizer: Quantizer) -> "Float8Tensor":
+def _quantized(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
     with torch.no_grad():
-        made = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
+        made: Any = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
         made.write_by(quantizer, x.detach())
     return made
 
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> "Float8Tensor":
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
         return _quantized(x, quantizer)
 
     @staticmethod

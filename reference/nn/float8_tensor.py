@@ -30,7 +30,7 @@ Source: Transformer Engine's `pytorch/tensor/float8_tensor.py` (whose first scal
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -74,6 +74,7 @@ class Float8Tensor(Alike, QuantizedTensor):
         device: None or that of `data`.
     """
 
+    _cut: ClassVar[Callable[..., Any]]  # `reference.nn.float8_part` sets it
     _kept: Kept
     _high_precision_init_val: torch.Tensor | None
 
@@ -271,9 +272,7 @@ class Float8Tensor(Alike, QuantizedTensor):
         return _wrapped(type(self), kept, self.dtype, self.shape)
 
     def _parts(self, make: Callable[[torch.Tensor], Any]) -> Any:
-        from reference.nn.float8_part import parts  # which imports this module
-
-        return parts(self, make)
+        return self._cut(self, make)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: torch's storages of float8 do not survive plain pickle.
@@ -366,6 +365,7 @@ def _rebuilt(
 
 
 # For torch.load(weights_only=True).
+Quantizer._makes = Float8Tensor
 torch.serialization.add_safe_globals([_rebuilt, FP8TensorMeta, DType, Float8Quantizer, Float8CurrentScalingQuantizer])
 
 

@@ -10,7 +10,7 @@ from reference import model_init, recompute, scaling
 from reference.autocast import AutocastState
 from reference.nn.float8_tensor import Float8Tensor
 from reference.nn.parameters import parameter_device
-from reference.quantized import Quantized
+from reference.nn.weight_store import WeightStore
 from reference.recipe import DelayedScaling, Recipe
 from reference.recipes.delayed_scaling import SCALED_MAX
 from reference.scaling import KEYS, FP8TensorMeta
@@ -42,7 +42,7 @@ class WithFP8State(torch.nn.Module):
     own_recipe: Recipe | None = None
     in_high_precision = False
     _fitted: Recipe | None = None  # the recipe that the state fits, if known: spares looking at it
-    _fp8_workspaces: dict[tuple[str, type], Quantized]
+    _store: WeightStore
 
     def _parameter_device(self) -> torch.device:
         device = parameter_device(self)
@@ -131,7 +131,7 @@ class WithFP8State(torch.nn.Module):
         for key in KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].apply(fn)
-        self._fp8_workspaces.clear()
+        self._store.casts.clear()
         return self
 
     def state_columns(self) -> dict[str, int]:
@@ -202,7 +202,7 @@ def _fit(module: Any, length: int, *scaled_max: float) -> None:
         meta: FP8TensorMeta = module.fp8_meta[key]
         meta.to(device)  # a loader may have replaced the parameters on another device
         if meta.fit(its_max) and key == KEYS[0]:
-            module._fp8_workspaces.clear()  # another margin has cast them
+            module._store.casts.clear()  # another margin has cast them
         if meta.amax_history.shape[0] != length:
             meta.resize(length)
     module.fp8_meta.setdefault("recipe", None)  # the caller sets it; guards must not see a new key

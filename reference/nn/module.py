@@ -1,6 +1,5 @@
 """What all layers have in common: construction, and the quantizers of a forward."""
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ import torch
 from reference import model_init, recompute, scaling
 from reference.autocast import current
 from reference.formats import WIDE_DTYPES
-from reference.nested import flatten, rebuild
 from reference.nn.attributes import OfModule
 from reference.nn.checkpoints import Checkpointed
 from reference.nn.context import ModuleContext, Precision
@@ -16,7 +14,7 @@ from reference.nn.delayed import DelayedGradients
 from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.one_rank import TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
-from reference.quantized import Quantized, per_tensor
+from reference.nn.weight_store import WeightStore
 from reference.quantizer import Calibrating, Gemm, HighPrecision
 from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
@@ -34,7 +32,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
         self._fitted: Recipe | None = None
-        self._fp8_workspaces: dict[tuple[str, type], Quantized] = {}
+        self._store = WeightStore(self)
         self._precision: Precision | None = None  # that of the last forward in FP8
         self._membership: scaling.Membership | None = None
         self.quantized_init = model_init.current()
@@ -45,15 +43,18 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
 
         Gradients that are still to be computed stay with this module, whose backward they belong to.
         """
-        cached = {name: _packed(one) for name, one in self._fp8_workspaces.items()}
-        state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": cached}
-        return state | {"_delayed": deque()} if self.delay_wgrad_compute else state
+        state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": self._store.packed()}
+        del state["_store"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register a copy or an unpickled module as a module of its own."""
+        state = dict(state)
+        packed = state.pop("_fp8_workspaces")
+        state.pop("_delayed", None)  # of 1.0: a queue, empty
         super().__setstate__(state)
-        cached: dict[Any, Any] = self._fp8_workspaces
-        self._fp8_workspaces = {name: _unpacked(one) for name, one in cached.items()}
+        self._store = WeightStore(self)
+        self._store.unpack(packed)
         scaling.register(self)
         self._bind_weights()
 
@@ -64,7 +65,9 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                 f"{type(self).__name__}: torch.nn.DataParallel under FP8 autocast is not offered; "
                 f"torch.nn.parallel.DistributedDataParallel is accepted."
             )
-        return super()._replicate_for_data_parallel()
+        replica: Any = super()._replicate_for_data_parallel()
+        replica._store = WeightStore(replica)
+        return replica
 
     # --- FP8 state -----------------------------------------------------------------------------------
 
@@ -76,7 +79,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                 f"{type(self).__name__}: {name} is no parameter of the layer any more (parametrized, or flattened by "
                 f"FSDP with use_orig_params=False); reset_parameters before that is accepted."
             )
-        self._fp8_workspaces.clear()
+        self._store.casts.clear()
         if self.quantized_init is None:
             init_method(weight)
             return
@@ -119,17 +122,19 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         if self.fuse_wgrad_accumulation:  # a backward would find a bad main_grad after it has added to others
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
-                    self.main_grad(name)
+                    self._store.main_grad(name)
         if self.delay_wgrad_compute:
             self.refuse_what_cannot_delay()
         state, checkpointed = self.init_fp8_metadata()
         if self.reuses_weights:
             is_first_microbatch = False
         if state.enabled:
-            return ModuleContext(self, self._fp8_precision(state.recipe, checkpointed, dtype), is_first_microbatch)
-        if state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
-            return ModuleContext(self, self._calibrating(dtype), is_first_microbatch)
-        return ModuleContext(self, _HIGH_PRECISION[dtype, self.num_gemms], is_first_microbatch)
+            precision = self._fp8_precision(state.recipe, checkpointed, dtype)
+        elif state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
+            precision = self._calibrating(dtype)
+        else:
+            precision = _HIGH_PRECISION[dtype, self.num_gemms]
+        return ModuleContext(self._store, precision, is_first_microbatch)
 
     def _fp8_precision(self, recipe: Recipe, checkpointed: bool, dtype: torch.dtype) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
@@ -174,26 +179,6 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                     f"assignment) needs a layer that was made outside of quantized_model_init."
                 )
 
-    def main_grad(self, name: str) -> torch.Tensor | None:
-        """The tensor to which the gradient of weight `name` is added, with `fuse_wgrad_accumulation`; else None."""
-        if not self.fuse_wgrad_accumulation:
-            return None
-        weight = getattr(self, name)
-        main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
-                f"a float32, bfloat16 or float16 tensor of the weight's shape is accepted."
-            )
-        fits = main_grad.shape == weight.shape and main_grad.device == weight.device
-        if main_grad.dtype not in WIDE_DTYPES or not fits:
-            raise RuntimeError(
-                f"{type(self).__name__}: {name}.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
-                f"{main_grad.device}; a float32, bfloat16 or float16 tensor {list(weight.shape)} on {weight.device} is "
-                f"accepted."
-            )
-        return main_grad
-
 
 def _in_high_precision(dtype: torch.dtype, gemms: int) -> Precision:
     plain = HighPrecision(dtype)
@@ -202,17 +187,3 @@ def _in_high_precision(dtype: torch.dtype, gemms: int) -> Precision:
 
 # A table instead of a cache, which a compiler would trace into, and warn.
 _HIGH_PRECISION = {(dtype, gemms): _in_high_precision(dtype, gemms) for dtype in WIDE_DTYPES for gemms in (1, 2)}
-
-
-def _packed(cast: Quantized) -> tuple[list[Any], Any]:
-    """A weight's cast for a pickle: its tensors, those of FP8 as bytes with their dtype, and their form."""
-    tensors, form = flatten(cast)
-    return [t if t is None or t.dtype.itemsize > 1 else (t.view(torch.uint8), t.dtype) for t in tensors], form
-
-
-def _unpacked(packed: Any) -> Quantized:
-    """The inverse; pickles of 1.0 hold a list of the codes, their transpose, the scale and a layout."""
-    tensors, form = (packed[:3], None) if isinstance(packed, list) else packed
-    found = tuple([t[0].view(t[1]) if isinstance(t, tuple) else t for t in tensors])
-    cast: Quantized = per_tensor(*found) if form is None else rebuild(form, found)
-    return cast
