@@ -151,11 +151,12 @@ def _unchanged(context: Any) -> Iterator[None]:
 
     Modules keep FP8 weights for later microbatches, and how gradients are computed in `backward_dw`.
     """
-    stores = [one.store for one in context.modules]
     changed = [*context.state(backward=False)[1], *context.state(backward=True)[1]]
-    main_grads = (getattr(parameter, "main_grad", None) for store in stores for parameter in store.module.parameters())
+    main_grads = (
+        getattr(parameter, "main_grad", None) for one in context.modules for parameter in one.module.parameters()
+    )
     changed += [t for t in main_grads if isinstance(t, torch.Tensor)]
-    before = [(store, dict(store.casts), len(store.delayed)) for store in stores]
+    before = [(store, dict(store.casts), len(store.delayed)) for store in (one.store for one in context.modules)]
     try:
         with torch.autograd._unsafe_preserve_version_counter(tuple(changed)):
             yield

@@ -92,7 +92,7 @@ class _Observer(Hook):
         return self._of_module(context)
 
     def _of_module(self, context: ModuleContext) -> ModuleContext:
-        module = context.store.module
+        module = context.module
         if module not in self.names:
             return context
         others = {

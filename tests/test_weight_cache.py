@@ -1,7 +1,9 @@
 """A cached FP8 weight: who reads it, what drops it, and what a copy of its module has of it."""
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -161,3 +163,23 @@ def test_a_module_that_an_older_version_pickled_keeps_its_cast(same_bits) -> Non
         older.weight.mul_(2.0)
     with te.autocast(recipe=RECIPES[0]):
         same_bits(older(x, is_first_microbatch=False), same(x, is_first_microbatch=False), "the cast of before")
+
+
+@pytest.mark.parametrize("name", [*CACHING, "TransformerLayer"])
+def test_a_layer_leaves_memory_with_its_last_reference(name: str) -> None:
+    """No circle of references holds it, and its gigabytes, until Python looks for garbage; nor do its scales stay."""
+    make = CACHING.get(name, lambda: te.TransformerLayer(32, 32, 2, params_dtype=torch.bfloat16))
+    gc.collect()
+    gc.disable()
+    try:
+        layer = make()
+        x = torch.randn(4, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+        for first in (True, False, None):
+            with te.autocast(recipe=RECIPES[0]):
+                y = layer(x, is_first_microbatch=first)
+            y.sum().backward()
+        parts = [weakref.ref(part) for part in layer.modules()]
+        del layer, y
+        assert [part() for part in parts if part() is not None] == []
+    finally:
+        gc.enable()

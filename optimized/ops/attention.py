@@ -13,9 +13,10 @@ import torch
 from optimized import launch
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
-from reference.ops.attention import BLOCK, LOWEST, NO_LIMIT, Options, factor, limits, outputs
+from reference.ops.attention import BLOCK, LOWEST, NO_LIMIT, factor, limits, outputs
 from reference.ops.attention_bias import diagonal
 from reference.ops.attention_lengths import without_lengths
+from reference.ops.attention_options import Options
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
@@ -117,51 +118,35 @@ def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
     return encode(x.data_ptr(), x.dtype, (d, s, h, b, 1), (*steps, 16), (128 // size, rows, 1, 1, 1), 128, 256)
 
 
-def arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    left: int,
-    right: int,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    q_lengths: torch.Tensor | None = None,
-    kv_lengths: torch.Tensor | None = None,
-) -> np.ndarray:
+def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Options) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels."""
     (b, h, sq, d), (_, heads, skv, _) = (*q.shape[:3], out.shape[3]), k.shape
-    lengths = not q_lengths is kv_lengths is None
-    a = np.zeros((), argument_type(not bias is slopes is None, sinks is not None, lengths))
-    if sinks is not None:
-        a["sinks"] = sinks.data_ptr()
-    if bias is not None:
-        a["bias"], a["bias_is_fp32"] = bias.data_ptr(), bias.dtype == torch.float32
-        a["bias_strides"] = bias.expand(b, h, sq, skv).stride()[:3]
-    if slopes is not None:
-        a["slopes"], a["slope_b"] = slopes.data_ptr(), slopes.shape[-1] if slopes.dim() == 2 else 0
-        a["diagonal"] = diagonal(mask_type, sq, skv)
-    if threshold(dropout):
-        assert rng_state is not None
-        a["rng_state"] = rng_state.data_ptr()
-    if mask is not None:
-        a["mask"] = mask.data_ptr()
-        a["mask_strides"] = mask.expand(b, h, sq, skv).stride()
+    o, lengths = options, options.has_lengths
+    a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths))
+    if o.sinks is not None:
+        a["sinks"] = o.sinks.data_ptr()
+    if o.bias is not None:
+        a["bias"], a["bias_is_fp32"] = o.bias.data_ptr(), o.bias.dtype == torch.float32
+        a["bias_strides"] = o.bias.expand(b, h, sq, skv).stride()[:3]
+    if o.slopes is not None:
+        a["slopes"], a["slope_b"] = o.slopes.data_ptr(), o.slopes.shape[-1] if o.slopes.dim() == 2 else 0
+        a["diagonal"] = diagonal(o.mask_type, sq, skv)
+    if threshold(o.dropout):
+        assert o.rng_state is not None
+        a["rng_state"] = o.rng_state.data_ptr()
+    if o.mask is not None:
+        a["mask"] = o.mask.data_ptr()
+        a["mask_strides"] = o.mask.expand(b, h, sq, skv).stride()
     a["out_strides"] = out.stride()[:3]
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
     channels = capacity(max(d, k.shape[3]))
     a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
     if lengths:
-        a["q_lengths"], a["kv_lengths"] = (0 if x is None else x.data_ptr() for x in (q_lengths, kv_lengths))
-        a["ends_align"], sq, skv = mask_type != "causal", 0, 0  # kernels add the difference
-    a["lower"], a["upper"] = limits(mask_type, left, right, sq, skv)
-    a["threshold"] = threshold(dropout)
-    a["c"], a["kept"], a["scale"] = factor(scale), keep_scale(dropout), scale
+        a["q_lengths"], a["kv_lengths"] = (0 if x is None else x.data_ptr() for x in (o.q_lengths, o.kv_lengths))
+        a["ends_align"], sq, skv = o.mask_type != "causal", 0, 0  # kernels add the difference
+    a["lower"], a["upper"] = limits(o.mask_type, o.left, o.right, sq, skv)
+    a["threshold"] = threshold(o.dropout)
+    a["c"], a["kept"], a["scale"] = factor(o.scale), keep_scale(o.dropout), o.scale
     return a
 
 
@@ -180,51 +165,41 @@ def check_grid(op: str, q: torch.Tensor) -> None:
 
 
 def readable(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Options:
-    """All options, with a bias and slopes that the kernels can read: rows of neighbours, or copies.
+    """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies.
 
-    torch leaves out the last ones that are None. For wide heads, whose kernels know no lengths, these become the mask
-    that hides all other pairs (and ALiBi a bias, where its diagonal ends with each entry), which changes no bit.
+    For wide heads, whose kernels know no lengths, these become the mask that hides all other pairs (and ALiBi a bias,
+    where its diagonal ends with each entry), which changes no bit.
     """
-    bias, slopes, sinks, q_lengths, kv_lengths = (*options[7:], None, None, None, None, None)[:5]
+    bias, slopes = options.bias, options.slopes
     if bias is not None and bias.stride(3) != 1 and bias.numel():
-        bias = bias.contiguous()
-    slopes = None if slopes is None else slopes.contiguous()
-    options = (*options[:7], bias, slopes, sinks, q_lengths, kv_lengths)
-    if has_lengths(options) and widest(q, v) == WIDE:
+        options = options._replace(bias=bias.contiguous())
+    if slopes is not None:
+        options = options._replace(slopes=slopes.contiguous())
+    if options.has_lengths and widest(q, v) == WIDE:
         return without_lengths((*q.shape[:3], k.shape[2]), options)
     return options
 
 
-def is_biased(options: Options) -> bool:
-    """Whether the options have a bias, or slopes."""
-    return any(x is not None for x in options[7:9])
-
-
-def has_lengths(options: Options) -> bool:
-    """Whether the options have lengths."""
-    return any(x is not None for x in options[10:])
-
-
 @on_cuda
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
-    out, m, inv = outputs(q, k, v, *options)
-    options = readable(options, q, k, v)
-    dropout, rng_state = options[5:7]
+    out, m, inv = outputs(q, k, v, *given)
+    options = readable(Options(*given), q, k, v)
+    dropout, rng_state = options.dropout, options.rng_state
     check_grid("twin::attention", q)
     b, h, sq, _ = out.shape
     if out.numel() and k.numel():
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
-        a = arguments(q, k, out, *options)
+        a = arguments(q, k, out, options)
         size, index = widest(q, v), q.device.index
         wide, queries = size == WIDE, queries_of(size)
         boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
         # Two tiles that visit the same keys share them.
         cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
-        more = (is_biased(options), options[9] is not None, has_lengths(options), cluster)
+        more = (options.biased, options.sinks is not None, options.has_lengths, cluster)
         kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:

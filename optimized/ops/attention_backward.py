@@ -15,8 +15,9 @@ import torch
 
 from optimized import launch
 from optimized.ops import attention
-from reference.ops.attention import BLOCK, NO_LIMIT, Options, limits
+from reference.ops.attention import BLOCK, NO_LIMIT, limits
 from reference.ops.attention_backward import outputs
+from reference.ops.attention_options import Options
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
@@ -103,16 +104,15 @@ def attention_backward(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    *options: *Options,
+    *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v); arguments as in `reference.ops.attention_backward`."""
-    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
+    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *given)
     attention.check_grid("twin::attention_backward", q)
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
-    options = attention.readable(options, q, k, v)
-    options = (*options[:9], None, *options[10:])  # 1 / l has what sinks take
+    options = attention.readable(Options(*given), q, k, v)._replace(sinks=None)  # 1 / l has what sinks take
     # One stride, and one number of channels, serve both dk and dv.
     dk_written = dk if dk.shape[3] >= dv.shape[3] else torch.empty_like(dv)
     alike = dv.shape == dk_written.shape and dv.stride() == dk_written.stride()
@@ -157,7 +157,7 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
     """384 - m, 1 / l and D of each query, fp32 `[3, b h, sq up to a multiple of 128]`."""
     _, q, k, _, out = inputs
     scratch, (stats, *_held) = _scratch(inputs, 0, 0)
-    arguments = launch.by_value(attention.arguments(q, k, out, *options[:7]))
+    arguments = launch.by_value(attention.arguments(q, k, out, Options(*options.of_fp8)))
     _make_statistics(inputs, m, inv, arguments, scratch)
     return stats
 
@@ -181,7 +181,7 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
     grad, q, k, v, out = inputs
     dq, dk, dv = results
     (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
-    index, capacity, drops = q.device.index, attention.widest(q, v), threshold(options[5]) > 0
+    index, capacity, drops = q.device.index, attention.widest(q, v), threshold(options.dropout) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles, wide = padded // queries, capacity == WIDE
     keys = _WIDE_KEYS if wide else BLOCK  # in a box
@@ -195,20 +195,21 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once -= at_once % together
     scratch, _held = _scratch(inputs, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
-    lengths, biased = attention.has_lengths(options), attention.is_biased(options)
+    lengths, biased = options.has_lengths, options.biased
     # A group's works are long, and few are left at the end: the last ones are taken in parts.
     last_heads = math.ceil(AT_LEAST * launch.processors(index) / blocks)
-    is_windowed = int(limits(*options[1:4], sq, skv)[0]) != -NO_LIMIT
+    is_windowed = int(limits(options.mask_type, options.left, options.right, sq, skv)[0]) != -NO_LIMIT
     is_apart = group > 1 and last_heads <= at_once and not (wide or biased or is_windowed)
     if is_apart:
         scratch, _handed = _set_apart(inputs, last_heads, scratch)
 
-    def of(written: torch.Tensor, options: Any = (*options[:7], *[None] * 3, *options[10:])) -> launch.ByValue:
-        a = attention.arguments(q, k, written, *options)
+    def of(written: torch.Tensor, options: Options) -> launch.ByValue:
+        a = attention.arguments(q, k, written, options)
         a["together"] = together
         return launch.by_value(a)
 
-    _make_statistics(inputs, m, inv, of(out, options[:7]), scratch)
+    unbiased = options.unbiased()
+    _make_statistics(inputs, m, inv, of(out, Options(*options.of_fp8)), scratch)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
     kernel = _kernel(q.dtype, capacity, drops, biased, lengths, is_apart)
     draw = _end_kernel(q.dtype, capacity, lengths, "attention_keep", is_apart)
@@ -222,7 +223,7 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         scratch["first_head"], scratch["works"] = first * group, first * blocks + works
         space = launch.by_value(scratch.copy())
         if drops:
-            args = [of(out), space, np.uint32(first * blocks)]
+            args = [of(out, unbiased), space, np.uint32(first * blocks)]
             launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
         args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
         smem, early = kernel.max_dynamic_smem, not (drops or wide)
@@ -230,7 +231,7 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         grid = (min(works, at_a_time) * (2 if wide else 1),)
         launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
-    args = [of(dq), space, dq.data_ptr()]
+    args = [of(dq, unbiased), space, dq.data_ptr()]
     kernel = _end_kernel(q.dtype, capacity, lengths, "attention_dq", is_apart)
     all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
     launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)

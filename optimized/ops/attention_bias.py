@@ -9,8 +9,9 @@ import torch
 
 from optimized import launch
 from optimized.ops import attention, attention_backward
-from reference.ops.attention import BLOCK, Options
+from reference.ops.attention import BLOCK
 from reference.ops.attention_backward import bias_outputs
+from reference.ops.attention_options import Options
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
@@ -38,19 +39,19 @@ def attention_bias_backward(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    *options: *Options,
+    *given: Any,
 ) -> torch.Tensor:
     """-> dbias of bias's shape and dtype; arguments as in `reference.ops.attention_backward`."""
-    dbias = bias_outputs(grad, q, k, v, out, m, inv, *options)
+    dbias = bias_outputs(grad, q, k, v, out, m, inv, *given)
     attention.check_grid("twin::attention_bias_backward", q)
     if not q.numel() or not k.numel():
         return dbias.zero_()
     grad, q, k, v, out = inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
-    options = attention.readable(options, q, k, v)
+    options = attention.readable(Options(*given), q, k, v)
     statistics = attention_backward.row_statistics(inputs, m, inv, options)
-    kernel = _kernel(q.dtype, attention.widest(q, v), threshold(options[5]) > 0, attention.has_lengths(options))
+    kernel = _kernel(q.dtype, attention.widest(q, v), threshold(options.dropout) > 0, options.has_lengths)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, BLOCK), (grad, BLOCK), (k, _KEYS), (v, _KEYS))]
-    args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, *options))]
+    args: list[Any] = [*(one.argument for one in maps), launch.by_value(attention.arguments(q, k, out, options))]
     args += [*(x.data_ptr() for x in statistics), dbias.data_ptr(), *map(np.int32, dbias.shape[:2])]
     grid = (-(-k.shape[2] // _KEYS), -(-q.shape[2] // BLOCK), dbias.shape[0] * dbias.shape[1])
     launch.launch(kernel, grid, (_THREADS,), args, kernel.max_dynamic_smem, device=q.device.index)

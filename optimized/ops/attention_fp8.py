@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from optimized.ops.attention import (
 from optimized.ops.dropout import advance
 from optimized.tensor_map import TensorMap, encode
 from reference.ops.attention import BLOCK, LOWEST
-from reference.ops.attention_fp8 import Options, outputs
+from reference.ops.attention_fp8 import outputs
+from reference.ops.attention_options import Options
 from reference.ops.cast_transpose import ceil16
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
@@ -83,18 +85,19 @@ def attention_fp8(
     q_scale_inv: torch.Tensor,
     k_scale_inv: torch.Tensor,
     v_scale_inv: torch.Tensor,
-    *options: *Options,
+    *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out like q, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
-    out, m, inv = outputs(q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv, *options)
-    *_, dropout, rng_state, dtype = options
+    out, m, inv = outputs(q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv, *given)
+    *others, dtype = given
+    options = Options(*others)
     check_grid("twin::attention_fp8", q)
     b, h, sq, d = q.shape
     if out.numel() and k.numel():
         q_codes, k_codes, v_codes = loadable(q), loadable(k, 4), loadable(v_t)  # copies must live until the launch
-        a = arguments(q, k, out, *options[:7])
+        a = arguments(q, k, out, options)
         a["together"] = max(1, L2 // (2 * k.shape[2] * capacity(d))) * a["group"]  # heads whose keys and values fit
-        kernel, reset = _kernels(dtype, capacity(d), threshold(dropout) > 0)
+        kernel, reset = _kernels(dtype, capacity(d), threshold(options.dropout) > 0)
         maps = [tensor_map(q_codes, QUERIES), key_map(k_codes), tensor_map(v_codes, min(capacity(d), 128))]
         tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))
@@ -108,7 +111,7 @@ def attention_fp8(
         launch.launch(kernel, (blocks,), (_THREADS,), args, kernel.max_dynamic_smem, device=index, early=early)
     elif out.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
-    if threshold(dropout):
-        assert rng_state is not None
-        advance(rng_state)
+    if threshold(options.dropout):
+        assert options.rng_state is not None
+        advance(options.rng_state)
     return out, m, inv

@@ -4,13 +4,15 @@ Semantics: `reference.ops.attention_fp8_backward`.
 """
 
 import functools
+from typing import Any
 
 import torch
 
 from optimized import launch
 from optimized.ops.attention import FORMATS
 from optimized.ops.attention_backward import attention_backward
-from reference.ops.attention_fp8_backward import Options, outputs
+from reference.ops.attention_fp8_backward import outputs
+from reference.ops.attention_options import Options
 from reference.ops.library import on_cuda
 
 _THREADS = 256
@@ -58,9 +60,9 @@ def attention_fp8_backward(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    *options: *Options,
+    *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq, dk, dv), of grad's dtype."""
-    outputs(grad, q, k, v, q_scale_inv, k_scale_inv, v_scale_inv, out, m, inv, *options)
+    outputs(grad, q, k, v, q_scale_inv, k_scale_inv, v_scale_inv, out, m, inv, *given)
     q, k, v = _dequantized([q, k, v], [q_scale_inv, k_scale_inv, v_scale_inv], grad.dtype)
-    return attention_backward(grad, q, k, v, out, m, inv, *options, *[None] * 5)
+    return attention_backward(grad, q, k, v, out, m, inv, *Options(*given))

@@ -5,7 +5,7 @@ import torch
 
 from optimized import launch
 from optimized.ops import attention, attention_backward
-from reference.ops.attention import Options
+from reference.ops.attention_options import Options
 from reference.ops.attention_sink import LANES, outputs
 from reference.ops.library import on_cuda
 
@@ -24,8 +24,8 @@ def attention_sink_backward(
     attention.check_grid("twin::attention_sink_backward", grad)
     grad, out = attention.loadable(grad), attention.loadable(out)
     b, h, sq, _ = grad.shape
-    options: Options = (1.0, "none", -1, -1, None, 0.0, None, None, None, None, None, None)
-    dots = attention_backward.row_statistics((grad, out, out, out, out), m, inv, options)[2]
+    every = Options(1.0, "none", -1, -1)
+    dots = attention_backward.row_statistics((grad, out, out, out, out), m, inv, every)[2]
     args = [x.data_ptr() for x in (m, inv, dots, sinks, dsinks)]
     sizes = [np.int32(n) for n in (b, h, sq, dots.shape[1])]
     launch.launch(_kernel, (h,), (LANES,), [*args, *sizes], device=grad.device.index)

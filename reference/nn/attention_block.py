@@ -127,7 +127,7 @@ def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> 
 def _attend(plan: Plan, mask: Any, state: Any, qkv: Any) -> tuple[torch.Tensor, Any]:
     if plan.core.backend == "cudnn":
         return attention_of_torch.cudnn_attend(plan.core, plan.proj.needs[0], *qkv)
-    return core_attention.attend(plan.core, mask, state, *qkv)
+    return core_attention.attend(plan.core.options(mask, state), *qkv)
 
 
 def _attend_from_cache(
@@ -141,7 +141,7 @@ def _attend_from_cache(
             for t, one in zip((q, k), angles, strict=True)
         )
     core, hidden, qkv = entered(plan.cached, step, plan.core, q, k, v)
-    return core_attention.attend(core, hidden, state, *qkv)[0].reshape(q.shape)
+    return core_attention.attend(core.options(hidden, state), *qkv)[0].reshape(q.shape)
 
 
 def forward(
@@ -225,7 +225,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     if plan.core.backend == "cudnn":
         found: Any = attention_of_torch.cudnn_attend_backward(plan.core, qkv, attended, by_head)
     else:
-        found = core_attention.attend_backward(plan.core, mask, qkv, attended, by_head)
+        found = core_attention.attend_backward(plan.core.options(mask, attended.state), qkv, attended, by_head)
     dq, dk, dv = found
     turned = (plan.turned(t, one, True) for t, one in zip((dq, dk), angles, strict=True))
     pieces = [plan.tokens(t) for t in (*turned, dv)]

@@ -112,11 +112,11 @@ def forward(
     state_before = before(state)
     scales: Any = ()
     if seen_t is None:
-        out, m, inv = twin.attention(*codes, *plan.core.arguments(mask), state)
+        out, m, inv = twin.attention(*codes, *plan.core.options(mask, state))
     else:
         scales = (queries.scales, keys.scales, seen.scales)
         operands = (*codes[:2], seen_t.codes, *scales)
-        out, m, inv = twin.attention_fp8(*operands, *plan.core.arguments(mask), state, q.dtype)
+        out, m, inv = twin.attention_fp8(*operands, *plan.core.options(mask, state).of_fp8, q.dtype)
     # A view must not be returned.
     return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), Saved(*codes, scales, out, m, inv, state_before)
 
@@ -125,10 +125,9 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """dq, dk, dv."""
     q, k, v, scales, *results, state_before = saved
     op = twin.attention_fp8_backward if scales else twin.attention_backward
-    operands, arguments = (q, k, v, *scales, *results), plan.core.arguments(context.reads[0])
-    return tuple(
-        [plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *arguments, state_before)]
-    )
+    options = plan.core.options(context.reads[0], state_before).of_fp8
+    operands = (q, k, v, *scales, *results)
+    return tuple([plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *options)])
 
 
 def attend(

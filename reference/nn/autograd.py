@@ -143,7 +143,7 @@ def _saved_tensors(ctx: Any) -> Tensors:
 
 def _name(context: Context) -> str:
     """The layer of a context, for errors."""
-    return type(context.modules[0].store.module).__name__ if context.modules else "Twin Engine"
+    return type(context.modules[0].module).__name__ if context.modules else "Twin Engine"
 
 
 def _grouped(tensors: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:

@@ -2,8 +2,8 @@
 
 A plan contains everything but tensors that launches depend on; a context contains the tensors that come from the
 module: quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A
-pair's functions see a plan, a context and tensors, and ask no module, so `optimized.replay` can repeat their launches
-for the same plan and the same addresses.
+pair's functions see a plan, a context and tensors, but no module, so `optimized.replay` can repeat their launches for
+the same plan and the same addresses.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +15,7 @@ from reference.marks import mark_not_offload
 from reference.nested import tensors_of
 from reference.nn.float8_tensor import Float8Tensor, dequantized, operand
 from reference.nn.quantized_tensor import QuantizedTensor
-from reference.nn.weight_store import WeightStore
+from reference.nn.weight_store import weight_gradient
 from reference.notice import say_once
 from reference.quantized import Operand, Parts, Quantized, Stacked, Weight, as_dtype, per_tensor, stacked
 from reference.quantizer import Gemm, Quantizer
@@ -69,7 +69,8 @@ class ModuleContext:
     """One forward of one module.
 
     Attributes:
-        store: of its module, which it belongs to.
+        module: whose forward it is; a backward may be all that still holds it.
+        store: what the module keeps of its weights.
         gemms: the quantizers of its GEMMs.
         kind: for plans; everything but tensors that its launches depend on.
         replayable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
@@ -79,10 +80,10 @@ class ModuleContext:
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
     following: None = None
 
-    __slots__ = ("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "store")
+    __slots__ = ("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module", "store")
 
-    def __init__(self, store: WeightStore, precision: Precision, is_first_microbatch: bool | None = None) -> None:
-        self.store, self._precision = store, precision
+    def __init__(self, module: Any, precision: Precision, is_first_microbatch: bool | None = None) -> None:
+        self.module, self.store, self._precision = module, module._store, precision
         self.gemms, self.fp8 = precision.gemms, precision.fp8
         self._is_first = is_first_microbatch is True
         self.is_first_microbatch = is_first_microbatch if precision.fp8 else None
@@ -95,7 +96,7 @@ class ModuleContext:
     @property
     def replayable(self) -> bool:
         """See the attributes of the class."""
-        module = self.store.module
+        module = self.module
         reads_all = self.is_first_microbatch is None or len(self._kept()) == module.num_gemms
         return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
 
@@ -113,7 +114,7 @@ class ModuleContext:
     @property
     def stateful(self) -> Any:
         """The module, if its scales are updated after a step; else None."""
-        return self.store.module if self._precision.stateful else None
+        return self.module if self._precision.stateful else None
 
     def state(self, backward: bool) -> State:
         """The tensors that the pair's functions read besides their arguments, and those that they change."""
@@ -184,11 +185,11 @@ class ModuleContext:
         self, gemm: int, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """dw in `dtype`; None where the module computes it later (`delay_wgrad_compute`)."""
-        store, how, is_first = self.store, self.gemms[gemm].how, self._is_first
-        if store.module.delay_wgrad_compute:
-            store.delay(self, name, lambda: store.gradient(name, g, x, dtype, how, is_first))
+        module, how, is_first = self.module, self.gemms[gemm].how, self._is_first
+        if module.delay_wgrad_compute:
+            self.store.delay(self, name, lambda: weight_gradient(module, name, g, x, dtype, how, is_first))
             return None
-        return store.gradient(name, g, x, dtype, how, is_first)
+        return weight_gradient(module, name, g, x, dtype, how, is_first)
 
     def _kept(self) -> list[Quantized]:
         """The weights that an earlier microbatch has cast, if this one uses them."""
@@ -265,7 +266,7 @@ class BlockContext(NamedTuple):
         """The first module whose scales are updated after a step."""
         for one in self.modules:
             if one.stateful is not None:
-                return one.store.module
+                return one.module
         return None
 
     def state(self, backward: bool) -> State:

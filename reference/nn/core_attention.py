@@ -14,6 +14,7 @@ from reference.nested import Tensors
 from reference.nn.context import BlockContext
 from reference.nn.heads import dense_rows
 from reference.ops.attention import LOWEST
+from reference.ops.attention_options import Options
 from reference.ops.library import twin
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,18 +32,21 @@ class CorePlan(NamedTuple):
     bias: str = "no_bias"
     softmax: str = "vanilla"
 
-    def further(
-        self, more: torch.Tensor | None, slopes: torch.Tensor | None, *lengths: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Arguments of `twin::attention` after rng_state; `more` is a bias, or sinks. `lengths`: none, or two."""
-        if self.softmax != "vanilla":
-            return None, None, more, *lengths
-        biased = () if self.bias == "no_bias" else (more, slopes)
-        return (*biased, *[None] * (3 - len(biased)), *lengths) if lengths else biased
-
-    def arguments(self, mask: torch.Tensor | None) -> tuple[float, str, int, int, torch.Tensor | None, float]:
-        """Arguments of `twin::attention` after q, k and v."""
-        return self.scale, MASK_TYPES[self.mask_type][0], *self.window, mask, self.p
+    def options(
+        self,
+        mask: torch.Tensor | None,
+        state: torch.Tensor | None,
+        more: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+        q_lengths: torch.Tensor | None = None,
+        kv_lengths: torch.Tensor | None = None,
+    ) -> Options:
+        """What the ops take after q, k and v; `state` is the random one, `more` a bias, or sinks."""
+        kind, (left, right) = MASK_TYPES[self.mask_type][0], self.window
+        sinks = more if self.softmax != "vanilla" else None
+        bias, slopes = (None, None) if self.bias == "no_bias" or sinks is not None else (more, slopes)
+        others = (bias, slopes, sinks, q_lengths, kv_lengths)
+        return Options(self.scale, kind, left, right, mask, self.p, state, *others)
 
 
 class Plan(NamedTuple):
@@ -71,24 +75,19 @@ class Saved(NamedTuple):
     more: torch.Tensor | None
 
 
-def attend(
-    core: CorePlan, mask: torch.Tensor | None, state: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: Any
-) -> tuple[torch.Tensor, Attended]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
-
-    `bias`: nothing, or what `CorePlan.further` gives.
-    """
-    state_before = before(state)
-    out, m, inv = twin.attention(q, k, v, *core.arguments(mask), state, *bias)
+def attend(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Attended]:
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads."""
+    state_before = before(options.rng_state)
+    out, m, inv = twin.attention(q, k, v, *options)
     return out, Attended(out, m, inv, state_before)
 
 
 def attend_backward(
-    core: CorePlan, mask: torch.Tensor | None, qkv: Qkv, attended: Attended, grad: torch.Tensor, *bias: Any
+    options: Options, qkv: Qkv, attended: Attended, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv."""
-    *results, state = attended
-    return twin.attention_backward(dense_rows(grad), *qkv, *results, *core.arguments(mask), state, *bias)
+    """dq, dk, dv; the random state of `options` is that of `attended`."""
+    out, m, inv, _ = attended
+    return twin.attention_backward(dense_rows(grad), *qkv, out, m, inv, *options)
 
 
 def forward(
@@ -100,29 +99,26 @@ def forward(
     more: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
     """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
-    mask, slopes, *lengths = context.reads
-    of_bias = plan.core.further(more, slopes, *lengths)
-    out, attended = attend(plan.core, mask, context.random[0], q, k, v, *of_bias)
+    mask, *others = context.reads
+    out, attended = attend(plan.core.options(mask, context.random[0], more, *others), q, k, v)
     return out, Saved(q, k, v, attended, more)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
-    mask, slopes, *lengths = context.reads
+    mask, *others = context.reads
     q, k, v, attended, more = saved
-    qkv = (q, k, v)
-    of_bias = plan.core.further(more, slopes, *lengths)
+    options = plan.core.options(mask, attended.state, more, *others)
     grad = dense_rows(grad)
-    grads = attend_backward(plan.core, mask, qkv, attended, grad, *of_bias)
+    grads = attend_backward(options, (q, k, v), attended, grad)
     if len(plan.needs) == 3:
         return grads
     if not plan.needs[3]:
         return *grads, None
-    *results, state = attended
-    if plan.core.softmax != "vanilla":
-        return *grads, twin.attention_sink_backward(grad, *results, more)
-    arguments = (*qkv, *results, *plan.core.arguments(mask), state, *of_bias)
-    return *grads, twin.attention_bias_backward(grad, *arguments)
+    out, m, inv, _ = attended
+    if options.sinks is not None:
+        return *grads, twin.attention_sink_backward(grad, out, m, inv, more)
+    return *grads, twin.attention_bias_backward(grad, q, k, v, out, m, inv, *options)
 
 
 def forward_with_rows(

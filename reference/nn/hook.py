@@ -75,7 +75,7 @@ class Hook(Plain):
 
     def layers(self, context: Context) -> list[str]:
         """Names of the model's layers whose GEMMs a pair computes."""
-        return [self.names[one.store.module] for one in context.modules if one.store.module in self.names]
+        return [self.names[one.module] for one in context.modules if one.module in self.names]
 
     def _next(self, context: Context) -> Plain:
         """Who runs a pair next. The usual player would replay what a hook wants to see run."""

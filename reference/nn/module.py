@@ -14,7 +14,7 @@ from reference.nn.delayed import DelayedGradients
 from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.one_rank import TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
-from reference.nn.weight_store import WeightStore
+from reference.nn.weight_store import WeightStore, main_grad_of
 from reference.quantizer import Calibrating, Gemm, HighPrecision
 from reference.recipe import Recipe
 from reference.scaling import FP8TensorMeta
@@ -32,7 +32,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {}
         self._fitted: Recipe | None = None
-        self._store = WeightStore(self)
+        self._store = WeightStore()
         self._precision: Precision | None = None  # that of the last forward in FP8
         self._membership: scaling.Membership | None = None
         self.quantized_init = model_init.current()
@@ -53,7 +53,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         packed = state.pop("_fp8_workspaces")
         state.pop("_delayed", None)  # of 1.0: a queue, empty
         super().__setstate__(state)
-        self._store = WeightStore(self)
+        self._store = WeightStore()
         self._store.unpack(packed)
         scaling.register(self)
         self._bind_weights()
@@ -66,7 +66,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                 f"torch.nn.parallel.DistributedDataParallel is accepted."
             )
         replica: Any = super()._replicate_for_data_parallel()
-        replica._store = WeightStore(replica)
+        replica._store = WeightStore()
         return replica
 
     # --- FP8 state -----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         if self.fuse_wgrad_accumulation:  # a backward would find a bad main_grad after it has added to others
             for name in self.fp8_weights:
                 if getattr(self._parameters.get(name), "main_grad", None) is not None:
-                    self._store.main_grad(name)
+                    main_grad_of(self, name)
         if self.delay_wgrad_compute:
             self.refuse_what_cannot_delay()
         state, checkpointed = self.init_fp8_metadata()
@@ -134,7 +134,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             precision = self._calibrating(dtype)
         else:
             precision = _HIGH_PRECISION[dtype, self.num_gemms]
-        return ModuleContext(self._store, precision, is_first_microbatch)
+        return ModuleContext(self, precision, is_first_microbatch)
 
     def _fp8_precision(self, recipe: Recipe, checkpointed: bool, dtype: torch.dtype) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""

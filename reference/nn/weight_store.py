@@ -1,6 +1,6 @@
 """What a module keeps of its weights between calls: casts for later microbatches, main_grad, delayed gradients.
 
-A context (`reference.nn.context`) holds the store of its module: a pair of functions asks it for a weight's cast of an
+A context (`reference.nn.context`) has the store of its module: a pair of functions asks it for a weight's cast of an
 earlier microbatch, and gives it a weight's gradient.
 """
 
@@ -19,18 +19,16 @@ Compute = Callable[[], torch.Tensor | None]
 
 
 class WeightStore:
-    """The store of one module.
+    """The store of one module, which it does not refer to: a circle would keep both in memory.
 
     Attributes:
-        module: whose weights these are; its `fuse_wgrad_accumulation` and `delay_wgrad_compute` are asked in each call.
         casts: (weight's name, type of the recipe) → its cast, for later microbatches.
         delayed: of each backward without weights' gradients its context, and how each weight's is computed.
     """
 
-    __slots__ = ("casts", "delayed", "module")
+    __slots__ = ("casts", "delayed")
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self) -> None:
         self.casts: dict[tuple[str, type], Quantized] = {}
         self.delayed: deque[tuple[Any, dict[str, Compute]]] = deque()
 
@@ -77,50 +75,49 @@ class WeightStore:
             found = tuple([t[0].view(t[1]) if isinstance(t, tuple) else t for t in tensors])
             self.casts[key] = per_tensor(*found) if form is None else rebuild(form, found)
 
-    # --- gradients -----------------------------------------------------------------------------------
-
-    def main_grad(self, name: str) -> torch.Tensor | None:
-        """The tensor to which the gradient of weight `name` is added, with `fuse_wgrad_accumulation`; else None."""
-        module = self.module
-        if not module.fuse_wgrad_accumulation:
-            return None
-        weight = getattr(module, name)
-        main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise RuntimeError(
-                f"{type(module).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
-                f"a float32, bfloat16 or float16 tensor of the weight's shape is accepted."
-            )
-        fits = main_grad.shape == weight.shape and main_grad.device == weight.device
-        if main_grad.dtype not in WIDE_DTYPES or not fits:
-            raise RuntimeError(
-                f"{type(module).__name__}: {name}.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
-                f"{main_grad.device}; a float32, bfloat16 or float16 tensor {list(weight.shape)} on {weight.device} is "
-                f"accepted."
-            )
-        return main_grad
-
-    def gradient(
-        self, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype, how: Accumulation, is_first: bool
-    ) -> torch.Tensor | None:
-        """dw in `dtype`; with `fuse_wgrad_accumulation` dw is added to main_grad, and the result is what .grad gets.
-
-        `is_first`: main_grad is zeroed first.
-        """
-        main_grad = self.main_grad(name)
-        if main_grad is None:
-            return wgrad(g, x, dtype, how, None)
-        weight = getattr(self.module, name)
-        if is_first or getattr(weight, "overwrite_main_grad", False):
-            main_grad.zero_()
-        wgrad(g, x, dtype, how, main_grad)
-        return grad_of_accumulated(weight)
-
     def delay(self, context: Any, name: str, compute: Compute) -> None:
         """Keep the gradient of weight `name` for `backward_dw`; those of one forward's context belong together."""
         if not (self.delayed and self.delayed[-1][0] is context and name not in self.delayed[-1][1]):
             self.delayed.append((context, {}))
         self.delayed[-1][1][name] = compute
+
+
+def main_grad_of(module: Any, name: str) -> torch.Tensor | None:
+    """The tensor to which the gradient of a module's weight is added, with `fuse_wgrad_accumulation`; else None."""
+    if not module.fuse_wgrad_accumulation:
+        return None
+    weight = getattr(module, name)
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: fuse_wgrad_accumulation=True and {name} has no main_grad; "
+            f"a float32, bfloat16 or float16 tensor of the weight's shape is accepted."
+        )
+    fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+    if main_grad.dtype not in WIDE_DTYPES or not fits:
+        raise RuntimeError(
+            f"{type(module).__name__}: {name}.main_grad is {main_grad.dtype} {list(main_grad.shape)} on "
+            f"{main_grad.device}; a float32, bfloat16 or float16 tensor {list(weight.shape)} on {weight.device} is "
+            f"accepted."
+        )
+    return main_grad
+
+
+def weight_gradient(
+    module: Any, name: str, g: Quantized, x: Operand | None, dtype: torch.dtype, how: Accumulation, is_first: bool
+) -> torch.Tensor | None:
+    """dw in `dtype`; with `fuse_wgrad_accumulation` dw is added to main_grad, and the result is what .grad gets.
+
+    `is_first`: main_grad is zeroed first.
+    """
+    main_grad = main_grad_of(module, name)
+    if main_grad is None:
+        return wgrad(g, x, dtype, how, None)
+    weight = getattr(module, name)
+    if is_first or getattr(weight, "overwrite_main_grad", False):
+        main_grad.zero_()
+    wgrad(g, x, dtype, how, main_grad)
+    return grad_of_accumulated(weight)
 
 
 def grad_of_accumulated(weight: Any) -> torch.Tensor | None:

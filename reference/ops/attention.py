@@ -47,6 +47,7 @@ eight pairs (query i, key j) that a thread holds: with i = 16 I + 8 r + g, j = 1
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ from reference.elementary import power_on_grid as power
 from reference.numba_jit import fma, jit
 from reference.ops.attention_bias import add_bias, bias_tile, check_bias
 from reference.ops.attention_lengths import check_lengths, entries
+from reference.ops.attention_options import Options
 from reference.ops.attention_sinks import check_sinks, sink_weights
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define
@@ -65,11 +67,6 @@ from reference.workers import each
 BLOCK = 128
 MASK_TYPES = ("none", "causal", "causal_bottom_right")
 MAX_HEAD_DIM = 256
-
-Tensor = torch.Tensor | None
-Options = tuple[float, str, int, int, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The arguments after q, k and v: scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks,
-q_lengths, kv_lengths. The last five may be left out."""
 
 Limits = tuple[int, int]
 """Query i sees key j if i + lower <= j <= i + upper: (lower, upper)."""
@@ -149,18 +146,7 @@ def check_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    left: int,
-    right: int,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    q_lengths: torch.Tensor | None = None,
-    kv_lengths: torch.Tensor | None = None,
+    options: Options,
 ) -> None:
     """Refuse what attention does not accept, on either device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -188,13 +174,13 @@ def check_attention(
         )
     if k.shape[1] == 0 or h % k.shape[1]:
         raise ValueError(f"{op}: q's {h} heads must be a multiple of k's heads; k has {k.shape[1]}.")
-    check_scale(op, scale)
-    check_mask(op, (b, h, q.shape[2], k.shape[2]), q.device, mask_type, mask)
-    check_window(op, left, right)
-    check_bias(op, q, k.shape[2], bias, slopes)
-    check_sinks(op, q, sinks, biased=not bias is slopes is None)
-    check_dropout(op, "q", q, dropout, rng_state)
-    check_lengths(op, q, q_lengths, kv_lengths)
+    check_scale(op, options.scale)
+    check_mask(op, (b, h, q.shape[2], k.shape[2]), q.device, options.mask_type, options.mask)
+    check_window(op, options.left, options.right)
+    check_bias(op, q, k.shape[2], options.bias, options.slopes)
+    check_sinks(op, q, options.sinks, options.biased)
+    check_dropout(op, "q", q, options.dropout, options.rng_state)
+    check_lengths(op, q, options.q_lengths, options.kv_lengths)
 
 
 def hidden_pairs(
@@ -321,9 +307,9 @@ def with_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def outputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: *Options
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_attention("twin::attention", q, k, v, *options)
+    check_attention("twin::attention", q, k, v, Options(*options))
     row = q.new_empty(q.shape[:3], dtype=torch.float32)
     return with_channels(q, v.shape[3]), row, torch.empty_like(row)
 

@@ -23,6 +23,8 @@ D: lane l = 0..31 owns elements 8 l .. 8 l + 7 of e (missing ones are 0). It com
 order. Then a halving tree adds the lanes, for h in (16, 8, 4, 2, 1): t[l] = t[l] + t[l + h], l < h.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -31,9 +33,9 @@ from reference.elementary import GRID15, ZERO
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import fma, jit
 from reference.ops import attention
-from reference.ops.attention import Options
 from reference.ops.attention_bias import add_bias, bias_tile
 from reference.ops.attention_lengths import entries
+from reference.ops.attention_options import Options
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
@@ -116,10 +118,10 @@ def outputs(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    *options: *Options,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_backward"
-    attention.check_attention(op, q, k, v, *options)
+    attention.check_attention(op, q, k, v, Options(*options))
     check_results(op, q, v, q.dtype, grad, out, m, inv)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -242,10 +244,10 @@ def bias_outputs(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    *options: *Options,
+    *options: Any,
 ) -> torch.Tensor:
     outputs(grad, q, k, v, out, m, inv, *options)
-    bias = options[7]
+    bias = Options(*options).bias
     if bias is None:
         raise ValueError("twin::attention_bias_backward: bias is None; a tensor is accepted.")
     return torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)

@@ -34,6 +34,8 @@ NaN codes make the rows that see them NaN; a NaN in v also reaches the rows of i
 weight 0 it is multiplied by.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -54,6 +56,7 @@ from reference.ops.attention import (
     softmax_block,
     visited,
 )
+from reference.ops.attention_options import Options
 from reference.ops.dropout import check_dropout, keep_scale, threshold
 from reference.ops.library import define
 
@@ -61,10 +64,6 @@ CODES = torch.float8_e4m3fn
 FP32_MAX = torch.finfo(torch.float32).max
 HEADROOM = np.float32(8)
 """By how much m lies below the largest exponent: weights reach up to 2^8, of E4M3's 448."""
-
-Tensor = torch.Tensor | None
-Options = tuple[float, str, int, int, Tensor, float, Tensor, torch.dtype]
-"""The arguments after the scale_invs: scale, mask_type, left, right, mask, dropout, rng_state, out_dtype."""
 
 
 def check_codes(
@@ -104,19 +103,13 @@ def check_options(
     op: str,
     q: torch.Tensor,
     k: torch.Tensor,
-    scale: float,
-    mask_type: str,
-    left: int,
-    right: int,
-    mask: torch.Tensor | None,
-    dropout: float,
-    rng_state: torch.Tensor | None,
+    options: Options,
 ) -> None:
     """Refuse what attention does not accept besides its tensors."""
-    check_scale(op, scale)
-    check_mask(op, (*q.shape[:3], k.shape[2]), q.device, mask_type, mask)
-    check_window(op, left, right)
-    check_dropout(op, "q", q, dropout, rng_state)
+    check_scale(op, options.scale)
+    check_mask(op, (*q.shape[:3], k.shape[2]), q.device, options.mask_type, options.mask)
+    check_window(op, options.left, options.right)
+    check_dropout(op, "q", q, options.dropout, options.rng_state)
 
 
 def outputs(
@@ -126,11 +119,11 @@ def outputs(
     q_scale_inv: torch.Tensor,
     k_scale_inv: torch.Tensor,
     v_scale_inv: torch.Tensor,
-    *options: *Options,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    op, out_dtype = "twin::attention_fp8", options[7]
+    op, (*others, out_dtype) = "twin::attention_fp8", options
     check_codes(op, "v_t", q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv)
-    check_options(op, q, k, *options[:7])
+    check_options(op, q, k, Options(*others))
     if out_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}.")
     row = q.new_empty(q.shape[:3], dtype=torch.float32)

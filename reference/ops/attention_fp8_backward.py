@@ -11,15 +11,14 @@ memory, too. The gradient passes the cast unchanged. (Transformer Engine's backw
 the cast.)
 """
 
+from typing import Any
+
 import torch
 
 from reference.ops import attention_backward as in_16_bits
 from reference.ops.attention_fp8 import check_codes, check_options
+from reference.ops.attention_options import Options
 from reference.ops.library import define
-
-Tensor = torch.Tensor | None
-Options = tuple[float, str, int, int, Tensor, float, Tensor]
-"""The arguments after inv: scale, mask_type, left, right, mask, dropout, rng_state."""
 
 
 def dequantized(codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -38,11 +37,11 @@ def outputs(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
-    *options: *Options,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_fp8_backward"
     check_codes(op, "v", q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
-    check_options(op, q, k, *options)
+    check_options(op, q, k, Options(*options))
     if grad.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: grad is {grad.dtype}; torch.bfloat16 and torch.float16 are accepted.")
     in_16_bits.check_results(op, q, v, grad.dtype, grad, out, m, inv)

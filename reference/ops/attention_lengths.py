@@ -18,9 +18,11 @@ of the blocks which lengths leave. Beyond lengths numbers must be finite, becaus
 On a GPU, where nothing waits to look at them, a length outside of its range counts as the nearest number inside.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from reference.ops.attention_options import Options
 
 
 class Entry(NamedTuple):
@@ -128,15 +130,15 @@ def alibi_by_lengths(
     return (slopes.view(-1, shape[1], 1, 1) * -(i + diagonal - j).abs().float()).expand(shape).contiguous()
 
 
-def without_lengths(shape: tuple[int, int, int, int], options: Any) -> Any:
+def without_lengths(shape: tuple[int, int, int, int], options: Options) -> Options:
     """The options of a call on a batch of `shape` [b, h, sq, skv] without their lengths, which give the same bits.
 
     A mask hides what lengths leave out. ALiBi's slopes become the tensor of their numbers, fp32 `[b, h, sq, skv]`,
     unless the mask type is "causal".
     """
-    scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths = options
-    if slopes is not None and mask_type != "causal":
-        bias, slopes = alibi_by_lengths(slopes, shape, q_lengths, kv_lengths), None
-    mask_type, left, right, hidden = hidden_by_lengths(mask_type, left, right, shape, q_lengths, kv_lengths)
-    mask = hidden if mask is None else hidden | mask
-    return scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, None, None
+    lengths = (options.q_lengths, options.kv_lengths)
+    if options.slopes is not None and options.mask_type != "causal":
+        options = options._replace(bias=alibi_by_lengths(options.slopes, shape, *lengths), slopes=None)
+    kind, left, right, hidden = hidden_by_lengths(options.mask_type, options.left, options.right, shape, *lengths)
+    mask = hidden if options.mask is None else hidden | options.mask
+    return options._replace(mask_type=kind, left=left, right=right, mask=mask, q_lengths=None, kv_lengths=None)

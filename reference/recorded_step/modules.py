@@ -50,7 +50,7 @@ class Modules:
     def _path_of(self, context: Context) -> str:
         known = self._of_context.get(id(context))
         if known is None:
-            modules = [id(one.store.module) for one in context.modules]
+            modules = [id(one.module) for one in context.modules]
             names = [self._names[one] for one in modules if one in self._names]
             path = os.path.commonpath([f"/{name.replace('.', '/')}" for name in names]) if names else None
             found = self._calling() if path is None else path.strip("/").replace("/", ".")
