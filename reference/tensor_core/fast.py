@@ -32,13 +32,11 @@ def _tables(fmt: model.FloatFormat) -> tuple[NDArray[np.floating], NDArray[np.si
 
     bits = 1 + fmt.exponent_bits + fmt.fraction_bits
     number = model.decode(np.arange(1 << bits, dtype=np.uint32), fmt)
-    value = np.ldexp(number.significand.astype(np.float64), number.exponent - fmt.fraction_bits)
+    value = np.ldexp(number.significand.astype(np.float32), number.exponent - fmt.fraction_bits)
     value = np.where(number.negative & (value != 0), -value, value)
     nothing = kernels.FP8_NO_TERM if bits == 8 else kernels.HALF_NO_TERM
     exponent = np.where(number.significand != 0, number.exponent, nothing)
-    if bits == 8:
-        return value.astype(np.float32), exponent.astype(np.int8)
-    return value, exponent.astype(np.int16)
+    return value, exponent.astype(np.int8 if bits == 8 else np.int16)
 
 
 @functools.cache
