@@ -1,6 +1,7 @@
 """The tensor core's step on SIMD lanes: compiled, it computes what `model.step_words` computes, for whole tiles.
 
-A tile is one row of A against WIDTH columns of B, four registers of lanes on any CPU (two for 16 bits). For each column of a step:
+A tile is one row of A against WIDTH columns of B, four registers of lanes on any CPU (two of 16 bits). For each column
+of a step:
 
     emax  = max over k of (exponent of a[k] + exponent of b[k]), and of C      narrow integers
     scale = 2^(F - emax)
