@@ -1,9 +1,11 @@
 """What the optimizers have in common: copies, torch's gradient scaler, and a step that one parameter refuses."""
 
 import copy
+import inspect
 import pickle
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import pytest
@@ -124,3 +126,26 @@ def test_a_parameter_of_any_shape_steps_or_is_refused_before_anything_moves(kind
                 if isinstance(x, torch.Tensor):
                     assert_same_bits(x, again.state[odd][name], f"{shape} {name}")
         te.optimizers.clip_grad_norm_([other, odd], 1.0)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+def test_no_optimizer_loads_the_compiler(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """torch's wrapper of these methods imports torch._dynamo: seconds in every process that trains."""
+    used = []
+    for method in ("add_param_group", "zero_grad"):
+        plain = inspect.unwrap(getattr(torch.optim.Optimizer, method))
+
+        def wrapper(*args: Any, plain: Any = plain) -> None:
+            used.append(plain)
+            plain(*args)
+
+        monkeypatch.setattr(torch.optim.Optimizer, method, update_wrapper(wrapper, plain))
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    weight = parameter()
+    optimizer = OPTIMIZERS[name]([weight])
+    optimizer.zero_grad()
+    assert weight.grad is None
+    assert not used
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # it is there, and may be tracing
+    optimizer.zero_grad()
+    assert len(used) == 1

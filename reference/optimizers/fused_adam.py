@@ -30,6 +30,7 @@ from reference.optimizers.parameters import (
     span,
     to_none,
     unwrapped,
+    without_compiler,
 )
 
 __all__ = ["FusedAdam"]
@@ -125,7 +126,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
             if len(set(seen)) < len(seen):
                 twice = next(i for i, one in enumerate(seen) if one in seen[:i])
                 raise ValueError(f"{WHO}: parameter {twice}{where} is listed twice; each one once is accepted.")
-        super().add_param_group(param_group)
+        without_compiler(super().add_param_group)(param_group)
         param_group.update({name: value for name, value in found.items() if name in param_group})
         self._to_device(param_group)
 
@@ -208,7 +209,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
         """As torch's, of the gradients that a step reads; None, Transformer Engine's default, is True."""
         drop = to_none(WHO, set_to_none, self.set_grad_none)
         if not self.use_decoupled_grad:
-            super().zero_grad(drop)
+            without_compiler(super().zero_grad)(drop)
             return
         for group in self.param_groups:
             for p in group["params"]:

@@ -27,6 +27,7 @@ from reference.optimizers.parameters import (
     real,
     to_none,
     unwrapped,
+    without_compiler,
 )
 
 WHO = "FusedSGD"
@@ -118,7 +119,7 @@ class FusedSGD(OfSGD, torch.optim.Optimizer):
         common = {"wd_after_momentum": self.wd_after_momentum, "set_grad_none": self.set_grad_none}
         check_common(WHO, param_group, where, {**common, "materialize_master_grads": True, "maximize": False})
         found = numbers_of({**self.defaults, **param_group}, where)
-        super().add_param_group({**param_group, **found._asdict()})
+        without_compiler(super().add_param_group)({**param_group, **found._asdict()})
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or a pickle, with the modes, which torch's method omits."""
@@ -127,7 +128,7 @@ class FusedSGD(OfSGD, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's; None, Transformer Engine's default, is True."""
-        super().zero_grad(to_none(WHO, set_to_none, self.set_grad_none))
+        without_compiler(super().zero_grad)(to_none(WHO, set_to_none, self.set_grad_none))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

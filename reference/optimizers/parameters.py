@@ -3,6 +3,8 @@
 Nothing here changes anything. A DTensor (FSDP2's `fully_shard`, `distribute_tensor`) is replaced by its local shard.
 """
 
+import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +21,17 @@ from reference.ops.library import no_implementation
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 FLT_MAX = float(np.finfo(np.float32).max)
 Where = tuple[int, int]  # the numbers of a group, and of a parameter in it
+
+
+def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizer that a compiler must not trace.
+
+    Its wrapper loads torch's compiler, which takes seconds; where nobody has loaded it, nothing is traced.
+    """
+    if "torch._dynamo" in sys.modules:
+        return method
+    bound: Any = method
+    return functools.partial(bound.__wrapped__, bound.__self__)
 
 
 def check_device(who: str, op: str, what: str, device: torch.device) -> None:

@@ -32,13 +32,11 @@ def _tables(fmt: model.FloatFormat) -> tuple[NDArray[np.floating], NDArray[np.si
 
     bits = 1 + fmt.exponent_bits + fmt.fraction_bits
     number = model.decode(np.arange(1 << bits, dtype=np.uint32), fmt)
-    value = np.ldexp(number.significand.astype(np.float64), number.exponent - fmt.fraction_bits)
+    value = np.ldexp(number.significand.astype(np.float32), number.exponent - fmt.fraction_bits)
     value = np.where(number.negative & (value != 0), -value, value)
     nothing = kernels.FP8_NO_TERM if bits == 8 else kernels.HALF_NO_TERM
     exponent = np.where(number.significand != 0, number.exponent, nothing)
-    if bits == 8:
-        return value.astype(np.float32), exponent.astype(np.int8)
-    return value, exponent.astype(np.int16)
+    return value, exponent.astype(np.int8 if bits == 8 else np.int16)
 
 
 @functools.cache
@@ -94,10 +92,10 @@ def _finite(
     threads = 1 if small else torch.get_num_threads()
     _each(pack, [(a, a_values, a_exponents, *rows, step_k, *packed) for rows in _ranges(m, threads, 1)], small)
     # Rows are cut for the cache, columns for the threads; rows too where there are few columns.
-    blocks = -(-m // _ROWS)
-    if -(-n // width) * blocks < 2 * threads:
+    blocks, pieces = -(-m // _ROWS), 4 * threads if threads > 1 else 1
+    if threads > 1 and -(-n // width) * blocks < 2 * threads:
         blocks = min(2 * threads, -(-m // 64))
-    columns = _ranges(n, -(-4 * threads // blocks), width)
+    columns = _ranges(n, -(-pieces // blocks), width)
     tasks = [
         (*packed, b, b_values, b_exponents, rows, cut, split_steps, out)
         for rows, cut in itertools.product(_ranges(m, blocks, 1), columns)
