@@ -28,7 +28,7 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 
-QUICK = 6  # seeds of a fuzzer in the fast suite
+QUICK = 4  # seeds of a fuzzer in the fast suite
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -215,7 +215,7 @@ class Alive(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self.made.values() if not reference.expired())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_but_the_copies_of_weights_leaves(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
