@@ -47,7 +47,7 @@ def test_walkthrough_writes_one_self_contained_page(
     no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.html"
-    assert main(["walkthrough", "--quick", "--output", str(path)]) == 0
+    assert main(["walkthrough", "--quick", "--steps", "4", "--output", str(path)]) == 0
     page = path.read_text()
     for title in (
         "The FP8 number line", "One Linear, four ways", "One layer, five ways", "The CPU predicts", "Training in bf16",
