@@ -164,6 +164,12 @@ def test_sustained_blocks_are_of_many_calls_and_one_variant() -> None:
         assert f"{words}: {percent(sustained)}" in table.note
 
 
+def test_the_fastest_is_chosen_by_the_other_half_of_the_rounds() -> None:
+    """In the odd rounds b is the slower one, and in the even ones, by their median, a."""
+    assert gemm.fastest({"a": [9, 1, 1, 1], "b": [4, 4, 4, 4]}) == [9, 4, 1, 4]
+    assert gemm.fastest({"a": [2, 5, 2, 5], "b": [3, 3, 3, 3]}) == [3, 5, 3, 5]
+
+
 def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
@@ -263,6 +269,8 @@ def test_gemms_with_epilogues() -> None:
             assert f"B_FORMAT={b.upper()} " in line
             assert f"SPLIT={int(kind == 'split')} " in line
             assert re.findall(r"map &\d+", line)[:2] == re.findall(r"map &\d+", plain)[:2]
+            tile = r" (?:BLOCK_N|CLUSTER|STAGES|WARPGROUPS)=\d+"
+            assert re.findall(tile, line) == re.findall(tile, plain), "the tile that the GEMM alone gets"
         for side, values in timed.samples.items():
             is_spread(row["ms"][side], values)
         speeds = []
