@@ -57,6 +57,7 @@ def train(settings: dict[str, Any], fp8: bool, device: str, steps: int = 2, **ar
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("moved", [1, 2])
