@@ -28,6 +28,17 @@ BLOCKS = ("qkv.fprop", "fc1.wgrad")  # which are measured in sustained blocks, t
 SECONDS = 0.02  # of a block
 
 
+class Tiles:
+    """Notes the problems for which a benchmark asks which tile they get."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __call__(self, *problem: Any) -> Any:
+        self.asked.append(problem[:5])
+        return select_tile(*problem)
+
+
 def run(module: Any, **options: Any) -> tuple[Row, DryBench]:
     """A payload that a file can hold; its kernels are all that were launched."""
     told: list[float] = []
@@ -98,7 +109,13 @@ def is_table(table: Table, columns: tuple[str, ...], rows: list[tuple[str, ...]]
 
 @functools.cache
 def of_gemm() -> tuple[Row, list[Round]]:
-    payload, bench = run(gemm, blocks=False)
+    with mock.patch.object(gemm, "select_tile", Tiles()) as tiles:
+        payload, bench = run(gemm, blocks=False)
+    assert tiles.asked == [
+        (m, n, 2 * k if kind == "bf16" else k, kind == "split", 132)
+        for kind in ("fast", "split", "bf16")
+        for m, n, k in SHAPES.values()
+    ]
     return payload, bench.rounds
 
 
@@ -162,6 +179,13 @@ def test_sustained_blocks_are_of_many_calls_and_one_variant() -> None:
     for kind, words in (("fast", "FP8, fast accumulation"), ("split", "FP8, split accumulation"), ("bf16", "bf16")):
         sustained = mean([row["sustained_speed_over_theirs"] for row in payload["rows"] if row["kind"] == kind])
         assert f"{words}: {percent(sustained)}" in table.note
+
+
+def test_a_sustained_block_takes_the_seconds_that_it_should() -> None:
+    calls: list[int] = []
+    with DryBench():
+        gemm.sustained({"one": lambda: calls.append(1)}, {"one": gemm.SECONDS * 1000 / 19.99})
+    assert len(calls) == 3 * (5 + 19)
 
 
 def test_the_fastest_is_chosen_by_the_other_half_of_the_rounds() -> None:
@@ -248,8 +272,10 @@ ACCUMULATED = [
 
 
 def test_gemms_with_epilogues() -> None:
-    payload, bench = run(gemm_epilogue)
+    with mock.patch.object(gemm_epilogue, "select_tile", Tiles()) as tiles:
+        payload, bench = run(gemm_epilogue)
     assert payload["repeats"] == 20
+    assert tiles.asked == [(*SHAPES[name], False, 132) for name, *_ in (*ACTIVATED, *ADDED)]
     wanted, cells = [*ACTIVATED, *ADDED, *ACCUMULATED], []
     for (name, epilogue, fused, apart), row, timed in zip(wanted, payload["rows"], bench.rounds, strict=True):
         m, n, k = SHAPES[name]
