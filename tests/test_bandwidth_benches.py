@@ -115,7 +115,7 @@ def of_cross_entropy() -> Benchmark:
     passes = {"forward": 1, "backward": 2}
     theirs = ("{wide}", "_log_softmax(", "nll_loss_forward(", "ones_like(", "nll_loss_backward(",
               "_log_softmax_backward_data(", "{wide}")  # fmt: skip
-    forward, backward = "cross_entropy.cross_entropy [SMOOTH=0 ", "cross_entropy.cross_entropy_backward [SMOOTH=0 "
+    forward, backward = (f"cross_entropy.cross_entropy{name} [SMOOTH=0 int64:-100, 0.0" for name in ("", "_backward"))
     names = [f"{dtype}, {classes:,}" for dtype, classes in listed]
     return Benchmark(
         cross_entropy, 2, 11,
