@@ -65,7 +65,9 @@ def integrations(session: nox.Session) -> None:
     """transformers, accelerate, peft and lightning as they are, and the lesson that needs them."""
     _install(session, "-e", ".[dev,integrations,notebooks]")
     files = [*(f"tests/test_{name}.py" for name in INTEGRATIONS), "notebooks/11_other_peoples_models.ipynb"]
-    session.run("pytest", *TWO_AT_A_TIME, "--nbmake", "-m", "not slow", *files, *session.posargs, env=ONE_THREAD)
+    session.run(
+        "pytest", *TWO_AT_A_TIME, "-p", "nbmake", "--nbmake", "-m", "not slow", *files, *session.posargs, env=ONE_THREAD
+    )
 
 
 @nox.session
@@ -73,7 +75,7 @@ def notebooks(session: nox.Session) -> None:
     """Every lesson, run from its first cell to its last."""
     _install(session, "pytest-xdist", "-e", ".[notebooks]")
     later_first = sorted(map(str, Path("notebooks").glob("*.ipynb")), reverse=True)  # the last lessons take longest
-    session.run("pytest", *TWO_AT_A_TIME, "--nbmake", *(session.posargs or later_first), env=ONE_THREAD)
+    session.run("pytest", *TWO_AT_A_TIME, "-p", "nbmake", "--nbmake", *(session.posargs or later_first), env=ONE_THREAD)
 
 
 @nox.session

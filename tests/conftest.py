@@ -1,6 +1,7 @@
 """Shared by every test: the `gpu` mark, `--require-gpu`, the comparison of bits, and what CI draws."""
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import os
@@ -27,7 +28,7 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 
-QUICK = 6  # seeds of a fuzzer in the fast suite
+QUICK = 4  # seeds of a fuzzer in the fast suite
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,6 +118,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
         elif "simulated" in item.keywords and not simulate:
             item.add_marker(outside)
+
+
+def pytest_collection() -> None:
+    """Nothing is garbage here, and to look for it took a quarter of the collection."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: tests that collect garbage need not look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -12,7 +12,7 @@ import ctypes
 import types
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -29,6 +29,17 @@ def samples(name: str, count: int) -> list[float]:
     """Made-up milliseconds: 1 to 2 by the name, and up to 6 % more from one sample to the next."""
     mean = 1 + zlib.crc32(name.encode()) % 997 / 997
     return [mean * (1 + zlib.crc32(f"{name}{i}".encode()) % 64 / 1000) for i in range(count)]
+
+
+class Round(NamedTuple):
+    """Variants that were timed in turn: milliseconds and notes by name, and how it was asked for."""
+
+    samples: dict[str, list[float]]
+    noted: dict[str, list[str]]
+    repeats: int
+    warmup: int
+    flush: bool
+    ahead: bool
 
 
 class _CudnnAttention(torch.autograd.Function):
@@ -135,6 +146,7 @@ class DryBench(contextlib.ExitStack):
         for owner, name, value in patches:
             self.enter_context(mock.patch.object(owner, name, value, create=True))
         self.timings = 0
+        self.rounds: list[Round] = []
         return self
 
     @contextlib.contextmanager
@@ -168,11 +180,16 @@ class DryBench(contextlib.ExitStack):
         self.gpu.lines.append(f"interleave repeats={repeats} warmup={warmup} flush={flush is not None} ahead={ahead}")
         if flush is not None:
             flush()
+        noted = {}
         for name, call in variants.items():
             self.gpu.lines.append(f"timed: {name}")
+            before = len(self.gpu.lines)
             call()
+            noted[name] = self.gpu.lines[before:]
         self.timings += 1
-        return {name: samples(f"{self.timings} {name}", repeats) for name in variants}
+        found = {name: samples(f"{self.timings} {name}", repeats) for name in variants}
+        self.rounds.append(Round(dict(found), noted, repeats, warmup, flush is not None, ahead))
+        return found
 
     def _timed(
         self, blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int, before: int = 0

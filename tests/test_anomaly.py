@@ -83,6 +83,7 @@ def sentence(run: Callable[[], Any], model: torch.nn.Module) -> str:
     return text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT, None], ids=["delayed", "current", "16 bits"])
 def test_a_healthy_step_raises_nothing_and_has_its_bits(recipe: Any) -> None:
     model = made()

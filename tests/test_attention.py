@@ -29,7 +29,7 @@ def test_against_float64(dtype: torch.dtype, mask_type: str, mask: str) -> None:
     check_against_float64(Case(2, 2, 2, 150, 170, 48, dtype, mask_type, mask, dropout=0.1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(case=CASES)
 def test_any_shape_against_float64(case: Case) -> None:
     check_against_float64(case)

@@ -53,7 +53,7 @@ def same_everywhere(place: str, run: Callable[[], Shapes]) -> None:
     assert found == run()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", MASK_TYPES)
 def test_every_way_to_mask(kind: str, place: str) -> None:

@@ -40,7 +40,7 @@ def test_masks_have_the_written_order(mask_type: str, mask: str) -> None:
     check(Case(2, 1, 2, 9, 140, 16, torch.bfloat16, mask_type, mask, dropout=0.3))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     case=st.builds(
         Case,

@@ -55,7 +55,7 @@ def placed(parts: list[torch.Tensor], starts: list[int], total: int, filler: flo
 QUERIES, KEYS = [140, 1, 0, 130, 37], [150, 260, 3, 129, 37]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("window", [None, (40, 0), (50, 20)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gaps", [False, True])

@@ -52,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("d", "e"), SIZES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_zeros_change_no_bit(options: str, d: int, e: int) -> None:

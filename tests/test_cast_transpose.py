@@ -85,11 +85,10 @@ def test_the_outputs_share_no_memory():
 
 def test_opcheck():
     history = torch.zeros(3, 2)
-    for rows in (0, 7, 32):
+    for rows, dtype in ((0, torch.float32), (7, torch.bfloat16)):
         for op in (twin.cast_transpose.default, twin.cast_transpose_dbias.default):
-            for dtype in (torch.float32, torch.bfloat16):
-                x = torch.randn(rows, 32).to(dtype)
-                torch.library.opcheck(op, (x, torch.ones(2), history, 1, E4M3))
+            x = torch.randn(rows, 32).to(dtype)
+            torch.library.opcheck(op, (x, torch.ones(2), history, 1, E4M3))
     torch.library.opcheck(twin.cast_transpose.default, (torch.randn(5, 16), torch.ones(2), None, 0, E5M2))
 
 
@@ -191,7 +190,7 @@ def parts_of(seed, rows, groups, widths, dtype, device="cpu"):
     return [(torch.randn(rows, groups * w, generator=drawn) * 30).to(dtype).to(device) for w in widths]
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
 @pytest.mark.parametrize(
     ("groups", "widths"), [(1, (16,)), (3, (16, 8, 8)), (1, (64, 8, 24)), (2, (24, 8)), (4, (8, 8, 8))]

@@ -68,10 +68,9 @@ def test_more_chunks_than_lanes() -> None:
     grads = [numbers(i, 1 + i % 3, scale=2.0 ** (i % 40)) for i in range(2100)]
     lanes = np.zeros(1024)
     for i, grad in enumerate(grads):
-        part = np.zeros(2048)
+        part = np.zeros(8)
         part[: grad.numel()] = grad.double().numpy() ** 2
-        lanes[i % 1024] += halved([halved([halved(list(part[k : k + 8])) for k in range(j, j + 256, 8)]) for j in
-                                   range(0, 2048, 256)])  # fmt: skip
+        lanes[i % 1024] += halved(list(part))  # the chunk's other sums are of zeros
     total = halved([halved(list(lanes[i : i + 32])) for i in range(0, 1024, 32)])
     assert twin.grad_norm(grads, "l2").item() == np.float32(math.sqrt(total))
 

@@ -103,6 +103,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("content", ['{"rows": [', "", "[]", "{}", '{"provenance": {"date": "2026", "kernels": {}}}'])
 def test_a_damaged_result_is_a_sentence(
     no_gpu: None, results: Path, content: str, capsys: pytest.CaptureFixture[str]

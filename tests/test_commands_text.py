@@ -10,7 +10,6 @@ import copy
 import functools
 import hashlib
 import io
-import itertools
 import re
 import tempfile
 import types
@@ -100,16 +99,6 @@ def run_of_parity_cases() -> snapshots.Sections:
         notes += [f"-- {case.op}, {case.name}", *gpu.lines]
         notes += [f"{case.key(name)}: {x.dtype} {list(x.shape)}" for name, x in outputs.items()]
     return {"cases": (listed, 100), "live": (snapshots.repeats(notes), 40)}
-
-
-def run_of_parity_inputs() -> snapshots.Sections:
-    """What Philox draws for the cases."""
-    lines = [f"every word: {content(parity_inputs.every_word(dtype))}" for dtype in parity_inputs.WIDE]
-    for dtype, shape, seed in itertools.product(parity_inputs.WIDE, ((1, 7), (40, 3)), (1, 2)):
-        lines.append(f"numbers {shape} {seed}: {content(parity_inputs.numbers(shape, dtype, seed))}")
-    for dtype, seed in itertools.product(parity_inputs.FP8, (1, 2)):
-        lines.append(f"codes {seed}: {content(parity_inputs.codes((16, 32), dtype, seed))}")
-    return {"inputs": (lines, 100)}
 
 
 class Pictures(Report):
@@ -260,7 +249,6 @@ RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "bench": run_of_bench,
     "parity": run_of_parity,
     "parity_cases": run_of_parity_cases,
-    "parity_inputs": run_of_parity_inputs,
     "replay": run_of_replay,
 }
 

@@ -32,7 +32,7 @@ def batch(rows: int, classes: int, dtype: torch.dtype, seed: int, scale: float =
     return logits, target
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 12),
     classes=st.sampled_from((1, 2, 7, 8, 100, 2047, 2048, 2056, 8192, 8193, 20000)),
@@ -108,8 +108,9 @@ def by_hand(x: list[F], target: int, smoothing: F) -> tuple[F, F, F]:
     return F(log - at_target), m, F(F(1) / total)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("classes", [1, 8, 100, 2049, 8200, 17000])
+@pytest.mark.parametrize(
+    "classes", [8200, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 8, 100, 2049, 17000))]
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_the_order_is_the_written_one(classes: int, smoothing: float) -> None:
     # Rising, so that sums are rescaled again and again, and of one size: in some row each rounding of them shows.

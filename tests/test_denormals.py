@@ -1,13 +1,11 @@
 """Subnormal numbers: alive here, and their absence noticed, whenever it begins and in whichever thread."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
 from conftest import assert_same_bits
@@ -17,7 +15,6 @@ from optimized.recordings import cases
 from reference import denormals, elementary, formats, philox, tensor_core
 from reference.ops import library
 
-ROOT = Path(__file__).parents[1]
 SENTENCE = r"flushed to zero.*call torch\.set_flush_denormal\(False\)"
 
 
@@ -162,7 +159,7 @@ def test_worker_threads_that_flush_alone_are_noticed(threads: int) -> None:
         "torch.set_num_threads(1)\n"
         "print(formats.cast(x, formats.E4M3).dtype)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = processes.run(program)
     if done.returncode == 77:
         pytest.skip("this CPU cannot flush denormals")
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import assert_same_bits
+from processes import ranks
 
 import reference as te
 
@@ -90,7 +90,7 @@ def worker(rank: int, processes: int, backend: str, port: int, folder: str) -> N
 
 def run(backend: str, folder: Path, processes: int) -> list[dict[str, dict[str, torch.Tensor]]]:
     folder.mkdir()
-    mp.spawn(worker, args=(processes, backend, free_port(), str(folder)), nprocs=processes, join=True)
+    ranks(worker, (processes, backend, free_port(), str(folder)), processes)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
 
 

@@ -129,6 +129,7 @@ def group() -> Any:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.sample(52)
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_a_fresh_layer_has_the_keys_of_a_trained_one(name: str, recipe: str) -> None:
     fresh = made(name, 0)

@@ -65,7 +65,7 @@ WAYS = [(name, 0) for name in LAYERS] + [(name, 1 << 25) for name in LAYERS if "
 NO_NORM_FIRST = ("Linear", "Linear in parts", "MultiheadAttention")
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("name", "small"), WAYS, ids=[f"{name}{', as one' if small else ''}" for name, small in WAYS])
 def test_each_gradient_alone_is_the_one_among_all(

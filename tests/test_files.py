@@ -1,19 +1,19 @@
 """reference.files: whole files or none, whatever interrupts; sentences about those that are damaged."""
 
+import itertools
 import json
 import os
 import random
 import re
-import signal
+import resource
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import CONTEXT
 
 from reference import files
 
@@ -23,12 +23,6 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reference.notice._said", set())
-
-
-def python(program: str, *arguments: object) -> subprocess.Popen[str]:
-    """Python, with this repository's packages, elsewhere."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -84,33 +78,41 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
         files.write(tmp_path / "file" / "x", "one")
 
 
+def write_with_a_limit(path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    files.write(path, bytes(90_000))
+    try:
+        files.write(path, bytes(1_000_000))
+    except files.NotWritten as error:
+        path.with_name("said").write_text(str(error))
+
+
 def test_a_full_disk_is_a_sentence_and_the_file_stays(tmp_path: Path) -> None:
     """A limit on the size of files, which the system keeps where a full disk would say the same."""
     path = tmp_path / "page.html"
     path.write_text("one")
-    program = (
-        "import resource, sys\nfrom pathlib import Path\nfrom reference import files\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "files.write(Path(sys.argv[1]), bytes(90_000))\n"
-        "try:\n    files.write(Path(sys.argv[1]), bytes(1_000_000))\n"
-        "except files.NotWritten as error:\n    print(error)\n"
-    )
-    process = python(program, path)
-    assert process.communicate()[0] == f"{path} was not written: File too large.\n"
+    process = CONTEXT.Process(target=write_with_a_limit, args=(path,))
+    process.start()
+    process.join()
+    assert (tmp_path / "said").read_text() == f"{path} was not written: File too large."
+    (tmp_path / "said").unlink()
     assert path.stat().st_size == 90_000
     assert os.listdir(tmp_path) == ["page.html"]
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from reference import files
-print("started", flush=True)
-turn = 0
-while True:
-    files.write(Path(sys.argv[1]), bytes([turn % 256]) * 300_000)
-    turn += 1
-"""
+def write_for_ever(path: Path, started: Any) -> None:
+    started.set()
+    for turn in itertools.count():
+        files.write(path, bytes([turn % 256]) * 300_000)
+
+
+def writer(path: Path) -> Any:
+    """A process that has begun to write."""
+    started = CONTEXT.Event()
+    process = CONTEXT.Process(target=write_for_ever, args=(path, started))
+    process.start()
+    started.wait()
+    return process
 
 
 def is_whole(content: bytes) -> bool:
@@ -121,12 +123,10 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     draw = random.Random(1)
     for _ in range(3):
-        process = python(WRITER, path)
-        assert process.stdout is not None
-        process.stdout.readline()
+        process = writer(path)
         time.sleep(0.05 + 0.2 * draw.random())
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
         assert is_whole(path.read_bytes())
     for left in tmp_path.glob(".*"):
         os.utime(left, (0, 0))
@@ -137,16 +137,13 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    processes = [python(WRITER, path) for _ in range(4)]
-    for process in processes:
-        assert process.stdout is not None
-        process.stdout.readline()
+    processes = [writer(path) for _ in range(4)]
     while not path.exists():
         time.sleep(0.01)
     assert all(is_whole(path.read_bytes()) for _ in range(200))
     for process in processes:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 @pytest.mark.parametrize("folder", ["reference", "optimized", "tests/golden", "tests/gpu_suite.py", "notebooks"])

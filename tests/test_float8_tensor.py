@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import processes
 import pytest
 import torch
 from conftest import assert_same_bits
@@ -231,7 +232,7 @@ def test_a_layer_in_shared_memory_is_seen_by_another_process() -> None:
         layer = te.Linear(32, 48, params_dtype=torch.bfloat16)
     layer.share_memory()
     assert all(t.is_shared() for t in (layer.weight, layer.bias, layer.fp8_meta["scaling_fwd"].scale))
-    process = torch.multiprocessing.get_context("spawn").Process(target=halve, args=(layer.weight.codes,))
+    process = processes.CONTEXT.Process(target=halve, args=(layer.weight.codes,))
     process.start()
     process.join()
     assert process.exitcode == 0

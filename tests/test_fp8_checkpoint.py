@@ -68,6 +68,7 @@ def load_by_api(module: torch.nn.Module, folder: Path) -> None:
     set_model_state_dict(module, state)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("quantized", [False, True], ids=["16-bit weights", "FP8 weights"])
 @pytest.mark.parametrize("how", [load, load_by_api])
 def test_a_distributed_checkpoint_goes_on_with_the_same_bits(
@@ -250,6 +251,7 @@ def older(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", [dict, older], ids=["one tensor", "four tensors"])
 @pytest.mark.parametrize("write", [write_torch, write_safetensors, write_distributed, lambda state, folder: state])
 def test_state_is_loaded_by_hand_from_every_source(

@@ -98,7 +98,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         same_bits(found[name], x, name)
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_first_step_after_a_change(name: str, change: str, same_bits: Any) -> None:
@@ -172,7 +172,7 @@ WAYS: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Linear", "TransformerLayer"])
@@ -227,6 +227,7 @@ def test_another_recipe_between_leaves_no_trace(same_bits: Any) -> None:
     assert_same(step(layer, new, STEPS), wanted, same_bits)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("old", "new"), [(HYBRID, E4M3), (E4M3, HYBRID)])
@@ -311,7 +312,7 @@ def test_compiled(same_bits: Any) -> None:
     """Eager and compiled steps in turn, with the recipe changed between them."""
     torch._dynamo.reset()
     recipes = [START, START, replace(START, fp8_format=E4M3), replace(START, margin=3), START, replace(START, margin=3)]
-    eager, compiled = trained("LayerNormLinear", START), trained("LayerNormLinear", START)
+    eager, compiled = trained("Linear", START), trained("Linear", START)
     run = torch.compile(compiled, backend="aot_eager")
     for i, recipe in enumerate(recipes):
         wanted = step(eager, recipe, i)

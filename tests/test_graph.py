@@ -149,6 +149,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_nothing_to_capture", lambda args: False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_warm_up_changes_no_state_and_replays_update_the_scales(fp8: bool) -> None:

@@ -16,6 +16,7 @@ BF16 = torch.bfloat16
 LAUNCH = re.compile(r"(again )?(\w+\.\w+ \[|TorchO)")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("mode", ["bf16", "fp8 weights"])

@@ -124,7 +124,7 @@ def test_what_spills_a_dozen_registers_spills_no_more(configuration: Configurati
     assert not [line for line in ptxas.complaints(build.log) if "spill" not in line and "stack" not in line]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kernel", ["attention", "attention_backward", "attention_fp8", "attention_wide", "attention_backward_wide"]
 )

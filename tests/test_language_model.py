@@ -118,6 +118,7 @@ def scaled(model: LanguageModel, device: str, fp8: bool) -> tuple[list[float], l
     return scales, losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_scaler_of_torch_finds_a_scale_and_the_model_learns(fp8: bool) -> None:
     scales, losses = scaled(model := made(False, torch.float32), "cpu", fp8)

@@ -276,7 +276,7 @@ def test_under_autocast_the_products_have_16_bits() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("which", ["plain", "parallel", "fused"])
 def test_they_compile_whole(which: str, backend: str) -> None:
     logits, classes = batch((4, 3), 40, BF16)

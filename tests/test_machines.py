@@ -1,14 +1,16 @@
-"""Codes, sums and amaxes on other machines: each instruction set of torch's, and other numbers of threads."""
+"""Codes, sums, amaxes and random numbers on other machines: instruction sets of torch's and NumPy's, and threads."""
 
 import os
 import subprocess
 import sys
 
 import torch
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
 DIGEST = """
 import hashlib, sys, torch
-from reference import formats
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+from reference import formats, philox
 from reference.ops.dbias import sum_rows
 torch.set_num_threads(int(sys.argv[1]))
 digest = hashlib.sha256()
@@ -21,12 +23,16 @@ grad = torch.arange(-(2**31), 2**31, 16411, dtype=torch.int64).to(torch.int32).v
 grad = torch.where(grad.abs() < 1e30, grad, 0)[: 260_000].reshape(-1, 1000)
 digest.update(sum_rows(grad).numpy().tobytes())
 digest.update(formats.amax(grad).numpy().tobytes())
-print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
+digest.update(philox.normal((200_000,), seed=3).numpy().tobytes())
+plain = not any(__cpu_features__[name] for name in __cpu_dispatch__)
+print(torch.backends.cpu.get_cpu_capability(), plain, digest.hexdigest())
 """
 
 
 def test_instruction_sets_and_thread_counts_give_the_same_bits():
-    """torch's kernels for the plainest CPU on one thread and for this CPU on two: codes, dbias, amax."""
+    """The plainest CPU's kernels on one thread (of NumPy none that is chosen at run time: AVX2, AVX-512, FMA) and this
+    CPU's on two: codes, dbias, amax, and normal numbers, of which tests/test_philox.py has the golden digest.
+    """
     digests = {}
     lower = [("avx2", 2)] if torch.backends.cpu.get_cpu_capability() == "AVX512" else []
     for capability, threads in (("default", 1), *lower, ("", 2)):
@@ -34,10 +40,14 @@ def test_instruction_sets_and_thread_counts_give_the_same_bits():
         environment.pop("ATEN_CPU_CAPABILITY", None)
         if capability:
             environment["ATEN_CPU_CAPABILITY"] = capability
+        if capability == "default":
+            found = (name for name in __cpu_dispatch__ if __cpu_features__[name])
+            environment["NPY_DISABLE_CPU_FEATURES"] = " ".join(found)
         run = subprocess.run(
             [sys.executable, "-c", DIGEST, str(threads)], env=environment, capture_output=True, text=True
         )
         assert run.returncode == 0, run.stderr
-        name, digests[capability] = run.stdout.split()
+        name, plain, digests[capability] = run.stdout.split()
         assert name == capability.upper() or not capability
+        assert plain == "True" or capability != "default"
     assert len(set(digests.values())) == 1, digests

@@ -78,6 +78,7 @@ def test_no_tensor_has_the_defaults_of_the_moment(folder: str) -> None:
     assert found == []
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float64])
 def test_another_default_dtype_changes_no_bit(name: str, dtype: torch.dtype) -> None:

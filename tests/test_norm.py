@@ -128,6 +128,7 @@ def test_backward_in_the_written_order(rows, hidden, kind):
         assert_same_bits(dx[r], torch.from_numpy(np.array(row, np.float32)), f"dx[{r}]")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hidden", [1023, 1024, 1025, 2047, 2048, 2049, 4096])
 def test_backward_in_the_written_order_where_it_changes(hidden, kind):

@@ -1,6 +1,6 @@
 """The notebooks as they are checked in: run from top to bottom, with their outputs, and small.
 
-They run under `pytest --nbmake notebooks` (extra `notebooks`); here only their files are read.
+They run under `pytest -p nbmake --nbmake notebooks` (extra `notebooks`); here only their files are read.
 """
 
 import json

@@ -57,6 +57,7 @@ def train(settings: dict[str, Any], fp8: bool, device: str, steps: int = 2, **ar
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("moved", [1, 2])
@@ -215,7 +216,7 @@ class Alive(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self.made.values() if not reference.expired())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_but_the_copies_of_weights_leaves(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,7 @@ def test_copies_pickles_checkpoints_and_recomputation(recipe: Any) -> None:
         same(expected, run(one, x, other, recipe=recipe))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own, as in test_compile.py
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_a_compiler_traces_it_in_one_graph(recipe: Any) -> None:

@@ -2,11 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import CONTEXT
 from recorded_steps import RECIPES, made, recorded
 from training_text import TEXT
 
@@ -194,37 +195,32 @@ def test_what_resuming_removes_of_the_metrics_is_said(tmp_path: Path) -> None:
 
 # --- the lock -----------------------------------------------------------------------------------------------
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from reference import files
-with files.locked(Path(sys.argv[1]), "lock"):
-    if len(sys.argv) > 2 and os.fork() == 0:
-        print("held by", os.getppid(), flush=True)
+
+def hold(folder: Path, fork: bool, held: Any) -> None:
+    os.setsid()
+    with files.locked(folder, "lock"):
+        if not fork or os.fork() == 0:
+            held.set()
         time.sleep(60)
-    if len(sys.argv) == 2:
-        print("held by", os.getpid(), flush=True)
-    time.sleep(60)
-"""
 
 
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a child that lives on"])
 def test_a_lock_ends_with_its_process(fork: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", HOLD, str(folder), *(["fork"] if fork else [])]
-    holder = subprocess.Popen(command, cwd=measure.ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    held = CONTEXT.Event()
+    holder = CONTEXT.Process(target=hold, args=(folder, fork, held))
+    holder.start()
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == f"held by {holder.pid}\n"
+        held.wait()
         with pytest.raises(files.Locked, match=rf"^{folder} is in use by process {holder.pid} on .+\.$"):
             files.locked(folder, "lock").__enter__()
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait()
+        holder.kill()
+        holder.join()
         with files.locked(folder, "lock"):
             assert (folder / "lock").read_text().startswith(f"process {os.getpid()} on ")
     finally:
         os.killpg(holder.pid, signal.SIGKILL) if fork else holder.kill()
-        holder.communicate()
+        holder.join()
 
 
 def test_a_folder_in_use_is_refused_and_a_lock_leaves_nothing(text: Path, tmp_path: Path, refused: object) -> None:

@@ -50,7 +50,7 @@ def trained(layer: Any, x: torch.Tensor, grad: torch.Tensor, **more: Any) -> lis
     return [y.detach(), x.grad, *([] if source is None else [source.grad])]  # type: ignore[list-item]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("masks", [("padding", "padding"), ("padding_causal", "padding_causal_bottom_right")])

@@ -57,7 +57,7 @@ def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert_same_bits(a, b, f"tensor {i}")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore:.*NO_SHARD.*", "ignore::FutureWarning")
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", LAYERS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import pickled
@@ -34,6 +34,7 @@ TREES = st.recursive(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(TREES, st.integers(3, pickle.HIGHEST_PROTOCOL))  # bytes are a call in protocol 2
 def test_data_is_read_as_python_reads_it(tree: Any, protocol: int) -> None:
     assert pickled.load(pickle.dumps(tree, protocol), nothing) == tree

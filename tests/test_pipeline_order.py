@@ -76,6 +76,7 @@ def compare_schedules(package: Any, device: str, fp8: bool, cached: bool) -> Non
         assert_same_bits(a, b, f"tensor {position}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_passes_of_a_schedule_have_the_bits_of_eager_mode(cached: bool) -> None:

@@ -126,7 +126,7 @@ def _state(module: Any) -> list[torch.Tensor]:
     return [t for meta in metas for t in (meta.scale, meta.amax_history)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("name", LAYERS)
 @given(data=st.data())

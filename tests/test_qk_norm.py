@@ -80,6 +80,7 @@ def test_against_float64(kind: str, before: bool) -> None:
         assert (layer(x, rotary_pos_emb=angles).double() - expected).norm() / expected.norm() > 0.05
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("attention_type", ["self", "cross"])
 @pytest.mark.parametrize("kind", TYPES)

@@ -69,6 +69,7 @@ def compare(a: list[torch.Tensor], b: list[torch.Tensor], what: str) -> None:
         assert_same_bits(x, y, f"{what}, tensor {position} of {len(a)}")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "q, k, v"])
 def test_with_master_weights_it_trains_with_the_bits_of_casting_each_step(name: str, dtype: torch.dtype) -> None:

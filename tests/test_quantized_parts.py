@@ -149,6 +149,7 @@ def test_a_frozen_part_keeps_its_codes() -> None:
     assert torch.equal(frozen._scale_inv, before[1])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("to", [True, False], ids=["to FP8", "to 16 bits"])
 @pytest.mark.parametrize("of", [True, False], ids=["of FP8", "of 16 bits"])
 @pytest.mark.parametrize("form", ["state dict", "Transformer Engine's", "older"])

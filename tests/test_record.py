@@ -30,7 +30,7 @@ def optimizer_of(model: torch.nn.Module) -> Any:
     return te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recorded_step_has_the_same_bits(name: str, recipe: str, tmp_path: Path, same_bits) -> None:

@@ -171,6 +171,7 @@ PLACES = ("as it is", "channels first", "heads first", "transposed", "every othe
 PLACES += ("queries, keys, values", "parts of a head", "every other token")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
 def test_strides_change_no_bit_and_the_result_is_contiguous(layout: str, starts: Any, same_bits: Any) -> None:
@@ -310,6 +311,7 @@ def test_bad_arguments_are_refused(given: dict[str, Any], error: type[Exception]
     assert str(found.value).endswith(".")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "module by module"])

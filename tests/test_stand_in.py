@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import processes
 import pytest
 
 import optimized
@@ -21,15 +20,9 @@ INSTALL = "import reference; reference.install_as_transformer_engine()\n"
 LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning"}
 
 
-def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-def printed(program: str, *paths: Path) -> Any:
+def printed(program: str) -> Any:
     """What a program prints last, as JSON."""
-    done = run(program, *paths)
+    done = processes.run(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,10 +1,7 @@
 """`twin train`: what it writes, prints and refuses, and that a run which is killed goes on to the same bits."""
 
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import CONTEXT
 from training_text import TEXT
 
-from optimized import measure
 from optimized.commands import main
 from optimized.training import checkpoint
 from optimized.training.metrics import Metrics
@@ -181,19 +178,21 @@ def test_metrics_after_the_checkpoint_and_a_half_line_are_dropped(tmp_path: Path
 # --- killed ------------------------------------------------------------------------------------------------
 
 
-def _start(text: str, folder: Path, steps: int, device: str) -> "subprocess.Popen[str]":
+def _train(asked: list[str]) -> None:
+    sys.exit(main(asked))
+
+
+def _start(text: str, folder: Path, steps: int, device: str) -> Any:
     asked = ["train", text, *MODEL, "--device", device]
     asked += ["--steps", str(steps), "--save", "1", "--log", "1", "--resume"]
-    command = [sys.executable, "-m", "optimized.commands", *asked, "--output", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(measure.ROOT)}
-    return subprocess.Popen(
-        command, cwd=measure.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = CONTEXT.Process(target=_train, args=([*asked, "--output", str(folder)],))
+    process.start()
+    return process
 
 
-def _grown(path: Path, size: int, process: "subprocess.Popen[str]") -> None:
+def _grown(path: Path, size: int, process: Any) -> None:
     """Wait until a file has more than `size` bytes, or the process has ended."""
-    while process.poll() is None and (path.stat().st_size if path.exists() else 0) <= size:
+    while process.is_alive() and (path.stat().st_size if path.exists() else 0) <= size:
         time.sleep(0.002)
 
 
@@ -209,13 +208,13 @@ def _killed_and_resumed(
         for _ in range(draw.randint(1, max(1, 2 * steps // kills))):
             _grown(path, path.stat().st_size, process)
         time.sleep(draw.random() * 0.3)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
         if (folder / "checkpoint.safetensors").exists():
             assert state_of(folder)  # whole at every moment
     process = _start(text, folder, steps, devices[kills % len(devices)])
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, out
+    process.join(600)
+    assert process.exitcode == 0
 
 
 def _final(text: str, folder: Path, steps: int) -> str:
@@ -224,7 +223,7 @@ def _final(text: str, folder: Path, steps: int) -> str:
 
 
 def test_a_run_that_is_killed_ends_with_the_same_hash(text: str, tmp_path: Path) -> None:
-    steps = 16
+    steps = 8
     _killed_and_resumed(text, tmp_path / "killed", steps, 1, random.SystemRandom().randrange(1 << 30))
     assert state_of(tmp_path / "killed") == _final(text, tmp_path / "whole", steps)
     found = [line["step"] for line in lines_of(tmp_path / "killed") if "loss" in line]

@@ -1,5 +1,6 @@
 """`twin walkthrough`: the page that it writes, its steps, and the small language model that it trains."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from optimized.commands import (
     walkthrough,
 )
 from optimized.commands.report import Report
-from optimized.commands.steps import Outcome, speed, training, tutorial
+from optimized.commands.steps import Outcome, recorded, speed, training, tutorial
 from optimized.commands.steps.style import styled
+from optimized.recordings import linear
+from optimized.recordings import tensor_core as recordings
 from optimized.training import corpus, watched
 from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
@@ -31,11 +34,20 @@ def test_walkthrough_on_both_sides(tmp_path: Path) -> None:
     assert "GPU = CPU in every word" in (tmp_path / "report.html").read_text()
 
 
+@pytest.fixture
+def fewer_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`twin parity` replays all (tests/test_parity.py)."""
+    listed, steps = list(recordings.products()), dict(itertools.islice(linear.CASES.items(), 2))
+    monkeypatch.setattr(recordings, "products", lambda: iter(listed[::6]))
+    monkeypatch.setattr(linear, "CASES", steps)
+
+
+@pytest.mark.usefixtures("fewer_recordings")
 def test_walkthrough_writes_one_self_contained_page(
     no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.html"
-    assert main(["walkthrough", "--quick", "--output", str(path)]) == 0
+    assert main(["walkthrough", "--quick", "--steps", "4", "--output", str(path)]) == 0
     page = path.read_text()
     for title in (
         "The FP8 number line", "One Linear, four ways", "One layer, five ways", "The CPU predicts", "Training in bf16",
@@ -90,12 +102,14 @@ def test_the_tutorial_runs_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tally.compared > 1_000_000
 
 
+@pytest.mark.usefixtures("fewer_recordings")
 def test_walkthrough_fails_when_a_word_differs(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gemm = tensor_core.gemm
     monkeypatch.setattr(tensor_core, "gemm", lambda *given, **named: -gemm(*given, **named))
-    assert main(["walkthrough", "--quick", "--steps", "1", "--output", str(tmp_path / "r.html")]) == 1
+    monkeypatch.setattr(walkthrough, "_steps", lambda report, *rest: iter([recorded.run(report, rest[2])]))
+    assert main(["walkthrough", "--quick", "--output", str(tmp_path / "r.html")]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 

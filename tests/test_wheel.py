@@ -3,12 +3,14 @@
 import ast
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -158,18 +160,12 @@ def test_a_wheel_has_every_file_under_one_name(wheel: Path, clone: Path) -> None
 
 
 def test_the_command_works_from_any_folder(installed: Path, tmp_path: Path) -> None:
-    def twin(*arguments: str) -> str:
-        done = _run([str(installed / "bin" / "twin"), *arguments], installed, tmp_path, COLUMNS="80")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert twin("--version") == f"twin {te.__version__}\n"
-    listed = twin("bench")
-    assert listed.count("20") >= 19  # years
-    for line in listed.splitlines():
+    done = _run([str(installed / "bin" / "twin"), "bench"], installed, tmp_path, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("20") >= 19  # years
+    for line in done.stdout.splitlines():
         recorded = (ROOT / "docs" / "results" / f"{line.split()[0]}.json").is_file()
         assert line.endswith("not measured") != recorded or line.startswith("*"), line
-    assert re.search(r"scale_update +│ +232 +│ +0", twin("parity", "--replay", "--op", "scale_update"))
 
 
 CHECKPOINT = """
@@ -191,38 +187,10 @@ for missing in ("GroupedLinear", "recipe.MXFP8BlockScaling", "ops.AllReduce"):
         print(error)
 print(sorted(name for name in sys.modules if name.split(".")[0] in ("reference", "optimized")))
 """
-
-
-def test_a_checkpoint_of_a_clone_is_one_of_the_wheel(installed: Path, tmp_path: Path, same_bits) -> None:  # type: ignore[no-untyped-def]
-    """The names of ops and of a checkpoint's entries do not depend on the packages' name."""
-    layer, x = te.Linear(32, 16, params_dtype=torch.bfloat16), philox.normal((8, 32), seed=3).bfloat16()
-    with te.autocast(recipe=te.DelayedScaling()):
-        layer(x)
-        torch.save(layer.state_dict(), tmp_path / "model.pt")
-        y = layer(x)
-    torch.save(x, tmp_path / "x.pt")
-    out = _python(CHECKPOINT, installed, tmp_path).splitlines()
-    same_bits(y, torch.load(tmp_path / "y.pt"))
-    assert [line.split(":")[0] for line in out[:3]] == [
-        "te.GroupedLinear is not offered by Twin Engine",
-        "recipe.MXFP8BlockScaling is not offered by Twin Engine",
-        "ops.AllReduce is not offered by Twin Engine",
-    ]
-    assert out[3:] == ["[]"]
-
-
-@pytest.mark.parametrize(("first", "second"), [("twin_engine", "reference"), ("optimized", "twin_engine.reference")])
-def test_both_names_in_one_process_are_refused(installed: Path, tmp_path: Path, first: str, second: str) -> None:
-    code = f"import {first}\ntry:\n    import {second}\nexcept ImportError as error:\n    print(error)"
-    (line,) = _python(code, installed, tmp_path, PYTHONPATH=f"{installed}{os.pathsep}{ROOT}").splitlines()
-    assert line.startswith("Twin Engine is imported twice, as '")
-    assert line.count("library.py") == 2
-    assert line.endswith("or a clone's `reference` and `optimized`, not both.")
-
-
-def test_kernels_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """Nothing is compiled, and nothing is stored: the wheel's binaries are those that this machine compiles."""
-    code = f"""
+# What an installed wheel is asked, one part after the other in one process. Kernels come first: nothing else may have
+# compiled any.
+PARTS = {
+    "kernels": f"""
 import hashlib
 from twin_engine.optimized import compiler
 from twin_engine.optimized.commands import main
@@ -232,34 +200,128 @@ for kernel, defines in {KERNELS!r}:
 assert compiler.compiled == [], compiler.compiled
 assert not compiler.is_built("amax", {{"WIDE": 0}})
 main(["info"])
-"""
-    out = _python(code, installed, tmp_path)
-    assert out.split()[:2] == [hashlib.sha256(compiler.cubin(*one)).hexdigest() for one in KERNELS]
-    assert re.search(rf"compiled kernels +2 in the package, by NVRTC {compiler.nvrtc_version()} ", out)
-    assert not (tmp_path / "cache" / "twin-engine" / "cubin").exists()
-
-
-def test_what_is_written_in_a_clone_is_refused_by_a_wheel(installed: Path, tmp_path: Path) -> None:
-    code = """
+""",
+    "parity": """
+from twin_engine.optimized.commands import main
+assert main(["parity", "--replay", "--op", "scale_update"]) == 0
+""",
+    "refused": """
 from contextlib import redirect_stderr
 import sys
 from twin_engine.optimized.commands import main
 with redirect_stderr(sys.stdout):
     assert main(["compile", "--wheel"]) == main(["parity", "--replay", "--write"]) == 2
+""",
+    "checkpoint": CHECKPOINT,
+    "the other name": """
+try:
+    import reference
+except ImportError as error:
+    print(error)
+""",
+}
+SESSION = """
+import contextlib, io, json, sys
+found = {}
+for name, program in json.loads(sys.argv[1]).items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(program, {"__name__": name})
+    found[name] = out.getvalue()
+print(json.dumps(found))
 """
-    for line in (lines := _python(code, installed, tmp_path).splitlines()):
+
+
+@dataclass(frozen=True)
+class Session:
+    """A process in which an installed wheel has been asked everything."""
+
+    said: dict[str, str]
+    folder: Path
+    y: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def session(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """Also: a checkpoint that is written here is loaded there."""
+    folder = tmp_path_factory.mktemp("session")
+    layer, x = te.Linear(32, 16, params_dtype=torch.bfloat16), philox.normal((8, 32), seed=3).bfloat16()
+    with te.autocast(recipe=te.DelayedScaling()):
+        layer(x)
+        torch.save(layer.state_dict(), folder / "model.pt")
+        y = layer(x)
+    torch.save(x, folder / "x.pt")
+    program = [sys.executable, "-c", SESSION, json.dumps(PARTS)]
+    path = Path(f"{installed}{os.pathsep}{ROOT}")
+    done = _run(program, path, folder, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    return Session(json.loads(done.stdout), folder, y)
+
+
+def test_the_installed_package_replays_recordings(session: Session) -> None:
+    assert re.search(r"scale_update +│ +232 +│ +0", session.said["parity"])
+
+
+def test_a_checkpoint_of_a_clone_is_one_of_the_wheel(session: Session, same_bits) -> None:  # type: ignore[no-untyped-def]
+    """The names of ops and of a checkpoint's entries do not depend on the packages' name."""
+    out = session.said["checkpoint"].splitlines()
+    same_bits(session.y, torch.load(session.folder / "y.pt"))
+    assert [line.split(":")[0] for line in out[:3]] == [
+        "te.GroupedLinear is not offered by Twin Engine",
+        "recipe.MXFP8BlockScaling is not offered by Twin Engine",
+        "ops.AllReduce is not offered by Twin Engine",
+    ]
+    assert out[3:] == ["[]"]
+
+
+def said_of_both_names(line: str) -> bool:
+    """Whether it is the sentence of a process that imports the package under its second name."""
+    return bool(
+        line.startswith("Twin Engine is imported twice, as '")
+        and line.count("library.py") == 2
+        and line.endswith("or a clone's `reference` and `optimized`, not both.")
+    )
+
+
+def test_both_names_in_one_process_are_refused(session: Session) -> None:
+    """The long one first; `test_importing_is_quick…` has the other order."""
+    assert said_of_both_names(session.said["the other name"].strip())
+
+
+def test_kernels_come_from_the_wheel(session: Session) -> None:
+    """Nothing is compiled, and nothing is stored: the wheel's binaries are those that this machine compiles."""
+    out = session.said["kernels"]
+    assert out.split()[:2] == [hashlib.sha256(compiler.cubin(*one)).hexdigest() for one in KERNELS]
+    assert re.search(rf"compiled kernels +2 in the package, by NVRTC {compiler.nvrtc_version()} ", out)
+    assert not (session.folder / "cache" / "twin-engine" / "cubin").exists()
+
+
+def test_what_is_written_in_a_clone_is_refused_by_a_wheel(session: Session) -> None:
+    for line in (lines := session.said["refused"].splitlines()):
         assert re.match(r"--\w+: it is written in a clone of the repository, and .*twin_engine is an inst", line)
     assert len(lines) == 2
 
 
-def test_a_wheel_of_other_kernels_is_not_built(clone: Path, tmp_path: Path) -> None:
+def test_a_wheel_of_other_kernels_is_not_built(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Binaries that are never found would make a wheel larger, and first steps as slow as before."""
-    changed = Path(shutil.copytree(clone, tmp_path / "clone"))
-    with (changed / "optimized" / "kernels" / "ptx" / "add.cuh").open("a") as file:
-        file.write("// changed\n")
-    done = _pip("wheel", "--no-deps", "--wheel-dir", tmp_path, changed)
-    assert done.returncode != 0
-    assert ".wheel/cubins does not have the binaries of these kernels, or not all: make them again" in done.stderr
+    interfaces = {"builders.hooks": "BuildHookInterface", "metadata": "MetadataHookInterface"}
+    for place, name in interfaces.items():  # hatchling is there while a wheel is built
+        module: Any = ModuleType("interface")
+        setattr(module, name, object)
+        monkeypatch.setitem(sys.modules, f"hatchling.{place}.plugin.interface", module)
+    for package in ("", ".builders", ".builders.hooks", ".builders.hooks.plugin", ".metadata", ".metadata.plugin"):
+        monkeypatch.setitem(sys.modules, f"hatchling{package}", ModuleType("package"))
+    hook: Any = _load("hook")
+    monkeypatch.setattr(hook, "HERE", clone / ".wheel")
+    for changed in (False, True):
+        made = Path(shutil.copytree(clone / "optimized", tmp_path / f"{changed}"))
+        if not changed:
+            hook._copy_binaries(made)
+            assert (made / "cubins" / "amax.tar.xz").is_file()
+            continue
+        with (made / "kernels" / "ptx" / "add.cuh").open("a") as file:
+            file.write("// changed\n")
+        with pytest.raises(RuntimeError, match=r"\.wheel/cubins does not have the binaries of these kernels, or not"):
+            hook._copy_binaries(made)
 
 
 def test_a_damaged_archive_is_said_once_and_its_kernels_are_compiled(
@@ -311,23 +373,33 @@ except AttributeError as error:
     assert out[1].startswith("te.GroupedLinear is not offered by Twin Engine")
 
 
-def test_importing_is_quick_and_loads_no_more_than_it_needs(tmp_path: Path) -> None:
-    """Measured: 0.35 s beyond torch's own, most of it numba's."""
-    code = """
+def test_importing_is_quick_and_loads_no_more_than_it_needs(installed: Path, tmp_path: Path) -> None:
+    """Measured: 0.35 s beyond torch's own, most of it numba's. It needs no CuPy, and so no GPU."""
+    code = f"""
 import sys, time
 import torch
+sys.modules["cupy"] = None
 begun = time.process_time()
 import optimized
 print(time.process_time() - begun)
-print([name for name in ("matplotlib", "rich", "cupy", "torch._dynamo", "sympy") if name in sys.modules])
+others = ("matplotlib", "rich", "cupy_backends", "transformers", "torch._dynamo", "sympy")
+print([name for name in others if name in sys.modules])
+print(optimized.Linear(16, 16, device="cpu"))
 from optimized.commands import main
 main(["bench"])
 print("matplotlib" in sys.modules)
+sys.path.insert(0, {str(installed)!r})
+try:
+    import twin_engine.reference
+except ImportError as error:
+    print(error)
 """
-    seconds, loaded, *_, drawn = _python(code, ROOT, tmp_path).splitlines()
+    seconds, loaded, layer, *_, drawn, twice = _python(code, ROOT, tmp_path).splitlines()
     assert float(seconds) < 1.5
     assert loaded == "[]"
+    assert "in_features=16" in layer
     assert drawn == "False"
+    assert said_of_both_names(twice)
 
 
 def test_in_a_clone_results_are_docs_results() -> None:

@@ -1,0 +1,52 @@
+"""Processes of their own, without the seconds that importing torch takes in each.
+
+A server (multiprocessing's) imports once, and each process is a fork of it, in which modules are as an import has left
+them. What an import itself does, reads from the environment or costs needs a fresh `python` instead.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing
+
+CONTEXT: Any = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["optimized", "conftest"])
+
+
+def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """`work(rank, *arguments)` in `count` processes at once."""
+    torch.multiprocessing.start_processes(work, args=arguments, nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
+def _execute(program: str, out: str, err: str) -> None:
+    for number, path in enumerate((os.devnull, out, err)):
+        os.dup2(os.open(path, os.O_RDWR), number)
+    sys.argv[:] = ["-c"]
+    code: Any = 0
+    try:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def run(program: str) -> "subprocess.CompletedProcess[str]":
+    """A program, as by `python -c`: its exit code, and what it prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        out.touch()
+        err.touch()
+        process = CONTEXT.Process(target=_execute, args=(program, str(out), str(err)))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(program, process.exitcode, out.read_text(), err.read_text())
