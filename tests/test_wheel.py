@@ -205,6 +205,13 @@ main(["info"])
 from twin_engine.optimized.commands import main
 assert main(["parity", "--replay", "--op", "scale_update"]) == 0
 """,
+    "version": """
+from twin_engine.optimized.commands import main
+try:
+    main(["--version"])
+except SystemExit as end:
+    assert end.code in (None, 0)
+""",
     "refused": """
 from contextlib import redirect_stderr
 import sys
@@ -255,6 +262,10 @@ def session(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Sessio
     done = _run(program, path, folder, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     return Session(json.loads(done.stdout), folder, y)
+
+
+def test_the_installed_package_says_its_version(session: Session) -> None:
+    assert session.said["version"] == f"twin {te.__version__}\n"
 
 
 def test_the_installed_package_replays_recordings(session: Session) -> None:
