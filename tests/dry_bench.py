@@ -20,6 +20,7 @@ from dry_gpu import _STEP, PROCESSORS, DryGpu
 
 from optimized import compiler, measure
 from optimized.bench import cublaslt, decode, layer, layer_models, single_gpu, single_gpu_models, timeline
+from optimized.bench.table import Table
 from reference.nn import attention_of_torch as attention_layers
 
 MS_PER_NOTE = 0.25
@@ -40,6 +41,15 @@ class Round(NamedTuple):
     warmup: int
     flush: bool
     ahead: bool
+
+
+def is_table(table: Table, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Refuse a table with other cells, or without what a reader needs beside them."""
+    assert table.columns == columns
+    assert list(table.rows) == rows
+    assert "pretended H200" in table.note
+    assert table.title
+    assert table.how.endswith(".")
 
 
 class _CudnnAttention(torch.autograd.Function):

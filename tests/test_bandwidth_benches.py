@@ -14,10 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-from dry_bench import DryBench, Round
+from dry_bench import DryBench, Round, is_table
 
 from optimized.bench import activation, adam, cast, cross_entropy, embedding, norm
-from optimized.bench.table import Table
 
 MIB = 1 << 20
 SIZES = {"bf16": 2, "fp32": 4}
@@ -214,14 +213,6 @@ def shares(rows: list[Row]) -> str:
     least = min(row["of_copy"] for row in rows), min(row["of_copy_of_as_many_bytes"] for row in rows)
     median = statistics.median(row["of_copy"] for row in rows)
     return f"{100 * median:.0f} % ({100 * least[0]:.0f} %; {100 * least[1]:.0f} %)"
-
-
-def is_table(table: Table, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    assert table.columns == columns
-    assert list(table.rows) == rows
-    assert "pretended H200" in table.note
-    assert table.title
-    assert table.how.endswith(".")
 
 
 def run(module: Any) -> tuple[Row, DryBench, list[float]]:

@@ -10,10 +10,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from dry_bench import MS_PER_NOTE, DryBench, Round
+from dry_bench import MS_PER_NOTE, DryBench, Round, is_table
 
 from optimized.bench import gemm, gemm_epilogue
-from optimized.bench.table import Table
 from optimized.ops.gemm_tile import FP8_TILES, TILES, select_tile
 
 Row = dict[str, Any]
@@ -99,12 +98,6 @@ def calls_are(kind: str, name: str, noted: dict[str, list[str]]) -> None:
     assert match, theirs
     macros = rf"A_FORMAT={a.upper()} .*B_FORMAT={b.upper()} .*OUT=BF16 .*SPLIT={int(kind == 'split')} "
     assert re.match(rf"gemm_fp8\.gemm_fp8 \[ACCUMULATE=0 .*{macros}.*map &{match[1]} .*map &{match[2]} ", ours), ours
-
-
-def is_table(table: Table, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    assert table.columns == columns
-    assert list(table.rows) == rows
-    assert "pretended H200" in table.note
 
 
 @functools.cache
