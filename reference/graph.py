@@ -313,14 +313,17 @@ class _Graphed:
         As in eager mode, weights are cast in the first microbatch, and where a checkpoint or a move has dropped a copy.
         """
         for layer in self.layers:
-            for name, column in layer.fp8_weights.items():
+            if not layer.roles.gemms:
+                continue
+            context = layer.context(torch.bfloat16, first)
+            for gemm in context.gemms.values():
+                name, quantizer = gemm.parameter, gemm.weight
                 parts: list[Any] = [*layer.parts_of(name)]
-                context, kept = layer.context(torch.bfloat16, first), self.copies.get((layer, name))
-                if not context.fp8 or isinstance(parts[0], Float8Tensor):  # nothing is cast
+                kept = self.copies.get((layer, name))
+                if not quantizer.fp8 or isinstance(parts[0], Float8Tensor):  # nothing is cast
                     continue
                 weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-                quantizer = context.gemms[0].weight
-                found = context.weight(column // 3, name, weight, quantizer.dtype_t is None)
+                found = context.weight(gemm, weight, quantizer.dtype_t is None)
                 if kept is None:
                     kept = self.copies[layer, name] = found
                 for to, new in zip(tensors_of(kept), tensors_of(found), strict=True):

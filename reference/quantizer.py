@@ -1,4 +1,4 @@
-"""Quantizers of a GEMM's tensor roles: its input, its weight and the gradient of its output.
+"""Quantizers of a layer's roles (`reference.roles`): a GEMM's input, its weight, the gradient of its output.
 
 A layer is written once over quantizers; a recipe (`reference.recipes`) chooses one for each role. A quantizer can also
 be the end of the op before it (a norm, a GEMM with activation, a join of gradients). The base class runs that op and
@@ -173,14 +173,10 @@ class Calibrating(HighPrecision):
 
 
 class Gemm(NamedTuple):
-    """The quantizers of one GEMM of a layer, and how it accumulates. A linear layer has one GEMM, an MLP two."""
+    """The quantizers of a linear map's tensors, how its GEMMs accumulate, and the name of its weight's parameter."""
 
     input: Quantizer
     weight: Quantizer
     grad: Quantizer
-    how: Accumulation = Accumulation()
-
-    @property
-    def kind(self) -> Hashable:
-        """Everything but tensors that its launches depend on."""
-        return self.input.kind, self.weight.kind, self.grad.kind, self.how
+    how: Accumulation
+    parameter: str

@@ -9,8 +9,15 @@ import torch
 from reference import formats
 from reference.recipe import Recipe
 
-GEMMS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
-"""Role → the GEMMs that read it."""
+GEMMS: dict[str, tuple[str, ...]] = {
+    "input": ("fprop", "wgrad"),
+    "weight": ("fprop", "dgrad"),
+    "grad_output": ("dgrad", "wgrad"),
+    "q": ("q·kᵀ",),
+    "k": ("q·kᵀ",),
+    "v": ("p·v",),
+}
+"""Role → the products that read it."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +26,8 @@ class Sample:
 
     Attributes:
         layer: the layer's name in the model; "" is the model itself.
-        part: "fc1" or "fc2" of an MLP; "scores" or "values" of FP8 attention; "" of a layer with one linear map.
-        role: "input", "weight" or "grad_output". Of scores q is the input and k the weight, of values v is the weight.
+        part: "fc1" or "fc2" of an MLP; "attention" of FP8 attention; "" of a layer with one linear map.
+        role: "input", "weight" or "grad_output"; of FP8 attention "q", "k" or "v".
         recipe: the recipe of the quantizer; None for 16 bits.
         ran: whether the layer ran in it; otherwise it was measured beside, and nothing of it was used.
         dtype: of the codes; of the numbers in 16 bits.
@@ -50,8 +57,8 @@ class Sample:
     noise: float
 
     @property
-    def gemms(self) -> tuple[str, str]:
-        """The GEMMs that read it."""
+    def gemms(self) -> tuple[str, ...]:
+        """The products that read it."""
         return GEMMS[self.role]
 
     @property

@@ -13,10 +13,9 @@ import torch
 
 from reference.moved import byte_after
 from reference.recipes.base import Recipe
+from reference.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from reference.threads import Thread, here
 
-FORWARD_TENSORS = ("input", "weight", "output")
-BACKWARD_TENSORS = ("grad_output", "grad_input")
 KEYS = ("scaling_fwd", "scaling_bwd")
 
 
@@ -28,8 +27,8 @@ class FP8TensorMeta:
         amax_history: fp32 `[amax_history_len, n]`; row 0 collects the amaxes of the current step.
         scaled_max: 2^-margin · fp8_max of the setting that the scales are for; None where nobody has said.
 
-    The n columns are `input, weight, output` of each GEMM forward, and `grad_output, grad_input` backward. output and
-    grad_input are never cast to FP8 and keep scale 1 and amax 0.
+    The n columns are those of `reference.roles`. output and grad_input are never cast to FP8, and keep scale 1 and
+    amax 0.
     """
 
     scaled_max: float | None = None  # of the class, for those that were pickled without one

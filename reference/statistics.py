@@ -35,8 +35,6 @@ from reference.sample import GEMMS, Sample
 
 __all__ = ["Sample", "Statistics", "collect_stats"]
 
-_FIELDS = {"input": "input", "weight": "weight", "grad_output": "grad"}  # of `reference.quantizer.Gemm`
-
 
 class _Key(NamedTuple):
     """What a sample is of."""
@@ -96,19 +94,17 @@ class _Observer(Hook):
         if module not in self.names:
             return context
         others = {
-            recipe: recipe.quantizers(module.num_gemms, None, None, torch.bfloat16)  # measured are FP8 codes alone
+            recipe: recipe.quantizers(module.roles, None, None, torch.bfloat16)  # measured are FP8 codes alone
             for recipe in self._beside(module, context)
         }
-        gemms = []
-        for i, (gemm, part) in enumerate(zip(context.gemms, module.gemm_names, strict=True)):
-            found: dict[str, Any] = {}
-            for role, field in _FIELDS.items():
-                quantizer = getattr(gemm, field)
-                beside = {recipe: one for recipe, its in others.items() if (one := getattr(its[i], field)).fp8}
-                key = _Key(self.names[module], part, role, context.recipe if quantizer.fp8 else None, True)
-                found[field] = Observed(quantizer, self._recorder(key, beside))
-            gemms.append(gemm._replace(**found))
-        return ObservedContext.of(context, tuple(gemms))
+        found = {}
+        for role in module.roles.all:
+            quantizer = context.quantizers[role.name]
+            beside = {recipe: one for recipe, its in others.items() if (one := its[role.name]).fp8}
+            recipe = context.recipe if quantizer.fp8 else None
+            key = _Key(self.names[module], role.part, role.tensor, recipe, True)
+            found[role.name] = Observed(quantizer, self._recorder(key, beside))
+        return ObservedContext.of(context, found)
 
     def _beside(self, module: Any, context: ModuleContext) -> list[Recipe]:
         """The recipes that are measured besides the layer's own; none where its sizes do not fit FP8."""

@@ -18,6 +18,8 @@ from reference import formats, statistics
 
 pytestmark = pytest.mark.usefixtures("same_player")
 
+ROLES = ("input", "weight", "grad_output")
+
 
 # --- the numbers -------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ def test_layers_parts_and_roles(name: str) -> None:
     for path, module in model.named_modules():
         for weight in getattr(module, "fp8_weights", {}):
             part = weight[: -len("_weight")] if "_" in weight else ""
-            expected |= {(path, part, role, ran) for role in statistics.GEMMS for ran in (True, False)}
+            expected |= {(path, part, role, ran) for role in ROLES for ran in (True, False)}
     assert {(one.layer, one.part, one.role, one.ran) for one in stats.summary()} == expected
     assert len(stats.summary()) == len(expected)
     assert len(stats.samples()) == 2 * len(expected)
@@ -193,7 +195,7 @@ def test_the_table_and_the_json() -> None:
         "NaN",
         "inf",
     ]
-    assert [row.split()[:2] for row in rows[::2]] == [[p, role] for p in ("fc1", "fc2") for role in statistics.GEMMS]
+    assert [row.split()[:2] for row in rows[::2]] == [[p, role] for p in ("fc1", "fc2") for role in ROLES]
     assert "fprop, wgrad" in rows[0]
     assert "(Float8CurrentScaling E4M3)" in rows[1]
     entries = json.loads(stats.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["samples"]
@@ -248,7 +250,7 @@ def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
 
 
 def test_attention_in_fp8_shows_its_operands() -> None:
-    """q and k of the scores, v of the values; alone and in a layer, with another recipe beside."""
+    """q, k and v; alone and in a layer, with another recipe beside."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(32, 48, 2, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0)
     x, q = numbers(1, 16, 2, 32).requires_grad_(), numbers(2, 16, 2, 2, 16).requires_grad_()
@@ -261,6 +263,6 @@ def test_attention_in_fp8_shows_its_operands() -> None:
             part(*given).sum().backward()
         name = "" if part is core else "self_attention.core_attention"
         found = [(one.part, one.role, one.ran) for one in stats.summary() if one.layer == name]
-        operands = [("scores", "input"), ("scores", "weight"), ("values", "weight")]
+        operands = [("attention", "q"), ("attention", "k"), ("attention", "v")]
         assert found == [(*one, ran) for one in operands for ran in (True, False)]
     assert all(one.amax == q.abs().max() for one in stats.summary())

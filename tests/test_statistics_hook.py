@@ -99,7 +99,7 @@ def test_kernels_of_a_measured_forward_are_compiled_side_by_side() -> None:
             layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
         ((_, _, _, context, _),) = (call.args for call in compile_plain.call_args_list)
     assert context.modules[0].module is layer
-    assert not isinstance(context.gemms[0].input, Observed)
+    assert not isinstance(context.quantizers["input"], Observed)
 
 
 def test_a_hook_that_is_not_installed_is_nowhere() -> None:
@@ -121,7 +121,7 @@ def test_a_hook_that_is_not_installed_is_nowhere() -> None:
 def test_an_observed_quantizer_is_its_inner_one_to_everybody_else() -> None:
     layer: Any = made()
     step(layer)
-    inner = layer._precision.gemms[0].input
+    inner = next(iter(layer._precision.quantizers.values()))
     observed = Observed(inner, lambda *args: None)
     assert (observed.kind, observed.dtype, observed.fp8) == (inner.kind, inner.dtype, inner.fp8)
     assert [*map(id, observed.tensors())] == [*map(id, inner.tensors())]

@@ -123,7 +123,7 @@ def test_microbatches_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
             with te.autocast(recipe=RECIPE):
                 layer(x, encoder_output=x if kind == "decoder" else None, is_first_microbatch=first)
             assert [len(part._store.casts) for part in parts] == [
-                0 if first is None else part.num_gemms for part in parts
+                0 if first is None else len(part.roles.gemms) for part in parts
             ], (kind, first)
 
 

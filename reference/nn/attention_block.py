@@ -160,13 +160,13 @@ def forward(
     """h `[..., hidden]` of x `[..., hidden]`; `source` is the encoder's output."""
     (first, proj, *others), (state, core_state), (mask, *reads), _ = context
     angles, step = reads[:2], reads[2:]
-    rows, proj_gemm = rows_of(x), proj.gemms[0]
+    rows, proj_gemm = rows_of(x), proj.gemm
     requests = [
-        WeightRequest(first, 0, "weight", weight, any(plan.first.needs[:3])),
-        WeightRequest(proj, 0, "weight", proj_weight, plan.proj.needs[0]),
+        WeightRequest(first, first.gemm, weight, any(plan.first.needs[:3])),
+        WeightRequest(proj, proj_gemm, proj_weight, plan.proj.needs[0]),
     ]
     if plan.key_value is not None:
-        requests.append(WeightRequest(others[0], 0, "weight", key_value[0], plan.key_value.needs[0]))
+        requests.append(WeightRequest(others[0], others[0].gemm, key_value[0], plan.key_value.needs[0]))
     w, proj_w, *more = quantize_weights(*requests)
     mixed: Any
     mixed, saved_first = layernorm_linear.forward(plan.first, first, rows, norm_weight, norm_bias, w, bias)
@@ -248,7 +248,7 @@ def _joined_grads(
     first, needs = context.modules[0], plan.first.needs
     if not any(needs):
         return (*[None] * 5, *proj_grads)
-    quantizer, (transpose, dbias) = first.gemms[0].grad, needs[3:5]
+    quantizer, (transpose, dbias) = first.gemm.grad, needs[3:5]
     if len(pieces) > 1:
         g, db = quantizer.joined_grad(pieces, plan.heads.rows, transpose, dbias)
     else:
@@ -270,7 +270,7 @@ def _key_value_grads(
     needs = wanted_of.needs
     if not any(needs):
         return None, None, None
-    g, db = context.gemms[0].grad.joined_grad(pieces, plan.heads.rows, transpose=needs[1], dbias=needs[2])
+    g, db = context.gemm.grad.joined_grad(pieces, plan.heads.rows, transpose=needs[1], dbias=needs[2])
     dsource, dw = linear.quantized_backward(wanted_of, context, saved, g)
     assert plan.source_shape is not None
     return None if dsource is None else whole(dsource, plan.source_shape), dw, db

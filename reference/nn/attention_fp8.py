@@ -3,9 +3,9 @@
     out = `twin::attention_fp8` of c(q), c(k), c(v)            c(t) is the cast to E4M3, with t ≈ c(t)·t_inv
     dq, dk, dv = `twin::attention_fp8_backward` of the same codes and the forward's results
 
-Results are in the activation dtype, 16 bits. q, k and v have a delayed scale each: the columns `input` and `weight` of
-a first GEMM (q and k) and `weight` of a second (v). The second's `input` are the softmax's weights, which need none
-(`reference.ops.attention_fp8` says why); that column and those of the backward stay unused.
+Results are in the activation dtype, 16 bits. q, k and v are roles with a delayed scale each, in columns 0, 1 and 4 of
+the forward's six, as checkpoints have them; the others, and the backward's four, stay unused. The softmax's weights
+need no scale (`reference.ops.attention_fp8` says why).
 
 The state enters checkpoints as that of other layers, under `_extra_state`; a checkpoint without the entry loads, too.
 Transformer Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
@@ -29,8 +29,10 @@ from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Quantizer
 from reference.recipe import Recipe
+from reference.roles import Role, Roles
 from reference.scaling import KEYS
 
+ROLES = (Role("attention", "q", 0), Role("attention", "k", 1), Role("attention", "v", 4))
 # Keys of attention's state: ours and Transformer Engine's, and that of its releases 1.6 and 1.7.
 _STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
 
@@ -100,14 +102,14 @@ def forward(
     plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
     """out, of q's shape; in 16 bits where it calibrates."""
-    scores, values = context.modules[0].gemms
+    of_q, of_k, of_v = [context.modules[0].quantizers[role.name] for role in ROLES]
     mask, state = context.reads[0], context.random[0]
-    keys_first, fp8 = plan.sequence_first, values.weight.fp8
+    keys_first, fp8 = plan.sequence_first, of_v.fp8
     if fp8 and not keys_first and k.shape[1] % 16:  # rows of v's transposed codes would start at any byte
         keys_first, k, v = True, k.transpose(0, 1), v.transpose(0, 1)
-    queries, _ = _quantized(scores.input, q, plan.sequence_first, False)
-    keys, _ = _quantized(scores.weight, k, keys_first, False)
-    seen, seen_t = _quantized(values.weight, v, keys_first, fp8)
+    queries, _ = _quantized(of_q, q, plan.sequence_first, False)
+    keys, _ = _quantized(of_k, k, keys_first, False)
+    seen, seen_t = _quantized(of_v, v, keys_first, fp8)
     codes = (queries.codes, keys.codes, seen.codes)
     state_before = before(state)
     scales: Any = ()
@@ -147,10 +149,11 @@ def attend(
 class FP8Attention(TransformerEngineBaseModule):
     """The FP8 state of attention; `DotProductAttention` is the layer."""
 
-    num_gemms = 2
-    gemm_names = ("scores", "values")
     fp8_sizes = ("kv_channels",)
     return_max_logit = False
+
+    def own_roles(self) -> Roles:
+        return Roles(others=ROLES)
 
     def _set_device(self, device: torch.device) -> None:
         """Where the state will be created: there are no parameters that tell."""

@@ -17,14 +17,10 @@ from reference.scaling import KEYS, FP8TensorMeta, columns_of, regrouped
 class Checkpointed(WithFP8State):
     """`state_dict` and `load_state_dict` of one layer; `reference.nn.checkpoint_format` defines the entries."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
-        super().__init_subclass__(**kwargs)
-        cls.name_scale_invs()
-
     @classmethod
-    def name_scale_invs(cls, weights: Iterable[str] = ()) -> None:
-        for name in weights or cls.fp8_weights:
+    def name_scale_invs(cls, weights: Iterable[str]) -> None:
+        """Add `weight_scale_inv` and the like, which `state_dict` has beside weights that are kept in FP8."""
+        for name in weights:
             if not hasattr(cls, f"{name}_scale_inv"):
                 read, write = functools.partial(_scale_inv, name=name), functools.partial(_set_scale_inv, name=name)
                 setattr(cls, f"{name}_scale_inv", property(read, write))
@@ -54,9 +50,9 @@ class Checkpointed(WithFP8State):
 
     def _columns_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, int]:
         """The columns of the state in a checkpoint: a weight of several parts has one scale there, or one each."""
-        own = max(self.num_gemms, len(self.fp8_weights))
+        own = max(self.roles.slots, len(self.roles.parts))
         parts = len(self.columns_of_parts())
-        others = {1, max(parts, 1)} - {own} if self.num_gemms == 1 else ()
+        others = {1, max(parts, 1)} - {own} if self.roles.slots == 1 else ()
         return columns_of(checkpoint_format.gemms_of(state_dict, prefix, (own, *others)))
 
     def check_present(self, state_dict: Mapping[str, Any], prefix: str) -> None:
@@ -66,7 +62,7 @@ class Checkpointed(WithFP8State):
     def taken(self, state_dict: dict[str, Any], prefix: str, device: torch.device) -> checkpoint_format.State | None:
         """Remove the layer's state, checked before, from `state_dict`, and return it as this layer keeps it."""
         state = checkpoint_format.take(state_dict, prefix, self._columns_in(state_dict, prefix), device)
-        return None if state is None else regrouped(state, max(self.num_gemms, len(self.fp8_weights)))
+        return None if state is None else regrouped(state, max(self.roles.slots, len(self.roles.parts)))
 
     def refuse_codes(self, caller: str, state: Any, name: str = "") -> None:
         """Refuse the state of a layer that keeps weights in FP8, unless this one does."""
@@ -82,7 +78,7 @@ class Checkpointed(WithFP8State):
     def _kept_in(self, packed: Any) -> Mapping[str, int]:
         """The columns of the weights that a packed state says may be kept in FP8."""
         parts = self.columns_of_parts()
-        written = checkpoint_format.gemms_of({checkpoint_format.STATE: packed}, "", (self.num_gemms, len(parts)))
+        written = checkpoint_format.gemms_of({checkpoint_format.STATE: packed}, "", (self.roles.slots, len(parts)))
         return parts if written == len(parts) else {}
 
     def load_state(self, state: checkpoint_format.State | None) -> None:
@@ -97,8 +93,8 @@ class Checkpointed(WithFP8State):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         theirs = transformer_engine_state.is_writing()
         if theirs:
-            state = regrouped(self.fp8_meta, self.num_gemms) if "scaling_fwd" in self.fp8_meta else self.fp8_meta
-            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.write(state, self.num_gemms)
+            state = regrouped(self.fp8_meta, self.roles.slots) if "scaling_fwd" in self.fp8_meta else self.fp8_meta
+            destination[prefix + checkpoint_format.STATE] = transformer_engine_state.write(state, self.roles.slots)
         for name, weight in self._fp8_parameters().items():
             if theirs:
                 destination[prefix + name] = weight.numbers()

@@ -13,6 +13,7 @@ from reference.nn.parameters import parameter_device
 from reference.nn.weight_store import WeightStore
 from reference.recipe import DelayedScaling, Recipe
 from reference.recipes.delayed_scaling import SCALED_MAX
+from reference.roles import Roles
 from reference.scaling import KEYS, FP8TensorMeta
 
 
@@ -23,18 +24,15 @@ class WithFP8State(torch.nn.Module):
         fp8_meta: `"scaling_fwd"` and `"scaling_bwd"` (`FP8TensorMeta`), once the layer has run under a recipe with
             state, has calibrated, or has loaded state; and `"recipe"`, that of its last run in FP8.
         fp8: whether the last forward ran in FP8.
-        gemm_names: what `collect_stats` calls its GEMMs; "" where there is one.
+        roles: its tensors that are quantized (`reference.roles`).
         fp8_sizes: names of the attributes that must be multiples of 16 in FP8.
-        fp8_weights: names of the weights, and their columns of `scaling_fwd`.
         keeps_scales: whether checkpoints have its state although it has no such weights.
         quantized_init: the settings of the `quantized_model_init` that it was made in; None outside of one.
         own_recipe, in_high_precision: what it runs in, whatever autocast says (`reference.recipes.by_layer`).
     """
 
-    num_gemms = 1
-    gemm_names: tuple[str, ...] = ("",)
+    roles: Roles
     fp8_sizes: tuple[str, ...] = ()
-    fp8_weights: Mapping[str, int] = {}
     keeps_scales = False
     fp8: bool
     fp8_meta: dict[str, Any]
@@ -43,6 +41,11 @@ class WithFP8State(torch.nn.Module):
     in_high_precision = False
     _fitted: Recipe | None = None  # the recipe that the state fits, if known: spares looking at it
     _store: WeightStore
+
+    @property
+    def fp8_weights(self) -> Mapping[str, int]:
+        """The parameters that are or may be kept in FP8, and their columns of `scaling_fwd`."""
+        return self.roles.weights
 
     def _parameter_device(self) -> torch.device:
         device = parameter_device(self)
@@ -136,7 +139,7 @@ class WithFP8State(torch.nn.Module):
 
     def state_columns(self) -> dict[str, int]:
         """The number of columns of `scaling_fwd` and `scaling_bwd`."""
-        return scaling.columns_of(max(self.num_gemms, len(self.fp8_weights)))
+        return scaling.columns_of(max(self.roles.slots, len(self.roles.parts)))
 
     def columns_of_parts(self) -> Mapping[str, int]:
         """Names of the parameters that are or could be kept in FP8, and their columns if they are."""

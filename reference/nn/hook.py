@@ -8,6 +8,7 @@ sees every pair, whatever the others look at. They may be removed in any order, 
 
 import copy
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ class ObservedContext(ModuleContext):
     __slots__ = ()
 
     @staticmethod
-    def of(context: ModuleContext, gemms: tuple[Any, ...]) -> "ObservedContext":
-        """A copy of a context with these quantizers."""
+    def of(context: ModuleContext, quantizers: Mapping[str, Any]) -> "ObservedContext":
+        """A copy of a context with these quantizers of its roles."""
         found: Any = copy.copy(context)
         found.__class__ = ObservedContext
-        found.gemms = gemms
+        shown = found._precision.with_quantizers(quantizers)
+        found._precision, found.quantizers, found.gemms = shown, shown.quantizers, shown.gemms
         return found  # type: ignore[no-any-return]
 
 

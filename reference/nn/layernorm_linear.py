@@ -54,10 +54,10 @@ def forward(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
     """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm` also norm(x) in the activation dtype."""
-    gemm, dtype = context.gemms[0], plan.dtype
+    gemm, dtype = context.gemm, plan.dtype
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
     normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=plan.needs[3])
-    w = context.weight(0, "weight", weight, transpose=any(plan.needs[:3]))
+    w = context.weight(gemm, weight, transpose=any(plan.needs[:3]))
     y = fprop(normed, w, bias, dtype, gemm.how)
     saved = Saved(layernorm.Saved(x, gamma, mean, rstd), normed.column, w.column)
     if not plan.returns_norm:
@@ -74,7 +74,7 @@ def norm_output(
 
 def backward(plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor) -> Tensors:
     """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `returns_norm`, dL/dnorm."""
-    quantizer = context.gemms[0].grad
+    quantizer = context.gemm.grad
     g, db = quantizer.grad(grads[0].contiguous(), transpose=plan.needs[3], dbias=plan.needs[4])
     return (*quantized_backward(plan, context, saved, g, *grads[1:]), db)
 
@@ -88,13 +88,14 @@ def quantized_backward(
     residual_grad: torch.Tensor | None = None,
 ) -> Tensors:
     """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
+    gemm = context.gemm
     dx = dgamma = dbeta = None
     if any(plan.needs[:3]):
-        dnorm = dgrad(g, saved.w, plan.dtype, context.gemms[0].how)
+        dnorm = dgrad(g, saved.w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
         dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad)
-    dw = context.weight_grad(0, "weight", g, saved.normed, plan.dtype) if plan.needs[3] else None
+    dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if plan.needs[3] else None
     return dx, dgamma, dbeta, dw
 
 

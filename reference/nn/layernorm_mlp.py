@@ -8,7 +8,7 @@
 T is the activation dtype. Source: Transformer Engine's `pytorch/module/layernorm_mlp.py`.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from reference.nn.parameters import InitMethod, forked, parameter_dtype
 from reference.ops.activation import CLAMPED, Clamp, is_gated
 from reference.quantized import Operand, Quantized, as_dtype, dgrad, fprop, rows_of
 from reference.quantizer import ActivationPlan, NormPlan
+from reference.roles import Roles, linear_map
 
 
 class Plan(NamedTuple):
@@ -67,13 +68,14 @@ def hidden_forward(
     fc2_weight: torch.Tensor | Quantized,
 ) -> tuple[Quantized, Quantized, Any, Saved]:
     """All but fc2's GEMM, of x `[tokens, hidden]`: act(h), fc2's weight, norm(x) if it is returned, what is saved."""
-    (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
+    fc1, fc2 = context.gemms["fc1"], context.gemms["fc2"]
+    needs, dtype = plan.needs, plan.dtype
     needs_dh = any(needs[:5])
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
     normed, mean, rstd = fc1.input.norm(x, gamma, beta, plan.norm, dtype, transpose=needs[3])
     w1, w2 = quantize_weights(
-        WeightRequest(context, 0, "fc1_weight", fc1_weight, transpose=any(needs[:3])),
-        WeightRequest(context, 1, "fc2_weight", fc2_weight, transpose=needs_dh),
+        WeightRequest(context, fc1, fc1_weight, transpose=any(needs[:3])),
+        WeightRequest(context, fc2, fc2_weight, transpose=needs_dh),
     )
     activation = ActivationPlan(plan.activation, dtype, fc1.how)
     h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=needs[5])
@@ -96,7 +98,7 @@ def forward(
     """y `[tokens, hidden]` of x `[tokens, hidden]`; with `returns_norm` also norm(x)."""
     tensors = (x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = hidden_forward(plan, context, *tensors)
-    y = fprop(a, w2, fc2_bias, plan.dtype, context.gemms[1].how)
+    y = fprop(a, w2, fc2_bias, plan.dtype, context.gemms["fc2"].how)
     return ((y, normed) if plan.returns_norm else y), saved
 
 
@@ -104,14 +106,15 @@ def backward(
     plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor, residual_grad: torch.Tensor | None = None
 ) -> Tensors:
     """Gradients of x, γ, β, fc1's w and b, fc2's w and b; `grads` as in `LayerNormLinear`'s backward."""
-    (fc1, fc2), needs, dtype = context.gemms, plan.needs, plan.dtype
+    fc1, fc2 = context.gemms["fc1"], context.gemms["fc2"]
+    needs, dtype = plan.needs, plan.dtype
     g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=needs[5], dbias=needs[6])
-    dw2 = context.weight_grad(1, "fc2_weight", g, saved.a, dtype) if needs[5] else None
+    dw2 = context.weight_grad(fc2, g, saved.a, dtype) if needs[5] else None
     dx = dgamma = dbeta = dw1 = db1 = None
     if saved.h is not None and saved.w2 is not None:
         activation = ActivationPlan(plan.activation, dtype, fc2.how)
         dh, db1 = fc1.grad.activation_grad(g, saved.w2, saved.h, activation, transpose=needs[3], dbias=needs[4])
-        dw1 = context.weight_grad(0, "fc1_weight", dh, saved.normed, dtype) if needs[3] else None
+        dw1 = context.weight_grad(fc1, dh, saved.normed, dtype) if needs[3] else None
         if any(needs[:3]):
             dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
             if len(grads) > 1:
@@ -153,10 +156,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation, delay_wgrad_compute: as in `Linear`.
     """
 
-    num_gemms = 2
-    gemm_names = ("fc1", "fc2")
     fp8_sizes = ("hidden_size", "ffn_hidden_size")
-    fp8_weights: Mapping[str, int] = {"fc1_weight": 1, "fc2_weight": 4}
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
     fc1_weight: torch.nn.Parameter
@@ -223,6 +223,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         else:
             self.reset_parameters()
         self.delays(delay_wgrad_compute)
+
+    def own_roles(self) -> Roles:
+        return Roles((linear_map("fc1", "fc1_weight"), linear_map("fc2", "fc2_weight", 1)))
 
     def _create_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         register_norm(self, self.hidden_size, dtype, device)

@@ -13,7 +13,7 @@ FP8 is PyTorch's own GEMM and outside the bit contract. In FP8 with T = fp32 the
 these rounding points is Transformer Engine's (`module/linear.py`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from reference.nn.context import ModuleContext
 from reference.nn.module import TransformerEngineBaseModule
 from reference.nn.parameters import InitMethod, Split, forked, named, parameter_dtype, split_sizes
 from reference.quantized import Operand, Quantized, Stacked, Weight, dgrad, fprop, rows_of, stacked
-from reference.scaling import FORWARD_TENSORS
+from reference.roles import Roles, columns_of_parts, linear_map
 
 
 class Plan(NamedTuple):
@@ -50,22 +50,23 @@ def forward(
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, out]` of x `[tokens, in]`."""
     needs_dx, needs_dw, _ = plan.needs
-    gemm = context.gemms[0]
+    gemm = context.gemm
     qx = gemm.input.quantize(x, transpose=needs_dw)
-    qw = context.weight(0, "weight", weight, transpose=needs_dx)
+    qw = context.weight(gemm, weight, transpose=needs_dx)
     return fprop(qx, qw, bias, plan.dtype, gemm.how), Saved(qx.column, qw.column)
 
 
 def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, dw, db of g `[tokens, out]`."""
-    g, db = context.gemms[0].grad.grad(grad.contiguous(), transpose=plan.needs[1], dbias=plan.needs[2])
+    g, db = context.gemm.grad.grad(grad.contiguous(), transpose=plan.needs[1], dbias=plan.needs[2])
     return (*quantized_backward(plan, context, saved, g), db)
 
 
 def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Tensors:
     """dx, dw of a quantized dL/dy."""
-    dx = dgrad(g, saved.w, plan.dtype, context.gemms[0].how) if plan.needs[0] else None
-    dw = context.weight_grad(0, "weight", g, saved.x, plan.dtype) if plan.needs[1] else None
+    gemm = context.gemm
+    dx = dgrad(g, saved.w, plan.dtype, gemm.how) if plan.needs[0] else None
+    dw = context.weight_grad(gemm, g, saved.x, plan.dtype) if plan.needs[1] else None
     return dx, dw
 
 
@@ -73,7 +74,7 @@ class LinearBase(TransformerEngineBaseModule):
     """A layer with one linear map, whose weight and bias may be split into several parameters."""
 
     fp8_sizes = ("in_features", "out_features")
-    fp8_weights: Mapping[str, int] = {"weight": 1}
+    weight_names: Sequence[str] = ("weight",)
 
     def _set_up(
         self,
@@ -115,8 +116,8 @@ class LinearBase(TransformerEngineBaseModule):
                     f"quantized_model_init; a multiple of 16 is accepted (rows of FP8 operands start at multiples of "
                     f"16 bytes)."
                 )
-        self.fp8_weights = _columns_of(f"{name}weight" for name in parts)
-        self.name_scale_invs(self.fp8_weights)
+        self.weight_names = [f"{part}weight" for part in parts]
+        self._take_roles()
 
     def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
         self.weight_names = [f"{part}weight" for part in parts]
@@ -151,8 +152,12 @@ class LinearBase(TransformerEngineBaseModule):
         """The parameters that the weight consists of, by rows."""
         return named(self, self.weight_names)
 
+    def own_roles(self) -> Roles:
+        kept_in_parts = self.quantized_init is not None and tuple(self.weight_names) != ("weight",)
+        return Roles((linear_map("", "weight"),), parts=columns_of_parts(self.weight_names) if kept_in_parts else {})
+
     def columns_of_parts(self) -> dict[str, int]:
-        return _columns_of(self.weight_names)
+        return columns_of_parts(self.weight_names)
 
     def delayed_weights(self) -> list[str]:
         return ["weight"]
@@ -172,10 +177,6 @@ class LinearBase(TransformerEngineBaseModule):
         recipe = self.fp8_meta.get("recipe")
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
         return text if recipe is None else f"{text}, recipe={recipe}"
-
-
-def _columns_of(weights: Iterable[str]) -> dict[str, int]:
-    return {name: len(FORWARD_TENSORS) * i + 1 for i, name in enumerate(weights)}
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -6,7 +6,6 @@ import torch
 
 from reference import model_init, recompute, scaling
 from reference.autocast import current
-from reference.formats import WIDE_DTYPES
 from reference.nn.attributes import OfModule
 from reference.nn.checkpoints import Checkpointed
 from reference.nn.context import ModuleContext, Precision
@@ -15,8 +14,9 @@ from reference.nn.float8_tensor import FP8, Float8Tensor
 from reference.nn.one_rank import TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.weight_store import WeightStore, main_grad_of
-from reference.quantizer import Calibrating, Gemm, HighPrecision
+from reference.quantizer import Calibrating, HighPrecision
 from reference.recipe import Recipe
+from reference.roles import Roles
 from reference.scaling import FP8TensorMeta
 
 
@@ -34,9 +34,19 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         self._fitted: Recipe | None = None
         self._store = WeightStore()
         self._precision: Precision | None = None  # that of the last forward in FP8
+        self._wide: dict[torch.dtype, Precision] = {}  # of forwards outside of FP8
         self._membership: scaling.Membership | None = None
         self.quantized_init = model_init.current()
+        self._take_roles()
         scaling.register(self)
+
+    def own_roles(self) -> Roles:
+        """The roles of this layer as it is now; those of one that casts nothing."""
+        return Roles()
+
+    def _take_roles(self) -> None:
+        self.roles = self.own_roles()
+        self.name_scale_invs(self.fp8_weights)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the membership, which may hold a process group; cached weights as bytes: torch pickles no float8.
@@ -44,7 +54,8 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         Gradients that are still to be computed stay with this module, whose backward they belong to.
         """
         state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": self._store.packed()}
-        del state["_store"]
+        for name in ("_store", "_wide", "roles"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -53,8 +64,9 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         packed = state.pop("_fp8_workspaces")
         state.pop("_delayed", None)  # of 1.0: a queue, empty
         super().__setstate__(state)
-        self._store = WeightStore()
+        self._store, self._wide = WeightStore(), {}
         self._store.unpack(packed)
+        self._take_roles()
         scaling.register(self)
         self._bind_weights()
 
@@ -133,7 +145,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         elif state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
             precision = self._calibrating(dtype)
         else:
-            precision = _HIGH_PRECISION[dtype, self.num_gemms]
+            precision = self._high_precision(dtype)
         return ModuleContext(self, precision, is_first_microbatch)
 
     def _fp8_precision(self, recipe: Recipe, checkpointed: bool, dtype: torch.dtype) -> Precision:
@@ -146,25 +158,37 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             history = None if recompute.replaying() else forward.amax_history
             forward = FP8TensorMeta(scale, history, recipe.scaled_max(True))
         if recalled or torch.compiler.is_compiling():
-            gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
-            return Precision(gemms, recipe, forward, backward)
+            quantizers = recipe.quantizers(self.roles, forward, backward, dtype)
+            return Precision(self.roles, quantizers, recipe, forward, backward)
         known = self._precision
+        of_backward = None if recipe.backward_override is None else dtype
         if (
             known is None
             or not (known.recipe is recipe and known.forward is forward and known.backward is backward)
-            or known.gemms[0].weight.dtype_t not in (None, dtype)
+            or known.dtype is not of_backward
         ):
-            gemms = recipe.quantizers(self.num_gemms, forward, backward, dtype)
-            known = self._precision = Precision(gemms, recipe, forward, backward)
+            quantizers = recipe.quantizers(self.roles, forward, backward, dtype)
+            known = self._precision = Precision(self.roles, quantizers, recipe, forward, backward, of_backward)
         return known
 
     def _calibrating(self, dtype: torch.dtype) -> Precision:
         """Quantizers to `dtype` that record amaxes for a later run in FP8."""
-        forward, grad = self.fp8_meta["scaling_fwd"], HighPrecision(dtype)
-        columns = range(0, 3 * self.num_gemms, 3)
-        return Precision(
-            tuple(Gemm(Calibrating(dtype, forward, i), Calibrating(dtype, forward, i + 1, True), grad) for i in columns)
-        )
+        forward, wide = self.fp8_meta["scaling_fwd"], HighPrecision(dtype)
+        quantizers = {
+            role.name: Calibrating(dtype, forward, role.column, role.tensor == "weight") if role.is_forward else wide
+            for role in self.roles.all
+        }
+        return Precision(self.roles, quantizers)
+
+    def _high_precision(self, dtype: torch.dtype) -> Precision:
+        """No FP8."""
+        compiling = torch.compiler.is_compiling()  # its graph would have to watch the dictionary
+        found = None if compiling else self._wide.get(dtype)
+        if found is None:
+            found = Precision(self.roles, dict.fromkeys([role.name for role in self.roles.all], HighPrecision(dtype)))
+            if not compiling:
+                self._wide[dtype] = found
+        return found
 
     def _check_kept_in_fp8(self) -> None:
         """Refuse a plain parameter that has replaced a weight kept in FP8."""
@@ -178,12 +202,3 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                     f"quantized_model_init; a weight in FP8 is accepted. What replaced it (FSDP, a parametrization, an "
                     f"assignment) needs a layer that was made outside of quantized_model_init."
                 )
-
-
-def _in_high_precision(dtype: torch.dtype, gemms: int) -> Precision:
-    plain = HighPrecision(dtype)
-    return Precision((Gemm(plain, plain, plain),) * gemms)
-
-
-# A table instead of a cache, which a compiler would trace into, and warn.
-_HIGH_PRECISION = {(dtype, gemms): _in_high_precision(dtype, gemms) for dtype in WIDE_DTYPES for gemms in (1, 2)}

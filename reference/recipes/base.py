@@ -7,7 +7,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from reference.quantizer import ForwardOnly, Gemm, HighPrecision
+from reference.quantized import Accumulation
+from reference.quantizer import ForwardOnly, HighPrecision, Quantizer
+from reference.roles import Role, Roles
 
 
 class FormatLimits(NamedTuple):
@@ -40,11 +42,11 @@ class Format(Enum):
 
 
 class Recipe:
-    """Which quantizer each tensor role of a layer's GEMMs has, and what is updated when.
+    """Which quantizer each role of a layer's tensors has, and what is updated when.
 
-    A recipe is a hashable dataclass in a file of its own that defines `gemms`. A recipe with state between steps sets
-    `history_rows`; its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`), from which `update`
-    computes the next step's scales.
+    A recipe is a hashable dataclass in a file of its own that defines `quantizer`. A recipe with state between steps
+    sets `history_rows`; its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`), from which
+    `update` computes the next step's scales.
 
     Fields may be set, as Transformer Engine's. What is set is checked like an argument, and counts from the next
     `autocast`, `quantized_model_init` or `by_layer` on: these keep `fixed`.
@@ -91,18 +93,28 @@ class Recipe:
     def check(self) -> None:
         """Raise ValueError, TypeError or NotImplementedError, in a sentence, for a field that is not accepted."""
 
-    def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
-        """The quantizers of a layer's GEMMs; `forward` and `backward` are its state, None without `history_rows`."""
+    def quantizer(self, role: Role, state: Any) -> Quantizer:
+        """What quantizes a tensor; `state` is the layer's of that direction, None without `history_rows`."""
         raise NotImplementedError
 
-    def quantizers(self, count: int, forward: Any, backward: Any, dtype: torch.dtype) -> tuple[Gemm, ...]:
-        """`gemms`, of which `backward_override` leaves the forward alone in FP8; `dtype` is the activations'."""
-        found = self.gemms(count, forward, backward)
-        if self.backward_override is None:
-            return found
-        wide = HighPrecision(dtype)
-        pairs = [(ForwardOnly(one.input, dtype), ForwardOnly(one.weight, dtype)) for one in found]
-        return tuple([Gemm(*pair, wide, one.how) for pair, one in zip(pairs, found, strict=True)])
+    def accumulation(self, part: str) -> Accumulation:
+        """How the GEMMs of a layer's linear map accumulate."""
+        return Accumulation()
+
+    def quantizers(self, roles: Roles, forward: Any, backward: Any, dtype: torch.dtype) -> dict[str, Quantizer]:
+        """Role's name → quantizer; `backward_override` leaves the forward alone in FP8.
+
+        `forward` and `backward` are the layer's state, `dtype` is the activations'.
+        """
+        found = {}
+        for role in roles.all:
+            if self.backward_override is None:
+                found[role.name] = self.quantizer(role, forward if role.is_forward else backward)
+            elif role.is_forward:
+                found[role.name] = ForwardOnly(self.quantizer(role, forward), dtype)
+            else:
+                found[role.name] = HighPrecision(dtype)
+        return found
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
         """Compute the scales of the next step, for several layers' states of one direction and device."""

@@ -19,8 +19,9 @@ import torch
 
 from reference.ops.library import twin
 from reference.quantized import Quantized, per_tensor
-from reference.quantizer import Gemm, Quantizer
+from reference.quantizer import Quantizer
 from reference.recipes.base import Format, Recipe, check_recipe
+from reference.roles import Role
 
 
 @dataclass(unsafe_hash=True)
@@ -57,9 +58,8 @@ class Float8CurrentScaling(Recipe):
 
     float8_per_tensor_scaling = float8_current_scaling
 
-    def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
-        codes, grads = Current(*self.codes(True)), Current(*self.codes(False))
-        return (Gemm(codes, codes, grads),) * count
+    def quantizer(self, role: Role, state: Any) -> "Current":
+        return Current(*self.codes(role.is_forward))
 
 
 def scale_of(x: torch.Tensor, fp8_max: float, epsilon: float = 0.0) -> torch.Tensor:

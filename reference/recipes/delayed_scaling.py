@@ -13,8 +13,9 @@ import torch.distributed as dist
 from reference.ops.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.quantized import PER_TENSOR, Operand, Quantized, gemm_bias, per_tensor
-from reference.quantizer import ActivationPlan, Gemm, NormPlan, Produced, Quantizer
+from reference.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.base import Format, Recipe, check_recipe
+from reference.roles import Role
 
 MAX_MARGIN = 18
 _POWERS = tuple(2.0**-margin for margin in range(MAX_MARGIN + 1))  # torch 2.11's compiler keeps a power symbolic
@@ -101,13 +102,8 @@ class DelayedScaling(Recipe):
     def scaled_max(self, forward: bool) -> float:
         return self.codes(forward)[1] * _POWERS[self.margin]
 
-    def gemms(self, count: int, forward: Any, backward: Any) -> tuple[Gemm, ...]:
-        """Columns are `input, weight, output` of each GEMM forward, `grad_output, grad_input` backward."""
-        codes, grads = ((self.codes(one)[0], self.scaled_max(one)) for one in (True, False))
-        return tuple(
-            Gemm(Delayed(forward, 3 * i, *codes), Delayed(forward, 3 * i + 1, *codes), Delayed(backward, 2 * i, *grads))
-            for i in range(count)
-        )
+    def quantizer(self, role: Role, state: Any) -> "Delayed":
+        return Delayed(state, role.column, self.codes(role.is_forward)[0], self.scaled_max(role.is_forward))
 
     def update(self, forward: bool, metas: list[Any], group: Any) -> None:
         """One op call (on a GPU one launch) for all states; amaxes are reduced over the process group."""

@@ -17,6 +17,7 @@ from reference.nn.float8_quantizer import KINDS
 from reference.nn.float8_tensor import Float8Tensor, dequantized
 from reference.nn.module import TransformerEngineBaseModule
 from reference.quantized import Quantized, as_dtype, rows_of
+from reference.roles import Role, Roles
 
 
 class Plan(NamedTuple):
@@ -43,14 +44,14 @@ def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.
     """y `[rows, n]` of x `[rows, n]`."""
     if not plan.ways[0]:
         return as_dtype(x, plan.dtype).clone(), ()
-    return _tensor(context.gemms[0].input.quantize(x, transpose=False), plan.dtype), ()
+    return _tensor(context.quantizers["input"].quantize(x, transpose=False), plan.dtype), ()
 
 
 def backward(plan: Plan, context: ModuleContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
     """dx of dL/dy."""
     if not plan.ways[1]:
         return (grad,)
-    g, _ = context.gemms[0].grad.grad(grad.contiguous(), transpose=False, dbias=False)
+    g, _ = context.quantizers["grad_output"].grad(grad.contiguous(), transpose=False, dbias=False)
     return (_tensor(g, plan.dtype),)
 
 
@@ -74,6 +75,9 @@ class Quantize(TransformerEngineBaseModule):
         self.quantized_init = None  # it has no weight
         self._ways = (forward, backward)
         self._device = torch.device("cpu")  # of its state: that of the last input
+
+    def own_roles(self) -> Roles:
+        return Roles(others=(Role("", "input", 0), Role("", "grad_output", 0)))
 
     def _parameter_device(self) -> torch.device:
         return self._device
