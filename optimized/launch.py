@@ -176,9 +176,9 @@ class Launch:
 
 
 class Tape(Protocol):
-    """What takes the launches of `recording`."""
+    """What takes the launches of `recording`, and what else can be done again."""
 
-    def append(self, entry: Launch) -> None: ...
+    def append(self, entry: Any) -> None: ...
 
 
 class _Thread(threading.local):
@@ -289,6 +289,16 @@ def recording(tape: Tape) -> Iterator[None]:
         yield
     finally:
         _thread.tape = outer
+
+
+def tape() -> Tape | None:
+    """What takes this thread's launches, if they are recorded."""
+    return _thread.tape
+
+
+def collects() -> bool:
+    """Whether this thread's launches are collected in place of made."""
+    return _thread.collected is not None
 
 
 def noted() -> bool:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from optimized import ahead, launch, tensor_map
 from optimized import device as device_checks
 from optimized.replay import calls, memory, player, watch
+from optimized.replay.collective import Collective
 from optimized.replay.launches import Copy, Launches
 from reference import compiled
 from reference.ops import library
@@ -192,7 +193,7 @@ class DryGpu(contextlib.ExitStack):
         pretending(player.Player, "backward")
         for owner in (calls, memory):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
-        for kind in (watch.TorchOp, watch.TorchOutOp):
+        for kind in (watch.TorchOp, watch.TorchOutOp, Collective):
             self.enter_context(mock.patch.object(kind, "replay", called(kind.__name__)))
         pretending(ahead.Dry, "__torch_dispatch__")
         self.enter_context(

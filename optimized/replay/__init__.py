@@ -7,6 +7,7 @@ over a list of launches can make them. Such a loop skips the layer's Python, whi
     watch.py     what a function does on the GPU besides launching
     memory.py    where its tensors lie
     launches.py  a tape: its launches, which are made again one by one or as a CUDA graph
+    collective.py  a collective of torch.distributed on it
     calls.py     which calls agree: the one cache of tapes
     player.py    runs the pairs of `reference.nn.autograd`
 
@@ -14,7 +15,8 @@ docs/replay.md explains it as a whole.
 """
 
 from optimized.replay.calls import relaunch
+from optimized.replay.collective import collective
 from optimized.replay.launches import Launches
 from optimized.replay.player import Player
 
-__all__ = ["Launches", "Player", "relaunch"]
+__all__ = ["Launches", "Player", "collective", "relaunch"]
