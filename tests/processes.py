@@ -1,7 +1,8 @@
 """Processes of their own, without the seconds that importing torch takes in each.
 
 A server (multiprocessing's) imports once, and each process is a fork of it, in which modules are as an import has left
-them. What an import itself does, reads from the environment or costs needs a fresh `python` instead.
+them. What an import itself does, reads from the environment or costs needs a fresh `python` instead. A fork computes on
+one thread: it does not have those of OpenMP's that an import may have started, and would wait for them.
 """
 
 import multiprocessing
@@ -20,12 +21,18 @@ CONTEXT: Any = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["optimized", "conftest"])
 
 
+def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    work(rank, *arguments)
+
+
 def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """`work(rank, *arguments)` in `count` processes at once."""
-    torch.multiprocessing.start_processes(work, args=arguments, nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]
+    torch.multiprocessing.start_processes(_rank, args=(work, *arguments), nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def _execute(program: str, out: str, err: str) -> None:
+    torch.set_num_threads(1)
     for number, path in enumerate((os.devnull, out, err)):
         os.dup2(os.open(path, os.O_RDWR), number)
     sys.argv[:] = ["-c"]
