@@ -17,6 +17,7 @@ import torch
 
 import optimized.ops
 import reference
+from optimized import ahead as _ahead
 from optimized import device as _device
 from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
@@ -159,6 +160,16 @@ class MultiheadAttention(_OnHopper, reference.MultiheadAttention):
 
 class TransformerLayer(_OnHopper, reference.TransformerLayer):
     """`reference.TransformerLayer` with "cuda" as its default device."""
+
+    def _attend(self, *arguments: Any) -> Any:
+        """As there; meanwhile the kernels of both halves may be compiled together."""
+        if torch.compiler.is_compiling():
+            return super()._attend(*arguments)
+        _ahead.running.layer, outer = self, _ahead.running.layer
+        try:
+            return super()._attend(*arguments)
+        finally:
+            _ahead.running.layer = outer
 
 
 class InferenceParams(_OnHopper, reference.InferenceParams):

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from optimized import compiler, launch
-from reference import notice
+from reference import notice, recompute
 from reference.nested import Tensors
+from reference.nn import attention_block, blocks
 from reference.quantized import Parts, Quantized
 
 Configuration = tuple[str, dict[str, int | str]]  # a kernel file and its macros
@@ -174,6 +175,31 @@ def _delayed(context: Any) -> list[Callable[[], Any]]:
     return [compute for computes in found for compute in computes.values()]
 
 
+class _Running(threading.local):
+    layer: Any = None  # the transformer layer whose attention this thread is about to run
+
+
+running = _Running()
+
+
+def _following(forward: Any, plan: Any, context: Any, x: Any) -> Any:
+    """What runs after the pair of a layer's first half: the second half's, with x as its input. None where it does not
+    or in a checkpoint, which would record the additional call.
+    """
+    layer = running.layer
+    if layer is None or forward is not attention_block.forward or layer.layer_type != "encoder" or recompute.active():
+        return None
+    mlp, first, trains = layer.layernorm_mlp, context.modules[0], any(plan.needs)
+    is_first = True if first._is_first else first.is_first_microbatch
+    if not layer._fuses(mlp, x, blocks.is_mlp_block):
+        return None
+    with torch.set_grad_enabled(trains):
+        dropout = (layer.hidden_dropout if layer.training else 0.0, layer.generator)
+        more, its_context, (_, *weights) = blocks.prepared_mlp(mlp, x, dropout, is_first, trains=trains)
+    unwrapped = [its_context.unwrap_weight(t, any(more.needs)) for t in weights]
+    return blocks.mlp_forward, blocks.mlp_backward, more, its_context, (x, *unwrapped)
+
+
 class _Passes:
     idle = compiled = 0
     plain: ClassVar[set[Any]] = set()  # calls that are not replayed and have been compiled
@@ -222,6 +248,6 @@ def compile_pair(forward: Any, backward: Any, plan: Any, context: Any, tensors: 
     # A pair that fails here also fails when it runs, and says why. Only running out of memory may happen here alone.
     with contextlib.suppress(Exception):
         collect(kernels, forward, backward, plan, context, tensors)
-        if context.following is not None and (following := context.following()) is not None:
+        if (following := _following(forward, plan, context, tensors[0])) is not None:
             collect(kernels, *following)
     _Passes.idle = 0 if compile_missing(kernels) else _Passes.idle + 1

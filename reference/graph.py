@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reference import capture, scaling
+from reference import capture, recompute, scaling
 from reference.arguments import check_arguments, check_unread
 from reference.autocast import AutocastState, autocast, current, restored
 from reference.graph_capture import Hooks, checked_hooks, into_graphs, warm_up
@@ -284,7 +284,7 @@ class _Graphed:
         self.memberships = [layer._membership for layer in self.layers]
         with restored(settings):
             for layer in self.layers:
-                layer.init_fp8_metadata()
+                layer.init_fp8_metadata(recompute.current_run())
         self.copies: dict[tuple[TransformerEngineBaseModule, str], Quantized] = {}
         self.eager_copies = [dict(layer._store.casts) for layer in self.layers]
         self.has_backward = False

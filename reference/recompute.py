@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from reference.arguments import check_arguments
 from reference.autocast import OFF, AutocastState, current, restored
-from reference.threads import close, here
+from reference.threads import Thread, close, here
 from reference.unchanged import Reads
 
 __all__ = ["activation_recompute_forward", "checkpoint"]
@@ -250,17 +250,39 @@ def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def settings(compiling: bool) -> tuple[AutocastState, bool, bool]:
-    """The autocast of now, whether a checkpoint is active, and whether it recomputes; see `same_run`."""
-    thread = here()
+class Run(NamedTuple):
+    """What a forward must know about where it runs. A layer asks once, for all of its parts.
+
+    Attributes:
+        state: the autocast.
+        thread: the open contexts of its thread.
+        compiling: whether a compiler traces it.
+        checkpointed: whether a checkpoint is active; see `same_run`.
+        again: whether it recomputes.
+        plain: none of these, and no backward is under way: a layer that goes on as before need not look any further.
+    """
+
+    state: AutocastState
+    thread: Thread
+    compiling: bool
+    checkpointed: bool
+    again: bool
+    plain: bool
+
+
+def current_run() -> Run:
+    """That of a forward now."""
+    compiling, thread = torch.compiler.is_compiling(), here()
     opened = thread.autocasts
     state: AutocastState = opened[-1].settings if opened else OFF  # `current()`, whose thread is at hand
     if thread.replaying or thread.recording:  # ours restores it
-        return state, True, len(thread.replaying) > 0
-    if compiling or _hooks(True) is None:  # the rule, without the calls below
-        return state, False, False
-    frame, again = _innermost()
-    return state, frame is not None, again
+        return Run(state, thread, compiling, True, len(thread.replaying) > 0, False)
+    if compiling:
+        return Run(state, thread, True, False, False, False)
+    # Without hooks, which is the rule, there is no checkpoint of PyTorch's.
+    frame, again = (None, False) if _hooks(True) is None else _innermost()
+    plain = frame is None and torch._C._current_graph_task_id() == -1
+    return Run(state, thread, False, frame is not None, again, plain)
 
 
 def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:

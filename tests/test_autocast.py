@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import reference as te
+from reference import recompute
+from reference.nn import attention_fp8, blocks, transformer_layer
 from reference.recipes import delayed_scaling
+from reference.scaling import FP8TensorMeta
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
@@ -291,3 +294,64 @@ def test_is_first_microbatch_is_true_false_or_none() -> None:
 def test_recipe_must_be_a_recipe() -> None:
     with pytest.raises(TypeError, match=r"recipe='hybrid'; a recipe of te.recipe or None"):
         te.autocast(recipe="hybrid")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_transformer_layer_asks_once_where_it_runs(
+    small: int, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SMALL", small)
+    asked: list[Any] = []
+    usual = recompute.current_run
+    for module in (recompute, attention_fp8, transformer_layer):
+        monkeypatch.setattr(module, "current_run", lambda: asked.append(usual()) or asked[-1])
+    whole = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16)
+    te.recipe.by_layer(whole, {"layernorm_mlp": te.recipe.Float8CurrentScaling()})
+    for _ in range(2):
+        with te.autocast(enabled=enabled, recipe=RECIPE):
+            whole(torch.ones(4, 1, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert [one.state.enabled for one in asked] == [enabled] * 2
+    found = [one.fp8_meta.get("recipe") for one in (whole.self_attention.proj, whole.layernorm_mlp)]
+    assert found == ([RECIPE, te.recipe.Float8CurrentScaling()] if enabled else [None, None])
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda module: None,
+    "own recipe": lambda module: te.recipe.by_layer(module, {"": te.recipe.Float8CurrentScaling()}),
+    "16 bits": lambda module: te.recipe.by_layer(module, {"": None}),
+    "state": lambda module: module.load_state_dict(layer().state_dict()),
+    "another state": lambda module: module.fp8_meta.update(scaling_fwd=FP8TensorMeta(torch.ones(3), torch.zeros(4, 3))),
+    "device": lambda module: module.to("cpu"),
+    "reset": lambda module: module.reset_parameters(),
+}
+
+
+@pytest.mark.parametrize("settings", ["fp8", "16 bits", "calibrating", "checkpoint", "another recipe", "fp16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_forward_found_serves_only_a_forward_like_it(change: str, settings: str) -> None:
+    """Quantizers, and what a forward notes on its layer, are those of a layer that looks at everything again."""
+    seen = []
+    for forgets in (False, True):
+        torch.manual_seed(1)
+        module = layer()
+        for _ in range(2):
+            with te.autocast(recipe=RECIPE):
+                module(data())
+        CHANGES[change](module)
+        if forgets:
+            module.__dict__["_found"] = None
+        recipe = te.recipe.Float8CurrentScaling() if settings == "another recipe" else RECIPE
+        x = data().to(torch.float16 if settings == "fp16" else torch.bfloat16)
+        with te.autocast(settings not in ("16 bits", "calibrating"), settings == "calibrating", recipe):
+            y = te.checkpoint(module, x) if settings == "checkpoint" else module(x)
+        noted = (
+            module.fp8,
+            module._fitted,
+            module.fp8_meta.get("recipe"),
+            module._membership and module._membership[:2],
+        )
+        forward = module.fp8_meta["scaling_fwd"]
+        context = module.context(x.dtype, None)
+        seen.append((noted, y.tolist(), forward.scale.tolist(), forward.amax_history.tolist(), context.kind))
+    assert seen[0] == seen[1]

@@ -11,7 +11,7 @@ import torch
 
 import reference as te
 from reference import recipe
-from reference.recipes import delayed_scaling
+from reference.recipes import base, delayed_scaling
 
 
 def test_defaults_are_transformer_engines() -> None:
@@ -153,7 +153,7 @@ def test_layers_keep_a_copy_that_nothing_changes() -> None:
     one = te.DelayedScaling(amax_history_len=4)
     assert one.fixed is one.fixed
     assert one.fixed == one
-    assert copy.deepcopy(one).fixed is not one.fixed
+    assert copy.deepcopy(one).fixed is one.fixed is te.DelayedScaling(amax_history_len=4).fixed
     layer = te.Linear(32, 32)
     with te.autocast(recipe=one):
         layer(torch.ones(4, 32))
@@ -163,6 +163,51 @@ def test_layers_keep_a_copy_that_nothing_changes() -> None:
     one.margin = 1
     assert (kept.margin, one.fixed.margin) == (0, 1)
     assert pickle.loads(pickle.dumps(one)) == one
+
+
+@pytest.mark.parametrize("made", [te.DelayedScaling, recipe.Float8CurrentScaling])
+def test_a_recipe_made_anew_in_each_step_makes_nothing_anew(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As README's loop does: a layer keeps its quantizers, and a captured CUDA graph would still serve."""
+    layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
+    x = torch.ones(4, 1, 32, dtype=torch.bfloat16, requires_grad=True)
+    layer.to(torch.bfloat16)
+    asked = []
+    usual = recipe.Recipe.quantizers
+    monkeypatch.setattr(recipe.Recipe, "quantizers", lambda *given: asked.append(given[0]) or usual(*given))
+    seen = []
+    for _ in range(3):
+        with te.autocast(recipe=made()):
+            y = layer(x)
+        y.sum().backward()
+        parts = [layer.self_attention.layernorm_qkv, layer.self_attention.proj, layer.layernorm_mlp]
+        seen.append([(id(one._precision), id(one._membership), id(one._fitted)) for one in parts])
+    assert seen[0] == seen[1] == seen[2]
+    assert len(asked) == 3
+    with te.autocast(recipe=made(backward_override="high_precision")):
+        layer(x)
+    assert len(asked) == 6
+
+
+def test_copies_of_recipes_are_bounded_and_know_what_a_subclass_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noted(te.DelayedScaling):
+        note: Any = None
+
+    @dataclasses.dataclass
+    class Hashless(te.DelayedScaling):
+        pass
+
+    one, other, same = Noted(), Noted(), Noted()
+    one.note, other.note, same.note = torch.ones(2), torch.ones(2), None
+    same.note = one.note
+    assert one.fixed is same.fixed is not other.fixed
+    assert other.fixed.note is other.note
+    assert te.DelayedScaling().fixed is not Noted().fixed
+    assert Hashless().fixed is not Hashless().fixed
+    monkeypatch.setattr(base, "_fixed", {})
+    monkeypatch.setattr(base, "_MOST_FIXED", 3)
+    for rows in range(1, 12):
+        assert te.DelayedScaling(amax_history_len=rows).fixed is te.DelayedScaling(amax_history_len=rows).fixed
+        assert len(base._fixed) <= 3
 
 
 def test_a_program_may_subclass_a_recipe() -> None:

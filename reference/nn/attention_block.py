@@ -35,6 +35,7 @@ from reference.nn.parameters import named
 from reference.nn.rotated import angles_of
 from reference.ops.library import twin
 from reference.quantized import Weight, fprop_residual, rows_of
+from reference.recompute import Run
 
 Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -158,7 +159,7 @@ def forward(
     *key_value: Any,
 ) -> tuple[torch.Tensor, Any]:
     """h `[..., hidden]` of x `[..., hidden]`; `source` is the encoder's output."""
-    (first, proj, *others), (state, core_state), (mask, *reads), _ = context
+    (first, proj, *others), (state, core_state), (mask, *reads) = context
     angles, step = reads[:2], reads[2:]
     rows, proj_gemm = rows_of(x), proj.gemm
     requests = [
@@ -208,7 +209,7 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
-    (_, proj, *others), _, (mask, *angles), _ = context
+    (_, proj, *others), _, (mask, *angles) = context
     grad = rows_of(grad)
     inner = before_dropout(grad, plan.p, saved.dropped)
     context_grad, *proj_grads = linear.backward(plan.proj, proj, saved.proj, inner)
@@ -288,20 +289,21 @@ def prepared(
     recomputes: bool = False,
     window: Window = None,
     inference: InferenceParams | None = None,
+    run: Run | None = None,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
     """The plan, the context and the tensors of one forward of a `MultiheadAttention` with a norm.
 
-    `TransformerLayer` has checked the arguments.
+    `TransformerLayer` has checked the arguments, and asked where it runs.
     """
     modules, dtype = module._modules, x.dtype
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     crosses = source is not None
     tensors = [x, *named(first, ("layer_norm_weight", "layer_norm_bias")), first.joined_weight()]
     tensors += [first.joined_bias(), proj.weight, proj.joined_bias()]
-    contexts = [first.context(dtype, is_first_microbatch)]
+    contexts = [first.context(dtype, is_first_microbatch, run)]
     if crosses:
         tensors += [source, modules["key_value"].joined_weight(), modules["key_value"].joined_bias()]
-        key_value = modules["key_value"].context(dtype, is_first_microbatch)
+        key_value = modules["key_value"].context(dtype, is_first_microbatch, run)
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
     hidden = None
     if inference is None:
@@ -310,7 +312,7 @@ def prepared(
         else:
             hidden = full_mask(core_plan.mask_type, mask)
     core_state = core.random_state(x, core_plan)
-    contexts.append(proj.context(dtype, is_first_microbatch))
+    contexts.append(proj.context(dtype, is_first_microbatch, run))
     contexts += [key_value] if crosses else []
     needs = wanted(*tensors)
     trains = any(needs[:5]) or any(needs[7:])

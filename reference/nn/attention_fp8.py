@@ -29,6 +29,7 @@ from reference.ops.library import twin
 from reference.quantized import Quantized
 from reference.quantizer import Quantizer
 from reference.recipe import Recipe
+from reference.recompute import Run, current_run
 from reference.roles import Role, Roles
 from reference.scaling import KEYS
 
@@ -170,11 +171,13 @@ class FP8Attention(TransformerEngineBaseModule):
     def runs_in(self, recipe: Recipe) -> bool:
         return recipe.fp8_dpa
 
-    def attends_in_fp8(self) -> bool:
-        """Whether a forward now would use, or calibrate, the FP8 state."""
-        compiling = torch.compiler.is_compiling()
-        state = self.run_settings(compiling)[0]
-        if not compiling and self.fp8 and not state.enabled:  # a compiler would guard the attribute
+    def attends_in_fp8(self, run: Run | None = None) -> bool:
+        """Whether a forward would use, or calibrate, the FP8 state; `run` is None where nobody has asked yet."""
+        run = current_run() if run is None else run
+        if run.plain and not (self.fp8 or self.runs_in(self.own_recipe or run.state.recipe)):
+            return False  # the rule, without the calls below
+        state = self.run_settings(run)
+        if not run.compiling and self.fp8 and not state.enabled:  # a compiler would guard the attribute
             self.fp8 = False
         return state.enabled or state.calibrating
 

@@ -84,8 +84,6 @@ class _Pair(torch.autograd.Function):
         unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
         out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
-        if context.following is not None:  # it holds the input, which may be offloaded
-            context = context._replace(following=None)
         ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
         ctx.versions = None
         for x in context.reads if trains else ():

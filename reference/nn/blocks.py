@@ -11,13 +11,11 @@ A small layer runs both halves as one pair (`is_small`). That halves the host's 
 what the first half saves then lives until the second is through.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
-from reference import recompute
 from reference.compiled import before
 from reference.nested import Tensors
 from reference.nn import attention_block, layernorm_mlp
@@ -31,6 +29,7 @@ from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.parameters import named
 from reference.quantized import fprop_residual, rows_of
+from reference.recompute import Run
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
 _ATTENTION_TENSORS = 7  # arguments of self-attention's pair, x included
@@ -146,7 +145,7 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
     )
 
 
-def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
+def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool, run: Run | None = None) -> bool:
     """Whether `attention_block` can run it: attention with a norm of its own, and none of its heads."""
     if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm or module.q_norm is not None:
         return False
@@ -161,7 +160,7 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
         and uses_default_forward(first, LayerNormLinear)
         and uses_default_forward(core, DotProductAttention)
         and core.softmax_type == "vanilla"
-        and not core.attends_in_fp8()
+        and not core.attends_in_fp8(run)
         and (
             core.attention_backend == "exact"
             or (module.num_gqa_groups == module.num_attention_heads and not recomputes)
@@ -169,16 +168,21 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
     )
 
 
-def is_small(parameters: int, x: torch.Tensor) -> bool:
+def is_small(parameters: int, x: torch.Tensor, run: Run) -> bool:
     """Whether both halves should run as one pair, because the host's calls take longer than the kernels.
 
     Not in a checkpoint, which records a random state when a half's context is made, so the halves must take turns.
     """
-    return not torch.compiler.is_compiling() and not recompute.active() and parameters + 30 * x.numel() <= SMALL
+    return not (run.compiling or run.checkpointed) and parameters + 30 * x.numel() <= SMALL
 
 
-def _prepared_mlp(
-    mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, trains: bool | None = None
+def prepared_mlp(
+    mlp: Any,
+    h: torch.Tensor,
+    dropout: Dropout,
+    is_first_microbatch: bool | None,
+    run: Run | None = None,
+    trains: bool | None = None,
 ) -> tuple[MLPPlan, BlockContext, tuple[Any, ...]]:
     """The plan, the context and the tensors of the MLP's half.
 
@@ -186,7 +190,7 @@ def _prepared_mlp(
     """
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     tensors = (h, *named(mlp, names))
-    needs, context = wanted(*tensors), mlp.context(h.dtype, is_first_microbatch)
+    needs, context = wanted(*tensors), mlp.context(h.dtype, is_first_microbatch, run)
     needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout
     state = generator.take() if p > 0 else None
@@ -194,37 +198,22 @@ def _prepared_mlp(
     return plan, BlockContext((context,), (state,)), tensors
 
 
-def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> torch.Tensor:
+def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, run: Run) -> torch.Tensor:
     """y of h `[..., hidden]`."""
-    plan, context, tensors = _prepared_mlp(mlp, h, dropout, is_first_microbatch)
+    plan, context, tensors = prepared_mlp(mlp, h, dropout, is_first_microbatch, run)
     return differentiable(mlp_forward, mlp_backward, plan, context, *tensors)
 
 
-def run_attention(module: Any, x: torch.Tensor, *arguments: Any, mlp: Any = None) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`; `arguments` are those of `attention_block.prepared`.
-
-    `mlp`, if given, is what `mlp_block` runs next: on a GPU its kernels are compiled together with this half's.
-    """
+def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """h of x `[s, b, hidden]` or `[b, s, hidden]`; `arguments` are those of `attention_block.prepared`."""
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
-    if mlp is not None and not torch.compiler.is_compiling():
-        context = context._replace(following=functools.partial(_following, mlp, x, arguments[2:4], plan.needs))
     return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
-
-
-def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...]) -> Any:
-    """The MLP's pair with x as its input; None in a checkpoint, which would record the additional call."""
-    if recompute.active():
-        return None
-    with torch.set_grad_enabled(any(needs)):
-        plan, context, (_, *weights) = _prepared_mlp(mlp, x, arguments[0], arguments[1], any(needs))
-    unwrapped = [context.unwrap_weight(t, any(plan.needs)) for t in weights]
-    return mlp_forward, mlp_backward, plan, context, (x, *unwrapped)
 
 
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
-    second, more, (_, *weights) = _prepared_mlp(mlp, x, arguments[2], arguments[3], any(plan.needs))
+    second, more, (_, *weights) = prepared_mlp(mlp, x, *arguments[2:4], arguments[-1], any(plan.needs))
     both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)

@@ -121,7 +121,7 @@ def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, in
     As in Transformer Engine, a causal type makes right 0; without one (-1, 0), too, is no window.
     """
     causal = MASK_TYPES[kind][0] != "none"
-    if window is None or (type(window) is tuple and [type(n) for n in window] == [int, int] and window in NO_WINDOWS):
+    if window is None or (type(window) is tuple and list(map(type, window)) == [int, int] and window in NO_WINDOWS):
         return NO_WINDOWS[int(causal)]  # torch 2.11 cannot compile an index that is a bool
     check_arguments(layer, {names[2]: window})
     left, right = map(int, window)

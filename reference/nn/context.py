@@ -6,7 +6,7 @@ pair's functions see a plan, a context and tensors, but no module, so `optimized
 the same plan and the same addresses.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,6 @@ class ModuleContext:
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
-    following: None = None
 
     __slots__ = (
         *("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module", "quantizers", "store"),
@@ -282,14 +281,11 @@ class BlockContext(NamedTuple):
         modules: their contexts.
         random: states that forward draws from and advances; None where nothing is dropped.
         reads: other tensors that are no arguments, such as a mask, or angles.
-        following: None, or a function that returns what runs next for certain: forward, backward, plan, context and
-            tensors of a pair.
     """
 
     modules: tuple[ModuleContext, ...] = ()
     random: tuple[torch.Tensor | None, ...] = ()
     reads: tuple[torch.Tensor | None, ...] = ()
-    following: Callable[[], Any] | None = None
 
     @property
     def replayable(self) -> bool:

@@ -91,23 +91,18 @@ class WithFP8State(torch.nn.Module):
             state = AutocastState(False, False, state.recipe, state.group)  # twice as fast as `replace`
         return state
 
-    def run_settings(self, compiling: bool) -> tuple[AutocastState, bool, bool]:
-        """The settings of a forward now, whether a checkpoint is active, and whether it recomputes."""
-        state, checkpointed, again = recompute.settings(compiling)
+    def run_settings(self, run: recompute.Run) -> AutocastState:
+        """The settings of a forward."""
+        state = run.state
         if self.own_recipe is not None or self.in_high_precision or not self.runs_in(state.recipe):
             state = self.own_settings(state)
-        if checkpointed and not compiling:
-            state = recompute.same_run(self, state, again)
-        return state, checkpointed, again
+        if run.checkpointed and not run.compiling:
+            state = recompute.same_run(self, state, run.again)
+        return state
 
-    def init_fp8_metadata(self) -> tuple[AutocastState, bool]:
-        """Create or resize the FP8 state for the current autocast, if necessary.
-
-        Returns:
-            that autocast, and whether a checkpoint is active.
-        """
-        compiling = torch.compiler.is_compiling()
-        state, checkpointed, again = self.run_settings(compiling)
+    def init_fp8_metadata(self, run: recompute.Run) -> AutocastState:
+        """Create or resize the FP8 state for a forward, if necessary; return its settings."""
+        state, compiling, again = self.run_settings(run), run.compiling, run.again
         if not compiling and (state.enabled or self.fp8):  # a compiler traces forward only
             recompute.refuse_foreign_recompute(self)
         # `Module.__setattr__` is slow; a compiler would guard the attribute if it were read.
@@ -121,7 +116,7 @@ class WithFP8State(torch.nn.Module):
             self.fp8_meta["recipe"] = state.recipe
             if not again:  # autograd's thread has no autocast that would update
                 scaling.join(self, state.recipe, state.group)
-        return state, checkpointed
+        return state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move FP8 state with the module, by device only, and drop cached weights."""

@@ -164,6 +164,9 @@ class LinearBase(TransformerEngineBaseModule):
 
     def joined_weight(self) -> Any:
         """The weight `[out, in]`, its parts concatenated; several that are kept in FP8 as a tuple."""
+        only = self._parameters.get(self.weight_names[0]) if len(self.weight_names) == 1 else None
+        if only is not None:  # without the calls below, in each step
+            return only
         parts = named(self, self.weight_names)
         if len(parts) > 1 and self.quantized_init is not None:
             return tuple(parts)
@@ -171,7 +174,10 @@ class LinearBase(TransformerEngineBaseModule):
 
     def joined_bias(self) -> torch.Tensor | None:
         """The bias `[out]`, or None."""
-        return _joined(named(self, self.bias_names)) if self.use_bias else None
+        if not self.use_bias:
+            return None
+        only = self._parameters.get(self.bias_names[0]) if len(self.bias_names) == 1 else None
+        return _joined(named(self, self.bias_names)) if only is None else only
 
     def extra_repr(self) -> str:
         recipe = self.fp8_meta.get("recipe")

@@ -1,5 +1,6 @@
 """What all layers have in common: construction, and the quantizers of a forward."""
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
 
     fuse_wgrad_accumulation = False
     replays = True  # whether `optimized` may repeat its launches
+    _found: tuple[Precision, tuple[Any, ...]] | None = None  # of the last forward, with what it depends on
     reuses_weights = False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graph`)
 
     def __init__(self) -> None:
@@ -54,8 +56,8 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         Gradients that are still to be computed stay with this module, whose backward they belong to.
         """
         state = {**self.__dict__, "_membership": None, "_precision": None, "_fp8_workspaces": self._store.packed()}
-        for name in ("_store", "_wide", "roles"):
-            del state[name]
+        for name in ("_store", "_wide", "_found", "roles"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,8 +129,10 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
 
     # --- forward -------------------------------------------------------------------------------------
 
-    def context(self, dtype: torch.dtype, is_first_microbatch: bool | None) -> ModuleContext:
-        """The context of this forward under the current autocast; `dtype` is the activations'."""
+    def context(
+        self, dtype: torch.dtype, is_first_microbatch: bool | None, run: recompute.Run | None = None
+    ) -> ModuleContext:
+        """The context of this forward; `dtype` is the activations', `run` is None where nobody has asked yet."""
         if self.quantized_init is not None:
             self._check_kept_in_fp8()
         if self.fuse_wgrad_accumulation:  # a backward would find a bad main_grad after it has added to others
@@ -137,16 +141,39 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                     main_grad_of(self, name)
         if self.delay_wgrad_compute:
             self.refuse_what_cannot_delay()
-        state, checkpointed = self.init_fp8_metadata()
         if self.reuses_weights:
             is_first_microbatch = False
+        run = recompute.current_run() if run is None else run
+        precision = self._repeated(run, dtype) if run.plain else self._find_precision(run, dtype)
+        return ModuleContext(self, precision, is_first_microbatch)
+
+    def _repeated(self, run: recompute.Run, dtype: torch.dtype) -> Precision:
+        """`_find_precision`, or what it found last time, if all that it depends on is the same object again."""
+        if self._found is not None and all(map(is_, self._found[1], self._depends_on(run, dtype))):
+            return self._found[0]
+        precision = self._find_precision(run, dtype)
+        if run.state.enabled or not run.state.calibrating:  # calibrating, quantizers are made anew
+            self.__dict__["_found"] = (precision, self._depends_on(run, dtype))  # `Module.__setattr__` is slow
+        return precision
+
+    def _depends_on(self, run: recompute.Run, dtype: torch.dtype) -> tuple[Any, ...]:
+        state, metas = run.state, self.fp8_meta
+        return (
+            *(dtype, state.enabled, state.calibrating, state.recipe, state.group, run.thread),
+            *(self.own_recipe, self.in_high_precision, self.fp8, self._fitted, self._precision, self._membership),
+            *(metas.get("scaling_fwd"), metas.get("scaling_bwd"), metas.get("recipe")),
+        )
+
+    def _find_precision(self, run: recompute.Run, dtype: torch.dtype) -> Precision:
+        """The quantizers of a forward."""
+        state = self.init_fp8_metadata(run)
         if state.enabled:
-            precision = self._fp8_precision(state.recipe, checkpointed, dtype)
+            precision = self._fp8_precision(state.recipe, run.checkpointed, dtype)
         elif state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
             precision = self._calibrating(dtype)
         else:
             precision = self._high_precision(dtype)
-        return ModuleContext(self, precision, is_first_microbatch)
+        return precision
 
     def _fp8_precision(self, recipe: Recipe, checkpointed: bool, dtype: torch.dtype) -> Precision:
         """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""

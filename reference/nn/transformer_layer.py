@@ -37,6 +37,7 @@ from reference.nn.one_rank import ContextGroup, TensorGroup
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.transformer_layer_checks import check_construction, check_forward
 from reference.quantized import as_dtype
+from reference.recompute import Run, current_run
 
 # Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
 _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
@@ -302,7 +303,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             sides = 2 if self.layer_type == "decoder" else 1
             options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
         enc_dec = (enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
-        check_forward(self, hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options)
+        run = current_run()
+        given = (hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options, run)
+        check_forward(self, *given)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
@@ -318,21 +321,21 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
         fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
-        follows = mlp if fused and self.layer_type == "encoder" else None
         if (
-            follows is not None
+            fused
+            and self.layer_type == "encoder"
             and options.fuses
-            and blocks.is_small(self.elements, hidden_states)
-            and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
+            and blocks.is_small(self.elements, hidden_states, run)
+            and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention, run)
         ):
-            return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params)
-        hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
+            return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params, run)
+        hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), run)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
-            hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross())
+            hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross(), run)
         if fused:
-            out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
+            out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch, run)
         else:
             out = self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
         return self.layernorm(out) if self.output_layernorm else out
@@ -356,12 +359,12 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         recomputes: bool,
         window: checks.Window,
         options: Options,
-        mlp: Any = None,
+        run: Run,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
         more = (is_first_microbatch, source, angles, recomputes, window)
-        if options.fuses and self._fuses(attention, x, blocks.is_attention_block, recomputes):
-            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options.inference, mlp=mlp)
+        if options.fuses and self._fuses(attention, x, blocks.is_attention_block, recomputes, run):
+            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options.inference, run)
         results, crosses = self._run(attention, x, mask, mask_type, *more, options), source is not None
         return self._add(results, x, dropout, normed=crosses or not self.output_layernorm, drops_path=not crosses)
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, check_unread
-from reference.autocast import current
 from reference.nn import checks
 from reference.nn.attention_lengths import check_alike
 from reference.nn.attention_options import Options
 from reference.nn.layernorm_mlp import check_activation_params
 from reference.nn.multihead_attention import MultiheadAttention
+from reference.recompute import Run
 
 
 def check_construction(given: Mapping[str, Any]) -> None:
@@ -54,6 +54,7 @@ def check_forward(
     cross: tuple[Any, Any, Any, Any],
     enc_dec: tuple[Any, Any, Any],
     options: Options,
+    run: Run,
 ) -> None:
     """Refuse what a part of the layer would refuse, before anything changes.
 
@@ -88,6 +89,6 @@ def check_forward(
     if decodes and _checks(modules["inter_attention"]):
         names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
         modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, angles, names, options.of_cross())
-    if current().enabled and not checks.has_run_in_fp8(mlp):
+    if run.state.enabled and not checks.has_run_in_fp8(mlp):
         attentions = [part for part in modules.values() if _checks(part)]
         checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

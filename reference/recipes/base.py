@@ -11,6 +11,15 @@ from reference.quantized import Accumulation
 from reference.quantizer import ForwardOnly, HighPrecision, Quantizer
 from reference.roles import Role, Roles
 
+_fixed: dict[Any, Any] = {}  # by each recipe, the copy of it that autocast and layers keep
+_MOST_FIXED = 256
+
+
+def _added(recipe: Any) -> dict[str, int]:
+    """What a recipe has beside its fields, each with the `id` of its value."""
+    fields = getattr(recipe, "__dataclass_fields__", {})
+    return {name: id(x) for name, x in vars(recipe).items() if name not in fields and name != "_fixed"}
+
 
 class FormatLimits(NamedTuple):
     """Largest finite magnitude of the forward and of the backward format."""
@@ -59,14 +68,37 @@ class Recipe:
 
     @property
     def fixed(self) -> Self:
-        """The recipe as it is now, in a copy whose fields cannot be set; the same copy until a field is set."""
+        """The recipe as it is now, in a copy whose fields cannot be set; equal recipes have the same copy.
+
+        So a program may make its recipe anew in each step: layers ask whether the copy is the one of their last run.
+        """
         if torch.compiler.is_compiling():  # no graph can hold a copy; one is compiled anew when a field is set
             return self
         kept: Self | None = vars(self).get("_fixed")
         if kept is None:
-            kept = copy.copy(self)
-            vars(kept)["_fixed"] = vars(self)["_fixed"] = kept
+            kept = vars(self)["_fixed"] = self._shared()
         return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A deep copy or an unpickled recipe has the shared copy, too; what was such a copy stays one of its own."""
+        vars(self).update(state)
+        if vars(self).get("_fixed") is not self:
+            vars(self).pop("_fixed", None)
+
+    def _shared(self) -> Self:
+        """The copy that all recipes equal to this one share; those of a subclass whose objects have no hash share none.
+
+        Recipes that are equal may still differ in what a subclass has added to them.
+        """
+        found: Any = None if type(self).__hash__ is None else _fixed.get(self)
+        if found is None or _added(self) != _added(found):
+            found = copy.copy(self)
+            vars(found)["_fixed"] = found
+            if len(_fixed) >= _MOST_FIXED:
+                _fixed.clear()
+            if type(self).__hash__ is not None:
+                _fixed[found] = found
+        return found  # type: ignore[no-any-return]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):  # not while the recipe is made
