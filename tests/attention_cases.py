@@ -186,8 +186,8 @@ def kept_pairs(case: Case, state: torch.Tensor | None) -> torch.Tensor:
     """float64 [b, h, sq, skv]: 1 where dropout keeps a weight."""
     if not threshold(case.dropout):
         return torch.ones(case.b, case.h, case.sq, case.skv, dtype=torch.float64)
-    heads = [attention.keep_pairs(n, case.sq, case.skv, case.dropout, state) for n in range(case.b * case.h)]
-    return torch.stack(heads).view(case.b, case.h, case.sq, case.skv).double()
+    heads = [attention.keep_pairs(n, 1, case.sq, case.skv, case.dropout, state) for n in range(case.b * case.h)]
+    return torch.cat(heads).view(case.b, case.h, case.sq, case.skv).double()
 
 
 def _bias_values(case: Case, given: dict) -> torch.Tensor:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from numba_code import assert_no_double
 
 from reference import elementary, tensor_core
-from reference.ops import attention, attention_backward
+from reference.ops import attention, attention_backward, attention_heads
+from reference.ops.attention_lengths import Entry
 from reference.ops.dropout import threshold
 
 twin = torch.ops.twin
@@ -197,10 +198,42 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         assert_same_bits(value, results[1][name], name)
 
 
+@pytest.mark.parametrize("lengths", ["none", "both"])
+@pytest.mark.parametrize("bias", ["none", "b1ss", "bh slopes", "sinks"])
+def test_heads_computed_together_have_the_bits_of_each_alone(monkeypatch, bias: str, lengths: str) -> None:
+    """Of three entries, two heads of keys in each and two of queries on each of them; also in pieces of five."""
+    of_bias = {"sinks": True} if bias == "sinks" else {"bias": bias}
+    case = Case(
+        3, 2, 2, 70, 140, 16, mask="arbitrary", mask_type="causal_bottom_right", dropout=0.2, lengths=lengths, **of_bias
+    )
+    sizes, found = [], []
+    with torch_threads(1):
+        for pairs in (1, 5 * 70 * 140, 1 << 30):
+            monkeypatch.setattr(attention_heads, "PAIRS", pairs)
+            sizes.append([some.count for some in attention_heads.together([Entry(70, 140, None, None)] * 3, 4)])
+            found.append(run(case, inputs(case)))
+    assert sizes == [[1] * 12, [5, 5, 2], [12]]
+    for name, value in found[0].items():
+        for other in found[1:]:
+            assert_same_bits(value, other[name], name)
+
+
+def test_each_thread_has_heads() -> None:
+    with torch_threads(3):
+        pieces = attention_heads.together([Entry(8, 8, None, None), Entry(8, 9, None, None)], 4)
+    assert [(some.first, some.count, some.shape) for some in pieces] == [
+        *((0, 3, (2, 4, 8, 8)), (3, 1, (2, 4, 8, 8))),
+        *((4, 3, (2, 4, 8, 9)), (7, 1, (2, 4, 8, 9))),
+    ]
+    assert [pair for some in pieces for pair in zip(some.batch.tolist(), some.head.tolist(), strict=True)] == [
+        divmod(number, 4) for number in range(8)
+    ]
+
+
 def test_dropout_keeps_the_stated_share() -> None:
     """Of 1.6 million pairs within five standard deviations, in every place of a counter's eight."""
     for p in (0.1, 0.5):
-        keep = attention.keep_pairs(3, 1280, 1280, p, torch.tensor([7, 9])).double()
+        keep = attention.keep_pairs(3, 1, 1280, 1280, p, torch.tensor([7, 9])).double()
         share = 1 - threshold(p) / 65536
         tiles = keep.view(80, 2, 8, 80, 2, 4, 2).permute(1, 4, 6, 0, 2, 3, 5).reshape(8, -1)  # r, c, e
         deviation = math.sqrt(share * (1 - share) / tiles.shape[1])

@@ -14,7 +14,7 @@ from conftest import assert_same_bits
 import reference as te
 from reference.nn.attention_bias import alibi
 from reference.ops import attention
-from reference.ops.attention_backward import _Head
+from reference.ops.attention_backward import Tiles
 from reference.ops.attention_bias import default_slopes
 
 twin = torch.ops.twin
@@ -60,11 +60,11 @@ def test_the_order_of_the_gradient_is_the_written_one() -> None:
     found = run(case, given)
     shares = []
     for batch, head in np.ndindex(3, 3):
-        tensors = {name: (given | found)[name][batch, head] for name in ("q", "grad", "out", "m", "inv")}
-        tensors |= {name: given[name][batch, 0] for name in ("k", "v")}
-        one = _Head(tensors, attention.factor(case.softmax_scale), 0.0, None)
+        tensors = {name: (given | found)[name][batch, head : head + 1] for name in ("q", "grad", "out", "m", "inv")}
+        tensors |= {name: given[name][batch, :1] for name in ("k", "v")}
+        one = Tiles(tensors, attention.factor(case.softmax_scale), 0.0, None)
         bias = given["bias"][0, 0].numpy()
-        shares.append(one.gradients(slice(0, 20), slice(0, 30), np.zeros((20, 30), np.bool_), bias)[1])
+        shares.append(one.gradients(slice(0, 20), slice(0, 30), np.zeros((20, 30), np.bool_), bias)[1][0])
 
     def added(order: list[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(20, 30)

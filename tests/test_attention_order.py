@@ -9,15 +9,15 @@ from conftest import assert_same_bits
 
 from reference import tensor_core
 from reference.ops.attention import blocks, factor
-from reference.ops.attention_backward import _Head
+from reference.ops.attention_backward import Tiles
 
 
 def test_dq_adds_key_blocks_from_the_last_to_the_first() -> None:
     case = Case(sq=100, skv=1000, d=32, dtype=torch.float16, seed=1)
     given = inputs(case)
     found = run(case, given)
-    head = _Head(
-        {name: (given | found)[name][0, 0] for name in ("q", "k", "v", "grad", "out", "m", "inv")},
+    head = Tiles(
+        {name: (given | found)[name][0] for name in ("q", "k", "v", "grad", "out", "m", "inv")},
         factor(case.softmax_scale),
         0.0,
         None,
@@ -25,7 +25,7 @@ def test_dq_adds_key_blocks_from_the_last_to_the_first() -> None:
     shares = []
     for keys in blocks(case.skv):
         _, ds = head.tile(slice(0, case.sq), keys, np.zeros((case.sq, keys.stop - keys.start), np.bool_))
-        shares.append(tensor_core.gemm(ds, given["k"][0, 0, keys].t()))
+        shares.append(tensor_core.gemm(ds[0], given["k"][0, 0, keys].t()))
 
     def added(order: list[torch.Tensor]) -> torch.Tensor:
         return (functools.reduce(torch.add, order) * torch.tensor(case.softmax_scale)).to(case.dtype)

@@ -171,6 +171,46 @@ def test_nothing_to_add_is_plus_zero(m, n):
         assert (out.view(torch.int32) == 0).all()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_many_products_in_one_call(kind, threads):
+    """Each has the words it has alone, with infinities and NaN in one of them only, too, or in a start value."""
+    a_format, b_format, instruction = inputs.KINDS[kind]
+    for shape in ((5, 30, 40, 70), (3, 70, 20, 33), (2, 200, 130, 40), (0, 3, 4, 5), (4, 0, 3, 2), (2, 3, 4, 0)):
+        many, m, n, depth = shape
+        rng = np.random.default_rng(shape)
+        a, b = codes(rng, a_format, (many * m, depth), "any"), codes(rng, b_format, (many * n, depth), "near one")
+        a, b = a.reshape(many, m, depth), b.reshape(many, n, depth)
+        if a.size and b.size:
+            a[1, 0], b[-1, :, 0] = np.iinfo(a.dtype).max, codes(rng, b_format, (1, n), "bits")
+        starts = [None]
+        if instruction is model.HALF_STEP:
+            starts += [rng.standard_normal((many, m, n)).astype(np.float32).view(np.uint32)]
+            starts += [np.full((many, m, n), model.INF_WORD, np.uint32)]
+        for c in starts:
+            for split in (None, 128) if instruction is model.FP8_STEP else (None,):
+                with torch_threads(threads):
+                    got = fast.gemm_words(model.Operands(a, a_format, b, b_format, instruction), split, c)
+                assert got.shape == (many, m, n)
+                for number in range(many):
+                    one = model.Operands(a[number], a_format, b[number], b_format, instruction)
+                    assert (got[number] == model.gemm_words(one, split, None if c is None else c[number])).all()
+
+
+def test_as_many_matrices_of_each_are_needed():
+    a = torch.zeros(2, 3, 4, dtype=torch.float16)
+    for b in (a[:1], a[0]):
+        with pytest.raises(ValueError, match=r"a has shape \(2, 3, 4\) and b .*; as many matrices of each are needed"):
+            tensor_core.gemm(a, b)
+    with pytest.raises(ValueError, match="a matrix"):
+        tensor_core.step(a, a)
+    with pytest.raises(ValueError, match="a matrix"):
+        tensor_core.gemm(a[None], a[None])
+    assert tensor_core.gemm(a, a, c=torch.ones(2, 3, 3)).eq(1).all()
+    with pytest.raises(ValueError, match=r"float32 \(2, 3, 3\)"):
+        tensor_core.gemm(a, a, c=torch.ones(3, 3))
+
+
 def test_infinities_that_come_before_and_after_an_overflow():
     """bf16 sums can leave fp32's range: then it matters which infinity was first."""
     big, inf = 2.0**100, float("inf")

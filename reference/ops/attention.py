@@ -57,6 +57,7 @@ from reference.elementary import GRID15, ZERO, exp2_grid_scalar
 from reference.elementary import power_on_grid as power
 from reference.numba_jit import fma, jit
 from reference.ops.attention_bias import add_bias, bias_tile, check_bias
+from reference.ops.attention_heads import Heads, together
 from reference.ops.attention_lengths import check_lengths, entries
 from reference.ops.attention_options import Options
 from reference.ops.attention_sinks import check_sinks, sink_weights
@@ -183,33 +184,33 @@ def check_attention(
     check_lengths(op, q, options.q_lengths, options.kv_lengths)
 
 
-def hidden_pairs(
-    shape: tuple[int, ...], limits: Limits, mask: torch.Tensor | None, batch: int, head: int, first: int, key: int
-) -> np.ndarray:
-    """Which pairs of a tile are hidden: bool `[queries, keys]`; the tile starts at query `first` and key `key`."""
-    _, _, sq, skv = shape
-    i = np.arange(first, min(first + BLOCK, sq))[:, None]
-    j = np.arange(key, min(key + BLOCK, skv))[None, :]
+def hidden_pairs(heads: Heads, limits: Limits, rows: slice, keys: slice) -> np.ndarray:
+    """Which pairs of a tile are hidden: bool `[rows, keys]`, or with a mask `[heads · rows, keys]`."""
+    i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)[None, :]
     hidden = (j < i + limits[0]) | (j > i + limits[1])
-    if mask is not None:
-        here = mask.expand(shape)[batch, head, first : first + BLOCK, key : key + BLOCK]
-        hidden = hidden | here.numpy()
-    return hidden
+    if heads.entry.mask is None:
+        return hidden
+    return (hidden | heads.tile(heads.entry.mask, rows, keys).numpy()).reshape(-1, hidden.shape[1])
 
 
-def keep_pairs(head: int, sq: int, skv: int, p: float, rng_state: torch.Tensor | None) -> torch.Tensor | None:
-    """Which pairs of one head (batch · h + head) dropout keeps: bool `[sq, skv]`; None without dropout."""
+def keep_pairs(
+    first: int, count: int, sq: int, skv: int, p: float, rng_state: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Which pairs dropout keeps of `count` heads from number `first` (batch · h + head) on: bool `[count, sq, skv]`.
+
+    None without dropout.
+    """
     if not threshold(p):
         return None
     assert rng_state is not None
     tiles_i, tiles_j = -(-sq // 16), -(-skv // 16)
-    count = tiles_i * tiles_j * 32
+    counters = tiles_i * tiles_j * 32
     seed, offset = state_values(rng_state)
-    words = np.stack(philox.element_words(seed, head * count, count, offset), axis=1).astype(np.uint32)
+    words = np.stack(philox.element_words(seed, first * counters, count * counters, offset), axis=1).astype(np.uint32)
     u = np.stack([words & 0xFFFF, words >> 16], axis=2)
-    u = u.reshape(tiles_i, tiles_j, 8, 4, 2, 2, 2)  # I, J, g, q, e, c, r
-    u = u.transpose(0, 6, 2, 1, 5, 3, 4)  # I, r, g, J, c, q, e
-    return torch.from_numpy(u.reshape(tiles_i * 16, tiles_j * 16)[:sq, :skv] >= threshold(p))
+    u = u.reshape(count, tiles_i, tiles_j, 8, 4, 2, 2, 2)  # head, I, J, g, q, e, c, r
+    u = u.transpose(0, 1, 7, 3, 2, 6, 4, 5)  # head, I, r, g, J, c, q, e
+    return torch.from_numpy(u.reshape(count, tiles_i * 16, tiles_j * 16)[:, :sq, :skv] >= threshold(p))
 
 
 @jit
@@ -226,13 +227,14 @@ def softmax_block(
 ) -> None:
     """One key block: scores s `[rows, keys]` become weights p; updates m `[rows]`, l `[rows, 4]` and alpha `[rows]`.
 
-    m stays `headroom` below the largest exponent: the largest weight is 2^headroom.
+    m stays `headroom` below the largest exponent: the largest weight is 2^headroom. Rows of `hidden` are used again
+    from its first one on if s has more.
     """
     rows, keys = s.shape
     for row in range(rows):
-        top = -_INFINITY
+        top, unseen = -_INFINITY, hidden[row % hidden.shape[0]]
         for j in range(keys):
-            if not hidden[row, j] and s[row, j] > top:  # false for NaN
+            if not unseen[j] and s[row, j] > top:  # false for NaN
                 top = s[row, j]
         new = GRID15 - fma(-top, c, GRID15 + headroom)
         if not new > m[row]:  # a NaN is not, either
@@ -243,10 +245,10 @@ def softmax_block(
         for lane in range(4):
             sums = (ZERO, ZERO)
             for j in range(2 * lane, keys, 8):
-                p[row, j] = ZERO if hidden[row, j] else power(fma(s[row, j], c, base) - GRID15, powers)
+                p[row, j] = ZERO if unseen[j] else power(fma(s[row, j], c, base) - GRID15, powers)
                 sums = (sums[0] + p[row, j], sums[1])
                 if j + 1 < keys:
-                    p[row, j + 1] = ZERO if hidden[row, j + 1] else power(fma(s[row, j + 1], c, base) - GRID15, powers)
+                    p[row, j + 1] = ZERO if unseen[j + 1] else power(fma(s[row, j + 1], c, base) - GRID15, powers)
                     sums = (sums[0], sums[1] + p[row, j + 1])
             l[row, lane] = fma(l[row, lane], alpha[row], sums[0] + sums[1])
 
@@ -271,28 +273,30 @@ def _query_block(
     hidden: list[np.ndarray],
     biases: list[np.ndarray | None],
     keep: torch.Tensor | None,
-    sink: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [rows, d] against the blocks `seen` of k and v: (O, m, 1 / l), before the last rounding."""
-    rows = q.shape[0]
-    total = torch.zeros(rows, v.shape[1], dtype=torch.float32, device="cpu")
-    m = np.full(rows, LOWEST)
-    l = np.zeros((rows, 4), np.float32)  # noqa: E741
-    alpha = np.empty(rows, np.float32)
+    """q [heads, rows, d] against the blocks `seen` of k and v: (O, m, 1 / l), before the last rounding."""
+    heads, rows, _ = q.shape
+    total = torch.zeros(heads, rows, v.shape[2], dtype=torch.float32, device="cpu")
+    m = np.full(heads * rows, LOWEST)
+    l = np.zeros((heads * rows, 4), np.float32)  # noqa: E741
+    alpha = np.empty(heads * rows, np.float32)
     for keys, block, bias in zip(seen, hidden, biases, strict=True):
-        s = tensor_core.gemm(q, k[keys]).numpy()
+        s = tensor_core.gemm(q, k[:, keys]).flatten(0, 1).numpy()
         p = np.empty_like(s)
         if bias is not None:
             add_bias(s, np.float32(c), bias)
         of_scores = np.float32(c if bias is None else 1)
         softmax_block(s, block, of_scores, m, l, alpha, p, elementary.powers_of_two(), ZERO)
-        weights = rounded_weights(torch.from_numpy(p), q.dtype, None if keep is None else keep[:, keys])
-        total = tensor_core.gemm(weights, v[keys].t(), c=total * torch.from_numpy(alpha)[:, None])
-    lanes = torch.from_numpy(l)
-    sums = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
-    if sink is not None:
-        sums = sums + sink_weights(sink, torch.from_numpy(m))
-    return total, torch.from_numpy(m), inverse(sums)
+        of_heads = torch.from_numpy(p).view(heads, rows, -1)
+        weights = rounded_weights(of_heads, q.dtype, None if keep is None else keep[:, :, keys])
+        scaled = total * torch.from_numpy(alpha).view(heads, rows, 1)
+        total = tensor_core.gemm(weights, v[:, keys].transpose(1, 2), c=scaled)
+    lanes, largest = torch.from_numpy(l).view(heads, rows, 4), torch.from_numpy(m).view(heads, rows)
+    sums = (lanes[..., 0] + lanes[..., 1]) + (lanes[..., 2] + lanes[..., 3])
+    if sinks is not None:
+        sums = sums + sink_weights(sinks[:, None], largest)
+    return total, largest, inverse(sums)
 
 
 def with_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
@@ -355,23 +359,21 @@ def attention(
     out.zero_(), m.fill_(float(LOWEST)), inv.zero_()  # of queries beyond a length
     last = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
 
-    def of_head(batch: int, head: int) -> None:
-        keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-        sink, entry = None if sinks is None else sinks[head], found[batch]
-        shape, seeing = (b, h, entry.sq, entry.skv), limits(mask_type, left, right, entry.sq, entry.skv)
-        for rows in blocks(entry.sq):
-            seen = visited(rows.start, entry.sq, entry.skv, seeing)
-            hidden = [hidden_pairs(shape, seeing, entry.mask, batch, head, rows.start, keys.start) for keys in seen]
-            biased = (shape, mask_type, entry.bias, slopes, (batch, head), rows)
-            biases = [bias_tile(*biased, keys) for keys in seen]
-            tensors = (q[batch, head, rows], k[batch, head // (h // heads)], v[batch, head // (h // heads)])
-            kept = None if keep is None else keep[rows]
-            of_block = _query_block(*tensors, factor(scale), seen, hidden, biases, kept, sink)
-            total, m[batch, head, rows], inverses = of_block
-            inv[batch, head, rows] = inverses
-            out[batch, head, rows] = (total * (inverses * last)[:, None]).to(q.dtype)
+    def of_heads(some: Heads) -> None:
+        keep = keep_pairs(some.first, some.count, sq, skv, dropout, rng_state)
+        of_k, (queries, keys) = some.to_keys(h // heads), some.shape[2:]
+        tensors, seeing = (some.of(q), of_k.of(k), of_k.of(v)), limits(mask_type, left, right, queries, keys)
+        for rows in blocks(queries):
+            seen = visited(rows.start, queries, keys, seeing)
+            hidden = [hidden_pairs(some, seeing, rows, block) for block in seen]
+            biases = [bias_tile(some, mask_type, slopes, rows, block) for block in seen]
+            more = (None if keep is None else keep[:, rows], None if sinks is None else sinks[some.head])
+            of_rows = (tensors[0][:, rows], *tensors[1:], factor(scale), seen, hidden, biases, *more)
+            total, largest, inverses = _query_block(*of_rows)
+            m[some.batch, some.head, rows], inv[some.batch, some.head, rows] = largest, inverses
+            out[some.batch, some.head, rows] = (total * (inverses * last)[..., None]).to(q.dtype)
 
-    each(of_head, list(np.ndindex(b, h)))
+    each(of_heads, [(some,) for some in together(found, h)])
     if threshold(dropout):
         assert rng_state is not None
         rng_state[1] += 1

@@ -34,6 +34,7 @@ from reference.elementary import power_on_grid as power
 from reference.numba_jit import fma, jit
 from reference.ops import attention
 from reference.ops.attention_bias import add_bias, bias_tile
+from reference.ops.attention_heads import Heads, together
 from reference.ops.attention_lengths import entries
 from reference.ops.attention_options import Options
 from reference.ops.checks import check_like
@@ -72,16 +73,19 @@ def softmax_backward_tile(
     dots: np.ndarray,
     powers: np.ndarray,
 ) -> None:
-    """s `[rows, keys]` becomes a, dp becomes ds, in place."""
+    """s `[rows, keys]` becomes a, dp becomes ds, in place.
+
+    Rows of `hidden` and `keep` are used again from their first ones on if s has more.
+    """
     rows, keys = s.shape
     for row in range(rows):
-        base = GRID15 - m[row]
+        base, unseen, kept_pairs = GRID15 - m[row], hidden[row % hidden.shape[0]], keep[row % keep.shape[0]]
         for j in range(keys):
-            if hidden[row, j]:
+            if unseen[j]:
                 s[row, j] = dp[row, j] = ZERO
                 continue
             a = power(fma(s[row, j], c, base) - GRID15, powers) * inv[row]
-            passed = dp[row, j] if keep[row, j] else ZERO
+            passed = dp[row, j] if kept_pairs[j] else ZERO
             s[row, j] = a
             dp[row, j] = a * fma(passed, kept, -dots[row])
 
@@ -126,47 +130,51 @@ def outputs(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _Head:
+class Tiles:
+    """The tiles of some heads; the tensors are grad, q, k, v, out, m and inv of each, `[heads, rows, ..]`."""
+
     def __init__(self, tensors: dict[str, torch.Tensor], c: float, dropout: float, keep: torch.Tensor | None) -> None:
         self.tensors = tensors
         self.c = np.float32(c)
         self.kept = np.float32(keep_scale(dropout))
         self.keep = keep
-        grad, out = tensors["grad"].float().numpy(), tensors["out"].float().numpy()
-        self.dots = np.empty(grad.shape[0], np.float32)
-        row_dots(np.ascontiguousarray(grad), np.ascontiguousarray(out), self.dots)
+        grad, out = (tensors[name].float().flatten(0, 1).contiguous() for name in ("grad", "out"))
+        self.dots = torch.empty(tensors["m"].shape, dtype=torch.float32, device="cpu")
+        row_dots(grad.numpy(), out.numpy(), self.dots.view(-1).numpy())
 
     def gradients(
         self, rows: slice, keys: slice, hidden: np.ndarray, bias: np.ndarray | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(a, ds), fp32 `[rows, keys]`, and which pairs dropout keeps."""
-        q, grad, m, inv = (self.tensors[name][rows] for name in ("q", "grad", "m", "inv"))
-        s = tensor_core.gemm(q, self.tensors["k"][keys])
-        dp = tensor_core.gemm(grad, self.tensors["v"][keys])
-        every = torch.ones(s.shape, dtype=torch.bool, device="cpu")
-        keep = every if self.keep is None else self.keep[rows, keys].contiguous()
-        pairs = (s.numpy(), dp.numpy(), hidden, keep.numpy())
-        per_row = (m.numpy(), inv.numpy(), self.dots[rows])
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a, ds), fp32 `[heads, rows, keys]`."""
+        q, grad = self.tensors["q"][:, rows], self.tensors["grad"][:, rows]
+        s = tensor_core.gemm(q, self.tensors["k"][:, keys])
+        dp = tensor_core.gemm(grad, self.tensors["v"][:, keys])
+        pairs = [x.flatten(0, 1).numpy() for x in (s, dp)]
+        every = torch.ones(1, 1, s.shape[2], dtype=torch.bool, device="cpu")
+        keep = every if self.keep is None else self.keep[:, rows, keys]
+        stats = (self.tensors["m"], self.tensors["inv"], self.dots)
+        per_row = [x[:, rows].reshape(-1).numpy() for x in stats]
         if bias is not None:
             add_bias(pairs[0], self.c, bias)
         c = self.c if bias is None else np.float32(1)
-        softmax_backward_tile(*pairs, c, self.kept, *per_row, elementary.powers_of_two())
-        return s, dp, keep
+        of_keep = keep.flatten(0, 1).contiguous().numpy()
+        softmax_backward_tile(*pairs, hidden, of_keep, c, self.kept, *per_row, elementary.powers_of_two())
+        return s, dp
 
     def tile(
         self, rows: slice, keys: slice, hidden: np.ndarray, bias: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(P, dS), 16-bit `[rows, keys]`."""
-        a, ds, keep = self.gradients(rows, keys, hidden, bias)
+        """(P, dS), 16-bit `[heads, rows, keys]`."""
+        a, ds = self.gradients(rows, keys, hidden, bias)
         dtype = self.tensors["q"].dtype
+        keep = None if self.keep is None else self.keep[:, rows, keys]
         return attention.rounded_weights(a, dtype, keep), ds.to(dtype)
 
 
-def _of_head(place: tuple[int, int, int], *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-    """grad, q, k, v, out, m, inv of one (batch, head, head of keys)."""
-    batch, head, key_head = place
-    named = zip(("grad", "q", "k", "v", "out", "m", "inv"), tensors, strict=True)
-    return {name: x[batch, key_head if name in ("k", "v") else head] for name, x in named}
+def _of_heads(some: Heads, group: int, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    """grad, q, k, v, out, m and inv of some heads, of which `group` read one of k and v."""
+    named, of_keys = zip(("grad", "q", "k", "v", "out", "m", "inv"), tensors, strict=True), some.to_keys(group)
+    return {name: (of_keys if name in ("k", "v") else some).of(x) for name, x in named}
 
 
 @define(outputs)
@@ -208,31 +216,31 @@ def attention_backward(
     softmax_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
     kept = torch.tensor(keep_scale(dropout), dtype=torch.float32, device="cpu")
 
-    def of_key_head(batch: int, key_head: int) -> None:
-        sum_k, sum_v = (torch.zeros(skv, n, dtype=torch.float32, device="cpu") for n in (d, v.shape[3]))
-        entry, shape = found[batch], (b, h, found[batch].sq, found[batch].skv)
-        seeing = attention.limits(mask_type, left, right, entry.sq, entry.skv)
-        for head in range(key_head * (h // heads), (key_head + 1) * (h // heads)):
-            keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-            tensors = _of_head((batch, head, key_head), grad, q, k, v, out, m, inv)
-            one = _Head(tensors, attention.factor(scale), dropout, keep)
-            sum_q = torch.zeros(sq, d, dtype=torch.float32, device="cpu")
-            for rows in attention.blocks(entry.sq):
-                seen = attention.visited(rows.start, entry.sq, entry.skv, seeing)
-                pairs = (shape, seeing, entry.mask, batch, head, rows.start)
-                biased = (shape, mask_type, entry.bias, slopes, (batch, head), rows)
-                for keys in reversed(seen):
-                    hidden = attention.hidden_pairs(*pairs, keys.start)
-                    p, ds = one.tile(rows, keys, hidden, bias_tile(*biased, keys))
-                    of_keys = tensor_core.gemm(ds, tensors["k"][keys].t())
-                    sum_q[rows] = of_keys if keys is seen[-1] else sum_q[rows] + of_keys
-                    sum_k[keys] = tensor_core.gemm(ds.t(), tensors["q"][rows].t(), c=sum_k[keys])
-                    sum_v[keys] = tensor_core.gemm(p.t(), tensors["grad"][rows].t(), c=sum_v[keys])
-            dq[batch, head] = (sum_q * softmax_scale).to(q.dtype)
-        dk[batch, key_head] = (sum_k * softmax_scale).to(k.dtype)
-        dv[batch, key_head] = (sum_v * kept).to(v.dtype)
+    def of_key_heads(some: Heads) -> None:
+        n, group, (queries, keys) = some.count, h // heads, some.shape[2:]
+        sum_k, sum_v = (torch.zeros(n, skv, x, dtype=torch.float32, device="cpu") for x in (d, v.shape[3]))
+        seeing = attention.limits(mask_type, left, right, queries, keys)
+        keep = attention.keep_pairs(some.first * group, n * group, sq, skv, dropout, rng_state)
+        for number in range(group):
+            these = some.member(number, group)
+            tensors = _of_heads(these, group, grad, q, k, v, out, m, inv)
+            tiles = Tiles(tensors, attention.factor(scale), dropout, None if keep is None else keep[number::group])
+            sum_q = torch.zeros(n, sq, d, dtype=torch.float32, device="cpu")
+            for rows in attention.blocks(queries):
+                of_q, of_grad = (tensors[name][:, rows].transpose(1, 2) for name in ("q", "grad"))
+                seen = attention.visited(rows.start, queries, keys, seeing)
+                for block in reversed(seen):
+                    hidden = attention.hidden_pairs(these, seeing, rows, block)
+                    p, ds = tiles.tile(rows, block, hidden, bias_tile(these, mask_type, slopes, rows, block))
+                    of_keys = tensor_core.gemm(ds, tensors["k"][:, block].transpose(1, 2))
+                    sum_q[:, rows] = of_keys if block is seen[-1] else sum_q[:, rows] + of_keys
+                    sum_k[:, block] = tensor_core.gemm(ds.transpose(1, 2), of_q, c=sum_k[:, block])
+                    sum_v[:, block] = tensor_core.gemm(p.transpose(1, 2), of_grad, c=sum_v[:, block])
+            dq[these.batch, these.head] = (sum_q * softmax_scale).to(q.dtype)
+        dk[some.batch, some.head] = (sum_k * softmax_scale).to(k.dtype)
+        dv[some.batch, some.head] = (sum_v * kept).to(v.dtype)
 
-    each(of_key_head, list(np.ndindex(b, heads)))
+    each(of_key_heads, [(some,) for some in together(found, heads)])
     return dq, dk, dv
 
 
@@ -285,16 +293,15 @@ def attention_bias_backward(
     found = entries("twin::attention_bias_backward", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     total = torch.zeros(*dbias.shape, dtype=torch.float32, device="cpu")
     every = total.expand(b, h, sq, skv)  # each pair of batch and head sees the matrix that it shares
-    for batch, head in np.ndindex(b, h):
-        keep = attention.keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
-        place = (batch, head, head // (h // heads))
-        one = _Head(_of_head(place, grad, q, k, v, out, m, inv), attention.factor(scale), dropout, keep)
-        entry, shape = found[batch], (b, h, found[batch].sq, found[batch].skv)
-        seeing = attention.limits(mask_type, left, right, entry.sq, entry.skv)
-        for rows in attention.blocks(entry.sq):
-            pairs = (shape, seeing, entry.mask, batch, head, rows.start)
-            for keys in attention.visited(rows.start, entry.sq, entry.skv, seeing):
-                tile = bias_tile(shape, mask_type, entry.bias, slopes, (batch, head), rows, keys)
-                _, ds, _ = one.gradients(rows, keys, attention.hidden_pairs(*pairs, keys.start), tile)
-                every[batch, head, rows, keys] += ds
+    for some in together(found, h):
+        keep = attention.keep_pairs(some.first, some.count, sq, skv, dropout, rng_state)
+        of_heads = _of_heads(some, h // heads, grad, q, k, v, out, m, inv)
+        tiles = Tiles(of_heads, attention.factor(scale), dropout, keep)
+        seeing = attention.limits(mask_type, left, right, *some.shape[2:])
+        for rows in attention.blocks(some.shape[2]):
+            for keys in attention.visited(rows.start, *some.shape[2:], seeing):
+                hidden = attention.hidden_pairs(some, seeing, rows, keys)
+                _, ds = tiles.gradients(rows, keys, hidden, bias_tile(some, mask_type, slopes, rows, keys))
+                for batch, head, share in zip(some.batch, some.head, ds, strict=True):
+                    every[batch, head, rows, keys] += share
     return dbias.copy_(total)

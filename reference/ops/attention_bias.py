@@ -29,6 +29,7 @@ import torch
 
 from reference.elementary import LOG2E
 from reference.numba_jit import fma, jit
+from reference.ops.attention_heads import Heads
 
 
 def default_slopes(heads: int) -> torch.Tensor:
@@ -70,23 +71,15 @@ def diagonal(mask_type: str, sq: int, skv: int) -> int:
     return 0 if mask_type == "causal" else skv - sq
 
 
-def bias_tile(
-    shape: tuple[int, int, int, int],
-    mask_type: str,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    pair: tuple[int, int],
-    rows: slice,
-    keys: slice,
-) -> np.ndarray | None:
-    """b of a tile of one `pair` (batch, head), fp32 `[rows, keys]`; None without a bias. `shape`: [b, h, sq, skv]."""
-    if bias is not None:
-        return bias.expand(shape)[pair][rows, keys].float().numpy()
+def bias_tile(heads: Heads, mask_type: str, slopes: torch.Tensor | None, rows: slice, keys: slice) -> np.ndarray | None:
+    """b of a tile of these heads, fp32 `[heads · rows, keys]`; None without a bias."""
+    if heads.entry.bias is not None:
+        return heads.tile(heads.entry.bias, rows, keys).float().flatten(0, 1).numpy()
     if slopes is None:
         return None
     i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)[None, :]
-    nearness = (-np.abs(i + diagonal(mask_type, *shape[2:]) - j)).astype(np.float32)
-    return slopes.expand(shape[:2])[pair].numpy() * nearness
+    nearness = (-np.abs(i + diagonal(mask_type, *heads.shape[2:]) - j)).astype(np.float32)
+    return (heads.of(slopes.expand(heads.shape[:2])).numpy()[:, None, None] * nearness).reshape(-1, j.size)
 
 
 @jit

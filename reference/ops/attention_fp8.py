@@ -56,9 +56,12 @@ from reference.ops.attention import (
     softmax_block,
     visited,
 )
+from reference.ops.attention_heads import Heads, together
+from reference.ops.attention_lengths import entries
 from reference.ops.attention_options import Options
 from reference.ops.dropout import check_dropout, keep_scale, threshold
 from reference.ops.library import define
+from reference.workers import each
 
 CODES = torch.float8_e4m3fn
 FP32_MAX = torch.finfo(torch.float32).max
@@ -154,23 +157,29 @@ def _query_block(
     hidden: list[np.ndarray],
     keep: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [rows, d] against the blocks `seen` of k and v_t: (O, m, 1 / l), before the last rounding."""
-    rows, d = q.shape
-    total, sums = np.zeros((rows, d), np.float32), np.zeros((rows, 1), np.float32)
-    m = np.full(rows, LOWEST)
-    uncast = np.zeros((rows, 4), np.float32)  # sums of p, which 16 bits have for l
-    alpha = np.empty(rows, np.float32)
+    """q [heads, rows, d] against the blocks `seen` of k and v_t: (O, m, 1 / l), before the last rounding."""
+    heads, rows, d = q.shape
+    total, sums = np.zeros((heads * rows, d), np.float32), np.zeros((heads * rows, 1), np.float32)
+    m = np.full(heads * rows, LOWEST)
+    uncast = np.zeros((heads * rows, 4), np.float32)  # sums of p, which 16 bits have for l
+    alpha = np.empty(heads * rows, np.float32)
     for keys, block in zip(seen, hidden, strict=True):
-        s = tensor_core.gemm(q, k[keys]).numpy()
+        s = tensor_core.gemm(q, k[:, keys]).flatten(0, 1).numpy()
         p = np.empty_like(s)
         softmax_block(s, block, c, m, uncast, alpha, p, elementary.powers_of_two(), HEADROOM)
         weights = rounded_weights(torch.from_numpy(p))
         ones = torch.ones(1, s.shape[1], dtype=torch.float32, device="cpu").to(CODES)
         add_product(sums, alpha, tensor_core.gemm(weights, ones).numpy())
+        weights = weights.view(heads, rows, -1)
         if keep is not None:
-            weights.view(torch.uint8)[~keep[:, keys]] = 0
-        add_product(total, alpha, tensor_core.gemm(weights, v_t[:, keys]).numpy())
-    return torch.from_numpy(total), torch.from_numpy(m), inverse(torch.from_numpy(sums[:, 0]))
+            weights.view(torch.uint8)[~keep[:, :, keys]] = 0
+        add_product(total, alpha, tensor_core.gemm(weights, v_t[:, :, keys]).flatten(0, 1).numpy())
+    shape = (heads, rows)
+    return (
+        torch.from_numpy(total).view(*shape, d),
+        torch.from_numpy(m).view(shape),
+        inverse(torch.from_numpy(sums)).view(shape),
+    )
 
 
 @define(outputs, mutates=("rng_state",))
@@ -207,17 +216,22 @@ def attention_fp8(
     seeing = limits(mask_type, left, right, sq, skv)
     of_scores, last = torch.tensor([factor(scale), keep_scale(dropout)], dtype=torch.float32, device="cpu")
     c = np.float32((of_scores * (q_scale_inv * k_scale_inv)).item())
-    for batch, head in np.ndindex(b, h):
-        keep = keep_pairs(batch * h + head, sq, skv, dropout, rng_state)
+
+    def of_heads(some: Heads) -> None:
+        keep = keep_pairs(some.first, some.count, sq, skv, dropout, rng_state)
+        of_keys = some.to_keys(group)
+        tensors = some.of(q), of_keys.of(k), of_keys.of(v_t)
         for rows in blocks(sq):
             seen = visited(rows.start, sq, skv, seeing)
-            hidden = [hidden_pairs((b, h, sq, skv), seeing, mask, batch, head, rows.start, keys.start) for keys in seen]
-            tensors = (q[batch, head, rows], k[batch, head // group], v_t[batch, head // group])
-            total, m[batch, head, rows], inverses = _query_block(
-                *tensors, c, seen, hidden, None if keep is None else keep[rows]
-            )
-            inv[batch, head, rows] = inverses
-            out[batch, head, rows] = (total * ((inverses * last) * v_scale_inv)[:, None]).to(out_dtype)
+            hidden = [hidden_pairs(some, seeing, rows, block) for block in seen]
+            of_rows = (tensors[0][:, rows], *tensors[1:], c, seen, hidden, None if keep is None else keep[:, rows])
+            total, largest, inverses = _query_block(*of_rows)
+            m[some.batch, some.head, rows], inv[some.batch, some.head, rows] = largest, inverses
+            factors = (inverses * last) * v_scale_inv
+            out[some.batch, some.head, rows] = (total * factors[..., None]).to(out_dtype)
+
+    found = entries("twin::attention_fp8", (b, h, sq, skv), mask, None, None, None)
+    each(of_heads, [(some,) for some in together(found, h)])
     if threshold(dropout):
         assert rng_state is not None
         rng_state[1] += 1

@@ -146,8 +146,8 @@ def _kept(q: T, k: T, dropout: float, rng_state: T | None) -> T | None:
     if not threshold(dropout) or rng_state is None:
         return None
     b, h, sq, _ = q.shape
-    masks: list[Any] = [keep_pairs(i, sq, k.shape[2], dropout, rng_state) for i in range(b * h)]
-    return torch.stack(masks).view(b, h, sq, -1).double() * keep_scale(dropout)
+    masks: list[Any] = [keep_pairs(i, 1, sq, k.shape[2], dropout, rng_state) for i in range(b * h)]
+    return torch.cat(masks).view(b, h, sq, -1).double() * keep_scale(dropout)
 
 
 def _attention(

@@ -45,6 +45,8 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
 def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Tensor | None = None) -> torch.Tensor:
     """a · bᵀ by chained tensor-core steps, fp32 `[M, N]`; any M, N and K, zero included.
 
+    a `[H, M, K]`, b `[H, N, K]` and c `[H, M, N]` are H products, which one call computes: fp32 `[H, M, N]`.
+
     K is taken in order; its last step is filled up with zeros. A K of 0 gives +0, or c. NaN results are the word
     0x7FFFFFFF. The GEMM runs on as many threads as torch may use (`torch.set_num_threads`), with the same bits. The
     first call on a machine compiles for some seconds.
@@ -63,7 +65,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
     check_denormals()
     if accumulate not in ("fast", "split"):
         raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
-    left = operands(a, b)
+    left = operands(a, b, batched=True)
     split = accumulate == "split"
     if split and left.instruction is not model.FP8_STEP:
         raise ValueError(
@@ -72,7 +74,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
         )
     start = None
     if c is not None:
-        shape = (a.shape[0], b.shape[0])
+        shape = (*a.shape[:-1], b.shape[-2])
         if split or c.dtype != torch.float32 or tuple(c.shape) != shape or c.device.type != "cpu":
             raise ValueError(
                 f"c is {c.dtype} {tuple(c.shape)} on {c.device} with accumulate={accumulate!r}; "

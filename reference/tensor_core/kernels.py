@@ -255,56 +255,60 @@ def _constants(typingctx, exponents):  # type: ignore[no-untyped-def]
 
 @jit
 def pack(codes, values, exponents, first, last, step_k, to_values, to_exponents):  # type: ignore[no-untyped-def]
-    """Rows `first` to `last` of codes [M, K] through the tables into [steps, M, step_k] (flat)."""
-    rows, depth = codes.shape
-    for row in range(first, last):
-        for start in range(0, depth, step_k):
-            part = codes[row][start : start + step_k]
-            at = start * rows + row * step_k
-            into, into_exponents = to_values[at : at + step_k], to_exponents[at : at + step_k]
-            for k in range(part.size):
-                into[k] = values[part[k]]
-                into_exponents[k] = exponents[part[k]]
+    """Rows `first` to `last` of codes [H, M, K] through the tables into [H, steps, M, step_k] (flat)."""
+    matrices, rows, depth = codes.shape
+    steps = (depth + step_k - 1) // step_k
+    for matrix in range(matrices):
+        for row in range(first, last):
+            for step in range(steps):
+                part = codes[matrix][row][step * step_k : (step + 1) * step_k]
+                at = ((matrix * steps + step) * rows + row) * step_k
+                into, into_exponents = to_values[at : at + step_k], to_exponents[at : at + step_k]
+                for k in range(part.size):
+                    into[k] = values[part[k]]
+                    into_exponents[k] = exponents[part[k]]
 
 
 @jit
-def tiles(a, a_exponent, codes, values, exponents, rows, columns, split_steps, out):  # type: ignore[no-untyped-def]
-    """Add packed a (see `pack`) times codes [N, K] to out[rows, columns]; rows, columns: (first, last).
+def tiles(a, a_exponent, codes, values, exponents, matrices, rows, columns, split_steps, out):  # type: ignore[no-untyped-def]
+    """Add packed a (see `pack`) times codes [H, N, K] to out[matrices, rows, columns]; each of these is (first, last).
 
     The chain starts from what `out` holds. split_steps > 0 (FP8, `out` zero): after so many steps the chain is added
     to the output and starts again from zero.
     """
     step_k, width, no_term = _constants(exponents)
-    depth = codes.shape[1]
+    depth = codes.shape[2]
     steps = (depth + step_k - 1) // step_k
     height = rows[1] - rows[0]
     b = np.empty((step_k, width), values.dtype)
     b_exponent = np.empty((step_k, width), exponents.dtype)
     chain = np.empty((height, width), np.float32)
     c = chain.view(np.int32)
-    for left in range(columns[0], columns[1], width):
+    lefts = (columns[1] - columns[0] + width - 1) // width
+    for tile in range(matrices[0] * lefts, matrices[1] * lefts):
+        matrix, left = tile // lefts, columns[0] + tile % lefts * width
         used = min(width, columns[1] - left)
         chain[:] = np.float32(0)
         if split_steps == 0:
             for row in range(height):
-                start, to = out[rows[0] + row][left : left + used], chain[row]
+                start, to = out[matrix][rows[0] + row][left : left + used], chain[row]
                 for column in range(used):
                     to[column] = start[column]
         for step in range(steps):
             b[:] = 0
             b_exponent[:] = no_term
             for column in range(used):
-                part = codes[left + column][step * step_k : (step + 1) * step_k]
+                part = codes[matrix][left + column][step * step_k : (step + 1) * step_k]
                 for k in range(part.size):
                     b[k, column] = values[part[k]]
                     b_exponent[k, column] = exponents[part[k]]
-            base = (step * out.shape[0] + rows[0]) * step_k
+            base = ((matrix * steps + step) * out.shape[1] + rows[0]) * step_k
             for row in range(height):
                 _step(a, a_exponent, base + row * step_k, b, b_exponent, c, row * width)
             ends = step == steps - 1 or (split_steps > 0 and step % split_steps == split_steps - 1)
             if ends:
                 for row in range(height):
-                    to, found = out[rows[0] + row][left : left + used], chain[row]
+                    to, found = out[matrix][rows[0] + row][left : left + used], chain[row]
                     for column in range(used):
                         to[column] = to[column] + found[column] if split_steps > 0 else found[column]
                 chain[:] = np.float32(0)
