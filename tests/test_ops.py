@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conftest import assert_same_bits
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from optimized.recordings import cases
 from optimized.recordings.calls import Call, Inputs, tensors_in
@@ -27,14 +27,18 @@ def changed(call: Call) -> list[int]:
     return [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
 
 
+def without_numbers(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str) -> None:
     """Its results have the shapes and dtypes that a compiler was told; other memory does not enter them."""
     for call in drawn(name):
         before, again = copy.deepcopy(call.args), copy.deepcopy(call.args)
-        results = call.op(*call.args)
+        results = call.run()
         torch.full((1 << 16,), torch.nan)
-        others = call.op(*again)
+        others = call._replace(args=again).run()
         for a, b in zip(tensors_in([results, call.args]), tensors_in([others, again]), strict=True):
             assert_same_bits(a, b, call.name)
         may_change = changed(call)
@@ -42,8 +46,7 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str) -> None
             if i not in may_change:
                 for a, b in zip(tensors_in(now), tensors_in(then), strict=True):
                     assert_same_bits(a, b, f"{call.name} changed argument {i}")
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            told = call.op(*call.args)
+        told = call._replace(args=tree_map_only(torch.Tensor, without_numbers, call.args)).run()
         for a, b in zip(tensors_in(told), tensors_in(results), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), call.name
 
@@ -53,7 +56,7 @@ def check_nothing(name: str, device: str) -> None:
     for rows, cols in NOTHING:
         for call in cases.MODULES[name].sized(Inputs(device), rows, cols):
             try:
-                results = call.op(*call.args)
+                results = call.run()
             except (TypeError, ValueError, NotImplementedError) as error:
                 refused = str(error)
                 assert re.match(r"twin::\w+: .*(1 to \d+ c|1 to \d+ columns;)", refused), refused

@@ -26,17 +26,24 @@ class Call(NamedTuple):
     """`op(*args)`.
 
     Attributes:
-        op: one of `torch.ops.twin`, or a function of `optimized.ops` with a choice that the op makes itself.
+        op: one of `torch.ops.twin`.
         args: tensors among them may be changed.
+        chosen: in its place on a GPU: a function of `optimized.ops` with a choice that the op makes itself, as a tile.
     """
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
+    chosen: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
         """Of the op."""
         return str(getattr(self.op, "__name__", self.op))
+
+    def run(self) -> Any:
+        """What comes back."""
+        on_gpu = self.chosen is not None and any(x.is_cuda for x in tensors_in(self.args))
+        return (self.chosen if on_gpu and self.chosen is not None else self.op)(*self.args)
 
 
 class Inputs:
@@ -73,6 +80,12 @@ class Inputs:
             x[where] = self.draw.choice(SPECIAL, size=len(where))
         return self._placed(x, dtype, shape, start)
 
+    def normal(self, *shape: int, dtype: torch.dtype = BF16, start: int = 0) -> torch.Tensor:
+        """Normal numbers of one magnitude."""
+        if not self.filled:
+            return self._memory(shape, dtype, start)
+        return self._placed(self.draw.standard_normal(torch.Size(shape).numel(), np.float32), dtype, shape, start)
+
     def positive(self, *shape: int, dtype: torch.dtype = FP32, start: int = 0) -> torch.Tensor:
         """Numbers from 0.1 to 10."""
         if not self.filled:
@@ -94,10 +107,14 @@ class Inputs:
         return self._placed(codes.numpy(), torch.uint8, shape, start).view(dtype)
 
     def integers(self, *shape: int, below: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """From 0 to below - 1."""
+        """From 0 to below - 1; 0 where that is none."""
         if not self.filled:
             return self._memory(shape, dtype, 0)
-        return self._placed(self.draw.integers(0, below, torch.Size(shape).numel()), dtype, shape, 0)
+        return self._placed(self.draw.integers(0, max(1, below), torch.Size(shape).numel()), dtype, shape, 0)
+
+    def mask(self, *shape: int) -> torch.Tensor:
+        """Bools, two fifths of them True."""
+        return self.integers(*shape, below=5, dtype=torch.uint8) < 2
 
     def one(self) -> torch.Tensor:
         """fp32 `[1]`, such as a scale_inv."""
