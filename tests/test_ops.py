@@ -1,24 +1,22 @@
-"""What holds of every op, of each call in its list (optimized/recordings/cases): on a CPU."""
+"""What holds of every op, of each call in its list (optimized/recordings/cases), on a CPU and where kernels run."""
 
 import copy
+import random
 import re
 
 import pytest
 import torch
 from conftest import assert_same_bits
+from op_calls import LISTS, SIZED, drawn, dry, dry_sized, sized
 from torch.utils._pytree import tree_map_only
 
+import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.recordings import cases
-from optimized.recordings.calls import Call, Inputs, tensors_in
+from optimized.recordings.calls import Call, tensors_in
 from reference.ops import library
 
-LISTS = sorted(cases.having("calls"))
 NOTHING = ((0, 16), (16, 0), (1, 0), (0, 0))
-
-
-def drawn(name: str, device: str = "cpu", seed: int = 0) -> list[Call]:
-    """The calls of a file."""
-    return list(cases.MODULES[name].calls(Inputs(device, seed)))
+SMALL, FEW = 1 << 14, 2  # numbers in a call's arguments, and calls of a file, for the simulator
 
 
 def changed(call: Call) -> list[int]:
@@ -36,6 +34,7 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str) -> None
     """Its results have the shapes and dtypes that a compiler was told; other memory does not enter them."""
     for call in drawn(name):
         before, again = copy.deepcopy(call.args), copy.deepcopy(call.args)
+        told = call._replace(args=tree_map_only(torch.Tensor, without_numbers, call.args)).run()
         results = call.run()
         torch.full((1 << 16,), torch.nan)
         others = call._replace(args=again).run()
@@ -46,15 +45,32 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str) -> None
             if i not in may_change:
                 for a, b in zip(tensors_in(now), tensors_in(then), strict=True):
                     assert_same_bits(a, b, f"{call.name} changed argument {i}")
-        told = call._replace(args=tree_map_only(torch.Tensor, without_numbers, call.args)).run()
         for a, b in zip(tensors_in(told), tensors_in(results), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), call.name
 
 
-def check_nothing(name: str, device: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("name", LISTS)
+def test_cuda_gives_the_words_of_the_cpu(name: str, device: torch.device, is_simulated: bool) -> None:
+    """Results, and arguments after them, of numbers that are fresh in each session."""
+    seed = 0 if is_simulated else int(torch.randint(1 << 20, ()))
+    pairs = list(enumerate(zip(drawn(name, "cpu", seed), drawn(name, device, seed), strict=True)))
+    if is_simulated:
+        few = [i for i, (here, _) in pairs if 0 < sum(x.numel() for x in tensors_in(here.args)) <= SMALL]
+        chosen = random.Random(name).sample(few, min(FEW, len(few)))
+        pairs = [pair for pair in pairs if pair[0] in chosen]
+    for i, (here, there) in pairs:
+        torch.full((1 << 20,), torch.nan, device=device)  # what the allocator hands out next
+        found, expected = there.run(), here.run()
+        for a, b in zip(tensors_in([found, there.args]), tensors_in([expected, here.args]), strict=True):
+            assert_same_bits(a, b, f"{name}, call {i}: {here.name}, seed {seed}")
+
+
+def check_nothing(name: str, device: torch.device | str) -> None:
     """An op of nothing gives no NaN, or answers in a sentence."""
     for rows, cols in NOTHING:
-        for call in cases.MODULES[name].sized(Inputs(device), rows, cols):
+        for call in sized(name, device, rows, cols):
             try:
                 results = call.run()
             except (TypeError, ValueError, NotImplementedError) as error:
@@ -66,17 +82,21 @@ def check_nothing(name: str, device: str) -> None:
                 assert not bool(wide.isnan().any()), f"{call.name} of {rows}, {cols}: {x}"
 
 
-@pytest.mark.parametrize("name", sorted(cases.having("sized")))
+@pytest.mark.parametrize("name", SIZED)
 def test_nothing_gives_no_nan(name: str) -> None:
     check_nothing(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZED)
+def test_nothing_gives_no_nan_on_a_gpu(name: str, device: torch.device) -> None:
+    check_nothing(name, device)
 
 
 def test_every_op_has_its_cases() -> None:
     """In a file of its own name, or of the op that it belongs to."""
     ops = set(library._IMPLEMENTATIONS["CPU"])
-    for function, made in (
-        ("calls", {one.name for name in LISTS for one in cases.MODULES[name].calls(Inputs("cpu", filled=False))}),
-        ("sized", {x.name for m in cases.having("sized").values() for x in m.sized(Inputs("cpu"), 1, 16)}),
-    ):
-        assert not ops - made, f"no {function} for {ops - made}"
-    assert not {case.op.split()[0] for case in cases.cases()} & set() - ops
+    assert set().union(*(dry(name)[0] for name in LISTS)) == ops
+    assert set().union(*(dry_sized(name, 1, 16)[0] for name in SIZED)) == ops
+    files = {name for name, module in cases.MODULES.items() if name != "layers"}
+    assert files == set(LISTS), "without calls"

@@ -1,6 +1,7 @@
 """The CUDA implementations of the ops of namespace `twin`: host glue, one file per op, named as in `reference.ops`.
 
-Importing registers them, found by their names (docs/new_op.md); nothing is compiled, loaded or looked for before the first call with a CUDA tensor.
+Importing registers them, whose files are found (docs/new_op.md); nothing is compiled, loaded or looked for before the
+first call with a CUDA tensor.
 Each module lists its kernels' `CONFIGURATIONS` (kernel file, macros), which the CPU suite compiles for sm_90a.
 """
 

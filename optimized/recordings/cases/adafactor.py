@@ -32,9 +32,7 @@ def cases() -> Iterator[Case]:
         yield Case("adafactor", f"{short(dtype)} {size}", partial(_adafactor, dtype, shape), live=True)
 
 
-def _call(
-    c: Inputs, *shape: int, wide: torch.dtype = BF16, dtype: torch.dtype = BF16, maximize: bool = False
-) -> Call:
+def _call(c: Inputs, *shape: int, wide: torch.dtype = BF16, dtype: torch.dtype = BF16, maximize: bool = False) -> Call:
     matrix = len(shape) > 1
     row = c.positive(*((*shape[:-1], 1) if matrix else shape))
     col = c.positive(*shape[:-2], 1, shape[-1]) if matrix else None

@@ -57,8 +57,8 @@ def _step(
 
 
 def calls(c: Inputs) -> Calls:
-    for scaled, looked, corrected in ((False, False, True), (True, False, False), (False, True, True), (True, True, True)):
-        scale, found = c.one() if scaled else None, c.zeros(1) if looked else None
+    for which, corrected in (("", True), ("scale", False), ("found", True), ("scale, found", True)):
+        scale, found = c.one() if "scale" in which else None, c.zeros(1) if "found" in which else None
         step, rate = c.integers(1, below=100, dtype=torch.int32), c.positive(1)
         yield Call(twin.adam_control, (step, rate, scale, found, 0.9, 0.999, corrected))
     yield Call(twin.adam_control, (c.zeros(1, dtype=torch.int32), c.one(), None, c.zeros(1) + 1, 0.9, 0.999, True))

@@ -81,7 +81,11 @@ def calls(c: Inputs) -> Calls:
         yield _call(c, (BF16, FP32, *pair, BF16), ((5,), (0,), (2049,), ()), decoupled=False)
     for start in range(5):
         yield _call(c, (BF16, FP32, BF16, BF16, BF16), ((8,), (8,)), start=start)
-    for count in (33, 257):  # the capacities of the kernel's arguments
+    yield _call(c, (BF16, FP32, BF16, U8, BF16), ((25,),) * 33)  # one more than the kernel's smallest capacity
+
+
+def large(c: Inputs) -> Calls:
+    for count in (32, 256, 257):  # the capacities of the kernel's arguments
         yield _call(c, (BF16, FP32, BF16, U8, BF16), ((25,),) * count)
 
 

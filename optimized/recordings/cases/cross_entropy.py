@@ -39,9 +39,7 @@ def _target(c: Inputs, rows: int, classes: int, ignored: int = 1) -> torch.Tenso
     return target
 
 
-def _calls(
-    c: Inputs, rows: int, cols: int, dtype: torch.dtype = BF16, smoothing: float = 0.0, start: int = 0
-) -> Calls:
+def _calls(c: Inputs, rows: int, cols: int, dtype: torch.dtype = BF16, smoothing: float = 0.0, start: int = 0) -> Calls:
     """The rows, their mean, and both forms of the gradient: of a mean, and of each row."""
     x, target = c.normal(rows, cols, dtype=dtype, start=start), _target(c, rows, cols)
     yield Call(twin.cross_entropy, (x, target, IGNORED, smoothing))

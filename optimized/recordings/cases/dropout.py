@@ -41,9 +41,7 @@ def _calls(
         c.x(*one, dtype=dtype, start=start) for one, start in zip((shape, shape[1:], shape), starts, strict=True)
     )
     drawn = c.random_state() if p else None
-    yield Call(
-        twin.bias_dropout_add, (x, bias if "b" in parts else None, residual if "r" in parts else None, p, drawn)
-    )
+    yield Call(twin.bias_dropout_add, (x, bias if "b" in parts else None, residual if "r" in parts else None, p, drawn))
     yield Call(twin.dropout_backward, (x, p, None if drawn is None else drawn.clone()))
 
 
