@@ -16,7 +16,7 @@ import torch
 
 import reference as te
 from optimized.compare import FLOAT8, INTEGERS
-from optimized.recordings import arrays, cases, linear, outputs, products
+from optimized.recordings import arrays, case, cases, linear, outputs, products
 from optimized.recordings.case import numbers
 from optimized.recordings.reader import DATA
 from reference import elementary, formats, philox
@@ -140,7 +140,7 @@ def encode(answer: Answer) -> Checks:
 
 def quantise(answer: Answer) -> Checks:
     """3. fp32 numbers times a scale to E5M2."""
-    xs = cases.every_word(torch.float32).flatten()
+    xs = case.every_word(torch.float32).flatten()
     scale = torch.tensor(37.5)
     yield "q", answer(xs, scale), h200("cast", "fp32 to e5m2, 65,536 words, scale 37.5", "q").flatten()
 

@@ -245,6 +245,18 @@ def simulated() -> Iterator[None]:
 
 
 @pytest.fixture
+def is_simulated(request: pytest.FixtureRequest) -> bool:
+    """Whether a test for a GPU runs in the simulator."""
+    return "simulated" in request.fixturenames
+
+
+@pytest.fixture(name="device")
+def where_kernels_run() -> torch.device:
+    """Where kernels run: a Hopper GPU or, with `--simulate`, the simulator. For tests with the mark `gpu`."""
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, wherever the tests run."""
     monkeypatch.setattr(device, "problems", lambda: ["torch sees no CUDA device."])

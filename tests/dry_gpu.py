@@ -121,10 +121,11 @@ def renumbered(text: str) -> str:
 
 
 class DryGpu(contextlib.ExitStack):
-    """See the file. `lines` holds what was noted, `launches` every launch."""
+    """See the file. `lines` holds what was noted, if it is `written`, `launches` every launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: bool = True) -> None:
         super().__init__()
+        self.written = written
         self.lines: list[str] = []
         self.launches: list[Launched] = []
         self.collected: list[set[launch.Kernel]] = []  # by each dry pass before a pair of functions runs
@@ -302,12 +303,14 @@ class DryGpu(contextlib.ExitStack):
             launch._thread.collected[kernel] = None
             return
         launch._Arguments(kernel, args).fill(args)  # refuses what no kernel takes
+        self.launches.append(Launched(kernel, grid, block, args, smem))
+        if not self.written:
+            return
         macros = " ".join(f"{name}={value}" for name, value in sorted(kernel.defines.items()))
         line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block}"
         line += f" smem={smem}" * bool(smem) + f" of {kernel.max_dynamic_smem}" * (smem != kernel.max_dynamic_smem)
         line += f" carveout={kernel.carveout}" * (kernel.carveout != -1)
         line += f" device={device}" * bool(device) + " early" * early
-        self.launches.append(Launched(kernel, grid, block, args, smem))
         self.lines.append(f"{line} ({', '.join(map(self._value, args))})")
         if launch._thread.tape is not None:
             launch._thread.tape.append(_Again(self.lines, self.lines[-1]))
@@ -324,6 +327,7 @@ class DryGpu(contextlib.ExitStack):
         if (
             name in _ALLOCATIONS
             or views
+            or not self.written
             or all(x.device.type != "meta" for x in tensors)
             or name in ("lift_fresh", "detach", "alias", "_unsafe_view")
         ):

@@ -1,4 +1,4 @@
-"""What the commands show: their cases and tables, compared with tests/golden/commands.
+"""What the commands show: their tables, compared with tests/golden/commands.
 
 A test that fails shows the first lines that differ; where the change was meant, record it with
 `PYTHONPATH=.:tests python tests/snapshots.py` and read the diff.
@@ -8,12 +8,10 @@ import argparse
 import contextlib
 import copy
 import functools
-import hashlib
 import io
 import re
 import tempfile
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,9 @@ import figures
 import pytest
 import snapshots
 import torch
-from dry_gpu import DryGpu
 from faults import Fault, Faulty
 from markupsafe import Markup
 from rich.console import Console
-from torch.overrides import TorchFunctionMode
 
 import reference as te
 from optimized import measure
@@ -42,63 +38,10 @@ from optimized.commands import replay as replay_command
 from optimized.commands.report import Report
 from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
-from optimized.recordings import cases, outputs
+from optimized.recordings import outputs
 from reference import scaling
 
 FOLDER = "commands"
-
-
-def content(x: torch.Tensor) -> str:
-    """Shape, dtype and a digest of the words."""
-    x = x.detach().contiguous()
-    words = hashlib.sha256(x.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:10]
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} {words}"
-
-
-class Uploads(TorchFunctionMode):
-    """Notes what goes from the CPU to the GPU."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        to_gpu = any("cuda" in str(one) for one in (*args[1:], *kwargs.values()) if not isinstance(one, torch.Tensor))
-        if func is torch.Tensor.to and to_gpu and args[0].device.type == "cpu":
-            self.lines.append(f"to the GPU: {content(args[0])}")
-        if func is torch.tensor and to_gpu:
-            self.lines.append(f"to the GPU: {args[0]}")
-        return func(*args, **kwargs)
-
-
-def of(value: Any) -> str:
-    """An argument of a case."""
-    if isinstance(value, functools.partial):
-        keywords = [f"{key}={of(one)}" for key, one in value.keywords.items()]
-        return f"{of(value.func)}({', '.join([*map(of, value.args), *keywords])})"
-    if isinstance(value, torch.Tensor):
-        return content(value)
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(of, value))})"
-    if isinstance(value, dict):
-        return f"({', '.join(f'{key}={of(one)}' for key, one in value.items())})"
-    return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else str(value)
-
-
-def run_of_parity_cases() -> snapshots.Sections:
-    """Every case, and what each op's first that is only compared live gets and launches."""
-    found = list(cases.cases())
-    listed = [f"{case.op} | {case.name} | live={case.live} | {of(case.run)}" for case in found]
-    notes: list[str] = []
-    live = [case for case in found if case.live and not case.run.func.__module__.endswith("layers")]  # type: ignore
-    for case in {case.op: case for case in reversed(live)}.values():
-        with warnings.catch_warnings(), DryGpu() as gpu, Uploads(gpu.lines):
-            warnings.simplefilter("ignore")
-            outputs = case.run(torch.device("cuda"))
-        notes += [f"-- {case.op}, {case.name}", *gpu.lines]
-        notes += [f"{case.key(name)}: {x.dtype} {list(x.shape)}" for name, x in outputs.items()]
-    return {"cases": (listed, 100), "live": (snapshots.repeats(notes), 40)}
 
 
 class Pictures(Report):
@@ -248,7 +191,6 @@ def run_of_replay() -> snapshots.Sections:
 RUNS: dict[str, Callable[[], snapshots.Sections]] = {
     "bench": run_of_bench,
     "parity": run_of_parity,
-    "parity_cases": run_of_parity_cases,
     "replay": run_of_replay,
 }
 

@@ -356,3 +356,23 @@ def test_a_weight_in_fp8_is_refused() -> None:
         linear = te.Linear(16, 32, bias=False, params_dtype=BF16)
     with pytest.raises(TypeError, match="weight is kept in FP8; a plain tensor is accepted"):
         te.fused_linear_cross_entropy(torch.zeros(2, 16, dtype=BF16), linear.weight, T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_grad", [1.0, -2.0, float("inf")])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_the_gradient_of_a_mean_of_nothing_is_zero(count: int, loss_grad: float, dtype: torch.dtype) -> None:
+    """The head with its loss, and the loss of logits; the mean itself is NaN, as PyTorch's."""
+    target = torch.full((count,), -100)
+    hidden, weight = torch.randn(count, 16).to(dtype).requires_grad_(), torch.randn(32, 16).to(dtype).requires_grad_()
+    logits = torch.randn(count, 32).to(dtype).requires_grad_()
+    for loss in (
+        te.fused_linear_cross_entropy(hidden, weight, target, chunk_size=2),
+        te.cross_entropy(logits, target),
+        te.cross_entropy(logits, target, label_smoothing=0.1),
+    ):
+        assert loss.isnan()
+        loss.backward(torch.tensor(loss_grad))
+    for x in (hidden, weight, logits):
+        # In fp32 the head's products are PyTorch's, and one of +0 and a negative number may be -0.
+        assert_same_bits(x.grad + 0 if dtype == torch.float32 else x.grad, torch.zeros_like(x))

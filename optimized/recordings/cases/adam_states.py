@@ -1,0 +1,94 @@
+"""Cases of `adam_states`: Adam whose state has fewer bits. They have not been recorded yet."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from optimized.recordings.calls import BF16, E4M3, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.case import WIDE, Case, Outputs, short
+from optimized.recordings.cases.adam import NUMBERS, SHAPES, SIZES, drawn, lists
+from reference.ops import adam_states as states
+from reference.ops.adam import correction
+
+twin = torch.ops.twin
+U8 = torch.uint8
+MOMENTS = (FP32, BF16, FP16, U8)
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _states(dtype: torch.dtype, moment: torch.dtype, remainders: bool, device: torch.device) -> Outputs:
+    """Three steps of two tensors, whose masters are remainders, or the parameters themselves."""
+    grads, params, rounded = drawn(dtype, 181, device), drawn(dtype, 183, device), list[torch.Tensor]()
+    if remainders:
+        rounded, params = (list(part) for part in zip(*(states.parted(x.float()) for x in params), strict=True))
+    moments = [[torch.zeros(shape, dtype=moment, device=device) for shape in SIZES] for _ in range(2)]
+    scales = [[torch.ones(1, device=device) for _ in SIZES if moment in states.RANGES] for _ in range(2)]
+    for step in (1, 2, 3):
+        rest = (1e-2, 0.9, 0.999, 1e-8, 0.1, correction(0.9, step), correction(0.999, step), True)
+        twin.adam_states(grads, params, *moments, rounded, [], *scales, *rest)
+    both = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "scale": scales[0], "scale_sq": scales[1]}
+    return lists(param=params, rounded=rounded, **both)
+
+
+def cases() -> Iterator[Case]:
+    for dtype in WIDE:
+        for moment in MOMENTS:
+            kind = f"{short(dtype)}, moments in {str(moment).removeprefix('torch.')}"
+            yield Case("adam_states", kind, partial(_states, dtype, moment, False), live=True)
+    yield Case("adam_states", "bf16, remainders", partial(_states, torch.bfloat16, torch.bfloat16, True), live=True)
+
+
+def _made(c: Inputs, kind: torch.dtype, shape: tuple[int, ...], start: int, positive: bool) -> torch.Tensor:
+    if kind == U8:  # codes of FP8
+        codes = c.codes(*shape, dtype=E4M3, start=start).view(U8)
+        return codes & 127 if positive and c.filled and not start else codes
+    if kind == torch.int16:
+        return c.integers(*shape, below=1 << 15, dtype=torch.int16)
+    return (c.positive if positive else c.x)(*shape, dtype=kind, start=start)
+
+
+def _call(
+    c: Inputs,
+    kinds: tuple[torch.dtype, ...],
+    shapes: Shapes,
+    copies: bool = True,
+    start: int = -1,
+    decoupled: bool = True,
+) -> Call:
+    """`kinds`: of grads, params, both moments and copies; `start`: which list's last tensor is off 16 bytes."""
+    found = [
+        [_made(c, kind, shape, int(i == start and n == len(shapes) - 1), i == 3) for n, shape in enumerate(shapes)]
+        for i, kind in enumerate(kinds)
+    ]
+    scales: list[list[torch.Tensor]] = [
+        [c.one() for _ in shapes] if kind in (FP16, U8) and (copies or i) else [] for i, kind in enumerate(kinds[1:4])
+    ]
+    return Call(twin.adam_states, (*found[:4], found[4] if copies else [], *scales, *NUMBERS, decoupled))
+
+
+def calls(c: Inputs) -> Calls:
+    for wide, moment in product(WIDE, MOMENTS):
+        sizes: Shapes = ((2050,), (8,))
+        yield _call(c, (wide, wide, moment, moment, wide), sizes, copies=False)
+        if wide != FP32:
+            yield _call(c, (wide, FP32, moment, moment, wide), sizes)
+        if wide != FP16:
+            yield _call(c, (wide, FP16, moment, moment, wide), sizes)
+        yield _call(c, (wide, torch.int16, moment, moment, BF16), sizes)
+    for pair in ((FP32, U8), (FP16, FP32)):
+        yield _call(c, (BF16, FP32, *pair, BF16), ((5,), (0,), (2049,), ()), decoupled=False)
+    for start in range(5):
+        yield _call(c, (BF16, FP32, BF16, BF16, BF16), ((8,), (8,)), start=start)
+    yield _call(c, (BF16, FP32, BF16, U8, BF16), ((25,),) * 33)  # one more than the kernel's smallest capacity
+
+
+def large(c: Inputs) -> Calls:
+    for count in (32, 256, 257):  # the capacities of the kernel's arguments
+        yield _call(c, (BF16, FP32, BF16, U8, BF16), ((25,),) * count)
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    for shape, dtype in product((*SHAPES, (rows, cols)), (BF16, FP32)):
+        yield _call(c, (dtype, dtype, U8, U8, dtype), (shape,), copies=False)

@@ -1,0 +1,29 @@
+"""Cases of `attention_bias_backward`, the gradient of a bias."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from optimized.recordings.calls import HALVES, Call, Calls, Inputs
+from optimized.recordings.case import Case, short
+from optimized.recordings.cases import attention
+
+twin = torch.ops.twin
+
+
+def cases() -> Iterator[Case]:
+    for dtype in HALVES:
+        run = partial(attention.with_options, "bias", dtype)
+        yield Case("attention_bias_backward", f"{short(dtype)}, bias", run, live=True)  # not recorded yet
+
+
+def calls(c: Inputs) -> Calls:
+    for drawn in attention.with_bias(c):
+        yield Call(twin.attention_bias_backward, (*drawn.saved(), *drawn.options))
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    for drawn in attention.of_sizes(c, rows, cols):
+        if drawn.options.bias is not None:
+            yield Call(twin.attention_bias_backward, (*drawn.saved(), *drawn.options))

@@ -1,0 +1,119 @@
+"""Cases of attention in FP8, whose backward belongs to them; `drawn` is what the calls of both begin with."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from optimized.recordings.calls import BF16, E4M3, FP16, Call, Calls, Inputs
+from optimized.recordings.case import HALVES, Case, Outputs, named, random_state, short
+from reference import philox
+
+twin = torch.ops.twin
+
+
+def _attention_fp8(
+    sizes: tuple[int, ...], dtype: torch.dtype, mask_type: str, dropout: float, device: torch.device
+) -> Outputs:
+    b, h, hkv, s, d = sizes
+
+    def codes(n: int, seed: int) -> torch.Tensor:
+        return philox.normal((b, n, s, d), std=100.0, seed=seed).to(device).to(torch.float8_e4m3fn)
+
+    q, k, v, factors = codes(h, 241), codes(hkv, 242), codes(hkv, 243), philox.uniform((3, 1), seed=244) / 100
+    grad = philox.normal((b, h, s, d), seed=245).to(dtype).to(device)
+    v_t = v.view(torch.uint8).transpose(2, 3).contiguous().view(torch.float8_e4m3fn)
+    scale_invs, rest = list(factors.to(device)), (d**-0.5, mask_type, -1, -1, None, dropout)
+    drawn = random_state(device) if dropout else None
+    before = None if drawn is None else drawn.clone()
+    out, m, inv = twin.attention_fp8(q, k, v_t, *scale_invs, *rest, drawn, dtype)
+    gradients = twin.attention_fp8_backward(grad, q, k, v, *scale_invs, out, m, inv, *rest, before)
+    return named("out m inv dq dk dv", (out, m, inv, *gradients))
+
+
+def cases() -> Iterator[Case]:
+    """Attention in FP8, forward, and its backward."""
+    for dtype in HALVES:
+        for label, sizes, mask_type, dropout in (
+            ("causal", (1, 2, 2, 150, 64), "causal", 0.0),
+            ("GQA, dropout", (2, 4, 2, 130, 128), "none", 0.1),
+            ("wide heads", (1, 1, 1, 140, 256), "causal", 0.0),
+        ):
+            run = partial(_attention_fp8, sizes, dtype, mask_type, dropout)
+            yield Case("attention_fp8", f"{short(dtype)}, {label}", run, live=True)  # not recorded yet
+
+
+class Drawn(NamedTuple):
+    """Arguments of the forward and, with v as it is, of the backward."""
+
+    forward: tuple[Any, ...]
+    v: torch.Tensor
+    grad: torch.Tensor
+
+    def backward(self) -> tuple[Any, ...]:
+        """What the backward is given."""
+        q, k, _, *scale_invs = self.forward[:6]
+        *rest, state, dtype = self.forward[6:]
+        copied = None if state is None else state.clone()
+        saved = twin.attention_fp8(*self.forward[:6], *rest, copied, dtype)
+        return (self.grad, q, k, self.v, *scale_invs, *saved, *rest, state)
+
+
+def _draw(
+    c: Inputs,
+    sizes: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype = BF16,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    room: int = 0,
+    mask_type: str = "causal",
+    left: int = 200,
+) -> Drawn:
+    """Codes `[s, b, h, d]` seen as `[b, h, s, d]`, as in the layers; `room`: bytes of a row of v_t."""
+    b, h, heads, sq, skv, d = sizes
+
+    def of(n: int, s: int) -> torch.Tensor:
+        return c.codes(s, b, n, d).permute(1, 2, 0, 3)
+
+    q, k, v = of(h, sq), of(heads, skv), of(heads, skv)
+    v_t = c.zeros(b, heads, d, room or -(-skv // 16) * 16, dtype=torch.uint8)
+    v_t[..., :skv] = v.view(torch.uint8).transpose(2, 3)
+    scale_invs = [c.positive(1) / 100 for _ in range(3)]
+    state = c.random_state() if dropout else None
+    rest = (0.125, mask_type, left, -1, mask, dropout, state, dtype)
+    grad = c.normal(sq, b, h, d, dtype=dtype).permute(1, 2, 0, 3)
+    return Drawn((q, k, v_t[..., :skv].view(E4M3), *scale_invs, *rest), v, grad)
+
+
+def drawn(c: Inputs) -> Iterator[Drawn]:
+    yield _draw(c, (2, 4, 2, 130, 152, 64))
+    yield _draw(c, (1, 2, 2, 128, 129, 80), FP16, dropout=0.1)  # 129 keys: a copy with room for 132
+    yield _draw(c, (2, 2, 1, 40, 72, 256), mask=c.mask(2, 1, 1, 72))
+    yield _draw(c, (2, 2, 2, 40, 0, 32), dropout=0.1)
+    yield _draw(c, (2, 2, 2, 40, 72, 32), room=75)  # rows of values off 16 bytes: a copy
+    for d, dropout in product((32, 64, 128, 208, 256), (0.0, 0.1)):
+        for sq, skv in ((1, 16), (130, 208)):
+            yield _draw(c, (1, 2, 1, sq, skv, d), dropout=dropout, mask_type="none" if dropout else "causal", left=-1)
+    yield _draw(c, (7, 20, 10, 33, 48, 32))  # more tiles than a GPU has multiprocessors
+    yield _draw(c, (1, 2, 1, 260, 600, 64), left=-1, mask_type="causal_bottom_right")
+
+
+def calls(c: Inputs) -> Calls:
+    for one in drawn(c):
+        yield Call(twin.attention_fp8, one.forward)
+
+
+def large(c: Inputs) -> Calls:
+    yield Call(twin.attention_fp8, _draw(c, (1, 48, 24, 400, 300, 128)).forward)
+    yield Call(twin.attention_fp8, _draw(c, (1, 40, 20, 520, 256, 256), dropout=0.1).forward)
+
+
+def of_sizes(c: Inputs, rows: int, cols: int) -> Drawn:
+    """Queries and keys of any number."""
+    return _draw(c, (1, 2, 2, rows, cols, 16), mask_type="none", left=-1)
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    yield Call(twin.attention_fp8, of_sizes(c, rows, cols).forward)

@@ -1,0 +1,41 @@
+"""Cases of `cast_stats`. They have not been recorded yet."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from optimized.recordings.calls import E4M3, Call, Calls, Inputs
+from optimized.recordings.case import FP8, WIDE, Case, Outputs, every_word, named, short
+
+twin = torch.ops.twin
+
+
+def _cast_stats(make: Callable[[], torch.Tensor], dtype: torch.dtype, device: torch.device) -> Outputs:
+    x = make().to(device)
+    q, scale_inv = twin.cast(x, torch.tensor([37.5], device=device), None, 0, dtype)
+    found = named("counts sums", twin.cast_stats(x, q, scale_inv))
+    return found | named("plain_counts plain_sums", twin.cast_stats(x, None, None))
+
+
+def cases() -> Iterator[Case]:
+    for wide, dtype in product(WIDE, FP8):
+        run = partial(_cast_stats, partial(every_word, wide), dtype)
+        yield Case("cast_stats", f"{short(wide)} to {short(dtype)}, 65,536 words", run, live=True)
+
+
+def calls(c: Inputs) -> Calls:
+    for dtype in WIDE:
+        for shape in ((1, 16), (33, 4096), (4160, 272)):
+            yield Call(twin.cast_stats, (c.x(*shape, dtype=dtype, special=True), None, None))
+            for q in FP8:
+                x = c.x(*shape, dtype=dtype, special=True)
+                yield Call(twin.cast_stats, (x, c.codes(*shape, dtype=q), c.one()))
+    yield Call(twin.cast_stats, (c.x(0, 48), None, None))
+    yield Call(twin.cast_stats, (c.x(3, 48, start=1), c.codes(3, 48, start=3), c.one()))
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    yield Call(twin.cast_stats, (c.x(rows, cols), c.codes(rows, cols, dtype=E4M3), c.one()))
+    yield Call(twin.cast_stats, (c.x(rows, cols), None, None))

@@ -1,0 +1,47 @@
+"""The calls in the lists of the ops (optimized/recordings/cases), as tests make them."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from dry_gpu import DryGpu, Launched
+
+from optimized.recordings import cases
+from optimized.recordings.calls import Call, Inputs
+
+LISTS = sorted(cases.having("calls"))
+SIZED = sorted(cases.having("sized"))
+
+
+def drawn(name: str, device: torch.device | str = "cpu", seed: int = 0) -> list[Call]:
+    """The calls of a file; of the same numbers on each device."""
+    return list(cases.MODULES[name].calls(Inputs(device, seed)))
+
+
+def sized(name: str, device: torch.device | str, rows: int, cols: int) -> Iterator[Call]:
+    """Its calls with matrices of that size."""
+    yield from cases.MODULES[name].sized(Inputs(device), rows, cols)
+
+
+@functools.cache
+def dry(name: str) -> tuple[set[str], list[Launched]]:
+    """The ops that a file calls, large calls among them, and what they launch: on a GPU that only takes notes."""
+    module, ops = cases.MODULES[name], set()
+    with DryGpu(written=False) as gpu:
+        for function in ("calls", "large"):
+            for call in getattr(module, function, lambda inputs: ())(Inputs("cuda", filled=False)):
+                ops.add(call.name)
+                call.run()
+    return ops, gpu.launches
+
+
+def dry_sized(name: str, rows: int, cols: int) -> tuple[set[str], list[Launched]]:
+    """The same with matrices of that size; a call that is refused launches nothing."""
+    ops = set()
+    with DryGpu(written=False) as gpu:
+        for call in cases.MODULES[name].sized(Inputs("cuda", filled=False), rows, cols):
+            ops.add(call.name)
+            with contextlib.suppress(ValueError):
+                call.run()
+    return ops, gpu.launches
