@@ -12,6 +12,7 @@ or recording a call costs as much as running it. So where addresses keep changin
 own, this ends after `MOST_MISSES` times.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from optimized import launch
 from optimized.replay.launches import Launches
 from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
+from optimized.replay.relative import Fixed, Relative
 from optimized.replay.watch import Record, Watch
 from reference.nested import Tensors
 
@@ -42,6 +44,7 @@ class Kind:
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
         needed: the numbers of those tensors among arena, scratch, inputs, state and results.
         tapes: by all addresses.
+        relative: the tape that was recorded last, for other addresses; None if it serves its own only.
         hits, misses: how many calls were replayed, and how many were recorded.
     """
 
@@ -54,6 +57,7 @@ class Kind:
         self.saved_places: list[Place | None] = []
         self.needed: list[int] = []
         self.tapes: dict[tuple[int, ...], Launches] = {}
+        self.relative: Relative | None = None
         self.misses = self.hits = 0
 
     def measure(self, run: Function) -> tuple[Tensors, Tensors]:
@@ -83,18 +87,39 @@ class Kind:
             counts.hits += 1
         return found
 
+    def moved(self, addresses: tuple[int, ...], tensors: list[torch.Tensor]) -> Launches | None:
+        """The recorded tape at other addresses, if it serves there."""
+        tape = None if self.relative is None else self.relative.at(addresses, tensors)
+        if tape is not None:
+            self.keep(addresses, tape)
+            self.hits += 1
+            counts.hits += 1
+        return tape
+
     def add(self, addresses: tuple[int, ...], tape: Launches) -> None:
-        """Keep the tape of a call with these addresses."""
+        """Keep the tape that a call with these addresses has recorded."""
         self.misses += 1
         counts.misses += 1
+        self.keep(addresses, tape)
+
+    def keep(self, addresses: tuple[int, ...], tape: Launches) -> None:
+        """Keep the tape of a call with these addresses."""
         if len(self.tapes) >= MOST_TAPES:
             self.tapes.clear()
         self.tapes[addresses] = tape
 
     def record(
-        self, run: Function, results: Tensors, sources: Sequence[torch.Tensor | None], addresses: tuple[int, ...]
+        self,
+        run: Function,
+        results: Tensors,
+        sources: Sequence[torch.Tensor | None],
+        tensors: list[torch.Tensor],
+        addresses: tuple[int, ...],
     ) -> tuple[Tensors, Tensors]:
-        """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
+        """Run with every tensor in its place, and keep the launches.
+
+        `sources` are arena, scratch, inputs and state; `tensors` are these and what the results lie in, of `addresses`.
+        """
         tape = Launches()
         with launch.recording(tape), Record(self.places, (*sources[:FIRST], *results), tape) as watch:
             found, saved = run()
@@ -107,6 +132,9 @@ class Kind:
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
         self.needed, self.saved_places = needed, located
         self.add(addresses, tape)
+        self.relative = None
+        with contextlib.suppress(Fixed):
+            self.relative = Relative(tape, tensors)
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Tensors:
@@ -182,15 +210,16 @@ def play(
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
     results, owners = kind.results.allocate(device)
     sources = [kind.allocate(ARENA, device), kind.allocate(SCRATCH, device), *inputs, *state]
-    addresses = tuple([x.data_ptr() for x in (*owners, *sources) if x is not None])
-    tape = kind.tape(addresses)
+    tensors = [x for x in (*owners, *sources) if x is not None]
+    addresses = tuple([x.data_ptr() for x in tensors])
+    tape = kind.tape(addresses) or kind.moved(addresses, tensors)
     if tape is not None:
         tape.replay(device.index)
     elif counts.enough():
-        del results, owners, sources
+        del results, owners, sources, tensors
         return *prepare()(), None
     else:
-        found, saved = kind.record(prepare(), results, sources, addresses)
+        found, saved = kind.record(prepare(), results, sources, tensors, addresses)
         if not kind.usable:
             return found, saved, None
     return results, kind.saved((*sources, *results)), kind
