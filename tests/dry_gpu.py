@@ -100,7 +100,6 @@ class Launched(NamedTuple):
     block: tuple[int, ...]
     args: Sequence[Any]
     smem: int
-    device: int = 0
 
 
 def renumbered(text: str) -> str:
@@ -299,11 +298,10 @@ class DryGpu(contextlib.ExitStack):
         if launch._thread.collected is not None:
             launch._thread.collected[kernel] = None
             return
-        again = launch.Launch(
-            kernel, (len(self.launches), *grid, *block, smem), args, early
-        )  # refuses what no kernel takes
-        self.launches.append(Launched(kernel, grid, block, args, smem, device))
-        self.lines.append(self._line(self.launches[-1], args, early))
+        head = (len(self.launches), *grid, *block, smem)
+        again = launch.Launch(kernel, head, args, early)  # refuses what no kernel takes
+        self.launches.append(Launched(kernel, grid, block, args, smem))
+        self.lines.append(self._line(self.launches[-1], args, device, early))
         if launch._thread.tape is not None:
             launch._thread.tape.append(again)
 
@@ -312,10 +310,10 @@ class DryGpu(contextlib.ExitStack):
         launched = self.launches[head[0]]
         addresses = (ctypes.c_uint64 * len(launched.args)).from_address(pointers)
         args = [_read(like, address) for like, address in zip(launched.args, addresses, strict=True)]
-        self.lines.append(f"again {self._line(launched, args, early)}")
+        self.lines.append(f"again {self._line(launched, args, 0, early)}")
 
-    def _line(self, launched: Launched, args: Sequence[Any], early: bool) -> str:
-        kernel, grid, block, _, smem, device = launched
+    def _line(self, launched: Launched, args: Sequence[Any], device: int, early: bool) -> str:
+        kernel, grid, block, _, smem = launched
         macros = " ".join(f"{name}={value}" for name, value in sorted(kernel.defines.items()))
         line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block}"
         line += f" smem={smem}" * bool(smem) + f" of {kernel.max_dynamic_smem}" * (smem != kernel.max_dynamic_smem)

@@ -1,14 +1,15 @@
 """Which calls agree, and their tapes: the one cache of launches.
 
     the first call of a kind   runs, and the sizes of its arena, its scratch and its results are measured
-    a later call               is replayed, if a tape was recorded at these addresses;
-                               otherwise it runs, with its tensors placed there, and is recorded
+    the second                 runs, with its tensors placed there, and is recorded
+    a later call               is replayed from the tape at these addresses, which is moved there if it is not known;
+                               a call that no tape serves is recorded
 
 A tape holds no memory. What a call saves for backward lies in one tensor, the arena, and its temporaries in another,
 the scratch; both are allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
 
 A call that allocates more than `LARGEST` bytes always runs, because its kernels take longer than its Python. Measuring
-or recording a call costs as much as running it. So where addresses keep changing, because each batch has lengths of its
+or recording a call costs as much as running it. So where shapes keep changing, because each batch has lengths of its
 own, this ends after `MOST_MISSES` times.
 """
 

@@ -106,7 +106,9 @@ class Relative:
         for entry in self._entries:
             self._first.append(len(starts))
             if not isinstance(entry, launch.Launch):
-                entry.moved(lambda address: self._moved(address, self._tensors.addresses))
+                if not hasattr(entry, "moved"):
+                    raise Fixed
+                entry.moved(lambda address: self._moved(address, self._tensors.addresses))  # may be Fixed, too
                 continue
             for argument, scalar in zip(entry.args, entry.scalars, strict=True):
                 is_struct = isinstance(argument, launch.ByValue)
@@ -121,7 +123,7 @@ class Relative:
         self._buffer = np.frombuffer(packed, np.int64)
         self._starts = np.array(starts, np.int64)
         words = np.array(self._places, np.int64).reshape(-1, 3)
-        self._words, self._numbers, self._offsets = words.T
+        self._words, self._numbers, self._offsets = np.ascontiguousarray(words.T)
 
     def _add_address(self, start: int, address: int) -> None:
         found = self._tensors.find(address)
