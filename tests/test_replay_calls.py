@@ -216,6 +216,22 @@ def test_what_is_kept_is_bounded(copied: list[int], monkeypatch: pytest.MonkeyPa
     assert counts == [2, 1, 2, 1]
 
 
+def test_moved_tapes_are_bounded_over_all_kinds(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are moved again where they are needed."""
+    monkeypatch.setattr(calls, "MOST_MOVED", 3)
+    monkeypatch.setattr(calls.counts, "moved", 0)
+    xs = [torch.full((4,), float(i)) for i in range(5)]
+    kept = []
+    for constants in (1, 2):
+        for x in (xs[0], *xs):
+            (result,), _, _ = played(cloned, x, constants)
+            assert_same_bits(result, x)
+            kept.append(sum(len(kind.tapes) for kind in calls._kinds.values()))
+    # Of each kind one call is measured, one recorded, and four are moved.
+    assert kept == [0, 1, 2, 3, 4, 1, 1, 2, 3, 4, 1, 2]
+    assert [(kind.misses, kind.hits) for kind in calls._kinds.values()] == [(1, 4)] * 2
+
+
 def test_how_much_is_too_much(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind has an arena of 512 bytes and a scratch of 1024."""
 

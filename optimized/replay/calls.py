@@ -29,6 +29,7 @@ from reference.nested import Tensors
 LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 4096, 256  # kinds (a layer takes up to four for each length), and tapes of one kind
 MOST_MISSES = 4096  # by how many misses may outnumber hits
+MOST_MOVED = 4096  # tapes of all kinds that were moved: some 15 KB each
 
 Function = Callable[[], tuple[Tensors, Tensors]]  # results, and what is saved for backward
 
@@ -45,6 +46,7 @@ class Kind:
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
         needed: the numbers of those tensors among arena, scratch, inputs, state and results.
         tapes: by all addresses.
+        recorded: whether a tape has been.
         relative: the tape that was recorded last, for other addresses; None if it serves its own only.
         hits, misses: how many calls were replayed, and how many were recorded.
     """
@@ -58,6 +60,7 @@ class Kind:
         self.saved_places: list[Place | None] = []
         self.needed: list[int] = []
         self.tapes: dict[tuple[int, ...], Launches] = {}
+        self.recorded = False
         self.relative: Relative | None = None
         self.misses = self.hits = 0
 
@@ -92,9 +95,14 @@ class Kind:
         """The recorded tape at other addresses, if it serves there."""
         tape = None if self.relative is None else self.relative.at(addresses, tensors)
         if tape is not None:
+            if counts.moved >= MOST_MOVED:
+                counts.moved = 0
+                for kind in _kinds.values():
+                    kind.tapes.clear()
             self.keep(addresses, tape)
             self.hits += 1
             counts.hits += 1
+            counts.moved += 1
         return tape
 
     def add(self, addresses: tuple[int, ...], tape: Launches) -> None:
@@ -129,9 +137,9 @@ class Kind:
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
         # The places may differ from call to call, because inputs may share storage.
-        same = not self.tapes or (self.needed, self.saved_places) == (needed, located)
+        same = not self.recorded or (self.needed, self.saved_places) == (needed, located)
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
-        self.needed, self.saved_places = needed, located
+        self.needed, self.saved_places, self.recorded = needed, located, True
         self.add(addresses, tape)
         self.relative = None
         with contextlib.suppress(Fixed):
@@ -151,7 +159,7 @@ class Counts:
     """Calls of all kinds."""
 
     def __init__(self) -> None:
-        self.misses = self.hits = 0
+        self.misses = self.hits = self.moved = 0
 
     def enough(self) -> bool:
         """Whether recording more would be in vain."""
