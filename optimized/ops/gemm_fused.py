@@ -130,12 +130,10 @@ def _launch(
     tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), TILES))
     parts = halves(epilogue, kind)
     columns = n // parts
-    maps, words = (
-        operand_maps(a, b, tile, run(columns, dtype), parts),
-        launch.by_value(np.array(arguments, np.int64), maps),
-    )
+    operands = operand_maps(a, b, tile, run(columns, dtype), parts)
+    words = launch.by_value(np.array(arguments, np.int64), maps)
     scales = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
-    args = (maps, words, *scales, np.int32(m), np.int32(n), np.int32(k))
+    args = (operands, words, *scales, np.int32(m), np.int32(n), np.int32(k))
     # Shapes that agree in these two have one configuration.
     width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
     chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
