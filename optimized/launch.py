@@ -106,12 +106,16 @@ def runtime() -> Any:
 
 
 class ByValue:
-    """A kernel argument that is a struct: the bytes of `storage`, which each launch reads and which it keeps alive."""
+    """A kernel argument that is a struct: the bytes of `storage`, which each launch reads and which it keeps alive.
 
-    __slots__ = ("address", "storage")
+    An address in it is a 64-bit integer of the storage's dtype, or belongs to a tensor map. `maps` says where those
+    are: the first byte of each, and the address that it describes.
+    """
 
-    def __init__(self, storage: np.ndarray) -> None:
-        self.storage = storage
+    __slots__ = ("address", "maps", "storage")
+
+    def __init__(self, storage: np.ndarray, maps: Sequence[tuple[int, int]] = ()) -> None:
+        self.storage, self.maps = storage, maps
         self.address = storage.ctypes.data
 
 
@@ -158,9 +162,14 @@ class _Arguments:
 
 
 class Launch:
-    """A launch that can be made again: the kernel, its grid, and arguments of its own."""
+    """A launch that can be made again: the kernel, its grid, and arguments of its own.
 
-    __slots__ = ("_arguments", "_early", "_head", "_pointers")
+    Attributes:
+        args: as `launch` was given them.
+        scalars: their 64-bit words; 0 in place of a struct.
+    """
+
+    __slots__ = ("_early", "_head", "_kept", "_pointers", "args", "scalars")
     capturable = True
 
     def __init__(self, kernel: Kernel, head: tuple[int, ...], args: Sequence[Any], early: bool) -> None:
@@ -168,11 +177,18 @@ class Launch:
         self._head = head  # handle, grid, block, bytes of shared memory
         self._early = early
         self._pointers = block.fill(args)
-        self._arguments = (block, args)  # with the structs that it points to
+        self._kept: Any = block  # what `_pointers` points to
+        self.args, self.scalars = args, block.values
 
     def replay(self, stream: int) -> None:
         """Launch it on the current device."""
         _start(self._head, stream, self._pointers, self._early)
+
+    def with_arguments(self, pointers: int, kept: Any) -> "Launch":
+        """The same launch with other arguments: the address of pointers to them, and what keeps them alive."""
+        other = Launch.__new__(Launch)
+        other._head, other._early, other._pointers, other._kept = self._head, self._early, pointers, kept
+        return other
 
 
 class Tape(Protocol):

@@ -1,9 +1,9 @@
 """Tensor maps: the descriptors through which Hopper's copy engine (TMA) reads and writes tiles.
 
-`encode` calls the driver's `cuTensorMapEncodeTiled` (CUDA driver API, "Tensor Map Object Management") through
-ctypes. A map holds the tensor's address and shape and is cached by exactly those: encoding takes 6 µs, finding a cached
-map well under one. Dimensions and boxes are given innermost first, as the driver wants them; `tensor_map_2d` takes rows
-and columns.
+`encode` calls the driver's `cuTensorMapEncodeTiled` and `replace_address` its `cuTensorMapReplaceAddress` (CUDA driver
+API, "Tensor Map Object Management") through ctypes. A map holds the tensor's address and shape and is cached by exactly
+those: encoding takes 6 µs, finding a cached map well under one. Dimensions and boxes are given innermost first, as the
+driver wants them; `tensor_map_2d` takes rows and columns.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ class TensorMap:
 
     __slots__ = ("_storage", "argument", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, pointer: int) -> None:
         # The driver wants 64-byte alignment, which NumPy does not promise.
         self._storage = np.zeros(128 + 64, np.uint8)
         start = -self._storage.ctypes.data % 64
         self.words = self._storage[start : start + 128]
-        self.argument = launch.by_value(self.words)
+        self.argument = launch.by_value(self.words, ((0, pointer),))
 
 
 @functools.cache
@@ -50,6 +50,13 @@ def _driver() -> Any:
     of_tensor = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
     encode.argtypes = [*of_tensor, sizes, sizes, boxes, boxes, *[ctypes.c_int] * 4]
     return encode
+
+
+@functools.cache
+def _replacer() -> Any:
+    replace = ctypes.CDLL("libcuda.so.1").cuTensorMapReplaceAddress
+    replace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return replace
 
 
 def check(
@@ -114,7 +121,7 @@ def encode(
     """
     check(pointer, dtype, shape, strides, box, swizzle, l2)
     rank = len(shape)
-    result = TensorMap()
+    result = TensorMap(pointer)
     arguments = (
         result.words.ctypes.data,
         _TYPES[dtype][0],
@@ -129,16 +136,36 @@ def encode(
         _L2_PROMOTIONS[l2],
         0,  # out of bounds reads zero
     )
-    status = _driver()(*arguments)
-    if status == _NO_CONTEXT:
-        launch.runtime().setDevice(torch.cuda.current_device())
-        status = _driver()(*arguments)
+    status = _called(_driver(), *arguments)
     if status != 0:
         raise RuntimeError(
             f"cuTensorMapEncodeTiled returned CUresult {status} for pointer={pointer:#x}, dtype={dtype}, "
             f"shape={shape}, strides={strides}, box={box}, swizzle={swizzle}."
         )
     return result
+
+
+def replace_address(words: int, pointer: int) -> None:
+    """Let a tensor map describe the same tensor at another address, a multiple of 16.
+
+    Args:
+        words: the map's own address, a multiple of 64.
+        pointer: the tensor's.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    status = _called(_replacer(), words, pointer)
+    if status != 0:
+        raise RuntimeError(f"cuTensorMapReplaceAddress returned CUresult {status} for pointer={pointer:#x}.")
+
+
+def _called(function: Any, *arguments: Any) -> int:
+    status: int = function(*arguments)
+    if status == _NO_CONTEXT:
+        launch.runtime().setDevice(torch.cuda.current_device())
+        status = function(*arguments)
+    return status
 
 
 def tensor_map_2d(

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from optimized import ahead, launch, tensor_map
 from optimized import device as device_checks
-from optimized.replay import calls, memory, player, watch
+from optimized.replay import calls, memory, player, relative, watch
 from optimized.replay.collective import Collective
 from optimized.replay.launches import Copy, Launches
 from reference import compiled
@@ -103,17 +103,6 @@ class Launched(NamedTuple):
     smem: int
 
 
-class _Again(NamedTuple):
-    """A launch to be made again: noted again, after `again`."""
-
-    lines: list[str]
-    line: str
-    capturable: bool = True
-
-    def replay(self, stream: int) -> None:
-        self.lines.append(f"again {self.line}")
-
-
 def renumbered(text: str) -> str:
     """A text with the storages that it names numbered in their order in it."""
     numbers: dict[str, int] = {}
@@ -134,16 +123,19 @@ class DryGpu(contextlib.ExitStack):
         self._reuses = False
         self._numbers: dict[int, int] = {}
         self._maps: list[str] = []
+        self._encoded: list[tuple[Any, ...]] = []  # what the driver was asked for each
 
     def __enter__(self) -> "DryGpu":
         super().__enter__()
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
+            (launch, "_start", self._start),
             (Launches, "replay", lambda launches, device: [one.replay(0) for one in launches._entries]),
             (Copy, "replay", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
             (launch, "processors", lambda index: PROCESSORS),
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
+            (tensor_map, "_replacer", lambda: self._replace),
             (calls, "_kinds", {}),
             (calls, "counts", calls.Counts()),
             (compiled, "_orders", {}),
@@ -192,7 +184,7 @@ class DryGpu(contextlib.ExitStack):
 
         pretending(watch.Watch, "__torch_dispatch__")
         pretending(player.Player, "backward")
-        for owner in (calls, memory):
+        for owner in (calls, memory, relative):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
         for kind in (watch.TorchOp, watch.TorchOutOp, Collective):
             self.enter_context(mock.patch.object(kind, "replay", called(kind.__name__)))
@@ -283,8 +275,14 @@ class DryGpu(contextlib.ExitStack):
         text = f"map {self._number(pointer)} type={kind} {shape} {strides} {box} {modes}{unusual}".replace(", ", ",")
         if text not in self._maps:
             self._maps.append(text)
+            self._encoded.append((kind, rank, *rest))
         ctypes.memmove(words, np.int64(_MAP + self._maps.index(text)).tobytes(), 8)
         return 0
+
+    def _replace(self, words: int, pointer: int) -> int:
+        """In place of the driver's cuTensorMapReplaceAddress."""
+        kind, rank, *rest = self._encoded[ctypes.c_int64.from_address(words).value - _MAP]
+        return self._encode(words, kind, rank, pointer, *rest)
 
     # --- notes -------------------------------------------------------------------------------------------
 
@@ -302,18 +300,29 @@ class DryGpu(contextlib.ExitStack):
         if launch._thread.collected is not None:
             launch._thread.collected[kernel] = None
             return
-        launch._Arguments(kernel, args).fill(args)  # refuses what no kernel takes
+        head = (len(self.launches), *grid, *block, smem)
+        again = launch.Launch(kernel, head, args, early)  # refuses what no kernel takes
         self.launches.append(Launched(kernel, grid, block, args, smem))
-        if not self.written:
-            return
+        if self.written:
+            self.lines.append(self._line(self.launches[-1], args, device, early))
+        if launch._thread.tape is not None:
+            launch._thread.tape.append(again)
+
+    def _start(self, head: tuple[int, ...], stream: int, pointers: int, early: bool) -> None:
+        """Note a launch that is made again, with the arguments that the driver would read."""
+        launched = self.launches[head[0]]
+        addresses = (ctypes.c_uint64 * len(launched.args)).from_address(pointers)
+        args = [_read(like, address) for like, address in zip(launched.args, addresses, strict=True)]
+        self.lines.append(f"again {self._line(launched, args, 0, early)}")
+
+    def _line(self, launched: Launched, args: Sequence[Any], device: int, early: bool) -> str:
+        kernel, grid, block, _, smem = launched
         macros = " ".join(f"{name}={value}" for name, value in sorted(kernel.defines.items()))
         line = f"{kernel.kernel}.{kernel.name} [{macros}] {grid} {block}"
         line += f" smem={smem}" * bool(smem) + f" of {kernel.max_dynamic_smem}" * (smem != kernel.max_dynamic_smem)
         line += f" carveout={kernel.carveout}" * (kernel.carveout != -1)
         line += f" device={device}" * bool(device) + " early" * early
-        self.lines.append(f"{line} ({', '.join(map(self._value, args))})")
-        if launch._thread.tape is not None:
-            launch._thread.tape.append(_Again(self.lines, self.lines[-1]))
+        return f"{line} ({', '.join(map(self._value, args))})"
 
     def _copied(self, copy: Copy) -> str:
         to, source, size = copy._arguments
@@ -344,6 +353,16 @@ class DryGpu(contextlib.ExitStack):
             shown = [self.shown(one) for one in x]
             return ", ".join(shown if len(shown) <= 13 else [*shown[:2], f"... {len(shown)} in all", shown[-1]])
         return _name(x) if isinstance(x, torch.dtype) else str(x)
+
+
+def _read(like: Any, address: int) -> Any:
+    """The kernel argument at an address, of the type of another."""
+    if isinstance(like, launch.ByValue):
+        found = np.frombuffer(ctypes.string_at(address, like.storage.nbytes), like.storage.dtype)
+        return launch.by_value(found.reshape(like.storage.shape))
+    if isinstance(like, int):
+        return ctypes.c_int64.from_address(address).value
+    return np.frombuffer(ctypes.string_at(address, like.nbytes), like.dtype)[0]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -76,9 +76,13 @@ def test_copies_are_made_again_at_the_same_addresses(copied: list[int], monkeypa
     assert copied == [x.nbytes] * only.hits * 2
     assert (only.hits, only.misses) == (18, 1)
     # What is recorded all the time is left alone at last; what is known is still made again.
-    monkeypatch.setattr(calls.counts, "misses", calls.counts.hits + calls.MOST_MISSES + 2)
+    monkeypatch.setattr(calls.counts, "misses", calls.counts.hits + calls.MOST_MISSES + 3)
     assert played(function, x)[2] is not None
-    assert played(function, x.clone())[2] is None
+    other = x.clone() + 1
+    (result, _), saved, kind = played(function, other)
+    assert_same_bits(result, other)
+    assert kind is not None
+    assert kind.found(saved)[0] is other
     assert played(function, x[:1])[2] is None
     assert len(calls._kinds) == 1
 
@@ -212,6 +216,22 @@ def test_what_is_kept_is_bounded(copied: list[int], monkeypatch: pytest.MonkeyPa
     assert counts == [2, 1, 2, 1]
 
 
+def test_moved_tapes_are_bounded_over_all_kinds(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are moved again where they are needed."""
+    monkeypatch.setattr(calls, "MOST_MOVED", 3)
+    monkeypatch.setattr(calls.counts, "moved", 0)
+    xs = [torch.full((4,), float(i)) for i in range(5)]
+    kept = []
+    for constants in (1, 2):
+        for x in (xs[0], *xs):
+            (result,), _, _ = played(cloned, x, constants)
+            assert_same_bits(result, x)
+            kept.append(sum(len(kind.tapes) for kind in calls._kinds.values()))
+    # Of each kind one call is measured, one recorded, and four are moved.
+    assert kept == [0, 1, 2, 3, 4, 1, 1, 2, 3, 4, 1, 2]
+    assert [(kind.misses, kind.hits) for kind in calls._kinds.values()] == [(1, 4)] * 2
+
+
 def test_how_much_is_too_much(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind has an arena of 512 bytes and a scratch of 1024."""
 
@@ -280,20 +300,28 @@ def test_a_saved_tensor_that_lies_elsewhere_is_not_replayed(copied: list[int]) -
         assert calls._kinds["elsewhere"].usable == (step == 0)
 
 
-def test_inputs_that_share_memory_at_times_are_not_replayed(copied: list[int]) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_inputs_that_share_memory_at_times(first: bool, copied: list[int]) -> None:
+    """Where the recorded call's did, y is sought in x's storage: calls whose inputs share none are not replayed."""
+
     def call(x: torch.Tensor, y: torch.Tensor) -> Any:
         return calls.play(lambda: lambda: ((y.clone(),), (x, y)), "shared", (x, y), [])
 
-    both = torch.arange(8.0)
-    x, y = torch.arange(4.0), torch.arange(4.0, 8.0)
-    assert call(x, y)[2] is None
-    _, saved, kind = call(x, y)
-    assert kind.found(saved) == (x, y)
-    (result,), saved, kind = call(both[:4], both[4:])  # y would be sought in x's storage from now on
-    assert kind is None
-    assert_same_bits(result, both[4:])
-    assert_same_bits(saved[1], both[4:])
-    assert not calls._kinds["shared"].usable
+    both, more = torch.arange(8.0), torch.arange(9.0)
+    apart, shared = (torch.arange(4.0), torch.arange(4.0, 8.0)), (both[:4], both[4:])
+    one, other = (shared, apart) if first else (apart, shared)
+    assert call(*one)[2] is None
+    for pair in (one, (more[:4], more[4:8]) if first else (one[0].clone(), one[1].clone())):
+        (result,), saved, kind = call(*pair)
+        for found, expected in zip((*kind.found(saved), result), (*pair, pair[1]), strict=True):
+            assert_same_bits(found, expected)
+    assert calls._kinds["shared"].hits == 1
+    (result,), saved, kind = call(*other)
+    assert (kind is None) == first
+    for found, expected in zip(saved if first else kind.found(saved), other, strict=True):
+        assert_same_bits(found, expected)
+    assert_same_bits(result, other[1])
+    assert calls._kinds["shared"].usable != first
 
 
 def test_other_shapes_and_constants_are_other_kinds(copied: list[int]) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,46 @@ def test_a_tile_fits_shared_memory() -> None:
         gemm_tile.Tile(2, 256, 5)
     for block_n in (16, 32, 64, 96, 128, 160, 192, 224, 256):
         assert gemm_tile.Tile(1, block_n, 2).narrow == min(block_n, 224)
+
+
+def test_a_map_of_the_same_tensor_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver writes the address; a thread without a context gets one and asks again."""
+    asked: list[Any] = []
+    answers = [0, 201, 0, 201, 700]
+
+    def replace(words: int, pointer: int) -> int:
+        asked.append((words, pointer))
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(tensor_map, "_replacer", lambda: replace)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    devices = SimpleNamespace(setDevice=lambda index: asked.append(index))
+    monkeypatch.setattr(tensor_map.launch, "runtime", lambda: devices)
+    tensor_map.replace_address(64, 1 << 20)
+    assert asked == [(64, 1 << 20)]
+    answers.insert(2, -1)  # where the device is set
+    tensor_map.replace_address(128, 1 << 21)
+    assert asked[1:] == [(128, 1 << 21), 5, (128, 1 << 21)]
+    answers.insert(5, -1)
+    with pytest.raises(RuntimeError, match=r"cuTensorMapReplaceAddress returned CUresult 700 for pointer=0x400000\."):
+        tensor_map.replace_address(192, 1 << 22)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_map_with_another_address_is_the_one_that_is_encoded_there(dtype: torch.dtype) -> None:
+    x, y = (torch.zeros(64, 128, device="cuda").to(dtype) for _ in range(2))
+    size = x.element_size()
+    for shape, strides, box in (
+        ((128, 64), (128 * size,), (64 // size, 8)),
+        ((64, 2, 64), (64 * size, 128 * size), (16, 1, 8)),
+    ):
+        found = [tensor_map.encode(t.data_ptr(), dtype, shape, strides, box, 64, 256).words for t in (x, y)]
+        assert found[0].tobytes() != found[1].tobytes()
+        room = tensor_map.TensorMap(0).words
+        room[:] = found[0]
+        tensor_map.replace_address(room.ctypes.data, y.data_ptr())
+        assert room.tobytes() == found[1].tobytes()
 
 
 @pytest.mark.gpu

@@ -6,41 +6,63 @@ from canvas import GRAD, GREY, HOLLOW, PALE, Drawing, W, X, Y
 
 
 def replay() -> Drawing:
-    """Three calls of one kind, and where the memory lies."""
-    d = Drawing(820, 450, "Replay: the first call is measured, the second recorded, later ones are replayed")
-    d.text(20, 50, "first call of a kind", bold=True)
-    d.text(20, 67, "measured", 12.5)
-    d.text(20, 132, "second call", bold=True)
-    d.text(20, 149, "recorded", 12.5)
-    d.text(20, 214, "same addresses", bold=True)
-    d.text(20, 231, "replayed", 12.5)
+    """How the calls of one kind settle, what a tape's arguments are, and where the memory lies."""
+    d = Drawing(820, 690, "Replay: the first call is measured, the second recorded, later ones are replayed anywhere")
+    rows = (("first call of a kind", "measured"), ("second call", "recorded"), ("other addresses", "moved"))
+    for y, (bold, plain) in zip((50, 132, 214, 296), (*rows, ("known addresses", "replayed")), strict=True):
+        d.text(20, y, bold, bold=True)
+        d.text(20, y + 17, plain, 12.5)
     for y in (30, 112):
         d.box(170, y, 210, 52, "Python of the layer runs", PALE)
         d.arrow(380, y + 26, 407, y + 26)
         d.box(410, y, 180, 52, "launches, one by one")
         d.arrow(590, y + 26, 637, y + 26, dashed=True)
-    d.box(170, 194, 210, 52, "no Python of the layer", HOLLOW)
-    d.box(410, 194, 180, 52, "launches from the list;\nsoon one CUDA graph", GREY)
-    d.arrow(380, 220, 407, 220)
+    for y, launches in ((194, "launches, one by one"), (276, "from the third time on\none CUDA graph")):
+        d.box(170, y, 210, 52, "no Python of the layer", HOLLOW)
+        d.box(410, y, 180, 52, launches)
+        d.arrow(380, y + 26, 407, y + 26)
     d.box(640, 30, 160, 52, "sizes and lives\nof its tensors", HOLLOW, 12)
-    d.box(640, 112, 160, 52, "list of launches\nwith their arguments", HOLLOW, 12)
-    d.arrow(720, 164, 720, 220, 594, 220, dashed=True)
+    d.box(640, 112, 160, 52, "the tape: launches\nwith their arguments", HOLLOW, 12)
+    d.box(640, 194, 160, 52, "the tape copied,\naddresses replaced", HOLLOW, 12)
+    d.arrow(720, 164, 720, 191, dashed=True)
+    d.arrow(640, 220, 593, 220, dashed=True)
+    d.arrow(720, 246, 720, 302, 594, 302, dashed=True)
 
-    d.text(20, 290, "Where a call's tensors lie", bold=True)
-    d.text(20, 321, "results", 12.5)
-    d.box(110, 304, 110, 24, "y", Y)
-    d.text(500, 321, "live as long as the caller keeps them", 12)
-    d.text(20, 361, "arena", 12.5)
-    d.box(110, 344, 170, 24, "codes of x, transposed", X, 12)
-    d.box(280, 344, 130, 24, "codes of w", W, 12)
-    d.box(410, 344, 70, 24, "mean, rstd", PALE, 11)
-    d.text(500, 361, "what backward reads: freed after it", 12)
-    d.text(20, 410, "scratch", 12.5)
-    d.box(110, 384, 110, 24, "temporary 1", PALE, 12)
-    d.box(220, 384, 110, 24, "temporary 2", PALE, 12)
-    d.box(110, 410, 150, 24, "temporary 3, later", PALE, 12)
-    d.text(500, 401, "temporaries: freed when the call returns;", 12)
-    d.text(500, 417, "lives that do not overlap share room", 12)
+    d.text(20, 374, "The arguments of a tape's launches: one buffer in the host's memory", bold=True)
+    left = 20.0
+    slots = (
+        ("x + 0", X, 90),
+        ("arena + 0", X, 100),
+        ("4096", PALE, 70),
+        ("0.5", PALE, 60),
+        ("tensor map:\narena + 4096", W, 130),
+        ("y + 0", Y, 90),
+        ("scratch + 512", PALE, 120),
+        ("scale + 4", GREY, 100),
+    )
+    for label, fill, width in slots:
+        d.box(left, 388, width, 40, label, fill)
+        left += width
+    d.text(
+        20, 450, "An address is a tensor of the call and an offset: elsewhere another number, and the rest stays.", 12
+    )
+    d.text(20, 467, "The driver gives a tensor map its other address.", 12)
+
+    d.text(20, 520, "Where a call's tensors lie", bold=True)
+    d.text(20, 551, "results", 12.5)
+    d.box(110, 534, 110, 24, "y", Y)
+    d.text(500, 551, "live as long as the caller keeps them", 12)
+    d.text(20, 591, "arena", 12.5)
+    d.box(110, 574, 170, 24, "codes of x, transposed", X, 12)
+    d.box(280, 574, 130, 24, "codes of w", W, 12)
+    d.box(410, 574, 70, 24, "mean, rstd", PALE, 11)
+    d.text(500, 591, "what backward reads: freed after it", 12)
+    d.text(20, 640, "scratch", 12.5)
+    d.box(110, 614, 110, 24, "temporary 1", PALE, 12)
+    d.box(220, 614, 110, 24, "temporary 2", PALE, 12)
+    d.box(110, 640, 150, 24, "temporary 3, later", PALE, 12)
+    d.text(500, 631, "temporaries: freed when the call returns;", 12)
+    d.text(500, 647, "lives that do not overlap share room", 12)
     return d
 
 

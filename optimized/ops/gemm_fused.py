@@ -7,6 +7,7 @@ fused one has no form (fp32 activations, an empty matrix) and, unless the caller
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -122,15 +123,17 @@ def _launch(
     kind: str | None = None,
     q: torch.dtype | None = None,
     drop: bool = False,
+    maps: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Launch the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments."""
+    """Launch the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments, `maps` those in it."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
     tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), TILES))
     parts = halves(epilogue, kind)
     columns = n // parts
-    maps, words = operand_maps(a, b, tile, run(columns, dtype), parts), launch.by_value(np.array(arguments, np.int64))
+    operands = operand_maps(a, b, tile, run(columns, dtype), parts)
+    words = launch.by_value(np.array(arguments, np.int64), maps)
     scales = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
-    args = (maps, words, *scales, np.int32(m), np.int32(n), np.int32(k))
+    args = (operands, words, *scales, np.int32(m), np.int32(n), np.int32(k))
     # Shapes that agree in these two have one configuration.
     width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
     chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
@@ -226,16 +229,16 @@ def gemm_fp8_bias_dropout_add(
         dropout.run(out, x, bias, residual, p, rng_state)
     else:
         bias, residual = aligned(bias), aligned(residual)
-        tensor_map = [0] * 16
+        tensor_map, maps = [0] * 16, []
         if residual is not None:
             rows, columns = residual.shape
             boxes = {"box_rows": 16, "box_cols": 32, "swizzle": 0}  # of kernels/gemm_residual.cuh
             encoded = tensor_map_2d(residual.data_ptr(), residual.dtype, rows, columns, 2 * columns, **boxes)
-            tensor_map = encoded.words.view(np.int64).tolist()
+            tensor_map, maps = encoded.words.view(np.int64).tolist(), [(0, residual.data_ptr())]
         scalars = [threshold(p), int(np.float32(keep_scale(p)).view(np.uint32))]
         pointers = [out.data_ptr(), pointer(bias), pointer(residual), pointer(rng_state)]
         arguments = [*tensor_map, *pointers, *scalars, 0, 0]  # the struct ends at a multiple of the map's 64 bytes
-        _launch(DROPOUT, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, drop=threshold(p) > 0)
+        _launch(DROPOUT, a, b, a_scale_inv, b_scale_inv, out_dtype, arguments, tile, drop=threshold(p) > 0, maps=maps)
     if threshold(p):
         assert rng_state is not None
         dropout.advance(rng_state)

@@ -62,7 +62,8 @@ def _operand_maps(
         return encode(b, formats[1], shape, strides, (128, 2, 4, width // 2, rows // (4 * width)), 128, l2)
 
     maps = [a_map(a_part), b_map(part), a_map(m % a_part or a_part), b_map(n // halves % part or part)]
-    return launch.by_value(np.concatenate([one.words for one in maps]))
+    addresses = [(128 * i, address) for i, address in enumerate((a, b, a, b))]
+    return launch.by_value(np.concatenate([one.words for one in maps]), addresses)
 
 
 def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halves: int = 1) -> launch.ByValue:

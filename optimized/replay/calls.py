@@ -1,17 +1,19 @@
 """Which calls agree, and their tapes: the one cache of launches.
 
     the first call of a kind   runs, and the sizes of its arena, its scratch and its results are measured
-    a later call               is replayed, if a tape was recorded at these addresses;
-                               otherwise it runs, with its tensors placed there, and is recorded
+    the second                 runs, with its tensors placed there, and is recorded
+    a later call               is replayed from the tape at these addresses, which is moved there if it is not known;
+                               a call that no tape serves is recorded
 
 A tape holds no memory. What a call saves for backward lies in one tensor, the arena, and its temporaries in another,
 the scratch; both are allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
 
 A call that allocates more than `LARGEST` bytes always runs, because its kernels take longer than its Python. Measuring
-or recording a call costs as much as running it. So where addresses keep changing, because each batch has lengths of its
+or recording a call costs as much as running it. So where shapes keep changing, because each batch has lengths of its
 own, this ends after `MOST_MISSES` times.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +22,14 @@ import torch
 from optimized import launch
 from optimized.replay.launches import Launches
 from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
+from optimized.replay.relative import Fixed, Relative
 from optimized.replay.watch import Record, Watch
 from reference.nested import Tensors
 
 LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 4096, 256  # kinds (a layer takes up to four for each length), and tapes of one kind
 MOST_MISSES = 4096  # by how many misses may outnumber hits
+MOST_MOVED = 4096  # tapes of all kinds that were moved: some 15 KB each
 
 Function = Callable[[], tuple[Tensors, Tensors]]  # results, and what is saved for backward
 
@@ -42,6 +46,8 @@ class Kind:
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
         needed: the numbers of those tensors among arena, scratch, inputs, state and results.
         tapes: by all addresses.
+        recorded: whether a tape has been.
+        relative: the tape that was recorded last, for other addresses; None if it serves its own only.
         hits, misses: how many calls were replayed, and how many were recorded.
     """
 
@@ -54,6 +60,8 @@ class Kind:
         self.saved_places: list[Place | None] = []
         self.needed: list[int] = []
         self.tapes: dict[tuple[int, ...], Launches] = {}
+        self.recorded = False
+        self.relative: Relative | None = None
         self.misses = self.hits = 0
 
     def measure(self, run: Function) -> tuple[Tensors, Tensors]:
@@ -83,18 +91,44 @@ class Kind:
             counts.hits += 1
         return found
 
+    def moved(self, addresses: tuple[int, ...], tensors: list[torch.Tensor]) -> Launches | None:
+        """The recorded tape at other addresses, if it serves there."""
+        tape = None if self.relative is None else self.relative.at(addresses, tensors)
+        if tape is not None:
+            if counts.moved >= MOST_MOVED:
+                counts.moved = 0
+                for kind in _kinds.values():
+                    kind.tapes.clear()
+            self.keep(addresses, tape)
+            self.hits += 1
+            counts.hits += 1
+            counts.moved += 1
+        return tape
+
     def add(self, addresses: tuple[int, ...], tape: Launches) -> None:
-        """Keep the tape of a call with these addresses."""
+        """Keep the tape that a call with these addresses has recorded."""
         self.misses += 1
         counts.misses += 1
+        self.keep(addresses, tape)
+
+    def keep(self, addresses: tuple[int, ...], tape: Launches) -> None:
+        """Keep the tape of a call with these addresses."""
         if len(self.tapes) >= MOST_TAPES:
             self.tapes.clear()
         self.tapes[addresses] = tape
 
     def record(
-        self, run: Function, results: Tensors, sources: Sequence[torch.Tensor | None], addresses: tuple[int, ...]
+        self,
+        run: Function,
+        results: Tensors,
+        sources: Sequence[torch.Tensor | None],
+        tensors: list[torch.Tensor],
+        addresses: tuple[int, ...],
     ) -> tuple[Tensors, Tensors]:
-        """Run with every tensor in its place, and keep the launches; `sources` are arena, scratch, inputs and state."""
+        """Run with every tensor in its place, and keep the launches.
+
+        `sources` are arena, scratch, inputs and state; `tensors` are these and what the results lie in, of `addresses`.
+        """
         tape = Launches()
         with launch.recording(tape), Record(self.places, (*sources[:FIRST], *results), tape) as watch:
             found, saved = run()
@@ -103,10 +137,13 @@ class Kind:
         located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
         # The places may differ from call to call, because inputs may share storage.
-        same = not self.tapes or (self.needed, self.saved_places) == (needed, located)
+        same = not self.recorded or (self.needed, self.saved_places) == (needed, located)
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
-        self.needed, self.saved_places = needed, located
+        self.needed, self.saved_places, self.recorded = needed, located, True
         self.add(addresses, tape)
+        self.relative = None
+        with contextlib.suppress(Fixed):
+            self.relative = Relative(tape, tensors)
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Tensors:
@@ -122,7 +159,7 @@ class Counts:
     """Calls of all kinds."""
 
     def __init__(self) -> None:
-        self.misses = self.hits = 0
+        self.misses = self.hits = self.moved = 0
 
     def enough(self) -> bool:
         """Whether recording more would be in vain."""
@@ -182,15 +219,16 @@ def play(
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
     results, owners = kind.results.allocate(device)
     sources = [kind.allocate(ARENA, device), kind.allocate(SCRATCH, device), *inputs, *state]
-    addresses = tuple([x.data_ptr() for x in (*owners, *sources) if x is not None])
-    tape = kind.tape(addresses)
+    tensors = [x for x in (*owners, *sources) if x is not None]
+    addresses = tuple([x.data_ptr() for x in tensors])
+    tape = kind.tape(addresses) or kind.moved(addresses, tensors)
     if tape is not None:
         tape.replay(device.index)
     elif counts.enough():
-        del results, owners, sources
+        del results, owners, sources, tensors
         return *prepare()(), None
     else:
-        found, saved = kind.record(prepare(), results, sources, addresses)
+        found, saved = kind.record(prepare(), results, sources, tensors, addresses)
         if not kind.usable:
             return found, saved, None
     return results, kind.saved((*sources, *results)), kind

@@ -16,6 +16,10 @@ class Collective(NamedTuple):
     args: list[Any]
     capturable: bool
 
+    def moved(self, move: Callable[[int], int]) -> "Collective":
+        """The same with tensors at other addresses."""
+        return self._replace(args=TensorRef.moved(self.args, move))
+
     def replay(self, stream: int) -> None:
         with _disable_current_modes():
             self.func(*tensors_of(self.args))

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,13 @@ class Replayable(Protocol):
         """Do it again on torch's current stream, which is `stream`."""
 
 
+class Movable(Replayable, Protocol):
+    """All of these but launches, whose arguments a tape moves together (`replay.relative`)."""
+
+    def moved(self, move: Callable[[int], int]) -> "Movable":
+        """The same at other addresses; `move` gives an address its other one."""
+
+
 class Copy:
     """A copy from address to address on the device."""
 
@@ -36,6 +44,10 @@ class Copy:
 
     def __init__(self, to: int, source: int, size: int) -> None:
         self._arguments = (to, source, size)
+
+    def moved(self, move: Callable[[int], int]) -> "Copy":
+        to, source, size = self._arguments
+        return Copy(move(to), move(source), size)
 
     def replay(self, stream: int) -> None:
         """Copy on the current device."""
@@ -56,6 +68,11 @@ class Launches:
     def __del__(self) -> None:
         if self._graph is not None:
             _retired.append(self._graph)
+
+    @property
+    def entries(self) -> Sequence[Any]:
+        """What is made again, in its order."""
+        return self._entries
 
     def append(self, entry: Replayable) -> None:
         """Add one."""

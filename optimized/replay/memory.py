@@ -1,7 +1,7 @@
 """Where the tensors of a replayed call lie: in its arena, its scratch, a result, an input or its module's state."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,13 @@ class TensorRef(NamedTuple):
         if isinstance(x, list):
             return [cls.of(one) for one in x]
         return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+
+    @classmethod
+    def moved(cls, x: Any, move: Callable[[int], int]) -> Any:
+        """What `of` gave, at other addresses; `move` gives an address its other one."""
+        if isinstance(x, list):
+            return [cls.moved(one, move) for one in x]
+        return x._replace(address=move(x.address)) if isinstance(x, TensorRef) else x
 
     def tensor(self) -> torch.Tensor:
         """The tensor."""

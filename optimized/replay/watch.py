@@ -5,7 +5,7 @@ into one. It may call cuDNN's attention, whose results lie where PyTorch allocat
 places. A function that does anything else is not `usable`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,10 @@ class TorchOp(NamedTuple):
         """Not if it draws from torch's generator, which only torch's own captures know."""
         return not _draws(self.func, self.args)
 
+    def moved(self, move: Callable[[int], int]) -> "TorchOp":
+        results = {position: TensorRef.moved(to, move) for position, to in self.results.items()}
+        return self._replace(args=TensorRef.moved(self.args, move), results=results)
+
     def replay(self, stream: int) -> None:
         made = self.func(*tensors_of(self.args), **self.kwargs)
         for position, to in self.results.items():
@@ -84,6 +88,9 @@ class TorchOutOp(NamedTuple):
     args: list[Any]
     out: TensorRef
     capturable: bool = True
+
+    def moved(self, move: Callable[[int], int]) -> "TorchOutOp":
+        return self._replace(args=TensorRef.moved(self.args, move), out=TensorRef.moved(self.out, move))
 
     def replay(self, stream: int) -> None:
         self.func(*tensors_of(self.args), out=self.out.tensor())

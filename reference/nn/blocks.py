@@ -213,7 +213,7 @@ def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
     plan, context, tensors = attention_block.prepared(module, x, *arguments)
-    second, more, (_, *weights) = prepared_mlp(mlp, x, *arguments[2:4], arguments[-1], any(plan.needs))
+    second, more, (_, *weights) = prepared_mlp(mlp, x, arguments[2], arguments[3], arguments[-1], any(plan.needs))
     both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)

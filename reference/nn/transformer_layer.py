@@ -304,8 +304,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
         enc_dec = (enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
         run = current_run()
-        given = (hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options, run)
-        check_forward(self, *given)
+        checked = (hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options, run)
+        check_forward(self, *checked)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
