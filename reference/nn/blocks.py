@@ -4,8 +4,7 @@
 
 r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
 `reference.nn.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs the modules
-one by one instead where a part is observed or replaced (`uses_default_forward`), where there is no norm before
-attention, and in fp32.
+one by one instead where a part is observed or replaced (`uses_default_forward`), and in fp32.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
 what the first half saves then lives until the second is through.
@@ -15,25 +14,21 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import _has_any_global_hook
 
 from reference import recompute
 from reference.compiled import before
 from reference.nested import Tensors
 from reference.nn import attention_block, layernorm_mlp
-from reference.nn.attention import DotProductAttention
-from reference.nn.attention_block import Dropout, before_dropout, whole
+from reference.nn.attention_block import before_dropout, whole
+from reference.nn.attention_prepared import Dropout, is_block, prepared, uses_default_forward
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
-from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
-from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.parameters import named
 from reference.quantized import fprop_residual, rows_of
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
-_ATTENTION_TENSORS = 7  # arguments of self-attention's pair, x included
 
 
 class MLPSaved(NamedTuple):
@@ -111,8 +106,9 @@ def layer_forward(
     """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's, then the second's."""
     first, second = _halves(context)
     own: Any = weights
-    h, of_attention = attention_block.forward(plan.attention, first, x, *own[: _ATTENTION_TENSORS - 1])
-    y, of_mlp = mlp_forward(plan.mlp, second, h, *own[_ATTENTION_TENSORS - 1 :])
+    count = len(plan.attention.needs) - 1  # without x
+    h, of_attention = attention_block.forward(plan.attention, first, x, *own[:count])
+    y, of_mlp = mlp_forward(plan.mlp, second, h, *own[count:])
     return y, LayerSaved(of_attention, of_mlp)
 
 
@@ -120,21 +116,8 @@ def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, gr
     first, second = _halves(context)
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved.mlp, grad)
     if dh is None:
-        return (*[None] * _ATTENTION_TENSORS, *mlp_grads)
+        return (*[None] * len(plan.attention.needs), *mlp_grads)
     return (*attention_block.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
-
-
-def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
-    return not (
-        type(part).forward is not kind.forward
-        or "forward" in part.__dict__
-        or part._forward_hooks
-        or part._forward_pre_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        or _has_any_global_hook()
-    )
 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
@@ -147,25 +130,11 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
 
 
 def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether `attention_block` can run it: attention with a norm of its own, and none of its heads."""
-    if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm or module.q_norm is not None:
-        return False
-    modules = module._modules
-    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
-    for one in (proj,) if module.attention_type == "self" else (proj, modules["key_value"]):
-        settings = (one.own_recipe is first.own_recipe, one.in_high_precision == first.in_high_precision)
-        if settings != (True, True) or not uses_default_forward(one, Linear):
-            return False
+    """Whether the attention half of a layer in 16 bits runs as a block, with its residual."""
     return (
-        module.return_layernorm_output == first.return_layernorm_output == residual_is_norm
-        and uses_default_forward(first, LayerNormLinear)
-        and uses_default_forward(core, DotProductAttention)
-        and core.softmax_type == "vanilla"
-        and not core.attends_in_fp8()
-        and (
-            core.attention_backend == "exact"
-            or (module.num_gqa_groups == module.num_attention_heads and not recomputes)
-        )
+        uses_default_forward(module, MultiheadAttention)
+        and module.return_layernorm_output == residual_is_norm
+        and is_block(module, torch.bfloat16, recomputes)
     )
 
 
@@ -201,11 +170,11 @@ def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: 
 
 
 def run_attention(module: Any, x: torch.Tensor, *arguments: Any, mlp: Any = None) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`; `arguments` are those of `attention_block.prepared`.
+    """h of x `[s, b, hidden]`, `[b, s, hidden]` or `[t, hidden]`; `arguments` are those of `prepared` after x.
 
     `mlp`, if given, is what `mlp_block` runs next: on a GPU its kernels are compiled together with this half's.
     """
-    plan, context, tensors = attention_block.prepared(module, x, *arguments)
+    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
     if mlp is not None and not torch.compiler.is_compiling():
         context = context._replace(following=functools.partial(_following, mlp, x, arguments[2:4], plan.needs))
     return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
@@ -223,7 +192,7 @@ def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...
 
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
-    plan, context, tensors = attention_block.prepared(module, x, *arguments)
+    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
     second, more, (_, *weights) = _prepared_mlp(mlp, x, arguments[2], arguments[3], any(plan.needs))
     both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)

@@ -70,7 +70,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             the input's first dimension is dropped: a sample with "bshd", a position of all samples with "sbhd".
         layer_number: of self-attention, as in `DotProductAttention`.
         name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
+        softmax_type: as in `DotProductAttention`.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         softcap and ub_tp_comm_overlap: only "off"; without it, the other ub_* have no effect.
     """
@@ -245,9 +245,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
                 of keys, or a pair of them: as in `MultiheadAttention.forward`. inference_params: of self-attention; a
                 decoder takes one of the two.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
-                cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
+                cross-attention, as in `DotProductAttention.forward`.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
-                there; self-attention takes those of q alone. With them, too, the layer runs module by module.
+                there; self-attention takes those of q alone.
             pad_between_seqs: as there. bottom_right_diagonal and the rest: Transformer Engine's, in its order; only
                 "off" is offered.
 
@@ -317,31 +317,35 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             return self._add((both, None), hidden_states, dropout, normed=True)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
-        fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
+        fused = self._fuses(hidden_states) and blocks.is_mlp_block(mlp, self.apply_residual_connection_post_layernorm)
         follows = mlp if fused and self.layer_type == "encoder" else None
         if (
             follows is not None
-            and options.fuses
             and blocks.is_small(self.elements, hidden_states)
-            and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention)
+            and self._is_block(attention, hidden_states, checkpoint_core_attention, not self.output_layernorm)
         ):
-            return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params)
+            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *more, options.of_self()))
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
             hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross())
         if fused:
-            out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch)
-        else:
-            out = self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
+            return self._ended(blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch))
+        return self._ended(self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True))
+
+    def _ended(self, out: torch.Tensor) -> torch.Tensor:
+        """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _fuses(self, part: Any, x: torch.Tensor, question: Callable[..., bool], *more: Any) -> bool:
-        """Whether a half runs as one pair of functions instead of module by module."""
-        if x.dtype == torch.float32 or (self.drop_path is not None and self.training):
-            return False
-        return question(part, self.apply_residual_connection_post_layernorm, *more)
+    def _fuses(self, x: torch.Tensor) -> bool:
+        """Whether a half may run as one pair of functions instead of module by module."""
+        return x.dtype != torch.float32 and (self.drop_path is None or not self.training)
+
+    def _is_block(self, attention: Any, x: torch.Tensor, recomputes: bool, normed: bool) -> bool:
+        """Whether an attention runs so, together with its residual; `normed`: it begins with a norm."""
+        residual_is_norm = self.apply_residual_connection_post_layernorm and normed
+        return self._fuses(x) and blocks.is_attention_block(attention, residual_is_norm, recomputes)
 
     def _attend(
         self,
@@ -360,10 +364,11 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
         more = (is_first_microbatch, source, angles, recomputes, window)
-        if options.fuses and self._fuses(attention, x, blocks.is_attention_block, recomputes):
-            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options.inference, mlp=mlp)
-        results, crosses = self._run(attention, x, mask, mask_type, *more, options), source is not None
-        return self._add(results, x, dropout, normed=crosses or not self.output_layernorm, drops_path=not crosses)
+        crosses, normed = source is not None, source is not None or not self.output_layernorm
+        if self._is_block(attention, x, recomputes, normed):
+            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options, mlp=mlp)
+        results = self._run(attention, x, mask, mask_type, *more, options)
+        return self._add(results, x, dropout, normed, drops_path=not crosses)
 
     def _run(
         self,
