@@ -268,8 +268,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != -3:
-            cached = inference_params is not None
-            given = unpacked("DotProductAttention", given, qkv_layer, kv_layer, qkv_interleave_dim, layout, cached)
+            packed_by = (qkv_layer, kv_layer, qkv_interleave_dim)
+            given = unpacked("DotProductAttention", given, *packed_by, layout, inference_params is not None)
         if inference_params is not None and torch.is_grad_enabled():
             how: dict[str, Any] = {"attn_mask_type": kind, "window_size": window_size, **options.arguments()}
             return ended(self, *given, attention_mask, layout, bottom_right_diagonal=bottom_right_diagonal, **how)
@@ -302,14 +302,14 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             return self._attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
-        settings = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached)
+        settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached)
         plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads, *settings)
         context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.core),), call.reads)
         results = differentiable(forward, backward, plan, context, *tensors)
         if not self.return_max_logit:
             return results  # type: ignore[no-any-return]
-        out, *rows = results
-        return out, max_logit(*rows, out.dtype)
+        out, m, inv = results
+        return out, max_logit(m, inv, out.dtype)
 
     def _attend_by_torch(
         self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor

@@ -29,8 +29,9 @@ import torch
 from reference.compiled import before
 from reference.nested import Tensors
 from reference.nn import core_pair, head_norms, layernorm_linear, linear
+from reference.nn.attention_reads import Reads
 from reference.nn.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
-from reference.nn.core_pair import Reads
+from reference.nn.dropout import added, before_dropped
 from reference.nn.head_norms import HeadNorms
 from reference.nn.heads import Heads
 from reference.nn.rotated import turn
@@ -149,11 +150,6 @@ def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(rows, shape)
 
 
-def before_dropout(grad: torch.Tensor, p: float, state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of the input of a dropout that drew from `state`."""
-    return twin.dropout_backward(grad, p, state) if p > 0 else grad
-
-
 def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]:
     """h `[..., hidden]` of x `[..., hidden]`; without a residual also norm(x) `[tokens, hidden]`, if it is returned."""
     given, modules = Given(*tensors), modules_of(plan, context)
@@ -167,12 +163,16 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         of_kv = (modules.key_value, 0, "weight", given.key_value_weight, plan.key_value.needs[0])
         requests.append(WeightRequest(*of_kv))
     w, proj_w, *more = quantize_weights(*requests)
+    mixed: Any
     mixed, residual, saved_first = _projected(plan, first, given, w)
     joined: Any = None
     saved_kv: linear.Saved | None = None
     if plan.key_value is not None:
         of_source = (rows_of(given.source), more[0], given.key_value_bias)
         joined, saved_kv = linear.forward(plan.key_value, modules.key_value, *of_source)
+    q: Any
+    k: Any
+    v: Any
     q, k, v = split(plan, mixed, joined)
     saved_norms: head_norms.Saved | None = None
     norms = plan.norms
@@ -185,7 +185,10 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
     dropped = before(state)
     operand = proj_gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
-    if plan.adds:
+    if reads.kept is not None:
+        y = fprop(operand, proj_w, None, plan.proj.dtype, proj_gemm.how)
+        h = added(y, given.proj_bias, residual, plan.p, state, reads.kept, plan.shape)
+    elif plan.adds:
         h = fprop_residual(operand, proj_w, given.proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
     else:
         h = fprop(operand, proj_w, given.proj_bias, plan.proj.dtype, proj_gemm.how)
@@ -235,7 +238,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of `Given`; `norm_grads`: of norm(x), if it is a second result."""
     modules, reads = modules_of(plan, context), Reads.of(context.reads)
     grad = rows_of(grad)
-    inner = before_dropout(grad, plan.p, saved.dropped)
+    inner = before_dropped(grad, plan.p, saved.dropped, reads.kept, plan.shape)
     context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
     if context_grad is None:
         return (None, None, None, None, None, *proj_grads, *[None] * 8)[: len(plan.needs)]
@@ -246,7 +249,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
         core = core_pair.Saved(q, k, v, core.attended, core.added)
     by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, -1)
     dq, dk, dv, dadded = core_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
-    of_norms: Tensors = (None,) * 4
+    of_norms: Any = (None,) * 4
     if norms is not None and not norms.before_rope:
         dq, dk, *of_norms = head_norms.backward(norms, saved.norms, dq, dk)
     if plan.rotary is not None:
@@ -268,7 +271,7 @@ def _first_grads(
     saved: Any,
     pieces: list[torch.Tensor],
     past: torch.Tensor | None,
-    norm_grads: Tensors,
+    norm_grads: Any,
 ) -> Tensors:
     """The gradients of x, γ, β, w and b, computed from those of q, k and v, or of q.
 

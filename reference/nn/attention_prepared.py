@@ -6,18 +6,19 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from reference.arguments import MASK_TYPES
+from reference.nested import Tensors
 from reference.nn import head_norms, layernorm_linear, linear
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_block import Given, Plan
+from reference.nn.attention_block import Plan
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_reads import NO_READS
 from reference.nn.autograd import wanted
 from reference.nn.checks import Shape, Window
 from reference.nn.context import BlockContext
 from reference.nn.core_attention import CorePlan, Mask
 from reference.nn.core_call import Call, cached_call_of, call_of, context_of, is_plain, plain_reads
-from reference.nn.core_pair import NO_READS
 from reference.nn.core_pair import Plan as CorePairPlan
-from reference.nn.dropout import Generator
+from reference.nn.dropout import DropPath, Generator
 from reference.nn.layernorm import L2Normalization, LayerNorm, RMSNorm, norm_plan
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
@@ -80,8 +81,12 @@ def prepared(
     recomputes: bool = False,
     window: Window = None,
     options: Options = NO_OPTIONS,
+    drop_path: DropPath | None = None,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
-    """Of a forward whose arguments are checked; without `dropout` no residual is added, either. `dtype`: T."""
+    """Of a forward whose arguments are checked; the tensors are those of `Given`, as far as there are any.
+
+    Without `dropout` no residual is added, either. `dtype`: T.
+    """
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
@@ -100,25 +105,28 @@ def prepared(
         call = call_of(core, core_plan, mask, options, shape, x, fp8 is not None, maps)
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch))
-    norms, of_norms, reads = None, (), call.reads
+    norms, reads = None, call.reads
+    of_norms: Tensors = ()
     if module.q_norm is not None:
         norms, of_norms, gamma = head_norms.norms_of(module, dtype, x.device)
         reads = reads if gamma is None else reads._replace(head_gamma=gamma)
     norm_weights = named(first, ("layer_norm_weight", "layer_norm_bias")) if has_norm else (None, None)
     proj_bias = None if dropout is None and proj.return_bias else proj.joined_bias()
-    own = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
-    tensors: tuple[Any, ...] = own
+    own: tuple[Any, ...] = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
+    tensors = own
     if crosses:
         key_value = modules["key_value"]
         contexts.append(key_value.context(dtype, is_first_microbatch))
-        tensors = Given(*own, source, key_value.joined_weight(), key_value.joined_bias(), call.added, *of_norms)
+        tensors = (*own, source, key_value.joined_weight(), key_value.joined_bias(), call.added, *of_norms)
     elif call.added is not None or of_norms:
-        tensors = Given(*own, None, None, None, call.added, *of_norms)
+        tensors = (*own, None, None, None, call.added, *of_norms)
     if fp8 is not None:
         contexts.append(fp8)
     needs = wanted(*tensors)
     trains = any(needs[:5]) or any(needs[7:])
     p, generator = (0.0, None) if dropout is None else dropout
+    if drop_path is not None:
+        reads = reads._replace(kept=drop_path.kept(x.shape[0], x.device))
     if angles is not None:
         of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
         if call.maps is not None:

@@ -19,14 +19,19 @@ from reference import recompute
 from reference.compiled import before
 from reference.nested import Tensors
 from reference.nn import attention_block, layernorm_mlp
-from reference.nn.attention_block import before_dropout, whole
+from reference.nn.attention_block import whole
+from reference.nn.attention_options import Options
 from reference.nn.attention_prepared import Dropout, is_block, prepared, uses_default_forward
+from reference.nn.attention_reads import NO_READS, Reads
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
+from reference.nn.dropout import DropPath, added, before_dropped
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.parameters import named
-from reference.quantized import fprop_residual, rows_of
+from reference.ops.dropout import state_or_none
+from reference.ops.library import twin
+from reference.quantized import fprop, fprop_residual, rows_of
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
 
@@ -60,17 +65,22 @@ def mlp_forward(
 ) -> tuple[torch.Tensor, MLPSaved]:
     """y `[..., hidden]` of h `[..., hidden]`."""
     (mlp,), (state,), rows = context.modules, context.random, rows_of(h)
-    dropped = before(state)
+    dropped, kept = before(state), Reads.of(context.reads).mlp_kept
     tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
-    y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms[1].how)
+    if kept is None:
+        y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms[1].how)
+    else:
+        y = fprop(a, w2, None, plan.mlp.dtype, mlp.gemms[1].how)
+        y = added(y, fc2_bias, residual, plan.p, state, kept, plan.shape)
     return whole(y, plan.shape), MLPSaved(saved, dropped)
 
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
-    inner = before_dropout(grad, plan.p, saved.dropped)
+    kept = Reads.of(context.reads).mlp_kept
+    inner = before_dropped(grad, plan.p, saved.dropped, kept, plan.shape)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
     residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
@@ -97,7 +107,8 @@ class LayerSaved(NamedTuple):
 
 def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
     modules, random = context.modules, context.random
-    return BlockContext(modules[:-1], random[:-1], context.reads), BlockContext(modules[-1:], random[-1:])
+    first = BlockContext(modules[:-1], random[:-1], context.reads)
+    return first, BlockContext(modules[-1:], random[-1:], context.reads)
 
 
 def layer_forward(
@@ -118,6 +129,58 @@ def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, gr
     if dh is None:
         return (*[None] * len(plan.attention.needs), *mlp_grads)
     return (*attention_block.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
+
+
+class BothPlan(NamedTuple):
+    """Which gradients are wanted, the plans of both halves, which have no residual, and dropout's probability."""
+
+    needs: tuple[bool, ...]
+    attention: attention_block.Plan
+    mlp: MLPPlan
+    p: float
+
+
+class BothSaved(NamedTuple):
+    """What backward reads of both halves, and the random state from before the dropout after them."""
+
+    attention: attention_block.Saved
+    mlp: layernorm_mlp.Saved
+    dropped: torch.Tensor | None
+
+
+def both_forward(
+    plan: BothPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
+) -> tuple[torch.Tensor, BothSaved]:
+    """y of two halves that read x: T( x + dropout( T( attention + mlp ) ) )."""
+    first, second = _halves(context)
+    state, kept, rows = second.random[0], Reads.of(context.reads).kept, rows_of(x)
+    dropped = before(state)
+    own: Any = weights
+    count = len(plan.attention.needs) - 1  # without x
+    # What stochastic depth drops is the sum.
+    of_attention = first._replace(reads=first.reads and first.reads._replace(kept=None))
+    h, saved_attention = attention_block.forward(plan.attention, of_attention, x, *own[:count])
+    y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
+    both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
+    if kept is None:
+        out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows))
+    else:
+        out = added(both, None, rows, plan.p, state, kept, x.shape)
+    return whole(out, x.shape), BothSaved(saved_attention, saved_mlp, dropped)
+
+
+def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad: torch.Tensor) -> Tensors:
+    first, second = _halves(context)
+    shape, grad = grad.shape, rows_of(grad)
+    kept = Reads.of(context.reads).kept
+    inner = before_dropped(grad, plan.p, saved.dropped, kept, shape)
+    of_attention = first._replace(reads=first.reads and first.reads._replace(kept=None))
+    dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
+    dx, *grads = attention_block.backward(plan.attention, of_attention, saved.attention, whole(inner, shape))
+    if dx is not None and dx_mlp is not None:
+        dx = twin.bias_dropout_add(rows_of(dx), None, dx_mlp, 0.0, state_or_none(None, dx_mlp))
+        dx = whole(twin.bias_dropout_add(dx, None, grad, 0.0, state_or_none(None, grad)), shape)
+    return dx, *grads, *mlp_grads
 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
@@ -147,7 +210,12 @@ def is_small(parameters: int, x: torch.Tensor) -> bool:
 
 
 def _prepared_mlp(
-    mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, trains: bool | None = None
+    mlp: Any,
+    h: torch.Tensor,
+    dropout: Dropout,
+    is_first_microbatch: bool | None,
+    drop_path: DropPath | None,
+    trains: bool | None = None,
 ) -> tuple[MLPPlan, BlockContext, tuple[Any, ...]]:
     """The plan, the context and the tensors of the MLP's half.
 
@@ -159,13 +227,16 @@ def _prepared_mlp(
     needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout
     state = generator.take() if p > 0 else None
+    reads: Any = () if drop_path is None else NO_READS._replace(mlp_kept=drop_path.kept(h.shape[0], h.device))
     plan = MLPPlan(needs, mlp_plan(mlp, context, h.dtype, needs), h.shape, p)
-    return plan, BlockContext((context,), (state,)), tensors
+    return plan, BlockContext((context,), (state,), reads), tensors
 
 
-def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None) -> torch.Tensor:
+def mlp_block(
+    mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, drop_path: DropPath | None
+) -> torch.Tensor:
     """y of h `[..., hidden]`."""
-    plan, context, tensors = _prepared_mlp(mlp, h, dropout, is_first_microbatch)
+    plan, context, tensors = _prepared_mlp(mlp, h, dropout, is_first_microbatch, drop_path)
     return differentiable(mlp_forward, mlp_backward, plan, context, *tensors)
 
 
@@ -185,7 +256,7 @@ def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...
     if recompute.active():
         return None
     with torch.set_grad_enabled(any(needs)):
-        plan, context, (_, *weights) = _prepared_mlp(mlp, x, arguments[0], arguments[1], any(needs))
+        plan, context, (_, *weights) = _prepared_mlp(mlp, x, arguments[0], arguments[1], None, any(needs))
     unwrapped = [context.unwrap_weight(t, any(plan.needs)) for t in weights]
     return mlp_forward, mlp_backward, plan, context, (x, *unwrapped)
 
@@ -193,7 +264,42 @@ def _following(mlp: Any, x: torch.Tensor, arguments: Any, needs: tuple[bool, ...
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
     plan, context, tensors = prepared(module, x.dtype, x, *arguments)
-    second, more, (_, *weights) = _prepared_mlp(mlp, x, arguments[2], arguments[3], any(plan.needs))
-    both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
+    of_mlp = (arguments[2], arguments[3], arguments[9])
+    second, more, (_, *weights) = _prepared_mlp(mlp, x, *of_mlp, any(plan.needs))
+    reads = context.reads
+    if more.reads:
+        reads = Reads.of(reads)._replace(mlp_kept=more.reads.mlp_kept)
+    both = BlockContext(context.modules + more.modules, context.random + more.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)
+
+
+def run_both(module: Any, mlp: Any, x: torch.Tensor, mask: Any, mask_type: str, dropout: Dropout, *given: Any) -> Any:
+    """y of parallel halves; `given` are the arguments of `prepared` after dropout."""
+    plan, context, tensors = prepared(module, x.dtype, x, mask, mask_type, None, *given)
+    second, more, (_, *weights) = _prepared_mlp(mlp, x, dropout, given[0], None)
+    both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
+    whole_plan = BothPlan((*plan.needs, *second.needs[1:]), plan, second, dropout[0])
+    return differentiable(both_forward, both_backward, whole_plan, both, *tensors, *weights)
+
+
+def run_module(
+    attention: Any,
+    x: torch.Tensor,
+    mask: Any,
+    mask_type: str,
+    is_first_microbatch: bool | None,
+    source: torch.Tensor | None,
+    angles: Any,
+    recomputes: bool,
+    window: Any,
+    options: Options,
+) -> Any:
+    """The results of an attention as a module."""
+    shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
+    if angles is not None:  # an attention of the user's own may take none
+        shared["rotary_pos_emb"] = angles
+    if window is not None:
+        shared["window_size"] = window
+    shared |= options.arguments()
+    return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)

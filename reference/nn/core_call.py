@@ -6,11 +6,11 @@ import torch
 
 from reference.nn.attention_lengths import lengths_alibi, lengths_mask, lengths_of, lengths_of_masks
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_reads import NO_READS, Reads
 from reference.nn.cached import StepTensors
 from reference.nn.checks import Shape
 from reference.nn.context import ModuleContext
 from reference.nn.core_attention import CorePlan, full_mask
-from reference.nn.core_pair import NO_READS, Reads
 from reference.nn.packing import Maps
 
 

@@ -18,73 +18,14 @@ import torch
 
 from reference.nested import Tensors
 from reference.nn import attention_fp8, attention_of_torch, core_attention
-from reference.nn.cached import Cached, StepTensors, entered
+from reference.nn.attention_reads import Reads, Tensor
+from reference.nn.cached import Cached, entered
 from reference.nn.context import BlockContext, ModuleContext
 from reference.nn.core_attention import CorePlan, Qkv
 from reference.nn.heads import dense_rows
-from reference.nn.packing import Maps, to_sequences, to_tokens
+from reference.nn.packing import to_sequences, to_tokens
 from reference.ops.attention_options import Options
 from reference.ops.library import twin
-
-Tensor = torch.Tensor | None
-
-
-class Reads(NamedTuple):
-    """Tensors that attention reads beside those that may want a gradient, in the order of a context's `reads`.
-
-    Attributes:
-        mask, slopes, q_lengths, kv_lengths: as `twin::attention` takes them.
-        angles_q, angles_k: fp32 `[s, d]` or, of each token of packed sequences, `[t, d]`.
-        head_gamma: the constant γ of `L2Normalization`.
-        q_*, kv_*: `Maps` of packed sequences.
-        step_*: `StepTensors` of a cache.
-    """
-
-    mask: Tensor = None
-    slopes: Tensor = None
-    q_lengths: Tensor = None
-    kv_lengths: Tensor = None
-    angles_q: Any = None
-    angles_k: Any = None
-    head_gamma: Tensor = None
-    q_token: Tensor = None
-    q_vacant: Tensor = None
-    q_place: Tensor = None
-    q_alone: Tensor = None
-    kv_token: Tensor = None
-    kv_vacant: Tensor = None
-    kv_place: Tensor = None
-    kv_alone: Tensor = None
-    step_keys: Tensor = None
-    step_values: Tensor = None
-    step_positions: Tensor = None
-    step_rows: Tensor = None
-    step_source: Tensor = None
-    step_hidden: Tensor = None
-
-    @staticmethod
-    def of(reads: Any) -> "Reads":
-        """Those of a context, which has none at all where nothing is read."""
-        return reads or NO_READS
-
-    def maps(self) -> tuple[Maps, Maps]:
-        """Of queries and of keys."""
-        return Maps(*self[7:11]), Maps(*self[11:15])  # type: ignore[arg-type]
-
-    def with_maps(self, of_q: Maps, of_kv: Maps) -> "Reads":
-        """These, and the maps of packed sequences."""
-        return Reads(*self[:7], *of_q, *of_kv)
-
-    def with_step(self, step: StepTensors) -> "Reads":
-        """These, and what a step with a cache reads."""
-        return Reads(*self[:15], *step)
-
-    def step(self) -> StepTensors:
-        """The cache and what a step reads beside it."""
-        return StepTensors(*self[15:])  # type: ignore[arg-type]
-
-
-NO_READS = Reads()
 
 
 class Plan(NamedTuple):
@@ -197,6 +138,9 @@ def attend_backward(
     if plan.layout == "thd":
         of_q, of_kv = reads.maps()
         grad = to_sequences(grad, of_q)
+    dq: Any
+    dk: Any
+    dv: Any
     dadded: Tensor = None
     if fp8 is not None:
         context = BlockContext((fp8,), (None,), (reads.mask,))
@@ -231,7 +175,7 @@ def _backward_by_heads(plan: Plan, reads: Reads, saved: Saved, qkv: Qkv, grad: t
 def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Saved]:
     """out `[.., .., h·d]` or `[t, h·d]` of q, k and v, and of a bias or of sinks; with `returns_rows` (out, m, inv)."""
     fp8 = context.modules[0] if context.modules else None
-    tensors = given if len(given) == 4 else (*given, None)
+    tensors: Any = given if len(given) == 4 else (*given, None)
     out, attended, kept = attend(plan, fp8, context.random[0], Reads.of(context.reads), *tensors)
     # A view must not be returned.
     out = torch.ops.aten._unsafe_view(out.contiguous(), (*out.shape[:-2], out.shape[-2] * out.shape[-1]))

@@ -276,7 +276,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self, dtype, checkpoint_core_attention):
-            more = (encoder_output, rotary_pos_emb, checkpoint_core_attention, window, options)
+            more: Any = (encoder_output, rotary_pos_emb, checkpoint_core_attention, window, options)
             of_block = prepared(self, dtype, hidden_states, attention_mask, kind, None, is_first_microbatch, *more)
             plan, context, tensors = of_block
             found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)

@@ -307,45 +307,53 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
-        if self.drop_path is not None and self.training:
-            self.drop_path.draw(hidden_states.device)
+        drop_path = self.drop_path if self.training else None
+        if drop_path is not None:
+            drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
             given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, options.of_self())
-            x = rounded_gradient(hidden_states)
-            both = self._run(attention, x, attention_mask, mask_type, *given) + mlp(x, is_first_microbatch)
-            return self._add((both, None), hidden_states, dropout, normed=True)
+            return self._both(hidden_states, attention_mask, mask_type, dropout, *given)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
-        fused = self._fuses(hidden_states) and blocks.is_mlp_block(mlp, self.apply_residual_connection_post_layernorm)
+        fused = hidden_states.dtype != torch.float32 and blocks.is_mlp_block(
+            mlp, self.apply_residual_connection_post_layernorm
+        )
         follows = mlp if fused and self.layer_type == "encoder" else None
         if (
             follows is not None
             and blocks.is_small(self.elements, hidden_states)
             and self._is_block(attention, hidden_states, checkpoint_core_attention, not self.output_layernorm)
         ):
-            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *more, options.of_self()))
+            more = (*more, options.of_self(), drop_path)
+            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *more))
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
             hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross())
         if fused:
-            return self._ended(blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch))
+            return self._ended(blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch, drop_path))
         return self._ended(self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True))
 
     def _ended(self, out: torch.Tensor) -> torch.Tensor:
         """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _fuses(self, x: torch.Tensor) -> bool:
-        """Whether a half may run as one pair of functions instead of module by module."""
-        return x.dtype != torch.float32 and (self.drop_path is None or not self.training)
-
     def _is_block(self, attention: Any, x: torch.Tensor, recomputes: bool, normed: bool) -> bool:
-        """Whether an attention runs so, together with its residual; `normed`: it begins with a norm."""
+        """Whether an attention runs as one pair of functions with its residual; `normed`: it begins with a norm."""
         residual_is_norm = self.apply_residual_connection_post_layernorm and normed
-        return self._fuses(x) and blocks.is_attention_block(attention, residual_is_norm, recomputes)
+        return x.dtype != torch.float32 and blocks.is_attention_block(attention, residual_is_norm, recomputes)
+
+    def _both(self, x: torch.Tensor, mask: Mask, mask_type: str, dropout: blocks.Dropout, *given: Any) -> torch.Tensor:
+        """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
+        attention, mlp = self.self_attention, self.layernorm_mlp
+        if self._is_block(attention, x, given[3], False) and blocks.is_mlp_block(mlp, False):
+            drop_path = self.drop_path if self.training else None
+            return blocks.run_both(attention, mlp, x, mask, mask_type, dropout, *given, drop_path)
+        read = rounded_gradient(x)
+        both = blocks.run_module(attention, read, mask, mask_type, *given) + mlp(read, given[0])
+        return self._add((both, None), x, dropout, normed=True)
 
     def _attend(
         self,
@@ -363,34 +371,14 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         mlp: Any = None,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        more = (is_first_microbatch, source, angles, recomputes, window)
-        crosses, normed = source is not None, source is not None or not self.output_layernorm
+        more = (is_first_microbatch, source, angles, recomputes, window, options)
+        crosses = source is not None
+        normed = crosses or not self.output_layernorm
         if self._is_block(attention, x, recomputes, normed):
-            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options, mlp=mlp)
-        results = self._run(attention, x, mask, mask_type, *more, options)
+            drop_path = self.drop_path if self.training and not crosses else None
+            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, drop_path, mlp=mlp)
+        results = blocks.run_module(attention, x, mask, mask_type, *more)
         return self._add(results, x, dropout, normed, drops_path=not crosses)
-
-    def _run(
-        self,
-        attention: Any,
-        x: torch.Tensor,
-        mask: Mask,
-        mask_type: str,
-        is_first_microbatch: bool | None,
-        source: torch.Tensor | None,
-        angles: Any,
-        recomputes: bool,
-        window: checks.Window,
-        options: Options,
-    ) -> Any:
-        """The results of an attention as a module."""
-        shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
-        if angles is not None:  # an attention of the user's own may take none
-            shared["rotary_pos_emb"] = angles
-        if window is not None:
-            shared["window_size"] = window
-        shared |= options.arguments()
-        return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
 
     def _add(
         self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool, drops_path: bool = True
