@@ -148,6 +148,12 @@ class BothSaved(NamedTuple):
     dropped: torch.Tensor | None
 
 
+def _undropped(context: BlockContext) -> BlockContext:
+    """The context of parallel attention: what stochastic depth drops is the sum of both halves."""
+    reads: Any = context.reads
+    return context._replace(reads=reads._replace(kept=None)) if reads else context
+
+
 def both_forward(
     plan: BothPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, BothSaved]:
@@ -157,9 +163,7 @@ def both_forward(
     dropped = before(state)
     own: Any = weights
     count = len(plan.attention.needs) - 1  # without x
-    # What stochastic depth drops is the sum.
-    of_attention = first._replace(reads=first.reads and first.reads._replace(kept=None))
-    h, saved_attention = attention_block.forward(plan.attention, of_attention, x, *own[:count])
+    h, saved_attention = attention_block.forward(plan.attention, _undropped(first), x, *own[:count])
     y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
     both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
     if kept is None:
@@ -174,9 +178,8 @@ def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad:
     shape, grad = grad.shape, rows_of(grad)
     kept = Reads.of(context.reads).kept
     inner = before_dropped(grad, plan.p, saved.dropped, kept, shape)
-    of_attention = first._replace(reads=first.reads and first.reads._replace(kept=None))
     dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
-    dx, *grads = attention_block.backward(plan.attention, of_attention, saved.attention, whole(inner, shape))
+    dx, *grads = attention_block.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
     if dx is not None and dx_mlp is not None:
         dx = twin.bias_dropout_add(rows_of(dx), None, dx_mlp, 0.0, state_or_none(None, dx_mlp))
         dx = whole(twin.bias_dropout_add(dx, None, grad, 0.0, state_or_none(None, grad)), shape)
@@ -266,9 +269,9 @@ def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.
     plan, context, tensors = prepared(module, x.dtype, x, *arguments)
     of_mlp = (arguments[2], arguments[3], arguments[9])
     second, more, (_, *weights) = _prepared_mlp(mlp, x, *of_mlp, any(plan.needs))
-    reads = context.reads
+    reads: Any = context.reads
     if more.reads:
-        reads = Reads.of(reads)._replace(mlp_kept=more.reads.mlp_kept)
+        reads = Reads.of(reads)._replace(mlp_kept=Reads.of(more.reads).mlp_kept)
     both = BlockContext(context.modules + more.modules, context.random + more.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)

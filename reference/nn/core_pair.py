@@ -180,11 +180,18 @@ def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Sav
     # A view must not be returned.
     out = torch.ops.aten._unsafe_view(out.contiguous(), (*out.shape[:-2], out.shape[-2] * out.shape[-1]))
     results = (out, attended.m, attended.inv) if plan.returns_rows else out
-    return results, Saved(*kept, attended.state if plan.recomputes else attended, tensors[3])
+    if plan.recomputes:
+        attended = attended.state
+    elif plan.layout != "thd":  # the result itself is saved, and not other views of it: autograd sees a change in place
+        attended = attended._replace(out=out)
+    return results, Saved(*kept, attended, tensors[3])
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *unused: torch.Tensor) -> Tensors:
     """The gradients of q, k and v, and of what is added, if it is given; m and inv get none: they are looked at."""
     fp8 = context.modules[0] if context.modules else None
     grad = grad.unflatten(-1, (plan.heads, -1))
+    if plan.layout != "thd" and not plan.recomputes:
+        out = plan.heads_first(saved.attended.out.unflatten(-1, (plan.heads, -1)))
+        saved = saved._replace(attended=saved.attended._replace(out=out))
     return attend_backward(plan, Reads.of(context.reads), saved, fp8, grad)[: len(plan.needs)]

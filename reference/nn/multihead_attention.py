@@ -276,9 +276,10 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self, dtype, checkpoint_core_attention):
-            more: Any = (encoder_output, rotary_pos_emb, checkpoint_core_attention, window, options)
-            of_block = prepared(self, dtype, hidden_states, attention_mask, kind, None, is_first_microbatch, *more)
-            plan, context, tensors = of_block
+            given_mask, others = (attention_mask, kind), (encoder_output, rotary_pos_emb, checkpoint_core_attention)
+            plan, context, tensors = prepared(
+                self, dtype, hidden_states, *given_mask, None, is_first_microbatch, *others, window, options
+            )
             found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)

@@ -325,8 +325,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             and blocks.is_small(self.elements, hidden_states)
             and self._is_block(attention, hidden_states, checkpoint_core_attention, not self.output_layernorm)
         ):
-            more = (*more, options.of_self(), drop_path)
-            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *more))
+            of_layer = (*more, options.of_self(), drop_path)
+            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *of_layer))
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), follows)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
