@@ -12,7 +12,7 @@ from attention_cases import MASKS, Case, check_against_float64, hidden_pairs, in
 from conftest import assert_same_bits
 
 import reference as te
-from reference.nn import attention_block, blocks
+from reference.nn import attention_prepared, blocks, multihead_attention
 from reference.nn.checks import MASK_NAMES, window_of
 from reference.ops.attention import MASK_TYPES, limits, visited
 
@@ -195,6 +195,7 @@ def test_the_windows_of_a_layer_reach_attention(way: str, recomputes: bool, monk
     monkeypatch.setattr(blocks, "SMALL", blocks.SMALL if way == "one node" else 0)
     if way == "module by module":
         monkeypatch.setattr(blocks, "is_attention_block", lambda *arguments: False)
+        monkeypatch.setattr(multihead_attention, "is_block", lambda *arguments: False)
     x, other = numbers(4, 20, 2, 64).bfloat16(), numbers(5, 24, 2, 64).bfloat16()
     i, j = torch.arange(20)[:, None], torch.arange(24)[None]
     within, across = (((j[:, :20] < i - 3) | (j[:, :20] > i))[None, None], ((j < i + 1) | (j > i + 6))[None, None])
@@ -245,6 +246,6 @@ def test_a_plan_holds_the_window() -> None:
     """As replay's key: one for all ways to say "no window", others for others."""
     module, x, seen = layer_of().self_attention, numbers(4, 20, 2, 64).bfloat16(), set()
     for window in (None, (-1, -1), (-1, 0), (6, 0), (6, 4), (7, 0)):
-        plan, _, _ = attention_block.prepared(module, x, None, "causal", (0.0, None), None, window=window)
+        plan, _, _ = attention_prepared.prepared(module, x.dtype, x, None, "causal", (0.0, None), None, window=window)
         seen.add(plan)
-    assert sorted(plan.core.window for plan in seen) == [(-1, 0), (6, 0), (7, 0)]
+    assert sorted(plan.core.core.window for plan in seen) == [(-1, 0), (6, 0), (7, 0)]

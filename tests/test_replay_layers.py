@@ -25,6 +25,7 @@ class Steps:
 
     def __init__(self, tapes: bool, mode: str, count: int = 6, hooks: Any = None, **options: Any) -> None:
         recipe, shape = options.pop("recipe", None), options.pop("shape", (40, 2))
+        call: Any = options.pop("call", dict)  # makes what forward takes beside x
         self.lines: list[list[str]] = []
         self.hits: list[list[int]] = []
         self.changed: list[list[bool]] = []  # of the FP8 state, as autograd knows it
@@ -43,7 +44,7 @@ class Steps:
                 before = versions(layer)
                 first = step == 0 if mode == "microbatches" else None
                 with te.autocast(enabled=mode != "bf16", recipe=recipe), hooks or contextlib.nullcontext():
-                    y = layer(x, is_first_microbatch=first)
+                    y = layer(x, is_first_microbatch=first, **call())
                 y.backward(grad)
                 layer.zero_grad(set_to_none=True)
                 x.grad = y = None
@@ -105,6 +106,45 @@ def assert_apart(found: list[str], expected: list[str], gpu: DryGpu, plain: DryG
             together = uses[number][0] <= uses[other][-1] and uses[other][0] <= uses[number][-1]
             if number < other and storage == beside and together:
                 assert start + plain.size(number) <= at or at + plain.size(other) <= start, (number, other)
+
+
+def ends() -> torch.Tensor:
+    return torch.empty(3, dtype=torch.int32, device="cuda")
+
+
+ANGLES = {"rotary_pos_emb": lambda: torch.empty(40, 1, 1, 16, device="cuda")}
+PACKED = {"cu_seqlens_q": ends, "max_seqlen_q": lambda: 40}
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alibi": ({}, {"core_attention_bias_type": lambda: "alibi"}),
+    "sinks": ({"softmax_type": "learnable"}, {}),
+    "lengths": ({"self_attn_mask_type": "padding_causal"}, {"cu_seqlens_q": ends}),
+    "packed": ({"self_attn_mask_type": "padding_causal", "attn_input_format": "thd", "shape": (80,)}, PACKED),
+    "packed, rotary": (
+        {"self_attn_mask_type": "padding", "attn_input_format": "thd", "shape": (80,)},
+        PACKED | ANGLES,
+    ),
+    "qk-norm": ({"qk_norm_type": "RMSNorm", "num_gqa_groups": 2}, ANGLES),
+    "qk-norm before": ({"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True}, ANGLES),
+    "no norm": ({"output_layernorm": True}, {}),
+    "parallel": ({"parallel_attention_mlp": True}, {}),
+    "fp8 attention": ({"recipe": te.DelayedScaling(fp8_dpa=True)}, {}),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mode", ["bf16", "fp8"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_attention_is_replayed(option: str, mode: str) -> None:
+    settings, makes = OPTIONS[option]
+
+    def call() -> dict[str, Any]:
+        return {name: make() for name, make in makes.items()}
+
+    shared = {"hidden_dropout": 0.1, "attention_dropout": 0.1, **settings, "call": call, "count": 4}
+    plain, taped = Steps(False, mode, **shared), Steps(True, mode, **shared)
+    assert all(kind.usable for kind in taped.kinds)
+    assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
+    assert [len(launches(lines)) for lines in taped.lines] == [len(launches(lines)) for lines in plain.lines]
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -45,7 +45,8 @@ _OUT_VARIANTS: dict[Any, Any] = {
     aten.clone.default: _copy,
     aten.index_select.default: aten.index_select.out,
 }
-_IN_PLACE = {aten.index_copy_.default}  # and keys and values are put there
+# And keys and values are put there; places of packed sequences that have no token become zeros.
+_IN_PLACE = {aten.index_copy_.default, aten.masked_fill_.Scalar}
 
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:

@@ -1,10 +1,10 @@
 """`DotProductAttention`: softmax(q·kᵀ·scale, masked)·v per head.
 
-Checks and layouts are here, the pair of functions in `reference.nn.core_attention`, its arithmetic in
-`reference.ops.attention`. As in Transformer Engine, True in a mask means hidden, and a query that sees no key gives
-zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's; both are outside the bit
-contract. Under a recipe with fp8_dpa=True the forward is in FP8 (`reference.nn.attention_fp8`). Source:
-Transformer Engine's `pytorch/attention/dot_product_attention`.
+Checks are here, the pair of functions in `reference.nn.core_pair`, the arithmetic in `reference.ops.attention`. As in
+Transformer Engine, True in a mask means hidden, and a query that sees no key gives zeros. In fp32 attention is
+PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's; both are outside the bit contract. Under a recipe
+with fp8_dpa=True the forward is in FP8 (`reference.nn.attention_fp8`). Source: Transformer Engine's
+`pytorch/attention/dot_product_attention`.
 """
 
 from collections.abc import Callable
@@ -13,25 +13,14 @@ from typing import Any
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.nn import attention_fp8
 from reference.nn.attention_bias import Bias
 from reference.nn.attention_fp8 import FP8Attention
-from reference.nn.attention_lengths import (
-    Lengths,
-    lengths_alibi,
-    lengths_mask,
-    lengths_of,
-    lengths_of_masks,
-    maps_of,
-    packed,
-    to_sequences,
-    to_tokens,
-)
+from reference.nn.attention_lengths import Lengths, packed
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attention_options import NO_OPTIONS, Options, unpacked
 from reference.nn.attributes import OfCoreAttention
 from reference.nn.autograd import differentiable, wanted
-from reference.nn.cached import ended, entered
+from reference.nn.cached import Cached, ended, entered
 from reference.nn.checks import (
     MASK_NAMES,
     Window,
@@ -43,20 +32,13 @@ from reference.nn.checks import (
     window_of,
 )
 from reference.nn.context import BlockContext
-from reference.nn.core_attention import (
-    CorePlan,
-    Mask,
-    Plan,
-    backward,
-    backward_with_rows,
-    forward,
-    forward_with_rows,
-    full_mask,
-    max_logit,
-)
+from reference.nn.core_attention import CorePlan, Mask, max_logit
+from reference.nn.core_call import Call, cached_call_of, call_of, context_of
+from reference.nn.core_pair import Plan, backward, forward
 from reference.nn.dropout import Generator
 from reference.nn.inference import InferenceParams
 from reference.nn.one_rank import ContextGroup
+from reference.nn.packing import maps_of, moved
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
 from reference.quantized import as_dtype
@@ -286,8 +268,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != -3:
-            cached = inference_params is not None
-            given = unpacked("DotProductAttention", given, qkv_layer, kv_layer, qkv_interleave_dim, layout, cached)
+            packed_by = (qkv_layer, kv_layer, qkv_interleave_dim)
+            given = unpacked("DotProductAttention", given, *packed_by, layout, inference_params is not None)
         if inference_params is not None and torch.is_grad_enabled():
             how: dict[str, Any] = {"attn_mask_type": kind, "window_size": window_size, **options.arguments()}
             return ended(self, *given, attention_mask, layout, bottom_right_diagonal=bottom_right_diagonal, **how)
@@ -300,54 +282,59 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             check_qkv(self, given[0], given[1], given[2], layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
-        bias, lengths, _ = options
-        mask: Any = attention_mask
-        x, shape = given[0], self._shape(given, layout, lengths)
+        x, mask, shape = given[0], attention_mask, self._shape(given, layout, options.lengths)
         if inference_params is not None:
             sizes = (shape[0], shape[2])
             inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, kind, True)
         masked = (kind, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
-        self.refuse_in_fp8("DotProductAttention", x.dtype, bias.given, inference_params is not None)
-        of_entries: tuple[torch.Tensor, ...] = ()
-        values, slopes, counts = bias.values, None, None
-        if bias.given:
-            core = core._replace(bias=bias.kind)
-            slopes = self._slopes(bias, x.device)
-        if lengths.given and lengths.read_by(kind):
-            counts = lengths_of(lengths)
-        elif inference_params is None:
-            counts = lengths_of_masks(kind, core.window, mask, shape[0], bias.kind)
-        if counts is None:
-            mask = full_mask(kind, mask) if inference_params is None else None
-        elif x.dtype != torch.float32 and not self.attends_in_fp8():
-            of_entries, mask = counts, None
-        else:
-            if slopes is not None and (alibi := lengths_alibi(slopes, kind, counts, shape)) is not None:
-                values, slopes = alibi, None
-            kind, window, mask = lengths_mask(kind, core.window, counts, shape)
-            core = core._replace(mask_type=kind, window=window)
-        maps = None
-        if tokens is not None:
-            maps, of_keys = maps_of(lengths, tokens)
-            given = [to_sequences(t, one) for t, one in zip(given, (maps, of_keys, of_keys), strict=True)]
-        heads_first = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        q, k, v = (t.permute(heads_first) for t in given)
-        run = self._attend
+        self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
+        fp8 = None if x.dtype == torch.float32 else context_of(self, x.dtype, x.device)
+        by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
+        cached = None
         if inference_params is not None:
-            step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
-            core, mask, qkv = entered(*step, core._replace(softmax=self.softmax_type), q, k, v)
-            out, *rows = run(*qkv, core, mask, None, None)
-            out, rows = out.reshape(*q.shape[:3], v.shape[3]), [t.reshape(q.shape[:3]) for t in rows]
+            cached, step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
+            call = cached_call_of(self, core, step, x)
         else:
-            arguments = (q, k, v, core, mask, values, slopes, *of_entries)
-            out, *rows = checkpoint(run, *arguments) if checkpoint_core_attention else run(*arguments)
+            maps = None if tokens is None else maps_of(options.lengths, tokens)
+            call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, maps)
+        if by_torch:
+            return self._attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
+        tensors = given if call.added is None else (*given, call.added)
+        recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
+        settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached)
+        plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads, *settings)
+        context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.core),), call.reads)
+        results = differentiable(forward, backward, plan, context, *tensors)
+        if not self.return_max_logit:
+            return results  # type: ignore[no-any-return]
+        out, m, inv = results
+        return out, max_logit(m, inv, out.dtype)
+
+    def _attend_by_torch(
+        self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
+    ) -> torch.Tensor:
+        """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""
+        core, reads = call.core, call.reads
+        if call.maps is not None:
+            of_q, of_kv = call.maps
+            given = tuple([moved(t, one, True) for t, one in zip(given, (of_q, of_kv, of_kv), strict=True)])
+        q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in given)
+        run: Any = cudnn_attention
+        arguments: Any = (q, k, v, core)
+        if cached is not None:
+            core, hidden, qkv = entered(cached, reads.step(), core, q, k, v)
+            arguments = (*qkv, core, hidden)
+        elif q.dtype == torch.float32:
+            arguments = (*arguments, reads.mask, call.added, reads.slopes)
+        if q.dtype == torch.float32:
+            run = torch_attention
+        out = checkpoint(run, *arguments) if recomputes else run(*arguments)
+        out = out.reshape(*q.shape[:3], v.shape[3])
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
-        if maps is not None:
-            out = to_tokens(out, maps)
-        lead = out.shape[: 1 if maps is not None else 2]
-        out = out.reshape(*lead, self.num_attention_heads * self.hidden_size_per_attention_head_v)
-        return (out, max_logit(rows[0], rows[1], out.dtype)) if rows else out
+        out = out if call.maps is None else moved(out, call.maps[0], False)
+        found: torch.Tensor = out.flatten(-2)
+        return found
 
     def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
         """[b, h, sq, skv] of queries and keys in a layout."""
@@ -357,7 +344,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         q, k, _ = given
         return q.shape[batch], self.num_attention_heads, q.shape[sequence], k.shape[sequence]
 
-    def _sinks(self, device: torch.device) -> torch.Tensor | None:
+    def sinks(self, device: torch.device) -> torch.Tensor | None:
         """The sinks, fp32 `[h]`; None with the usual softmax."""
         if self.softmax_type == "vanilla":
             return None
@@ -366,7 +353,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             return self._zeros(device) if offset is None else offset.float()
         return self._zeros(device) if offset.is_meta else offset.to(device)  # tensors elsewhere than the module
 
-    def _slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
+    def slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
         """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""
         if bias.kind != "alibi" or bias.slopes is not None:
             return bias.slopes
@@ -376,37 +363,6 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
                 return slopes
             self._default_slopes = slopes
         return self._default_slopes
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        core: CorePlan,
-        mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        *lengths: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """out `[b, h, sq, d]`; with `return_max_logit` m and inv `[b, h, sq]`, too."""
-        if q.dtype == torch.float32:
-            return (torch_attention(q, k, v, core, mask, bias, slopes),)
-        if core.backend == "cudnn":
-            return (cudnn_attention(q, k, v, core),)
-        if self.attends_in_fp8():
-            if self._device != q.device:
-                self._set_device(q.device)
-            context = BlockContext((self.context(q.dtype, None),), (self.random_state(q, core),), (mask,))
-            return (attention_fp8.attend(core, context, q, k, v),)
-        context = BlockContext(random=(self.random_state(q, core),), reads=(mask, slopes, *lengths))
-        core = core._replace(softmax=self.softmax_type)
-        more = self._sinks(q.device) if bias is None else bias
-        tensors = (q, k, v) if more is None else (q, k, v, more)
-        plan = Plan(wanted(*tensors), core)
-        if self.return_max_logit:
-            out, m, inv = differentiable(forward_with_rows, backward_with_rows, plan, context, *tensors)
-            return out, m, inv
-        return (differentiable(forward, backward, plan, context, *tensors),)
 
     def core_plan(self, mask_type: str, window: Window = None) -> CorePlan:
         """How to attend now; a window of None is the constructor's."""

@@ -6,9 +6,8 @@ its end and the next one's start belong to none: their outputs and gradients are
 
 The ops of attention take lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
 alone, without dropout. In fp32, where attention is PyTorch's, lengths become a mask. Two masks have lengths, too, where
-a diagonal ends at each sequence's last query and key. "thd" is first gathered into
-`[b, max_seqlen, h, d]`, with zeros after each sequence, and the output is gathered back. Lengths stay on their device:
-nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
+a diagonal ends at each sequence's last query and key. `reference.nn.packing` gathers "thd". Lengths stay on their
+device: nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import MASK_TYPES
-from reference.nested import Tensors
-from reference.nn.autograd import differentiable, wanted
 from reference.nn.checks import Shape, ends_once, has_diagonals, has_numbers, is_fake
-from reference.nn.context import BlockContext
 from reference.ops.attention_lengths import alibi_by_lengths, hidden_by_lengths
 
 
@@ -245,78 +241,3 @@ def lengths_alibi(slopes: torch.Tensor, kind: str, counts: Counts, shape: Shape)
     """ALiBi's numbers `[b, h, sq, skv]` where each sequence has a diagonal of its own, otherwise None."""
     b, h, sq, skv = shape
     return alibi_by_lengths(slopes, (b, h, sq, skv), *counts) if has_diagonals(kind, (-1, -1), "alibi") else None
-
-
-class Maps(NamedTuple):
-    """Where tokens lie: `[t, ..]` and `[b, s, ..]`.
-
-    Attributes:
-        token, in_sequence: of a place `[b, s]` its token, and whether it has one.
-        batch, position, in_batch: of a token `[t]` its place, and whether it has one.
-    """
-
-    token: torch.Tensor
-    in_sequence: torch.Tensor
-    batch: torch.Tensor
-    position: torch.Tensor
-    in_batch: torch.Tensor
-
-
-def maps_of(given: Lengths, tokens: tuple[int, int]) -> tuple[Maps, Maps]:
-    """Of queries and of keys, among so many tokens; `with_longest` has completed the lengths."""
-    sides = zip(given[:2], given[2:4], given[4:], tokens, strict=True)
-    q, kv = (_maps_of_one(*side) for side in sides)
-    return q, kv
-
-
-def _maps_of_one(cu_seqlens: torch.Tensor, padded: torch.Tensor | None, longest: int, tokens: int) -> Maps:
-    """Of sequences with `longest` places each."""
-    lengths, starts = cu_seqlens.diff().long(), (cu_seqlens if padded is None else padded).long()
-    place = torch.arange(longest, dtype=torch.int64, device=cu_seqlens.device)
-    token = (starts[:-1, None] + place).clamp(max=max(tokens - 1, 0))
-    number = torch.arange(tokens, dtype=torch.int64, device=cu_seqlens.device)
-    batch = torch.searchsorted(starts[1:].contiguous(), number, right=True).clamp(max=lengths.numel() - 1)
-    position = number - starts[batch]
-    in_batch = (position >= 0) & (position < lengths[batch])
-    position = position.clamp(min=0, max=max(longest - 1, 0))
-    return Maps(token, place < lengths[:, None], batch, position, in_batch)
-
-
-def _to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    if not x.numel():
-        return x.new_zeros(*maps.token.shape, *x.shape[1:])
-    return torch.where(maps.in_sequence[..., None, None], x[maps.token], x.new_zeros(()))
-
-
-def _to_tokens(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    if not x.numel():
-        return x.new_zeros(*maps.batch.shape, *x.shape[2:])
-    return torch.where(maps.in_batch[..., None, None], x[maps.batch, maps.position], x.new_zeros(()))
-
-
-class Plan(NamedTuple):
-    """Whether the gradient is wanted, and which way."""
-
-    needs: tuple[bool, ...]
-    to_sequences: bool
-
-
-def forward(plan: Plan, context: BlockContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
-    """x `[t, h, d]` as `[b, s, h, d]`, or the other way round."""
-    maps: Any = Maps(*context.reads)  # type: ignore[arg-type]
-    return (_to_sequences if plan.to_sequences else _to_tokens)(x, maps), ()
-
-
-def backward(plan: Plan, context: BlockContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
-    """The gradient goes the other way: each number has one place at most."""
-    return (forward(plan._replace(to_sequences=not plan.to_sequences), context, grad)[0],)
-
-
-def to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    """x `[t, h, d]` as `[b, s, h, d]`, zeros after each sequence; differentiable."""
-    return differentiable(forward, backward, Plan(wanted(x), True), BlockContext(reads=maps), x)
-
-
-def to_tokens(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    """x `[b, s, h, d]` as `[t, h, d]`, zeros where a token is in no sequence; differentiable."""
-    return differentiable(forward, backward, Plan(wanted(x), False), BlockContext(reads=maps), x)

@@ -31,11 +31,6 @@ class Options(NamedTuple):
         check_padding(layer, lengths, more["pad_between_seqs"], layout)
         return Options(bias, lengths, inference)
 
-    @property
-    def fuses(self) -> bool:
-        """Whether an attention block takes them; otherwise a layer runs module by module."""
-        return self is NO_OPTIONS or not (self.bias.given or self.lengths.given)
-
     def of_self(self) -> "Options":
         """As self-attention sees them: keys have the queries' lengths."""
         if self is NO_OPTIONS or not self.lengths.given:
@@ -58,7 +53,7 @@ class Options(NamedTuple):
             return
         if not isinstance(self.inference, InferenceParams):
             raise TypeError(f"{layer}: inference_params={self.inference!r}; None or InferenceParams is accepted.")
-        if layout == "thd" or not self.fuses:
+        if layout == "thd" or self.bias.given or self.lengths.given:
             raise NotImplementedError(
                 f"{layer}: inference_params with the layout {layout!r}, a bias or cu_seqlens_* is not offered; 'sbhd' "
                 f"and 'bshd' without them are accepted (pre_step gives the lengths)."

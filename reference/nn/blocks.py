@@ -4,8 +4,7 @@
 
 r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
 `reference.nn.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs the modules
-one by one instead where a part is observed or replaced (`uses_default_forward`), where there is no norm before
-attention, and in fp32.
+one by one instead where a part is observed or replaced (`uses_default_forward`), and in fp32.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
 what the first half saves then lives until the second is through.
@@ -14,25 +13,26 @@ what the first half saves then lives until the second is through.
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import _has_any_global_hook
 
 from reference.compiled import before
 from reference.nested import Tensors
 from reference.nn import attention_block, layernorm_mlp
-from reference.nn.attention import DotProductAttention
-from reference.nn.attention_block import Dropout, before_dropout, whole
+from reference.nn.attention_block import whole
+from reference.nn.attention_options import Options
+from reference.nn.attention_prepared import Dropout, is_block, prepared, uses_default_forward
+from reference.nn.attention_reads import NO_READS, Reads
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
-from reference.nn.layernorm_linear import LayerNormLinear
+from reference.nn.dropout import DropPath, added, before_dropped
 from reference.nn.layernorm_mlp import LayerNormMLP, mlp_plan
-from reference.nn.linear import Linear
 from reference.nn.multihead_attention import MultiheadAttention
 from reference.nn.parameters import named
-from reference.quantized import fprop_residual, rows_of
+from reference.ops.dropout import state_or_none
+from reference.ops.library import twin
+from reference.quantized import fprop, fprop_residual, rows_of
 from reference.recompute import Run
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
-_ATTENTION_TENSORS = 7  # arguments of self-attention's pair, x included
 
 
 class MLPSaved(NamedTuple):
@@ -64,17 +64,22 @@ def mlp_forward(
 ) -> tuple[torch.Tensor, MLPSaved]:
     """y `[..., hidden]` of h `[..., hidden]`."""
     (mlp,), (state,), rows = context.modules, context.random, rows_of(h)
-    dropped = before(state)
+    dropped, kept = before(state), Reads.of(context.reads).mlp_kept
     tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
-    y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms["fc2"].how)
+    if kept is None:
+        y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms["fc2"].how)
+    else:
+        y = fprop(a, w2, None, plan.mlp.dtype, mlp.gemms["fc2"].how)
+        y = added(y, fc2_bias, residual, plan.p, state, kept, plan.shape)
     return whole(y, plan.shape), MLPSaved(saved, dropped)
 
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
-    inner = before_dropout(grad, plan.p, saved.dropped)
+    kept = Reads.of(context.reads).mlp_kept
+    inner = before_dropped(grad, plan.p, saved.dropped, kept, plan.shape)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
     residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
@@ -101,7 +106,8 @@ class LayerSaved(NamedTuple):
 
 def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
     modules, random = context.modules, context.random
-    return BlockContext(modules[:-1], random[:-1], context.reads), BlockContext(modules[-1:], random[-1:])
+    first = BlockContext(modules[:-1], random[:-1], context.reads)
+    return first, BlockContext(modules[-1:], random[-1:], context.reads)
 
 
 def layer_forward(
@@ -110,8 +116,9 @@ def layer_forward(
     """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's, then the second's."""
     first, second = _halves(context)
     own: Any = weights
-    h, of_attention = attention_block.forward(plan.attention, first, x, *own[: _ATTENTION_TENSORS - 1])
-    y, of_mlp = mlp_forward(plan.mlp, second, h, *own[_ATTENTION_TENSORS - 1 :])
+    count = len(plan.attention.needs) - 1  # without x
+    h, of_attention = attention_block.forward(plan.attention, first, x, *own[:count])
+    y, of_mlp = mlp_forward(plan.mlp, second, h, *own[count:])
     return y, LayerSaved(of_attention, of_mlp)
 
 
@@ -119,21 +126,63 @@ def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, gr
     first, second = _halves(context)
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved.mlp, grad)
     if dh is None:
-        return (*[None] * _ATTENTION_TENSORS, *mlp_grads)
+        return (*[None] * len(plan.attention.needs), *mlp_grads)
     return (*attention_block.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
 
 
-def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
-    return not (
-        type(part).forward is not kind.forward
-        or "forward" in part.__dict__
-        or part._forward_hooks
-        or part._forward_pre_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        or _has_any_global_hook()
-    )
+class BothPlan(NamedTuple):
+    """Which gradients are wanted, the plans of both halves, which have no residual, and dropout's probability."""
+
+    needs: tuple[bool, ...]
+    attention: attention_block.Plan
+    mlp: MLPPlan
+    p: float
+
+
+class BothSaved(NamedTuple):
+    """What backward reads of both halves, and the random state from before the dropout after them."""
+
+    attention: attention_block.Saved
+    mlp: layernorm_mlp.Saved
+    dropped: torch.Tensor | None
+
+
+def _undropped(context: BlockContext) -> BlockContext:
+    """The context of parallel attention: what stochastic depth drops is the sum of both halves."""
+    reads: Any = context.reads
+    return context._replace(reads=reads._replace(kept=None)) if reads else context
+
+
+def both_forward(
+    plan: BothPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
+) -> tuple[torch.Tensor, BothSaved]:
+    """y of two halves that read x: T( x + dropout( T( attention + mlp ) ) )."""
+    first, second = _halves(context)
+    state, kept, rows = second.random[0], Reads.of(context.reads).kept, rows_of(x)
+    dropped = before(state)
+    own: Any = weights
+    count = len(plan.attention.needs) - 1  # without x
+    h, saved_attention = attention_block.forward(plan.attention, _undropped(first), x, *own[:count])
+    y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
+    both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
+    if kept is None:
+        out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows))
+    else:
+        out = added(both, None, rows, plan.p, state, kept, x.shape)
+    return whole(out, x.shape), BothSaved(saved_attention, saved_mlp, dropped)
+
+
+def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad: torch.Tensor) -> Tensors:
+    first, second = _halves(context)
+    shape, grad = grad.shape, rows_of(grad)
+    kept = Reads.of(context.reads).kept
+    inner = before_dropped(grad, plan.p, saved.dropped, kept, shape)
+    dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
+    dx, *grads = attention_block.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
+    if dx is not None and dx_mlp is not None:
+        dx = twin.bias_dropout_add(rows_of(dx), None, dx_mlp, 0.0, state_or_none(None, dx_mlp))
+        dx = whole(twin.bias_dropout_add(dx, None, grad, 0.0, state_or_none(None, grad)), shape)
+    return dx, *grads, *mlp_grads
 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
@@ -145,26 +194,12 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
     )
 
 
-def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool, run: Run | None = None) -> bool:
-    """Whether `attention_block` can run it: attention with a norm of its own, and none of its heads."""
-    if not uses_default_forward(module, MultiheadAttention) or not module.input_layernorm or module.q_norm is not None:
-        return False
-    modules = module._modules
-    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
-    for one in (proj,) if module.attention_type == "self" else (proj, modules["key_value"]):
-        settings = (one.own_recipe is first.own_recipe, one.in_high_precision == first.in_high_precision)
-        if settings != (True, True) or not uses_default_forward(one, Linear):
-            return False
+def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
+    """Whether the attention half of a layer in 16 bits runs as a block, with its residual."""
     return (
-        module.return_layernorm_output == first.return_layernorm_output == residual_is_norm
-        and uses_default_forward(first, LayerNormLinear)
-        and uses_default_forward(core, DotProductAttention)
-        and core.softmax_type == "vanilla"
-        and not core.attends_in_fp8(run)
-        and (
-            core.attention_backend == "exact"
-            or (module.num_gqa_groups == module.num_attention_heads and not recomputes)
-        )
+        uses_default_forward(module, MultiheadAttention)
+        and module.return_layernorm_output == residual_is_norm
+        and is_block(module, torch.bfloat16, recomputes)
     )
 
 
@@ -181,6 +216,7 @@ def prepared_mlp(
     h: torch.Tensor,
     dropout: Dropout,
     is_first_microbatch: bool | None,
+    drop_path: DropPath | None = None,
     run: Run | None = None,
     trains: bool | None = None,
 ) -> tuple[MLPPlan, BlockContext, tuple[Any, ...]]:
@@ -194,26 +230,64 @@ def prepared_mlp(
     needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout
     state = generator.take() if p > 0 else None
+    reads: Any = () if drop_path is None else NO_READS._replace(mlp_kept=drop_path.kept(h.shape[0], h.device))
     plan = MLPPlan(needs, mlp_plan(mlp, context, h.dtype, needs), h.shape, p)
-    return plan, BlockContext((context,), (state,)), tensors
+    return plan, BlockContext((context,), (state,), reads), tensors
 
 
-def mlp_block(mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, run: Run) -> torch.Tensor:
+def mlp_block(
+    mlp: Any, h: torch.Tensor, dropout: Dropout, is_first_microbatch: bool | None, drop_path: DropPath | None, run: Run
+) -> torch.Tensor:
     """y of h `[..., hidden]`."""
-    plan, context, tensors = prepared_mlp(mlp, h, dropout, is_first_microbatch, run)
+    plan, context, tensors = prepared_mlp(mlp, h, dropout, is_first_microbatch, drop_path, run)
     return differentiable(mlp_forward, mlp_backward, plan, context, *tensors)
 
 
 def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """h of x `[s, b, hidden]` or `[b, s, hidden]`; `arguments` are those of `attention_block.prepared`."""
-    plan, context, tensors = attention_block.prepared(module, x, *arguments)
+    """h of x `[s, b, hidden]`, `[b, s, hidden]` or `[t, hidden]`; `arguments` are those of `prepared` after x."""
+    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
     return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
 
 
 def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
-    plan, context, tensors = attention_block.prepared(module, x, *arguments)
-    second, more, (_, *weights) = prepared_mlp(mlp, x, arguments[2], arguments[3], arguments[-1], any(plan.needs))
-    both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
+    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
+    dropout, is_first, drop_path, run = (*arguments[2:4], *arguments[-2:])
+    second, more, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, drop_path, run, any(plan.needs))
+    reads: Any = context.reads
+    if more.reads:
+        reads = Reads.of(reads)._replace(mlp_kept=Reads.of(more.reads).mlp_kept)
+    both = BlockContext(context.modules + more.modules, context.random + more.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)
+
+
+def run_both(module: Any, mlp: Any, x: torch.Tensor, mask: Any, mask_type: str, dropout: Dropout, *given: Any) -> Any:
+    """y of parallel halves; `given` are the arguments of `prepared` after dropout."""
+    plan, context, tensors = prepared(module, x.dtype, x, mask, mask_type, None, *given)
+    second, more, (_, *weights) = prepared_mlp(mlp, x, dropout, given[0], None, given[-1])
+    both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
+    whole_plan = BothPlan((*plan.needs, *second.needs[1:]), plan, second, dropout[0])
+    return differentiable(both_forward, both_backward, whole_plan, both, *tensors, *weights)
+
+
+def run_module(
+    attention: Any,
+    x: torch.Tensor,
+    mask: Any,
+    mask_type: str,
+    is_first_microbatch: bool | None,
+    source: torch.Tensor | None,
+    angles: Any,
+    recomputes: bool,
+    window: Any,
+    options: Options,
+) -> Any:
+    """The results of an attention as a module."""
+    shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
+    if angles is not None:  # an attention of the user's own may take none
+        shared["rotary_pos_emb"] = angles
+    if window is not None:
+        shared["window_size"] = window
+    shared |= options.arguments()
+    return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)

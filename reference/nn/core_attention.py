@@ -1,6 +1,6 @@
-"""Attention's core as a pair of functions: out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`.
+"""Exact attention by heads, forward and backward: out `[b, h, sq, d]` of q `[b, h, sq, d]`, k, v `[b, hkv, skv, d]`.
 
-Arithmetic: `reference.ops.attention`. `reference.nn.attention` and `reference.nn.attention_block` call it.
+Arithmetic: `reference.ops.attention`. `reference.nn.core_pair` calls it.
 """
 
 import math
@@ -10,8 +10,6 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.compiled import before
-from reference.nested import Tensors
-from reference.nn.context import BlockContext
 from reference.nn.heads import dense_rows
 from reference.ops.attention import LOWEST
 from reference.ops.attention_options import Options
@@ -49,13 +47,6 @@ class CorePlan(NamedTuple):
         return Options(self.scale, kind, left, right, mask, self.p, state, *others)
 
 
-class Plan(NamedTuple):
-    """Which gradients are wanted (q, k, v and a bias, if any), and how to attend."""
-
-    needs: tuple[bool, ...]
-    core: CorePlan
-
-
 class Attended(NamedTuple):
     """What `attend_backward` reads: `twin::attention`'s results, and the random state from before it."""
 
@@ -63,16 +54,6 @@ class Attended(NamedTuple):
     m: torch.Tensor
     inv: torch.Tensor
     state: torch.Tensor | None
-
-
-class Saved(NamedTuple):
-    """What backward reads; `more` is a bias, or sinks."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    attended: Attended
-    more: torch.Tensor | None
 
 
 def attend(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Attended]:
@@ -88,52 +69,6 @@ def attend_backward(
     """dq, dk, dv; the random state of `options` is that of `attended`."""
     out, m, inv, _ = attended
     return twin.attention_backward(dense_rows(grad), *qkv, out, m, inv, *options)
-
-
-def forward(
-    plan: Plan,
-    context: BlockContext,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    more: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Saved]:
-    """out of q, k and v, and of a bias, or of sinks; shapes as in `attend`."""
-    mask, *others = context.reads
-    out, attended = attend(plan.core.options(mask, context.random[0], more, *others), q, k, v)
-    return out, Saved(q, k, v, attended, more)
-
-
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
-    """dq, dk, dv, and the gradient of a bias, or of sinks, that were given."""
-    mask, *others = context.reads
-    q, k, v, attended, more = saved
-    options = plan.core.options(mask, attended.state, more, *others)
-    grad = dense_rows(grad)
-    grads = attend_backward(options, (q, k, v), attended, grad)
-    if len(plan.needs) == 3:
-        return grads
-    if not plan.needs[3]:
-        return *grads, None
-    out, m, inv, _ = attended
-    if options.sinks is not None:
-        return *grads, twin.attention_sink_backward(grad, out, m, inv, more)
-    return *grads, twin.attention_bias_backward(grad, q, k, v, out, m, inv, *options)
-
-
-def forward_with_rows(
-    plan: Plan, context: BlockContext, *tensors: torch.Tensor
-) -> tuple[tuple[torch.Tensor | None, ...], Saved]:
-    """As `forward`, with m and inv `[b, h, sq]` beside out."""
-    out, saved = forward(plan, context, *tensors)
-    return (out, saved.attended.m, saved.attended.inv), saved
-
-
-def backward_with_rows(
-    plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *unused: torch.Tensor
-) -> Tensors:
-    """As `backward`: m and inv are looked at, and get no gradient."""
-    return backward(plan, context, saved, grad)
 
 
 def max_logit(m: torch.Tensor, inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

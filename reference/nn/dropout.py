@@ -20,6 +20,7 @@ from reference.nn.context import BlockContext
 from reference.nn.parameters import forked
 from reference.ops.dropout import state_or_none
 from reference.ops.library import twin
+from reference.quantized import as_dtype
 from reference.rng_tracker import CudaRNGStatesTracker
 from reference.threads import here
 from reference.transforms import Unscripted
@@ -145,6 +146,38 @@ def bias_dropout_add(
     return differentiable(drop_forward, drop_backward, plan, BlockContext(random=(state,)), *tensors).view(x.shape)
 
 
+def times_kept(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """T( m · x ) of x `[n, ...]` and m `[n]`; in a pair of functions it is also what the gradient becomes."""
+    return (x.float() * kept.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
+def added(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    p: float,
+    state: torch.Tensor | None,
+    kept: torch.Tensor,
+    shape: torch.Size,
+) -> torch.Tensor:
+    """T( residual + T( m · T( dropout( T( x + bias ) ) ) ) ) of `[tokens, hidden]`; m is of the entries of `shape`."""
+    bias = None if bias is None else as_dtype(bias, x.dtype)
+    y = twin.bias_dropout_add(x, bias, None, p, state_or_none(state, x))
+    y = times_kept(y.view(shape), kept).view(x.shape)
+    return twin.bias_dropout_add(y, None, residual, 0.0, state_or_none(None, y))  # an op rounds under a compiler, too
+
+
+def before_dropped(
+    grad: torch.Tensor, p: float, state: torch.Tensor | None, kept: torch.Tensor | None, shape: torch.Size
+) -> torch.Tensor:
+    """The gradient `[tokens, hidden]` of x from that of a dropout that drew from `state`, and of stochastic depth."""
+    if kept is not None:
+        if torch.compiler.is_compiling():  # which would not round a sum of gradients
+            grad = twin.dropout_backward(grad, 0.0, None)
+        grad = times_kept(grad.view(shape), kept).view(grad.shape)
+    return twin.dropout_backward(grad, p, state) if p > 0 else grad
+
+
 class DropPath(Unscripted, torch.nn.Module):
     """Stochastic depth: x's entries along its first dimension are dropped as a whole with probability p.
 
@@ -168,12 +201,16 @@ class DropPath(Unscripted, torch.nn.Module):
         """Draw a new seed for this forward of the layer, as `Generator.draw`."""
         self.generator.draw(device)
 
+    def kept(self, entries: int, device: torch.device) -> torch.Tensor:
+        """m of the next tensor with so many entries, fp32 `[entries]`."""
+        ones = torch.ones(1, entries, device=device, dtype=torch.float32)
+        with torch.no_grad():
+            found: torch.Tensor = twin.bias_dropout_add(ones, None, None, self.p, self.generator.take())
+        return found.view(-1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[n, ...]` with some of its n entries dropped; the others are divided by 1 − p."""
-        ones = torch.ones(1, x.shape[0], device=x.device, dtype=torch.float32)
-        with torch.no_grad():
-            kept = twin.bias_dropout_add(ones, None, None, self.p, self.generator.take())
-        return rounded_gradient((x.float() * kept.view(-1, *[1] * (x.dim() - 1))).to(x.dtype))
+        return rounded_gradient(times_kept(x, self.kept(x.shape[0], x.device)))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

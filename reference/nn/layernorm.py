@@ -262,13 +262,20 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
         self._put(byte_after(fn, self.scale.device).device)
         return self
 
+    def norm(self) -> NormPlan:
+        """The settings of the norm that it is."""
+        return NormPlan(self.eps / self.hidden_size, False, "rmsnorm")
+
+    def gamma(self, device: torch.device) -> torch.Tensor:
+        """γ on the activations' device."""
+        if self.scale.device != device:  # a loader that replaces parameters one by one leaves it on the meta device
+            self._put(device)
+        return self.scale
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `[..., n]`; the result has the input's (or torch.autocast's) dtype."""
-        if self.scale.device != x.device:  # a loader that replaces parameters one by one leaves it on the meta device
-            self._put(x.device)
-        rows = rows_of(x)
-        norm = NormPlan(self.eps / self.hidden_size, False, "rmsnorm")
-        plan, context = HeadPlan(activation_dtype(x), wanted(rows), norm), BlockContext(reads=(self.scale,))
+        rows, gamma = rows_of(x), self.gamma(x.device)
+        plan, context = HeadPlan(activation_dtype(x), wanted(rows), self.norm()), BlockContext(reads=(gamma,))
         return differentiable(l2_forward, l2_backward, plan, context, rows).view(x.shape)
 
     def extra_repr(self) -> str:

@@ -10,11 +10,12 @@ import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.autocast import current
-from reference.nn import checks
+from reference.nn import attention_block, checks
 from reference.nn.attention import DotProductAttention
 from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths, maps_of, with_longest
+from reference.nn.attention_lengths import Lengths, with_longest
 from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_prepared import is_block, prepared
 from reference.nn.attributes import OfAttention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import ended
@@ -26,6 +27,7 @@ from reference.nn.layernorm import head_norms
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.one_rank import ContextGroup, TensorGroup
+from reference.nn.packing import maps_of
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
 
@@ -272,6 +274,24 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
+        dtype = checks.activation_dtype(hidden_states)
+        if is_block(self, dtype, checkpoint_core_attention):
+            plan, context, tensors = prepared(
+                self,
+                dtype,
+                hidden_states,
+                attention_mask,
+                kind,
+                None,
+                is_first_microbatch,
+                encoder_output,
+                rotary_pos_emb,
+                checkpoint_core_attention,
+                window,
+                options,
+            )
+            found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
+            return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
         mixed, *normed = first if returns_norm else (first,)
         if self.attention_type == "self":
@@ -296,6 +316,16 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         out = self.proj(core(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
+
+    def _results(self, found: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
+        """The block's results as those of `forward`."""
+        y, *normed = found if isinstance(found, tuple) else (found,)
+        results = [y]
+        if self.return_bias:
+            bias = self.proj.joined_bias()
+            results.append(None if bias is None else bias.to(dtype))
+        results += [t.view(shape) for t in normed]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def check(
         self,
@@ -334,7 +364,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, kind)
         elif (
             encoder_output is angles is None
-            and options.fuses
+            and options is NO_OPTIONS
             and plain
             and (not hidden_states.is_cuda or shape[batch] * self.num_attention_heads <= checks.MAX_ATTENTIONS)
         ):

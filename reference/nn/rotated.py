@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 
 from reference.nested import Tensors
-from reference.nn.attention_lengths import Maps
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import Cached, StepTensors, turned
 from reference.nn.context import BlockContext
 from reference.nn.heads import dense_rows
+from reference.nn.packing import Maps
 from reference.ops.library import twin
 
 
@@ -28,6 +28,26 @@ def rotary_forward(plan: RotaryPlan, context: BlockContext, x: torch.Tensor) -> 
 def rotary_backward(plan: RotaryPlan, context: BlockContext, saved: tuple[()], grad: torch.Tensor) -> Tensors:
     """The gradient, rotated back."""
     return (twin.rotary(dense_rows(grad), context.reads[0], plan.interleaved, True),)
+
+
+def turn(
+    x: torch.Tensor,
+    angles: torch.Tensor,
+    interleaved: bool,
+    layout: str,
+    backward: bool,
+    step: tuple[Cached, StepTensors] | None = None,
+) -> torch.Tensor:
+    """x `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` rotated by angles `[s, d]` or `[t, d]`; not differentiable.
+
+    `step`: of a cache; a token's angle is that of its position there.
+    """
+    if layout == "thd":
+        return twin.rotary(dense_rows(x)[:, None], angles, interleaved, backward)[:, 0]
+    x = dense_rows(x)
+    x = x.transpose(0, 1) if layout == "bshd" else x
+    out = twin.rotary(x, angles, interleaved, backward) if step is None else turned(*step, x, angles, interleaved)
+    return out.transpose(0, 1) if layout == "bshd" else out
 
 
 def angles_of(freqs: torch.Tensor) -> torch.Tensor:
@@ -65,7 +85,7 @@ def rotated(
     """
     angles, x = angles_of(freqs), x.contiguous()
     if maps is not None:
-        x, angles = x[:, None], angles[maps.position]
+        x, angles = x[:, None], angles[maps.position()]
     x = x.transpose(0, 1) if qkv_format == "bshd" else x
     out = _turn(x, angles, interleaved) if step is None else turned(*step, x, angles, interleaved)
     return out[:, 0] if maps is not None else out.transpose(0, 1) if qkv_format == "bshd" else out

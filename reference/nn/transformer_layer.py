@@ -71,7 +71,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             the input's first dimension is dropped: a sample with "bshd", a position of all samples with "sbhd".
         layer_number: of self-attention, as in `DotProductAttention`.
         name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        softmax_type: as in `DotProductAttention`; with sinks the layer runs module by module.
+        softmax_type: as in `DotProductAttention`.
         sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
         softcap and ub_tp_comm_overlap: only "off"; without it, the other ub_* have no effect.
     """
@@ -246,9 +246,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
                 of keys, or a pair of them: as in `MultiheadAttention.forward`. inference_params: of self-attention; a
                 decoder takes one of the two.
             core_attention_bias_type, core_attention_bias, alibi_slopes: of self-attention and of a decoder's
-                cross-attention, as in `DotProductAttention.forward`. With a bias the layer runs module by module.
+                cross-attention, as in `DotProductAttention.forward`.
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv: as
-                there; self-attention takes those of q alone. With them, too, the layer runs module by module.
+                there; self-attention takes those of q alone.
             pad_between_seqs: as there. bottom_right_diagonal and the rest: Transformer Engine's, in its order; only
                 "off" is offered.
 
@@ -310,41 +310,53 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
-        if self.drop_path is not None and self.training:
-            self.drop_path.draw(hidden_states.device)
+        drop_path = self.drop_path if self.training else None
+        if drop_path is not None:
+            drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
             given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, options.of_self())
-            x = rounded_gradient(hidden_states)
-            both = self._run(attention, x, attention_mask, mask_type, *given) + mlp(x, is_first_microbatch)
-            return self._add((both, None), hidden_states, dropout, normed=True)
+            return self._both(hidden_states, attention_mask, mask_type, dropout, *given, run)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
-        fused = self._fuses(mlp, hidden_states, blocks.is_mlp_block)
+        fused = hidden_states.dtype != torch.float32 and blocks.is_mlp_block(
+            mlp, self.apply_residual_connection_post_layernorm
+        )
         if (
             fused
             and self.layer_type == "encoder"
-            and options.fuses
             and blocks.is_small(self.elements, hidden_states, run)
-            and self._fuses(attention, hidden_states, blocks.is_attention_block, checkpoint_core_attention, run)
+            and self._is_block(attention, hidden_states, checkpoint_core_attention, not self.output_layernorm)
         ):
-            return blocks.run_layer(attention, mlp, hidden_states, *first, *more, inference_params, run)
+            of_layer = (*more, options.of_self(), drop_path, run)
+            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *of_layer))
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), run)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
             hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross(), run)
         if fused:
-            out = blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch, run)
-        else:
-            out = self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True)
+            return self._ended(blocks.mlp_block(mlp, hidden, dropout, is_first_microbatch, drop_path, run))
+        return self._ended(self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True))
+
+    def _ended(self, out: torch.Tensor) -> torch.Tensor:
+        """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _fuses(self, part: Any, x: torch.Tensor, question: Callable[..., bool], *more: Any) -> bool:
-        """Whether a half runs as one pair of functions instead of module by module."""
-        if x.dtype == torch.float32 or (self.drop_path is not None and self.training):
-            return False
-        return question(part, self.apply_residual_connection_post_layernorm, *more)
+    def _is_block(self, attention: Any, x: torch.Tensor, recomputes: bool, normed: bool) -> bool:
+        """Whether an attention runs as one pair of functions with its residual; `normed`: it begins with a norm."""
+        residual_is_norm = self.apply_residual_connection_post_layernorm and normed
+        return x.dtype != torch.float32 and blocks.is_attention_block(attention, residual_is_norm, recomputes)
+
+    def _both(self, x: torch.Tensor, mask: Mask, mask_type: str, dropout: blocks.Dropout, *given: Any) -> torch.Tensor:
+        """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
+        attention, mlp = self.self_attention, self.layernorm_mlp
+        if self._is_block(attention, x, given[3], False) and blocks.is_mlp_block(mlp, False):
+            drop_path, run = self.drop_path if self.training else None, given[-1]
+            return blocks.run_both(attention, mlp, x, mask, mask_type, dropout, *given[:-1], drop_path, run)
+        read = rounded_gradient(x)
+        both = blocks.run_module(attention, read, mask, mask_type, *given[:-1]) + mlp(read, given[0])
+        return self._add((both, None), x, dropout, normed=True)
 
     def _attend(
         self,
@@ -362,33 +374,14 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         run: Run,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        more = (is_first_microbatch, source, angles, recomputes, window)
-        if options.fuses and self._fuses(attention, x, blocks.is_attention_block, recomputes, run):
-            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, options.inference, run)
-        results, crosses = self._run(attention, x, mask, mask_type, *more, options), source is not None
-        return self._add(results, x, dropout, normed=crosses or not self.output_layernorm, drops_path=not crosses)
-
-    def _run(
-        self,
-        attention: Any,
-        x: torch.Tensor,
-        mask: Mask,
-        mask_type: str,
-        is_first_microbatch: bool | None,
-        source: torch.Tensor | None,
-        angles: Any,
-        recomputes: bool,
-        window: checks.Window,
-        options: Options,
-    ) -> Any:
-        """The results of an attention as a module."""
-        shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
-        if angles is not None:  # an attention of the user's own may take none
-            shared["rotary_pos_emb"] = angles
-        if window is not None:
-            shared["window_size"] = window
-        shared |= options.arguments()
-        return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
+        more = (is_first_microbatch, source, angles, recomputes, window, options)
+        crosses = source is not None
+        normed = crosses or not self.output_layernorm
+        if self._is_block(attention, x, recomputes, normed):
+            drop_path = self.drop_path if self.training and not crosses else None
+            return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, drop_path, run)
+        results = blocks.run_module(attention, x, mask, mask_type, *more)
+        return self._add(results, x, dropout, normed, drops_path=not crosses)
 
     def _add(
         self, results: Any, residual: torch.Tensor, dropout: blocks.Dropout, normed: bool, drops_path: bool = True

@@ -1,0 +1,177 @@
+"""`MultiheadAttention` as an attention block: whether it runs as one, and the block's plan, context and tensors."""
+
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+from reference.arguments import MASK_TYPES
+from reference.nested import Tensors
+from reference.nn import head_norms, layernorm_linear, linear
+from reference.nn.attention import DotProductAttention
+from reference.nn.attention_block import Plan
+from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_reads import NO_READS
+from reference.nn.autograd import wanted
+from reference.nn.checks import Shape, Window
+from reference.nn.context import BlockContext
+from reference.nn.core_attention import CorePlan, Mask
+from reference.nn.core_call import Call, cached_call_of, call_of, context_of, is_plain, plain_reads
+from reference.nn.core_pair import Plan as CorePairPlan
+from reference.nn.dropout import DropPath, Generator
+from reference.nn.layernorm import L2Normalization, LayerNorm, RMSNorm, norm_plan
+from reference.nn.layernorm_linear import LayerNormLinear
+from reference.nn.linear import Linear
+from reference.nn.packing import maps_of
+from reference.nn.parameters import named
+from reference.nn.rotated import angles_of
+from reference.recompute import Run
+
+Dropout = tuple[float, Generator]
+Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+def uses_default_forward(part: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
+    """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
+    return not (
+        type(part).forward not in [kind.forward for kind in kinds]
+        or "forward" in part.__dict__
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def is_block(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
+    """Whether a `MultiheadAttention` runs as a block; if not, because a part is observed or replaced, its parts do.
+
+    PyTorch's attention in fp32, and on cuDNN with grouped heads or recomputed, is differentiated by PyTorch itself.
+    """
+    modules = module._modules
+    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
+    if dtype == torch.float32 or not uses_default_forward(core, DotProductAttention):
+        return False
+    for one in (proj,) if module.attention_type == "self" else (proj, modules["key_value"]):
+        settings = (one.own_recipe is first.own_recipe, one.in_high_precision == first.in_high_precision)
+        if settings != (True, True) or not uses_default_forward(one, Linear):
+            return False
+    if module.input_layernorm:
+        returns = module.return_layernorm_output == first.return_layernorm_output
+        fits = returns and uses_default_forward(first, LayerNormLinear)
+    else:
+        fits = uses_default_forward(first, Linear)
+    if module.q_norm is not None:
+        norms = (LayerNorm, RMSNorm, L2Normalization)
+        fits = fits and uses_default_forward(module.q_norm, *norms) and uses_default_forward(module.k_norm, *norms)
+    is_cudnn = core.attention_backend == "cudnn"
+    return fits and not (is_cudnn and (recomputes or module.num_gqa_groups != module.num_attention_heads))
+
+
+def prepared(
+    module: Any,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout | None,
+    is_first_microbatch: bool | None,
+    source: torch.Tensor | None = None,
+    angles: Angles = None,
+    recomputes: bool = False,
+    window: Window = None,
+    options: Options = NO_OPTIONS,
+    drop_path: DropPath | None = None,
+    run: Run | None = None,
+) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
+    """Of a forward whose arguments are checked; the tensors are those of `Given`, as far as there are any.
+
+    Without `dropout` no residual is added, either. `dtype`: T. `run` is None where nobody has asked yet.
+    """
+    modules = module._modules
+    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
+    crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
+    contexts = [first.context(dtype, is_first_microbatch, run)]
+    core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
+    fp8 = context_of(core, dtype, x.device, run)
+    cached = None
+    if options.inference is not None:
+        cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
+        call = cached_call_of(core, core_plan, step, x)
+    elif is_plain(core, mask, options):
+        call = Call(core_plan, plain_reads(mask_type, mask))
+    else:
+        shape, tokens = sizes_of(module, x, x if source is None else source, options)
+        maps = None if tokens is None else maps_of(options.lengths, tokens)
+        call = call_of(core, core_plan, mask, options, shape, x, fp8 is not None, maps)
+    core_state = core.random_state(x, core_plan)
+    contexts.append(proj.context(dtype, is_first_microbatch, run))
+    norms, reads = None, call.reads
+    of_norms: Tensors = ()
+    if module.q_norm is not None:
+        norms, of_norms, gamma = head_norms.norms_of(module, dtype, x.device)
+        reads = reads if gamma is None else reads._replace(head_gamma=gamma)
+    norm_weights = named(first, ("layer_norm_weight", "layer_norm_bias")) if has_norm else (None, None)
+    proj_bias = None if dropout is None and proj.return_bias else proj.joined_bias()
+    own: tuple[Any, ...] = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
+    tensors = own
+    if crosses:
+        key_value = modules["key_value"]
+        contexts.append(key_value.context(dtype, is_first_microbatch, run))
+        tensors = (*own, source, key_value.joined_weight(), key_value.joined_bias(), call.added, *of_norms)
+    elif call.added is not None or of_norms:
+        tensors = (*own, None, None, None, call.added, *of_norms)
+    if fp8 is not None:
+        contexts.append(fp8)
+    needs = wanted(*tensors)
+    trains = any(needs[:5]) or any(needs[7:])
+    p, generator = (0.0, None) if dropout is None else dropout
+    if drop_path is not None:
+        reads = reads._replace(kept=drop_path.kept(x.shape[0], x.device))
+    if angles is not None:
+        of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
+        if call.maps is not None:
+            of_q, of_k = of_q[call.maps[0].position()], of_k[call.maps[1].position()]
+        reads = reads._replace(angles_q=of_q, angles_k=of_k)
+    plan = Plan(
+        needs,
+        (
+            layernorm_linear.Plan(dtype, needs[:5], contexts[0].kind, norm_plan(first), first.return_layernorm_output)
+            if has_norm
+            else linear.Plan(dtype, (needs[0], *needs[3:5]), contexts[0].kind)
+        ),
+        linear.Plan(dtype, needs[7:10], contexts[2].kind) if crosses else None,
+        CorePairPlan(
+            (True, True, True, len(needs) > 10 and needs[10]),
+            call.core,
+            layout,
+            module.num_attention_heads,
+            recomputes and fp8 is None and not torch.compiler.is_compiling(),
+            False,
+            None if fp8 is None else fp8.kind,
+            cached,
+        ),
+        linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
+        module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),
+        x.shape,
+        None if source is None else source.shape,
+        dropout is not None,
+        p,
+        None if angles is None else module.rotary_pos_interleaved,
+        norms,
+    )
+    state = None if generator is None or p == 0 else generator.take()  # not inside the pair: a compiler cannot trace it
+    context = BlockContext(tuple(contexts), (state, core_state), () if reads is NO_READS else reads)
+    return plan, context, tensors
+
+
+def sizes_of(
+    module: Any, x: torch.Tensor, source: torch.Tensor, options: Options
+) -> tuple[Shape, tuple[int, int] | None]:
+    """[b, h, sq, skv], and the tokens of queries and of keys in "thd"."""
+    heads, lengths = module.num_attention_heads, options.lengths
+    if module.qkv_format == "thd":
+        return (lengths.q.shape[0] - 1, heads, lengths.max_q, lengths.max_kv), (x.shape[0], source.shape[0])
+    batch, sequence = module._batch, 1 - module._batch
+    return (x.shape[batch], heads, x.shape[sequence], source.shape[sequence]), None

@@ -1,0 +1,71 @@
+"""What attention, or the halves of a layer, read beside the tensors that may want a gradient."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.nn.cached import StepTensors
+from reference.nn.packing import Maps
+
+Tensor = torch.Tensor | None
+
+
+class Reads(NamedTuple):
+    """In the order of a context's `reads`; None where nothing is read.
+
+    Attributes:
+        mask, slopes, q_lengths, kv_lengths: as `twin::attention` takes them.
+        angles_q, angles_k: fp32 `[s, d]` or, of each token of packed sequences, `[t, d]`.
+        head_gamma: the constant γ of `L2Normalization`.
+        kept, mlp_kept: with stochastic depth m of each entry, fp32, of a layer's attention and of its MLP.
+        q_*, kv_*: `Maps` of packed sequences.
+        step_*: `StepTensors` of a cache.
+    """
+
+    mask: Tensor = None
+    slopes: Tensor = None
+    q_lengths: Tensor = None
+    kv_lengths: Tensor = None
+    angles_q: Any = None
+    angles_k: Any = None
+    head_gamma: Tensor = None
+    kept: Any = None
+    mlp_kept: Any = None
+    q_token: Tensor = None
+    q_vacant: Tensor = None
+    q_place: Tensor = None
+    q_alone: Tensor = None
+    kv_token: Tensor = None
+    kv_vacant: Tensor = None
+    kv_place: Tensor = None
+    kv_alone: Tensor = None
+    step_keys: Tensor = None
+    step_values: Tensor = None
+    step_positions: Tensor = None
+    step_rows: Tensor = None
+    step_source: Tensor = None
+    step_hidden: Tensor = None
+
+    @staticmethod
+    def of(reads: Any) -> "Reads":
+        """Those of a context, which has none at all where nothing is read."""
+        return reads or NO_READS
+
+    def maps(self) -> tuple[Maps, Maps]:
+        """Of queries and of keys."""
+        return Maps(*self[9:13]), Maps(*self[13:17])  # type: ignore[arg-type]
+
+    def with_maps(self, of_q: Maps, of_kv: Maps) -> "Reads":
+        """These, and the maps of packed sequences."""
+        return Reads(*self[:9], *of_q, *of_kv)
+
+    def with_step(self, step: StepTensors) -> "Reads":
+        """These, and what a step with a cache reads."""
+        return Reads(*self[:17], *step)
+
+    def step(self) -> StepTensors:
+        """The cache and what a step reads beside it."""
+        return StepTensors(*self[17:])  # type: ignore[arg-type]
+
+
+NO_READS = Reads()

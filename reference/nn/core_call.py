@@ -1,0 +1,100 @@
+"""What the arguments of a forward mean for attention's core: how to attend, and which tensors that takes."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.nn.attention_lengths import lengths_alibi, lengths_mask, lengths_of, lengths_of_masks
+from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_reads import NO_READS, Reads
+from reference.nn.cached import StepTensors
+from reference.nn.checks import Shape
+from reference.nn.context import ModuleContext
+from reference.nn.core_attention import CorePlan, full_mask
+from reference.nn.packing import Maps
+from reference.recompute import Run
+
+
+class Call(NamedTuple):
+    """A forward of attention's core.
+
+    Attributes:
+        core: how to attend.
+        reads: its mask, slopes and lengths, and the maps of packed sequences.
+        added: a bias, or sinks; None without.
+        maps: of packed queries and keys.
+    """
+
+    core: CorePlan
+    reads: Reads
+    added: torch.Tensor | None = None
+    maps: tuple[Maps, Maps] | None = None
+
+
+def call_of(
+    module: Any,
+    core: CorePlan,
+    mask: Any,
+    options: Options,
+    shape: Shape,
+    x: torch.Tensor,
+    by_mask: bool,
+    maps: tuple[Maps, Maps] | None = None,
+) -> Call:
+    """The call of a `DotProductAttention` without a cache; `core` has the mask type and the window.
+
+    `shape`: [b, h, sq, skv]. `x` has the activations' device. `by_mask`: the core takes no lengths, so they become a
+    mask; of ALiBi's slopes then a bias, where each sequence has a diagonal of its own.
+    """
+    kind, (bias, lengths, _) = core.mask_type, options
+    added, slopes, counts = bias.values, None, None
+    if bias.given:
+        core = core._replace(bias=bias.kind)
+        slopes = module.slopes(bias, x.device)
+    elif module.softmax_type != "vanilla":
+        core, added = core._replace(softmax=module.softmax_type), module.sinks(x.device)
+    if lengths.given and lengths.read_by(kind):
+        counts = lengths_of(lengths)
+    else:
+        counts = lengths_of_masks(kind, core.window, mask, shape[0], bias.kind)
+    of_entries: Any = (None, None)
+    if counts is None:
+        mask = full_mask(kind, mask)
+    elif not by_mask:
+        of_entries, mask = counts, None
+    else:
+        if slopes is not None and (alibi := lengths_alibi(slopes, kind, counts, shape)) is not None:
+            added, slopes = alibi, None
+        kind, window, mask = lengths_mask(kind, core.window, counts, shape)
+        core = core._replace(mask_type=kind, window=window)
+    reads = Reads(mask, slopes, *of_entries)
+    return Call(core, reads if maps is None else reads.with_maps(*maps), added, maps)
+
+
+def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tensor) -> Call:
+    """The call of a `DotProductAttention` with a cache."""
+    reads = NO_READS.with_step(step)
+    if module.softmax_type == "vanilla":
+        return Call(core, reads)
+    return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device))
+
+
+def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext | None:
+    """The context of attention in FP8; None where a forward now does not run in it."""
+    if not module.attends_in_fp8(run):
+        return None
+    if module._device != device:
+        module._set_device(device)
+    found: ModuleContext = module.context(dtype, None, run)
+    return found
+
+
+def is_plain(module: Any, mask: Any, options: Options) -> bool:
+    """Whether a call takes nothing but one mask."""
+    return options is NO_OPTIONS and not isinstance(mask, tuple) and module.softmax_type == "vanilla"
+
+
+def plain_reads(kind: str, mask: Any) -> Reads:
+    """What a plain call reads."""
+    hidden = full_mask(kind, mask)
+    return NO_READS if hidden is None else Reads(hidden)
