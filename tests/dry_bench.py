@@ -9,12 +9,15 @@ A time follows from the name of what is timed, or, between two events, from how 
 
 import contextlib
 import ctypes
+import math
+import statistics
 import types
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from dry_gpu import _STEP, PROCESSORS, DryGpu
 
@@ -33,7 +36,10 @@ def samples(name: str, count: int) -> list[float]:
 
 
 class Round(NamedTuple):
-    """Variants that were timed in turn: milliseconds and notes by name, and how it was asked for."""
+    """Variants that were timed in turn: milliseconds and notes by name, and how it was asked for.
+
+    Of `layer.timed`, `warmup` is the number of steps before the time of a block.
+    """
 
     samples: dict[str, list[float]]
     noted: dict[str, list[str]]
@@ -50,6 +56,16 @@ def is_table(table: Table, columns: tuple[str, ...], rows: list[tuple[str, ...]]
     assert "pretended H200" in table.note
     assert table.title
     assert table.how.endswith(".")
+
+
+def is_summary(found: dict[str, float], times: list[float]) -> None:
+    """Refuse what is not the median of these times with their tenths, or with an interval around it, or with both."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    wanted = {"median": statistics.median(times), "p10": tenths[0], "p90": tenths[8]}
+    assert set(found) in ({*wanted}, {"median", "low", "high"}, {*wanted, "low", "high"})
+    assert found == {**found, **{key: pytest.approx(wanted[key]) for key in wanted.keys() & found.keys()}}
+    assert found.get("low", 0.0) <= found["median"] <= found.get("high", math.inf)
+    assert found.keys().isdisjoint(("low", "high")) or {found["low"], found["high"]} <= set(times)
 
 
 class _CudnnAttention(torch.autograd.Function):
@@ -205,11 +221,16 @@ class DryBench(contextlib.ExitStack):
         self, blocks: Mapping[str, Callable[[int], object]], repeats: int, inner: int, before: int = 0
     ) -> dict[str, list[float]]:
         self.gpu.lines.append(f"timed in turn: repeats={repeats} inner={inner} before={before}")
+        noted = {}
         for name, block in blocks.items():
             self.gpu.lines.append(f"timed: {name}")
+            start = len(self.gpu.lines)
             block(1)
+            noted[name] = self.gpu.lines[start:]
         self.timings += 1
-        return {name: samples(f"{self.timings} {name}", repeats) for name in blocks}
+        found = {name: samples(f"{self.timings} {name}", repeats) for name in blocks}
+        self.rounds.append(Round(dict(found), noted, repeats, before, False, False))
+        return found
 
     def _recorded(self, contestant: Any, steps: int) -> list[tuple[str, float, float]]:
         """Each line that a step notes is a kernel of 10 microseconds and more, by the name that it begins with."""

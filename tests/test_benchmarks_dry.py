@@ -1,123 +1,80 @@
-"""Every benchmark on a GPU that only takes notes: what it times, and what it makes of times that are made up.
+"""Every benchmark on a GPU that only takes notes: its numbers, computed here again from times that are made up.
 
-tests/golden/benchmarks holds, for each, what it returned, printed and launched. A test that fails shows the first lines
-that differ; where the change was meant, `PYTHONPATH=.:tests python tests/snapshots.py` records it.
+tests/test_bandwidth_benches.py and tests/test_gemm_benches.py have those of ops bound by memory and of GEMMs.
 """
 
-import contextlib
-import importlib.util
-import io
-import json
-import sys
+import math
+import re
+import statistics
 import types
-import warnings
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import figures
-import matplotlib
 import pytest
-import snapshots
 import torch
-import training_text
-from dry_bench import DryBench, samples
+from dry_bench import is_summary, is_table
+from dry_runs import is_drawn, launches, layers, percents, run
 
-import optimized
-from optimized import measure
 from optimized.bench import (
+    attention,
     attention_plot,
-    decode,
-    first_step,
     gemm_equality,
     gemm_shapes,
     ladder,
-    layer,
-    layer_models,
-    layer_plot,
     layer_sweep,
-    seeds,
-    single_gpu,
-    single_gpu_models,
-    single_gpu_plot,
+    stats,
     timeline,
-    train,
-    trainer,
-    training,
 )
-from optimized.commands import tables
-from optimized.training import captured
-from optimized.training.corpus import Corpus
-from optimized.training.settings import Settings
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-FOLDER = "benchmarks"
-payloads: dict[str, Any] = {}  # of the benchmarks that ran in this process
 
 
-# tests/test_bandwidth_benches.py and tests/test_gemm_benches.py say what these must measure, and compare no text.
-ELSEWHERE = {"cast_transpose", "norm", "activation", "cross_entropy", "embedding", "adam", "gemm", "gemm_epilogue"}
-PLOTS = {
-    "attention": attention_plot.plot,
-    "ladder": ladder.plot,
-    "gemm_shapes": gemm_shapes.plot,
-    "layer_sweep": layer_sweep.plot,
-    "seeds": seeds.plot,
-    "single_gpu": single_gpu_plot.plot,
-    "train": train.plot,
-}
+def test_gemms_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = gemm_shapes.problems()
+    assert problems == gemm_shapes.problems()
+    assert len(set(problems)) == len(problems) >= 300
+    assert all(1 <= m <= 32768 and min(n, k) >= 16 and max(n, k) <= 32768 for m, n, k in problems)
+    assert all(n % 16 == k % 16 == 0 for _, n, k in problems)
+    monkeypatch.setattr(gemm_shapes, "problems", lambda: problems[:40])
+    ran = run(gemm_shapes)
+    full = {(m, n, k): -(-m // 128) * -(-n // 128) >= 132 for m, n, k in problems[:40]}
+    cases = [(kind, *one) for one in problems[:40] for kind in (("fast", "split") if full[one] else ("split",))]
+    assert {kind for kind, *_ in cases} == {"fast", "split"}
+    rows = ran.payload["rows"]
+    for row, case, timed in zip(rows, cases, ran.rounds, strict=True):
+        assert (row["kind"], row["m"], row["n"], row["k"]) == case
+        assert (timed.repeats, timed.warmup, timed.flush, timed.ahead) == (9, 2, True, True)
+        assert row["ms"] == {side: pytest.approx(statistics.median(timed.samples[side])) for side in ("ours", "theirs")}
+        assert row["speed_over_theirs"] == pytest.approx(row["ms"]["theirs"] / row["ms"]["ours"])
+        ours = launches(timed.noted["ours"])[0]
+        assert launches(timed.noted["theirs"]) == []
+        assert (row["tile"] == gemm_shapes.SPLIT_K) == ours.startswith("gemm_fp8_split_k."), (row, ours)
+        macros = re.search(r"BLOCK_M=(\d+) BLOCK_N=(\d+)", timed.noted["ours"][0])
+        assert macros is None or row["tile"].startswith(f"{macros[1]}x{macros[2]},")
+    cells = []
+    for kind in ("fast", "split"):
+        mine = [row for row in rows if row["kind"] == kind]
+        ratios = [row["speed_over_theirs"] for row in mine]
+        worst = mine[ratios.index(min(ratios))]
+        shape, below = [worst["m"], worst["n"], worst["k"]], sum(one < 0.75 for one in ratios)
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        assert ran.payload["summary"][kind] == {
+            **{"problems": len(mine), "geometric_mean": pytest.approx(mean), "worst": min(ratios)},
+            **{"worst_shape": shape, "below_0.75": below},
+        }
+        of, least = percents([mean, min(ratios)])
+        least += f" ({'×'.join(map(str, shape))})"
+        cells.append((f"FP8, {kind} accumulation", of, least, f"{below} of {len(mine)}"))
+    is_table(ran.tables[0], ran.tables[0].columns, cells)
+    assert {row["speed_over_theirs"] for row in rows} <= is_drawn(
+        partial(gemm_shapes.plot, ran.payload), "gemm_shapes", 2
+    )
 
 
-def drawn(plot: Callable[[], object]) -> tuple[list[str], int]:
-    """The figures that a call writes, as text."""
-    found: list[str] = []
-
-    def write(path: Path, figure: Any) -> None:
-        found.extend((str(path.relative_to(measure.ROOT)), *figures.lines(figure)))
-
-    with mock.patch.object(measure, "write_plot", write):
-        plot()
-    pyplot.close("all")
-    return found, 40
-
-
-def tabulated(name: str, payload: dict[str, Any]) -> tuple[list[str], int]:
-    """The payload's Markdown tables."""
-    details = [build for of, build in tables.DETAILS.values() if of == name]
-    found = [one for build in (tables.BUILDERS[name], *details) for one in build(payload)]
-    return "\n\n".join(one.markdown() for one in found).splitlines(), 60
-
-
-def run_of(module: Any) -> snapshots.Sections:
-    """`run` of a benchmark, its tables, and its plot where it has one."""
-    told: list[float] = []
-    with DryBench() as bench, contextlib.redirect_stdout(io.StringIO()) as printed:
-        payload = module.run(told.append)
-    payloads[module.NAME] = payload
-    launched = {one.kernel.kernel for one in bench.gpu.launches}
-    assert launched <= payload["provenance"]["kernels"].keys(), "a result must notice when these change"
-    with mock.patch.object(measure, "outdated", return_value=[]):
-        found = {"payload": (snapshots.payload_lines(payload), 60), "tables": tabulated(module.NAME, payload)}
-    found["progress"] = [f"{one:.6g}" for one in told], 6
-    if printed.getvalue():
-        found["printed"] = printed.getvalue().splitlines(), 40
-    if module.NAME in PLOTS:
-        found["plot"] = drawn(partial(PLOTS[module.NAME], payload))
-    return {**found, "notes": (snapshots.repeats(bench.gpu.lines), 60)}
-
-
-def run_of_gemm_equality() -> snapshots.Sections:
+def test_equality_with_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers are made up too: every third problem differs, and every second of those is found to be split."""
-    counts, noted = {"compared": 0}, list[str]()
+    counts, cpu, twin = {"compared": 0}, list[Any](), torch.ops.twin
 
     def differing(a: torch.Tensor, b: torch.Tensor) -> int:
-        shape = tuple(a.shape)
-        noted.append(f"differing {a.device.type} {shape} {tuple(b.shape)}")
+        assert a.shape == b.shape
         if a.device.type == "cpu":
             return 5
         counts["compared"] += 1
@@ -125,183 +82,187 @@ def run_of_gemm_equality() -> snapshots.Sections:
 
     def gemm_fp8(*args: Any) -> torch.Tensor:
         if args[0].device.type == "cuda":
-            return bench_twin.gemm_fp8(*args)  # type: ignore[no-any-return]
-        noted.append(f"on the CPU: {[tuple(x.shape) for x in args[:4]]} {args[4:]}")
+            return twin.gemm_fp8(*args)  # type: ignore[no-any-return]
+        cpu.append(args)
         return torch.zeros(args[0].shape[0], args[1].shape[0])
 
-    bench_twin = torch.ops.twin
-    with (
-        mock.patch.object(gemm_equality, "differing", differing),
-        mock.patch.object(gemm_equality, "twin", types.SimpleNamespace(gemm_fp8=gemm_fp8)),
-    ):
-        return {**run_of(gemm_equality), "compared": (noted, 60)}
+    monkeypatch.setattr(gemm_equality, "differing", differing)
+    monkeypatch.setattr(gemm_equality, "twin", types.SimpleNamespace(gemm_fp8=gemm_fp8))
+    ran = run(gemm_equality)
+    rows, payload = ran.payload["rows"], ran.payload
+    wanted = [(name, *shape, how) for name, shape in gemm_equality.problems().items() for how in ("fast", "split")]
+    assert [(row["name"], row["m"], row["n"], row["k"], row["accumulate"]) for row in rows] == wanted
+    unequal = [row for row in rows if row["differing_words"]]
+    assert 5 < len(unequal) < len(rows) - 5
+    for row in rows:
+        assert row["words"] == row["m"] * row["n"]
+        assert re.fullmatch("e[45]m[32].e4m3", row["formats"])
+        assert ("why" in row) == bool(row["differing_words"])
+        sampled = row["m"] * row["n"] <= 1 << 20 or row["differing_words"]
+        least = min(row["m"], gemm_equality.SAMPLED_ROWS) * min(row["n"], gemm_equality.SAMPLED_COLUMNS)
+        assert row.get("sampled_against_the_cpu") == ({"words": least, "differing_words": 5} if sampled else None)
+    for row in unequal:
+        pieces, step = map(int, re.findall(r"into (\d+) pieces of (\d+) and", row["why"])[0])
+        assert step % 128 == 0
+        assert step * pieces >= row["k"]
+    assert {tuple(args[0].shape[1:]) for args in cpu} <= {(row["k"],) for row in rows}  # at full K
+    assert all((args[4], args[5:]) == (None, (torch.float32, args[-1])) for args in cpu)
+    assert payload["problems"] == len(rows)
+    assert payload["problems_with_every_word_equal"] == len(rows) - len(unequal)
+    assert payload["words"] == sum(row["words"] for row in rows)
+    assert payload["differing_words"] == sum(row["differing_words"] for row in unequal)
+    equal = sum(row["words"] for row in rows if row not in unequal)
+    cells = [(f"{len(rows) - len(unequal)} of {len(rows)} GEMMs", f"{equal:,}", "0", "")]
+    for row in unequal:
+        name = f"{row['m']}×{row['n']}×{row['k']}, {row['accumulate']} accumulation"
+        cells.append((name, f"{row['words']:,}", f"{row['differing_words']:,}", row["why"]))
+    is_table(ran.tables[0], ran.tables[0].columns, cells)
 
 
-def run_of_layer() -> snapshots.Sections:
-    """`layer`, of its second case a few contestants, and its plot."""
-    build = layer.contestants
-
-    def contestants(case: layer_models.Case) -> list[Any]:
-        found = list(build(case))
-        return [found[i] for i in (0, 1, 2, 3, 5, 11)] if case == layer_models.CASES[1] else found
-
-    with mock.patch.object(layer, "contestants", contestants):
-        found = run_of_layers(layer)
-    payload = json.loads(json.dumps(payloads["layer"]))
-    with mock.patch.object(measure, "read_result", return_value=payload):
-        return {**found, "plot": drawn(layer_plot.main)}
-
-
-def run_of_layer_sweep() -> snapshots.Sections:
-    """`layer_sweep`, every size of it as a case, and four measured."""
-    cases = [str(layer_sweep.case(*size)) for size in layer_sweep.SIZES]
-    with mock.patch.object(layer_sweep, "SIZES", [layer_sweep.SIZES[i] for i in (1, 3, 2, 7)]):
-        return {"cases": (cases, 8), **run_of_layers(layer_sweep)}
-
-
-def run_of_layers(module: Any) -> snapshots.Sections:
-    """`layer`, `layer_sweep` or `timeline`, with the project's own layers in the place of Transformer Engine's."""
-    recipes = types.SimpleNamespace(DelayedScaling=optimized.DelayedScaling)
-    pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 0))
-    with (
-        mock.patch.object(layer_models, "_engine", return_value=optimized),
-        pytest.MonkeyPatch.context() as patch,  # `mock.patch.dict` would unload what is imported inside
-        warnings.catch_warnings(),
-    ):
-        patch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
-        patch.setitem(sys.modules, "cupy", pool)
-        warnings.simplefilter("ignore")
-        return run_of(module)
+def test_the_ladder() -> None:
+    ran = run(ladder)
+    rows = iter(ran.payload["rows"])
+    assert ran.payload["rungs"].keys() == {rung.name for rung in ladder.RUNGS}
+    variants = [*ran.payload["rungs"], "twin::gemm_fp8", "cuBLASLt, first", "cuBLASLt, best"]
+    cells: dict[str, list[str]] = {}
+    timed = [one for one in ran.rounds if set(one.samples) == set(variants)]
+    for (name, (m, n, k)), one in zip(ladder.SHAPES.items(), timed, strict=True):
+        assert (one.repeats, one.warmup, list(one.samples)) == (21, 2, variants)
+        theirs = statistics.median(one.samples["cuBLASLt, first"])
+        for variant in variants:
+            row, ms = next(rows), statistics.median(one.samples[variant])
+            assert (row["shape"], row["m"], row["n"], row["k"], row["kernel"]) == (name, m, n, k, variant)
+            is_summary(row["ms"], one.samples[variant])
+            assert row["tflops"] == pytest.approx(2 * m * n * k / ms * 1e-9)
+            assert row["of_cublaslt"] == pytest.approx(theirs / ms)
+            cells.setdefault(variant, []).extend((f"{row['tflops']:.0f}", *percents([theirs / ms])))
+            kernels = launches(one.noted[variant])
+            rung = variant in ran.payload["rungs"]
+            assert kernels == [f"ladder/{variant}.rung"] * rung or variant == "twin::gemm_fp8", kernels
+    assert next(rows, None) is None
+    assert [(row[0], *row[3:]) for row in ran.tables[0].rows] == [(name, *cells[name]) for name in variants]
+    speeds = {row["tflops"] for row in ran.payload["rows"] if row["kernel"] != "cuBLASLt, best"}
+    assert speeds <= is_drawn(partial(ladder.plot, ran.payload), "ladder", 1)
 
 
-def run_of_single_gpu() -> snapshots.Sections:
-    """`single_gpu`: every setting by name, and of most groups two or three, on a model of one small layer.
-
-    Batches have two sequences, loaders no processes of their own; what te recomputes needs a GPU.
-    """
-    listed = [f"{group.name} | {setting}" for group in single_gpu.GROUPS for setting in group.settings]
-    sizes = replace(single_gpu_models.BERT_LARGE, hidden=128, ffn=256, heads=2, layers=1, sequence=32, masked=8)
-    groups = dict(zip((group.name for group in single_gpu.GROUPS), single_gpu.GROUPS, strict=True))
-    chosen = {
-        **{"one after the other": (0, 7, 8, 9, 10), "accumulation, checkpointing": (1, 2), "attention": (0, 3)},
-        **{"optimizer": (2, 3, 4), "data": (1, 3), "layers": (1, 4, 6, 8), "FP8 in 4 parts of batch 4": (0, 1)},
-    }
-    small = [
-        replace(groups[name], settings=tuple(replace(groups[name].settings[i], batch=2) for i in places))
-        for name, places in chosen.items()
-    ]
-
-    def loader(data: Any, batch: int, **options: Any) -> Any:
-        return torch.utils.data.DataLoader(data, batch)
-
-    module = types.SimpleNamespace(**vars(single_gpu))
-    module.run = partial(single_gpu.run, sizes=sizes)
-    with (
-        mock.patch.object(single_gpu, "GROUPS", small),
-        mock.patch.multiple(single_gpu, WARM_UP=1, ALONE=2),
-        mock.patch.object(single_gpu, "steps_of", return_value=1),
-        mock.patch.object(single_gpu_models, "BATCHES", 1),
-        mock.patch.object(single_gpu_models, "DataLoader", loader),
-    ):
-        return {"settings": (listed, 60), **run_of_layers(module)}
-
-
-def run_of_decode() -> snapshots.Sections:
-    """`decode`, with smaller layers, whose weights are drawn sooner; as where transformers is not installed."""
-    case = replace(decode.CASE, hidden=256, ffn=512, heads=4, kv_heads=2)
-    module = types.SimpleNamespace(**vars(decode))
-    module.run = partial(decode.run, case=case)
-    with mock.patch.object(importlib.util, "find_spec", return_value=None):
-        return run_of(module)
-
-
-def run_of_trainer() -> snapshots.Sections:
-    """`trainer`: what is asked of transformers' Trainer, and its table; tests/test_trainer_bench.py trains."""
-    asked: list[str] = []
-
-    def trained(way: trainer.Way, sizes: trainer.Sizes, steps: int, warm_up: int) -> dict[str, Any]:
-        asked.append(f"{way} {sizes} {steps} {warm_up}")
-        times = [100 * one for one in samples(way.name, steps)]
-        return {"samples": times, "loss": 11.8, "peak_bytes": (30 + len(asked)) << 30}
-
-    with (
-        mock.patch.object(trainer, "trained", trained),
-        mock.patch.object(measure, "version", lambda name: f"{len(name)}.1"),
-    ):
-        return {**run_of(trainer), "asked": (asked, 10)}
+def test_attention() -> None:
+    ran = run(attention)
+    of_pairs, of_fp8 = ran.rounds[: len(attention.CASES)], ran.rounds[len(attention.CASES) :]
+    found, cells = ran.payload["ms"]["attention"], []
+    for timed, case in zip(of_pairs, attention.CASES, strict=True):
+        b, h, hkv, s, d, mask, dropout = case
+        name = f"b={b} h={h} hkv={hkv} s={s} d={d} {mask} dropout={dropout}"
+        assert (timed.repeats, timed.flush, timed.ahead) == (max(5, 20 * 2048 // max(2048, s)), False, True)
+        assert set(found[name]) == {"forward", "cuDNN forward", "backward", "cuDNN backward"}
+        row = [name.replace(" none", "").replace(" dropout=0.0", "")]
+        for way, products in (("forward", 2), ("backward", 5)):
+            is_summary(found[name][way], timed.samples[way])
+            is_summary(found[name][f"cuDNN {way}"], timed.samples[f"cuDNN {way}"])
+            ours, theirs = (statistics.median(timed.samples[one]) for one in (way, f"cuDNN {way}"))
+            work = 2 * products * b * h * s * s * d / (2 if mask == "causal" else 1)
+            row += [f"{ours:.3g}", f"{work / ours * 1e-9:.0f}", *percents([theirs / ours])]
+            kernels = launches(timed.noted[way])
+            assert kernels[0].startswith("attention" + ("_backward" if way == "backward" else "")), kernels
+            assert launches(timed.noted[f"cuDNN {way}"]) == []
+        cells.append(tuple(row))
+    assert len(found) == len(attention.CASES)
+    is_table(ran.tables[0], ran.tables[0].columns, cells)
+    cells = []
+    for timed, (b, h, s, d, mask), name in zip(of_fp8, attention.FP8_CASES, ran.payload["ms"]["FP8"], strict=False):
+        assert name == f"b={b} h={h} hkv={h} s={s} d={d} {mask} dropout=0.0"
+        assert (timed.repeats, timed.ahead) == (max(5, 20 * 2048 // s), True)
+        for way in ("FP8", "bf16"):
+            is_summary(ran.payload["ms"]["FP8"][name][way], timed.samples[way])
+            assert launches(timed.noted[way])[0].startswith(
+                ("attention_fp8.",) if way == "FP8" else ("attention.", "attention_wide.")
+            )
+        fp8, bf16 = (statistics.median(timed.samples[way]) for way in ("FP8", "bf16"))
+        speed = 4 * b * h * s * s * d / (2 if mask == "causal" else 1) / fp8 * 1e-9
+        short = name.replace(" none", "").replace(" dropout=0.0", "")
+        cells.append((short, f"{fp8:.3g}", f"{speed:.0f}", f"{bf16 / fp8:.2f}"))
+    is_table(ran.tables[1], ran.tables[1].columns, cells)
+    around = ran.payload["ms"]["elementwise"]
+    copy = around["copy"]["TB/s"]
+    for one in around.keys() - {"copy"}:
+        assert around[one]["p10"] <= around[one]["median"] <= around[one]["p90"]
+    shown = [(one.replace("_", " "), f"{x['TB/s']:.2f}", *percents([x["TB/s"] / copy])) for one, x in around.items()]
+    is_table(ran.tables[2], ("kernel", "TB/s", "of a copy"), shown)
+    # Bytes of 8192 x 4096 bf16 numbers, and of 16 x 2048 x 2048 scores: what each must move at least.
+    moved = {"bias_dropout_add": 3, "dropout_backward": 2, "rotary": 2, "rotary interleaved": 2}
+    moved |= {"softmax": 4, "softmax causal": 3, "softmax_backward": 6}
+    (last,) = of_fp8[len(attention.FP8_CASES) :]
+    for name, times in moved.items():
+        ms = statistics.median(last.samples[name]) / 4
+        assert around[name]["median"] == pytest.approx(ms)
+        assert around[name]["TB/s"] == pytest.approx(times * 2 * 8192 * 4096 / ms * 1e-9)
+    heights = {round(one) for one in is_drawn(partial(attention_plot.plot, ran.payload), "attention", 4)}
+    assert sum(int(row[2]) in heights for row in ran.tables[0].rows) >= 8
 
 
-def run_of_first_step() -> snapshots.Sections:
-    """`first_step`: its processes by the folders that they get, and its table."""
-    asked: list[str] = []
-
-    def process(cache: Path, cubins: Path, into: Path | None = None) -> dict[str, Any]:
-        asked.append(f"cache={cache.name} cubins={cubins.name} into={into and into.name}")
-        if into is not None:
-            (into / "about.json").write_text('{"count": 30}')
-        seconds = samples(f"{cache.name} {cubins.name} {len(asked)}", 5)
-        return {"seconds": seconds, "compiled": [0, 0, 28 if into else 0, 0, 4 if into else 0]}
-
-    with (
-        mock.patch.object(first_step, "process", process),
-        mock.patch.object(first_step, "carried", return_value=None),
-        mock.patch.object(first_step.os, "sched_getaffinity", return_value=set(range(16))),
-    ):
-        return {**run_of(first_step), "asked": (asked, 10)}
-
-
-def run_of_train() -> snapshots.Sections:
-    """`train`, with models of one small layer on a text that is made up."""
-    sizes = {
-        name: replace(settings, hidden=128, heads=2, layers=1, sequence=32, rows=2, vocabulary=256)
-        for name, settings in train.SIZES.items()
-    }
-    module = types.SimpleNamespace(**vars(train))
-    module.run = partial(train.run, sizes=sizes, steps=3, warm_up=2, text=training_text.corpus())
-    with (
-        mock.patch.multiple(train, LARGE_STEPS=2, LARGE_WARM_UP=1),
-        mock.patch.object(captured, "Step", lambda run, *_: run),  # what is captured runs as it is
-    ):
-        return run_of_layers(module)
+def test_statistics() -> None:
+    ran = run(stats)
+    ways = ("off", "between", "measured", "beside")
+    cells = []
+    for row, timed, case in zip(ran.payload["rows"], ran.rounds, stats.CASES, strict=True):
+        assert (timed.repeats, tuple(timed.samples)) == (15, ways)
+        assert (row["layer"], row["tokens"]) == (case.name, case.sequence * case.batch)
+        for way in ways:
+            is_summary(row["ms"][way], timed.samples[way])
+        off, between, measured, _ = (row["ms"][way]["median"] for way in ways)
+        assert row["cost"] == pytest.approx((99 * between + measured) / 100 / off - 1)
+        shown = [f"{row['ms'][way]['median']:.3f}" for way in ways]
+        cells.append((f"{case.name}, {row['tokens']} tokens", *shown, f"{100 * row['cost']:.1f} %"))
+        counted = {way: sum(one.startswith("cast_stats") for one in launches(timed.noted[way])) for way in ways}
+        assert counted["off"] == counted["between"] == 0 < counted["measured"] < counted["beside"], counted
+    is_table(ran.tables[0], ran.tables[0].columns, cells)
 
 
-def run_of_seeds() -> snapshots.Sections:
-    """`seeds`: which runs are asked for, their table and picture; tests/test_training_bench.py trains."""
-    asked: list[str] = []
-
-    def losses(settings: Settings, text: Corpus, device: str) -> dict[str, Any]:
-        asked.append(f"{settings.precision} {settings.seed} {settings.tokens} x {settings.steps} on {device}")
-        found = [5.0 - 0.001 * step - 0.01 * len(asked) for step in range(settings.steps)]
-        return {"precision": settings.precision, "seed": settings.seed, "losses": found, "held_out": 1.0}
-
-    module = types.SimpleNamespace(**vars(seeds))
-    settings = replace(seeds.SETTINGS, steps=100)
-    module.run = partial(seeds.run, settings=settings, read=training_text.corpus)
-    with mock.patch.object(seeds, "losses", losses):
-        return {**run_of(module), "asked": (asked, 10)}
-
-
-RUNS: dict[str, Callable[[], snapshots.Sections]] = {
-    module.NAME: partial(run_of, module)
-    for module in tables.BENCHMARKS
-    if module is not training and module.NAME not in ELSEWHERE
-} | {
-    "decode": run_of_decode,
-    "first_step": run_of_first_step,
-    "gemm_equality": run_of_gemm_equality,
-    "layer": run_of_layer,
-    "layer_sweep": run_of_layer_sweep,
-    "seeds": run_of_seeds,
-    "single_gpu": run_of_single_gpu,
-    "timeline": partial(run_of_layers, timeline),
-    "train": run_of_train,
-    "trainer": run_of_trainer,
-}
+def test_layers_by_width_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = layer_sweep.SIZES
+    for hidden, tokens in sizes:
+        case = layer_sweep.case(hidden, tokens)
+        assert (case.ffn, case.heads, case.tokens, case.sequence) == (
+            4 * hidden,
+            hidden // 128,
+            tokens,
+            min(tokens, 2048),
+        )
+    monkeypatch.setattr(layer_sweep, "SIZES", [sizes[1], sizes[7]])
+    with layers():
+        ran = run(layer_sweep)
+    table, cells = ran.tables[0], []
+    for point, timed, size in zip(ran.payload["points"], ran.rounds, layer_sweep.SIZES, strict=True):
+        assert (point["hidden"], point["tokens"], timed.repeats) == (*size, 5)
+        titles = [f"{row['step']}, {row['attention']} attention" for row in point["rows"]]
+        assert len(timed.samples) == len(titles) + 1
+        for row, times, title in zip(point["rows"], timed.samples.values(), titles, strict=False):
+            is_summary(row["ms"], times)
+            assert title in table.columns
+        is_summary(point["parts"], timed.samples["parts"])
+        shown = {title: f"{row['ms']['median']:.2f}" for title, row in zip(titles, point["rows"], strict=True)}
+        cells.append((*map(str, size), *(shown.get(one, "–") for one in table.columns[2:-1]),
+                      f"{point['parts']['median']:.2f}"))  # fmt: skip
+        assert launches(timed.noted["parts"]) == []
+        assert sum(bool(launches(noted)) for noted in timed.noted.values()) >= 3  # ours
+    is_table(table, table.columns, cells)
+    is_drawn(partial(layer_sweep.plot, ran.payload), "layer_sweep", 2)
 
 
-LONG = {"layer", "single_gpu"}  # a quarter of a minute; `layer_sweep` and tests/test_single_gpu.py run the same code
-
-
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in RUNS])
-def test_a_benchmark_measures_what_is_recorded(name: str) -> None:
-    snapshots.check(FOLDER, name, RUNS[name]())
+def test_a_step_kernel_by_kernel() -> None:
+    with layers():
+        ran = run(timeline)
+    counts = []
+    for variant, row in zip(ran.payload["variants"], ran.tables[0].rows, strict=True):
+        spans, kernels = variant["ms"], variant["kernels"]
+        # Each kernel of step i takes 10 + i us, and the next one begins 2 us later.
+        assert spans == [pytest.approx((12 + i) * len(kernels) / 1e3 - 0.002, abs=1e-3) for i in range(5)]
+        assert [one[1] for one in kernels] == [pytest.approx(14 * i) for i in range(len(kernels))]
+        assert {one[2] for one in kernels} == {12.0}
+        assert {one[3] for one in kernels} <= set(timeline.CATEGORIES)
+        by_category = [0.012 * sum(one[3] == what for one in kernels) for what in timeline.CATEGORIES]
+        idle = 0.002 * (len(kernels) - 1)
+        assert row[1:] == (str(len(kernels)), *(f"{ms:.2f}" for ms in (*by_category, idle, spans[2])))
+        assert row[0] == f"{variant['step']}; attention: {variant['attention']}"
+        counts.append(len(kernels))
+    assert len({variant["step"] for variant in ran.payload["variants"]}) >= 4
+    assert counts[0] > counts[-1], "the fused layer has the fewest kernels"
