@@ -11,6 +11,7 @@ from op_calls import LISTS, SIZED, drawn, dry, dry_sized, moved, sized
 from torch.utils._pytree import tree_map_only
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
+from optimized import measure
 from optimized.recordings import cases
 from optimized.recordings.calls import Call, tensors_in
 from reference.ops import library
@@ -100,3 +101,13 @@ def test_every_op_has_its_cases() -> None:
     assert set().union(*(dry_sized(name, 1, 16)[0] for name in SIZED)) == ops
     files = {name for name, module in cases.MODULES.items() if name != "layers"}
     assert files == set(LISTS), "without calls"
+
+
+def test_every_file_of_ops_is_in_the_contract() -> None:
+    """One of its ops is named in docs/numerics.md, whose section says what the others do."""
+    contract = (measure.ROOT / "docs" / "numerics.md").read_text("utf-8")
+    files: dict[str, list[str]] = {}
+    for op, definition in library._IMPLEMENTATIONS["CPU"].items():
+        files.setdefault(definition.__module__, []).append(op)
+    missing = {file: ops for file, ops in files.items() if not any(f"`twin::{op}`" in contract for op in ops)}
+    assert not missing
