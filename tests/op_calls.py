@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from dry_gpu import DryGpu, Launched
+from torch.utils._pytree import tree_map_only
 
 from optimized.recordings import cases
 from optimized.recordings.calls import Call, Inputs
@@ -14,9 +15,23 @@ LISTS = sorted(cases.having("calls"))
 SIZED = sorted(cases.having("sized"))
 
 
-def drawn(name: str, device: torch.device | str = "cpu", seed: int = 0) -> list[Call]:
-    """The calls of a file; of the same numbers on each device."""
-    return list(cases.MODULES[name].calls(Inputs(device, seed)))
+def drawn(name: str, seed: int = 0) -> list[Call]:
+    """The calls of a file, on the CPU."""
+    return list(cases.MODULES[name].calls(Inputs("cpu", seed)))
+
+
+def moved(call: Call, device: torch.device) -> Call:
+    """The same call there, of memory laid out alike: strides, where tensors begin, and who shares memory."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)
+        whole = storages[storage._cdata].view(x.dtype)
+        return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return call._replace(args=tree_map_only(torch.Tensor, there, call.args))
 
 
 def sized(name: str, device: torch.device | str, rows: int, cols: int) -> Iterator[Call]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import optimized  # noqa: F401  (registers the CUDA ops)
 from reference import philox
 
-pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
+pytestmark = pytest.mark.gpu  # tests/test_ops.py asks the simulator
 twin = torch.ops.twin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,7 +11,7 @@ from test_embedding import DTYPES, lookups
 
 import optimized
 
-pytestmark = [pytest.mark.gpu, pytest.mark.simulated]
+pytestmark = pytest.mark.gpu  # tests/test_ops.py asks the simulator
 twin = torch.ops.twin
 
 

@@ -1,6 +1,7 @@
 """reference.numba_jit: what is kept of compiled code, when it is stale; importing and computing need nothing."""
 
 import ast
+import importlib
 import inspect
 import os
 import pkgutil
@@ -17,17 +18,6 @@ import pytest
 
 import reference
 from reference import elementary, files, numba_jit
-from reference.ops import (
-    attention,
-    attention_backward,
-    attention_bias,
-    attention_fp8,
-    attention_sink,
-    cross_entropy,
-    rotary,
-    softmax,
-)
-from reference.tensor_core import kernels
 
 ROOT = Path(__file__).parents[1]
 # The words of a softmax, whose compiled code holds that of elementary.exp.
@@ -191,8 +181,12 @@ def test_processes_at_once(compiled_by_one: tuple[Path, Path, str], tmp_path: Pa
 
 # --- what the stamp covers -----------------------------------------------------------------------------------
 
-MODULES = (attention, attention_backward, attention_bias, attention_fp8, attention_sink)
-MODULES += (cross_entropy, elementary, kernels, rotary, softmax)
+PACKAGE = Path(reference.__file__).parent
+MODULES = [
+    importlib.import_module(".".join(("reference", *path.relative_to(PACKAGE).with_suffix("").parts)))
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "from reference.numba_jit import" in path.read_text("utf-8")
+]
 STAMPED = (*MODULES, numba_jit)  # which has operations that numba lacks
 
 

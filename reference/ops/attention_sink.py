@@ -81,6 +81,8 @@ def attention_sink_backward(
         sinks: fp32 `[h]`, those of the forward.
     """
     dsinks = outputs(grad, out, m, inv, sinks)
+    if not grad.numel():
+        return dsinks.zero_()  # the loop's sum of nothing would be -0
     for head in range(grad.shape[1]):
         rows = [x[:, head].float().flatten(0, 1).contiguous().numpy() for x in (grad, out)]
         dots = np.empty(rows[0].shape[0], np.float32)

@@ -193,7 +193,7 @@ def with_more(c: Inputs) -> Iterator[Drawn]:
     for d, dropout in ((64, 0.1), (128, 0.0), (256, 0.0)):
         yield _draw(c, (1, 4, 2, 130, 150, d), dropout=dropout, sinks=c.normal(4, dtype=FP32))
     for d in (64, 256):  # wide heads have a mask of them
-        given = {"q_lengths": lengths(c, 130), "kv_lengths": lengths(c, 150)}
+        given: dict[str, Any] = {"q_lengths": lengths(c, 130), "kv_lengths": lengths(c, 150)}
         yield _draw(c, (2, 4, 2, 130, 150, d), mask_type="causal", dropout=0.1, contiguous=True, **given)
     for d, slopes in (
         (32, c.positive(2)),
@@ -226,7 +226,9 @@ def large(c: Inputs) -> Calls:
 
 def of_sizes(c: Inputs, rows: int, cols: int, dtype: torch.dtype = BF16) -> Iterator[Drawn]:
     """Queries and keys of any number: plain, with a bias, and with sinks."""
-    for more in ({}, {"bias": c.normal(1, 2, rows, cols, dtype=dtype)}, {"sinks": c.normal(2, dtype=FP32)}):
+    bias, sinks = c.normal(1, 2, rows, cols, dtype=dtype), c.normal(2, dtype=FP32)
+    every: tuple[dict[str, Any], ...] = ({}, {"bias": bias}, {"sinks": sinks})
+    for more in every:
         yield _draw(c, (1, 2, 2, rows, cols, 16), dtype, **more)
 
 

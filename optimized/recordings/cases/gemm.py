@@ -55,8 +55,8 @@ def adding(function: Callable[..., torch.Tensor], tile: Tile, *choices: str) -> 
 
 def calls(c: Inputs) -> Calls:
     # More than one tile and ragged in each direction; then wide and narrow tiles in one.
-    for tile, (a, b) in product(TILES, product((False, True), (False, True))):
-        operands = _operand(c, 264, 136, a), _operand(c, 520, 136, b)
+    for tile, (first, second) in product(TILES, product((False, True), (False, True))):
+        operands = _operand(c, 264, 136, first), _operand(c, 520, 136, second)
         yield Call(twin.gemm, (*operands, None, BF16), with_tile(gemm.gemm_tiled, tile))
     for tile, dtype in product(TILES, WIDE):
         operands = _operand(c, 140, 144, True), _operand(c, 736, 144, True)
@@ -64,9 +64,9 @@ def calls(c: Inputs) -> Calls:
         yield Call(twin.gemm_accumulate, (*operands, out), adding(gemm.gemm_tiled, tile))
     cut = with_tile(gemm.gemm_tiled, TILES[0], 22)
     yield Call(twin.gemm, (c.x(300, 64), c.x(1800, 64), None, BF16), cut)
-    for half, out, bias in product(HALVES, WIDE, (None, *WIDE)):
+    for half, wanted, bias in product(HALVES, WIDE, (None, *WIDE)):
         vector = None if bias is None else c.x(40, dtype=bias)
-        yield Call(twin.gemm, (_operand(c, 33, 72, dtype=half), _operand(c, 40, 72, dtype=half), vector, out))
+        yield Call(twin.gemm, (_operand(c, 33, 72, dtype=half), _operand(c, 40, 72, dtype=half), vector, wanted))
     # Padded copies: rows off 16 bytes, a slice that starts off them, and strides of rows that are longer.
     for a in (c.x(33, 70), c.x(33, 256)[:, 3:67], c.x(33, 256)[:, 64:128], c.x(70, 33).t(), c.x(1, 8)):
         yield Call(twin.gemm, (a, c.x(24, a.shape[1]), c.x(24, start=1), BF16))

@@ -80,7 +80,8 @@ def _forward(
     m, cols, k = shape
     n = cols * (2 if kind in GATED else 1)
     args = (*operands(c, m, n, k), c.x(n, dtype=bias or half), half, kind, *c.state(), 1, q)
-    return Call(twin.gemm_fp8_activation, args, tile and partial(gemm_fused.gemm_fp8_activation, tile=tile))
+    chosen = None if tile is None else partial(gemm_fused.gemm_fp8_activation, tile=tile)
+    return Call(twin.gemm_fp8_activation, args, chosen)
 
 
 def _backward(
@@ -104,7 +105,7 @@ def _add(
     m, n, k = shape
     bias, added = c.x(n, dtype=half, start=start), c.x(m, n, dtype=half, start=start)
     rest = (bias if "b" in parts else None, added if "r" in parts else None, half, p, c.random_state() if p else None)
-    chosen = tile and partial(gemm_fused.gemm_fp8_bias_dropout_add, tile=tile)
+    chosen = None if tile is None else partial(gemm_fused.gemm_fp8_bias_dropout_add, tile=tile)
     return Call(twin.gemm_fp8_bias_dropout_add, (*operands(c, m, n, k), *rest), chosen)
 
 
