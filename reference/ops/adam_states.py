@@ -9,6 +9,7 @@ The arithmetic is `twin::adam`'s, in fp32. What differs is how numbers x of a mo
 
     x     = fp32(code) · scale                              one rounding
     scale = max(min(max |x|, FLT_MAX) / range, 2^-100)      of all new numbers of the tensor, NaN ignored; IEEE division
+                                                            of no numbers it stays
     code  = round(x · (1 / scale))                          three roundings: of the quotient, the product, and to the
                                                             format: fp16 to nearest even, E4M3 as `cvt.rn.satfinite`
 
@@ -176,7 +177,7 @@ def adam_states(
                 rounded[i].copy_(high)
             elif scale is None:
                 x.copy_(value)
-            else:
+            elif value.numel():
                 scale.copy_(scale_of(value, x.dtype))
                 x.copy_(codes(value, scale, x.dtype))
         if rounded and params[i].dtype != torch.int16:

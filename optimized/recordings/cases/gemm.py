@@ -62,7 +62,7 @@ def calls(c: Inputs) -> Calls:
         operands = _operand(c, 140, 144, True), _operand(c, 736, 144, True)
         out = c.x(140, 736, dtype=dtype)
         yield Call(twin.gemm_accumulate, (*operands, out), adding(gemm.gemm_tiled, tile))
-    cut = with_tile(gemm.gemm_tiled, TILES[0], 22)
+    cut = with_tile(gemm.gemm_tiled, TILES[0], 26)
     yield Call(twin.gemm, (c.x(300, 64), c.x(1800, 64), None, BF16), cut)
     for half, wanted, bias in product(HALVES, WIDE, (None, *WIDE)):
         vector = None if bias is None else c.x(40, dtype=bias)

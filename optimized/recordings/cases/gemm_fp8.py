@@ -73,7 +73,7 @@ def calls(c: Inputs) -> Calls:
         chosen = adding(gemm_fp8_tiled, tile, "split")
         yield Call(twin.gemm_fp8_accumulate, (*operands(c, 264, 272, 592), c.x(264, 272, dtype=dtype)), chosen)
     given = (*operands(c, 300, 1808, 64), None, BF16, "fast")
-    yield Call(twin.gemm_fp8, given, with_tile(gemm_fp8_tiled, TILES[0], 22))
+    yield Call(twin.gemm_fp8, given, with_tile(gemm_fp8_tiled, TILES[0], 26))
     biased = product([E4M3], [E4M3], WIDE, WIDE)
     for a, b, out, bias in (*product(FP8, FP8, WIDE, [None]), *biased):
         vector = None if bias is None else c.x(48, dtype=bias)
