@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import kernel_arguments
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -311,8 +312,7 @@ class DryGpu(contextlib.ExitStack):
     def _start(self, head: tuple[int, ...], stream: int, pointers: int, early: bool) -> None:
         """Note a launch that is made again, with the arguments that the driver would read."""
         launched = self.launches[head[0]]
-        addresses = (ctypes.c_uint64 * len(launched.args)).from_address(pointers)
-        args = [_read(like, address) for like, address in zip(launched.args, addresses, strict=True)]
+        args = kernel_arguments.read(launched.args, pointers)
         self.lines.append(f"again {self._line(launched, args, 0, early)}")
 
     def _line(self, launched: Launched, args: Sequence[Any], device: int, early: bool) -> str:
@@ -353,16 +353,6 @@ class DryGpu(contextlib.ExitStack):
             shown = [self.shown(one) for one in x]
             return ", ".join(shown if len(shown) <= 13 else [*shown[:2], f"... {len(shown)} in all", shown[-1]])
         return _name(x) if isinstance(x, torch.dtype) else str(x)
-
-
-def _read(like: Any, address: int) -> Any:
-    """The kernel argument at an address, of the type of another."""
-    if isinstance(like, launch.ByValue):
-        found = np.frombuffer(ctypes.string_at(address, like.storage.nbytes), like.storage.dtype)
-        return launch.by_value(found.reshape(like.storage.shape))
-    if isinstance(like, int):
-        return ctypes.c_int64.from_address(address).value
-    return np.frombuffer(ctypes.string_at(address, like.nbytes), like.dtype)[0]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,11 +18,12 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
+import kernel_arguments
 import torch
 
 import optimized  # noqa: F401  (registers the ops)
@@ -122,13 +123,6 @@ def _three(extent: Sequence[int]) -> Any:
     return (ctypes.c_uint * 3)(*extent, *[1] * (3 - len(extent)))
 
 
-class _Again(NamedTuple):
-    """A launch that can be made again, for a tape."""
-
-    replay: Callable[[int], None]
-    capturable: bool = True
-
-
 class Simulator(contextlib.ExitStack):
     """Launches run on the CPU while this is entered.
 
@@ -144,15 +138,18 @@ class Simulator(contextlib.ExitStack):
         self._cuda = cuda
         self.processors, self.when, self.seed = processors, when, seed
         self.launches: list[str] = []
+        self._recorded: list[tuple[launch.Kernel, Sequence[Any]]] = []
 
     def __enter__(self) -> "Simulator":
         super().__enter__()
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
+            (launch, "_start", self._start),
             (launch, "processors", lambda index: self.processors),
             (launch, "clusters_at_once", lambda kernel, blocks, *rest: max(1, self.processors // blocks)),
             (launch, "current_stream", lambda index: 0),
             (tensor_map, "_driver", lambda: _encode),
+            (tensor_map, "_replacer", lambda: _replace),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (calls, "_kinds", {}),
@@ -179,9 +176,15 @@ class Simulator(contextlib.ExitStack):
         early: bool = False,
     ) -> None:
         if launch._thread.tape is not None:
-            again = functools.partial(self._launch, kernel, grid, block, args, smem, device=device)
-            launch._thread.tape.append(_Again(lambda stream: again()))  # type: ignore[arg-type]
+            self._recorded.append((kernel, args))
+            head = (len(self._recorded) - 1, *[*grid, 1, 1][:3], *[*block, 1, 1][:3], smem)
+            launch._thread.tape.append(launch.Launch(kernel, head, args, early))
         self.run(kernel, grid, block, args)
+
+    def _start(self, head: tuple[int, ...], stream: int, pointers: int, early: bool) -> None:
+        """Make a launch again, with the arguments that the driver would read."""
+        kernel, likes = self._recorded[head[0]]
+        self.run(kernel, head[1:4], head[4:7], kernel_arguments.read(likes, pointers))
 
     def run(
         self,
@@ -228,6 +231,12 @@ def _encode(words: int, kind: int, rank: int, pointer: int, shape: Any, strides:
     numbers = (pointer, *padded(strides, 4), *padded(last, 5), *padded(box, 5), element, rest[2] != 0, rank)
     packed = struct.pack("=Q4Q5I5H3B", *numbers)
     ctypes.memmove(words, packed, len(packed))
+    return 0
+
+
+def _replace(words: int, pointer: int) -> int:
+    """In place of the driver's cuTensorMapReplaceAddress: the struct begins with the address."""
+    ctypes.memmove(words, struct.pack("=Q", pointer), 8)
     return 0
 
 
