@@ -226,7 +226,7 @@ def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     for row, times in zip(payload["linear"]["rows"], timed.samples.values(), strict=True):
         is_summary(row["ms"], times)
     with mock.patch.object(measure, "read_result", return_value=payload):
-        is_drawn(layer_plot.main, "layer", 8)
+        is_drawn(layer_plot.main, "layer")
 
 
 @pytest.mark.slow  # a quarter of a minute; tests/test_single_gpu.py runs the same code
