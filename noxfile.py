@@ -16,10 +16,10 @@ nox.options.sessions = ["lint", "tests"]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 TWO_AT_A_TIME = ("--quiet", "-n", "2", "--dist", "worksteal")
 HERE = {**os.environ, "PYTHONPATH": "."}
-# The tests that run other libraries' unmodified code on these layers.
+# Files with tests that run other libraries' unmodified code on these layers.
 INTEGRATIONS = (
     *("hugging_face", "conversion_blocks", "peft", "stand_in"),
-    *("from_meta", "recompute_by_pytorch", "user_benches"),
+    *("from_meta", "identity", "recompute_by_pytorch", "user_benches"),
 )
 
 
@@ -65,9 +65,8 @@ def integrations(session: nox.Session) -> None:
     """transformers, accelerate, peft and lightning as they are, and the lesson that needs them."""
     _install(session, "-e", ".[dev,integrations,notebooks]")
     files = [*(f"tests/test_{name}.py" for name in INTEGRATIONS), "notebooks/11_other_peoples_models.ipynb"]
-    session.run(
-        "pytest", *TWO_AT_A_TIME, "-p", "nbmake", "--nbmake", "-m", "not slow", *files, *session.posargs, env=ONE_THREAD
-    )
+    which = ("-p", "nbmake", "--nbmake", "-m", "integration and not slow")
+    session.run("pytest", *TWO_AT_A_TIME, *which, *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

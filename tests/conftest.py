@@ -105,6 +105,9 @@ def draw_samples(items: list[pytest.Item], never: set[str]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.suffix == ".ipynb":  # among tests: the lesson that needs other libraries
+            item.add_marker(pytest.mark.integration)
     on_gpu = config.getoption("--require-gpu") or has_hopper()
     draw_samples(items, {"gpu", "simulated"} if on_gpu else set())
     if on_gpu:

@@ -133,7 +133,19 @@ def test_benchmarks_are_measured_or_shown(gpu: bool, asked: list[str], monkeypat
         elsewhere = re.findall(r"^(\w+) is measured by", text, re.M)
         assert elsewhere == (list(bench.APART) if measured else [])
         assert re.findall(r"written: (\S+)", text) == ["results/one.json", "results/two.json"] * (asked == ["--write"])
+        assert max(map(len, text.splitlines())) <= 100
         assert "no GPU, CUDA 13.0, torch 2.99, CuPy 14.0, Transformer Engine 2.9, 2026-01-01." in text
+
+
+def test_columns_stand_side_by_side_as_far_as_no_word_is_cut() -> None:
+    assert bench._longest_word(["ab cd ef g", "abc"]) == 10  # a short cell is one word
+    assert bench._longest_word(["ab cd ef gh", "abc"]) == 3
+    name, *columns = [["name"], *([letter * 20] for letter in "abc")]
+    for width, wanted in ((54, [2, 1]), (53, [1, 1, 1]), (77, [3]), (20, [1, 1, 1])):
+        parts = list(bench._fitting([name, *columns], width))
+        assert all(part[0] == name for part in parts)
+        assert [len(part) - 1 for part in parts] == wanted
+        assert [one for part in parts for one in part[1:]] == columns
 
 
 @pytest.mark.parametrize("asked", [[], ["--op", "a"], ["--replay", "--op", "b"]])
@@ -248,7 +260,9 @@ def test_a_step_is_replayed(what: str, tmp_path: Path, monkeypatch: pytest.Monke
         for x, y in zip(*line.get_data(), strict=True):
             points.setdefault(x, []).append(y)
     assert {"E4M3", "E5M2", "bf16"} <= {line.get_label() for line in above.lines}
-    assert below.lines
+    filled = [y for line in below.lines for y in line.get_ydata() if line.get_linestyle() == "None"]
+    assert filled
+    assert first is not None or filled == pytest.approx([0.0] * len(filled), abs=1e-5)  # current scaling fills formats
     for op, _, _, kind, amax, scale, saturated, underflowed, sqnr, bad in rows:
         assert float(amax) > 0
         assert bad == "0"

@@ -30,6 +30,24 @@ def test_every_session_that_is_named_exists_and_every_one_is_named() -> None:
     assert run <= sessions
 
 
+OTHERS = r"importorskip\(.(transformers|accelerate|peft|lightning)|LIBRARIES\["
+
+
+def test_tests_of_other_libraries_have_a_session() -> None:
+    """Elsewhere they are skipped; and nothing else runs there a second time."""
+    noxfile = importlib.import_module("noxfile")
+    paths = {f"test_{name}.py" for name in noxfile.INTEGRATIONS}
+    others = (path for path in Path(__file__).parent.glob("test_*.py") if path.name != Path(__file__).name)
+    found = {path: path.read_text("utf-8") for path in others}
+    assert {path.name for path, text in found.items() if re.search(OTHERS, text)} <= paths
+    for path, text in found.items():
+        marked = re.search(r"^pytestmark = .*mark\.integration", text, re.M)
+        assert ("mark.integration" in text) == (path.name in paths)
+        for one in re.findall(r"((?:^@.*\n)*^def test_\w+(?:.*\n)(?:(?!^def |^@).*\n)*)", text, re.M):
+            needs = bool(re.search(OTHERS, one))
+            assert marked or needs == ("@pytest.mark.integration" in one), one
+
+
 def test_github_runs_the_same_script() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
     assert "bash .ci/run" in [step.get("run") for step in workflow["jobs"]["run"]["steps"]]

@@ -12,7 +12,7 @@ import torch
 import optimized
 import reference as te
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]  # of the libraries
 RECIPE = te.DelayedScaling(amax_history_len=4)
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}

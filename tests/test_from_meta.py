@@ -184,6 +184,7 @@ def test_a_loader_that_sets_parameters_one_by_one(name: str, scales_first: bool,
         same_bits(a, b)
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize("kept", KEPT)
 def test_hugging_face_saves_a_model_from_meta_and_loads_it(kept: bool, tmp_path: Path, same_bits: Any) -> None:

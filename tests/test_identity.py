@@ -216,6 +216,7 @@ KINDS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_of_bionemos_kind_keeps_its_weights_and_trains(name: str) -> None:

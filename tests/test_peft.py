@@ -19,7 +19,7 @@ from test_hugging_face import (
 
 import reference as te
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]  # of the libraries
 TARGETS = [("llama", "all-linear"), ("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_fc"])]
 
 

@@ -258,6 +258,7 @@ def test_a_function_that_does_more_when_recomputed_is_refused() -> None:
         y.sum().backward()
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_a_hugging_face_model(same_bits: Any) -> None:
     transformers = pytest.importorskip("transformers")

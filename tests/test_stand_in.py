@@ -419,6 +419,7 @@ def test_a_model_whose_layers_subclass_linear() -> None:
     assert printed(INSTALL + EVO) == [True] * 8
 
 
+@pytest.mark.integration
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_libraries_train_in_fp8(name: str) -> None:

@@ -20,6 +20,7 @@ from reference import files
 SIZES = trainer.Sizes(64, 128, 4, 2, 2, 128, 16, 2)
 
 
+@pytest.mark.integration
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("way", trainer.WAYS, ids=lambda way: way.name)
@@ -43,6 +44,7 @@ def test_the_trainer_trains_each_way(way: trainer.Way) -> None:
     assert noted == ["synchronize"] * 2 + ["reset"] + ["synchronize"] * 3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("way", trainer.WAYS, ids=lambda way: way.name)
 def test_what_is_converted(way: trainer.Way) -> None:
     pytest.importorskip("transformers")
@@ -70,6 +72,7 @@ def test_the_result_notices_when_the_kernels_of_the_converted_layers_change() ->
     assert {one.kernel.kernel for one in bench.gpu.launches} == set(trainer.KERNELS)
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_decoding_with_hugging_faces_model() -> None:

@@ -131,8 +131,8 @@ def gemm_words(
     special = _special(a, a_format) | _special(b, b_format)
     if c is not None:
         special |= _special(c, model.FP32)
-    for n in np.flatnonzero(special):  # nearly never
-        words[n] = _corrected(words[n], operands._replace(a=a[n], b=b[n]), None if c is None else c[n])
+    for one in np.flatnonzero(special):  # nearly never
+        words[one] = _corrected(words[one], operands._replace(a=a[one], b=b[one]), None if c is None else c[one])
     return words
 
 
