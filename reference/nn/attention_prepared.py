@@ -167,7 +167,9 @@ def _called(
 ) -> tuple[CorePlan, Reads, torch.Tensor | None, Cached | None]:
     """How to attend, what that reads, a bias or sinks, and how a cache is used; `by_mask` as in `call_of`."""
     core, mask_type = module._modules["core_attention"], core_plan.mask_type
-    cached = maps = added = of_q = of_k = None
+    cached = maps = added = None
+    of_q: Any = None
+    of_k: Any = None
     if angles is not None:
         of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
     reads: Reads = NO_READS
