@@ -241,3 +241,15 @@ def test_an_option_adds_no_node(option: str, small: int, kind: str, monkeypatch:
     pairs = [name for name in nodes(out[0] if isinstance(out, tuple) else out) if name != "ViewBackward0"]
     expected = 1 if small or kind == "self" else 2
     assert pairs == ["_PairBackward"] * (expected + (kind == "layer" and case["norm"] == "none"))
+
+
+@pytest.mark.parametrize("recipe", ["16 bits", "fp8 attention"])
+def test_a_result_of_attention_that_is_changed_in_place_is_not_read_by_backward(recipe: str) -> None:
+    """Backward reads the result, so a change of it before must be seen."""
+    core = te.DotProductAttention(4, 16)
+    q, k, v = (numbers(i, S, B, 4, 16).bfloat16().requires_grad_() for i in range(3))
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        out = core(q, k, v)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
